@@ -83,7 +83,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def page(report: dict[str, Any]) -> list[str]:
     """Return all rows as Markdown."""
     machine = report["machine"]
-    ours = {_cell(row): Steps(row) for row in report["rows"] if row["optimizer"] == "ours"}
+    adamw = {_cell(row): Steps(row) for row in report["rows"] if row["optimizer"] == "DeepSpeed AdamW"}
     return [
         "# A step on a network of a limited rate",
         "",
@@ -96,7 +96,7 @@ def page(report: dict[str, Any]) -> list[str]:
         "all-gather, RS reduce-scatter, AA all-to-all, BC broadcast. Exposed wait: of the mean rank. Cores idle: of "
         "all cores.",
         "",
-        *table_of([_cells(row, ours.get(_cell(row))) for row in report["rows"]]),
+        *table_of([_cells(row, adamw.get(_cell(row))) for row in report["rows"]]),
     ]
 
 
@@ -104,12 +104,10 @@ def _cell(row: Row) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("model", "stage", "hosts", "rate"))
 
 
-def _cells(row: Row, ours: Steps | None) -> Row:
+def _cells(row: Row, adamw: Steps | None) -> Row:
     steps = Steps(row)
     whole = quartiles(steps.whole)
-    against = predicted = error = ""
-    if ours is not None and row["optimizer"] != "ours" and len(ours.whole) == len(steps.whole):
-        against = f"{median_ratio(ours.whole, steps.whole):.2f}"
+    predicted = error = ""
     if row.get("predicted_s"):
         predicted = f"{row['predicted_s'] * 1e3:.0f}"
         error = f"{row['predicted_s'] / whole[0] - 1:+.0%}"
@@ -119,7 +117,9 @@ def _cells(row: Row, ours: Steps | None) -> Row:
         "rate": rate_text(row["rate"]),
         "optimizer": row["optimizer"],
         "whole, ms": _milliseconds(whole),
-        "ours / it": against,
+        "whole / AdamW's": _ratio(steps.whole, adamw and adamw.whole),
+        "backward and step, ms": _milliseconds(quartiles(steps.backward_and_step)),
+        "backward and step / AdamW's": _ratio(steps.backward_and_step, adamw and adamw.backward_and_step),
         "predicted, ms": predicted,
         "error": error,
         "step, ms": _milliseconds(quartiles(steps.of("step_s"))),
@@ -131,6 +131,11 @@ def _cells(row: Row, ours: Steps | None) -> Row:
         "counted, MB": f"{steps.counted_bytes / 1e6:.2f}",
         "collectives": _calls(steps.calls),
     }
+
+
+def _ratio(own: list[float], other: list[float] | None) -> str:
+    """Return the ratio of what was measured in turn."""
+    return f"{median_ratio(own, other):.2f}" if other is not None and len(own) == len(other) else ""
 
 
 def _milliseconds(values: tuple[float, float, float]) -> str:

@@ -168,8 +168,8 @@ def refusal() -> str:
 def limit_rate(ends: Sequence[LinkEnd], rate: float | None) -> None:
     """Set the rate of link ends while they are in use.
 
-    The bucket holds half a millisecond of the rate, and one segment of TCP at least. It charges a segment as the packets
-    that a real link would carry.
+    The bucket holds half a millisecond of the rate, and one segment of TCP at least. It charges a segment as the
+    packets that a real link would carry.
 
     Args:
         ends: The ends; each limits what leaves there.

@@ -48,6 +48,7 @@ OPTIMIZERS = {
     "ours": "this project, its defaults",
     "ours, no overlap": "exchange_overlap false; only on request",
     "ours, int8 wire": "wire_dtype int8; only on request",
+    "ours, int8 wire, fp32 iteration": "and ns_dtype fp32; only on request",
     "ours, bf16 momentum": "only on request",
     "ours, int8 momentum": "only on request",
     "ours, int8 momentum, bf16 masters": "and bf16 moments; only on request",
@@ -64,6 +65,7 @@ BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ours, no overlap": ({"exchange_overlap": False}, {}),
     "ours, int8 wire": ({"wire_dtype": "int8"}, {}),
+    "ours, int8 wire, fp32 iteration": ({"wire_dtype": "int8", "ns_dtype": "fp32"}, {}),
     "ours, bf16 momentum": ({"momentum_dtype": "bf16"}, {}),
     "ours, int8 momentum": ({"momentum_dtype": "int8"}, {}),
     "ours, int8 momentum, bf16 masters": ({"momentum_dtype": "int8"}, BF16_MASTERS),
