@@ -53,7 +53,6 @@ def native_operators():
     if os.environ.get("DS_BUILD_MUON", "0") != "1":
         return {}
     try:
-        import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
     except ImportError:
         sys.exit("DS_BUILD_MUON=1 needs torch while building: pip install --no-build-isolation .")
@@ -63,7 +62,7 @@ def native_operators():
     )
     toolchain = sys.modules[found.name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(toolchain)
-    spec = toolchain.machine_spec(torch)
+    spec = toolchain.machine_spec()
     extension = (CUDAExtension if spec.with_cuda else CppExtension)(
         name=f"deepspeed_muon.ops.{toolchain.prebuilt_name(spec)}",
         # setuptools wants paths below this folder.

@@ -270,7 +270,6 @@ def _torch(method: str, name: Literal["torch", "triton"] = "torch") -> Candidate
 
 Run = Callable[[Tensor, NsSettings], Tensor]
 Replay = Callable[[Tensor], Tensor]
-Capture = Callable[[Run, Tensor, NsSettings], Replay]
 _Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, NsSettings]
 
 # Graphs kept for one candidate; a model has a handful of shapes, times the batch sizes that its chunks give.
@@ -294,15 +293,13 @@ class Replayed:
     capture forbids. While the caller captures its stream itself, every call runs without a graph.
     """
 
-    def __init__(self, run: Run, capture: Capture | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         """Wrap ``run``; nothing is captured yet.
 
         Args:
             run: Computes on the current stream without synchronising; the same input gives the same result.
-            capture: Makes the replay of one shape; by default :func:`capture_cuda`.
         """
         self._run = run
-        self._capture = capture_cuda if capture is None else capture
         self._replays: OrderedDict[_Shape, Replay | None] = OrderedDict()
 
     def __call__(self, x: Tensor, settings: NsSettings) -> Tensor:
@@ -319,7 +316,7 @@ class Replayed:
         self._replays.move_to_end(key)
         replay = self._replays[key]
         if replay is None:
-            replay = self._replays[key] = self._capture(self._run, x, settings)
+            replay = self._replays[key] = capture_cuda(self._run, x, settings)
         return replay(x)
 
     def release(self) -> None:
@@ -345,14 +342,12 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
     Raises:
         RuntimeError: If something that ``run`` does cannot be captured.
     """
-    pool = _pools.setdefault(x.device, None)
-    if pool is None:
-        pool = _pools[x.device] = torch.cuda.graph_pool_handle()
-    held = torch.empty_like(x)
-    held.copy_(x)
-    stream = _streams.get(x.device)
-    if stream is None:
-        stream = _streams[x.device] = torch.cuda.Stream(x.device)
+    if x.device not in _pools:
+        _pools[x.device] = torch.cuda.graph_pool_handle()
+    if x.device not in _streams:
+        _streams[x.device] = torch.cuda.Stream(x.device)
+    pool, stream = _pools[x.device], _streams[x.device]
+    held = x.clone()
     stream.wait_stream(torch.cuda.current_stream(x.device))
     graph = torch.cuda.CUDAGraph()
     # thread_local, because NCCL's watchdog thread queries events at any time: in a global capture that is an error.

@@ -46,7 +46,6 @@ class Orthogonalizer:
 
         Raises:
             OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
-            ValueError: If there is no such backend.
         """
         self.backend = backend
         self._operators = _operators(backend)
@@ -66,11 +65,8 @@ class Orthogonalizer:
             A new tensor of the same shape, in ``settings.dtype``.
 
         Raises:
-            ValueError: If ``x`` has fewer than two dimensions.
             OpsUnavailableError: If the backend is ``ops`` and the library holds no kernel for this device.
         """
-        if x.ndim < 2:
-            raise ValueError(f"orthogonalize needs (..., rows, cols), got shape {tuple(x.shape)}")
         chosen = self.prepare(x, settings=settings, device=x.device)
         chosen.calls += 1
         return chosen.candidate.run(x, settings)
@@ -171,7 +167,6 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8:
 
     Raises:
         OpsUnavailableError: If the backend is ``ops`` and there are no native passes for ``device``.
-        ValueError: If there is no such backend.
     """
     operators = _operators(backend)
     kind = torch.device(device).type
@@ -202,7 +197,6 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
 
     Raises:
         OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
-        ValueError: If there is no such backend.
     """
     operators = _operators(backend)
     if has_kernel(operators, torch.device(device).type, "frobenius_norms"):
@@ -227,11 +221,7 @@ def trusted(device: torch.device) -> Verdict:
     return cuda_verdict(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _operators(backend: str) -> Any | None:
+def _operators(backend: NsBackend) -> Any | None:
     if backend == "torch":
         return None
-    if backend == "ops":
-        return library.load()
-    if backend == "auto":
-        return library.try_load()
-    raise ValueError(f"ns_backend must be 'auto', 'ops' or 'torch', got {backend!r}")
+    return library.load() if backend == "ops" else library.try_load()

@@ -40,13 +40,10 @@ _operators: Any = None
 _failure: OpsUnavailableError | None = None
 
 
-def load(*, verbose: bool = False) -> Any:
+def load() -> Any:
     """Return ``torch.ops.deepspeed_muon`` with all operators; the first call builds the library if necessary.
 
     Several processes may call it at once.
-
-    Args:
-        verbose: Whether to print the compiler's commands.
 
     Raises:
         OpsUnavailableError: If there is no compiler, the build fails, or the build of another process takes too long;
@@ -58,14 +55,14 @@ def load(*, verbose: bool = False) -> Any:
             if _failure is not None:
                 raise _failure
             try:
-                build_and_load(verbose)
+                build_and_load()
             except OpsUnavailableError as error:
                 _failure = error
                 raise
             _operators = torch.ops.deepspeed_muon
             for name, fake in _FAKES.items():
                 torch.library.register_fake(f"deepspeed_muon::{name}", fake)
-            if torch.cuda.is_available() and (reason := toolchain.cuda_reason(torch)):
+            if torch.cuda.is_available() and (reason := toolchain.cuda_reason()):
                 warn_on_each_machine(
                     "deepspeed_muon: there is a GPU, but its own CUDA kernels are not built (%s); torch's run instead",
                     reason,
@@ -95,12 +92,7 @@ def loaded() -> bool:
 
 def key() -> str:
     """Return the digest of the library that this process has loaded, ``torch`` if none."""
-    return "torch" if _operators is None else spec().key
-
-
-def spec() -> BuildSpec:
-    """Return sources and flags of a build on this machine. Compiles nothing and creates no CUDA context."""
-    return toolchain.machine_spec(torch)
+    return "torch" if _operators is None else toolchain.machine_spec().key
 
 
 def built_path(wanted: BuildSpec) -> Path | None:
@@ -120,16 +112,16 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def build_and_load(verbose: bool = False) -> None:
+def build_and_load() -> None:
     """Load the library into this process, build it first if necessary; see :func:`load`."""
-    wanted = spec()
+    wanted = toolchain.machine_spec()
     path = built_path(wanted)
     if path is not None:
         return _load_library(path)
     if reason := unavailable_reason():
         raise OpsUnavailableError(f"the native ops cannot be built here: {reason}")
     try:
-        _build(wanted, verbose)
+        _build(wanted)
     except OpsUnavailableError as error:
         if not wanted.with_cuda:
             raise
@@ -139,7 +131,7 @@ def build_and_load(verbose: bool = False) -> None:
             build_folder(wanted),
             error,
         )
-        _build(toolchain.build_spec(torch_version=torch.__version__, with_cuda=False), verbose)
+        _build(toolchain.build_spec(torch_version=torch.__version__, with_cuda=False))
 
 
 def build_folder(spec: BuildSpec) -> Path:
@@ -165,7 +157,7 @@ def prebuilt_path(spec: BuildSpec) -> Path | None:
     return None
 
 
-def _build(spec: BuildSpec, verbose: bool) -> None:
+def _build(spec: BuildSpec) -> None:
     """Build a library unless it is there, and load it. A build that failed is not tried again."""
     target = library_path(spec)
     with _exclusive(target.parent) as shared:
@@ -184,7 +176,7 @@ def _build(spec: BuildSpec, verbose: bool) -> None:
             )
             started = time.monotonic()
             try:
-                _compile(spec, target, verbose)
+                _compile(spec, target)
                 announce("deepspeed_muon: built in %.0f s", time.monotonic() - started, on_any_rank=True)
             except OpsUnavailableError as error:
                 if spec.with_cuda:
@@ -234,7 +226,7 @@ def _exclusive(folder: Path) -> Iterator[bool]:
         yield mine is not None
 
 
-def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
+def _compile(spec: BuildSpec, target: Path) -> None:
     """Compile in a folder below the target's and move the library into place, so that nobody loads half a file."""
     from torch.utils import cpp_extension
 
@@ -262,7 +254,6 @@ def _compile(spec: BuildSpec, target: Path, verbose: bool) -> None:
             with_cuda=spec.with_cuda,
             is_python_module=False,
             is_standalone=False,
-            verbose=verbose,
         )
     except (RuntimeError, OSError) as error:
         raise OpsUnavailableError(f"building the native ops in {work} failed:\n{error}") from error

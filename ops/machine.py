@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -44,14 +43,13 @@ def locked(file: Path, seconds: float) -> Iterator[bool | None]:
             try:
                 fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 mine = True
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                    mine = None
-                elif (left := deadline - time.monotonic()) <= 0:
+            except BlockingIOError:
+                if (left := deadline - time.monotonic()) <= 0:
                     break
-                else:
-                    time.sleep(min(pause, left))
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            except OSError:
+                mine = None
         yield mine
 
 

@@ -16,7 +16,7 @@ from .machine import cache_folder, hardware_name
 
 def collect() -> dict[str, dict[str, Any]]:
     """Return everything that the report shows, by section; builds nothing."""
-    spec = library.spec()
+    spec = toolchain.machine_spec()
     built, reason = library.built_path(spec), library.unavailable_reason()
     operators = library.try_load() if built else None
     return {
@@ -31,7 +31,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "folder": str(library.build_folder(spec)),
             "library": None if built is None else str(built),
             "cannot be built": None if built else reason,
-            "without CUDA because": toolchain.cuda_reason(torch),
+            "without CUDA because": toolchain.cuda_reason(),
             "architectures": list(toolchain.architectures(spec)),
         },
         "ops": {

@@ -1,6 +1,6 @@
 """Sources, flags and name of the native library, for the build at first use and for ``pip install``.
 
-Only the standard library is imported here: ``setup.py`` loads this file before the package can be imported.
+Nothing of this package is imported here: ``setup.py`` loads this file before that is possible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 
@@ -186,9 +187,9 @@ def build_spec(
     )
 
 
-def machine_spec(torch: Any) -> BuildSpec:
-    """Return sources and flags of a build on this machine; compiles nothing. ``torch`` is the module."""
-    with_cuda = cuda_reason(torch) is None
+def machine_spec() -> BuildSpec:
+    """Return sources and flags of a build on this machine. Compiles nothing and creates no CUDA context."""
+    with_cuda = cuda_reason() is None
     count = torch.cuda.device_count() if with_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST") else 0
     return build_spec(
         torch_version=torch.__version__,
@@ -197,8 +198,8 @@ def machine_spec(torch: Any) -> BuildSpec:
     )
 
 
-def cuda_reason(torch: Any) -> str | None:
-    """Return why a build on this machine has no CUDA kernels, or ``None`` if it has. ``torch`` is the module."""
+def cuda_reason() -> str | None:
+    """Return why a build on this machine has no CUDA kernels, or ``None`` if it has."""
     if torch.version.cuda is None:
         return "this torch has no CUDA"
     if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):

@@ -12,12 +12,12 @@ from deepspeed_muon.ops.checks import self_test
 
 
 def main() -> int:
-    spec = library.spec()
+    spec = toolchain.machine_spec()
     nvcc = subprocess.run([str(toolchain.find_nvcc()), "--version"], capture_output=True, text=True).stdout
     print(f"torch {torch.__version__}; {nvcc.strip().splitlines()[-1]}")
     print("architectures:", *(flag.rpartition("=")[2] for flag in spec.nvcc_flags if "gencode" in flag))
     if not spec.with_cuda:
-        print("FAILED: no build with CUDA:", toolchain.cuda_reason(torch))
+        print("FAILED: no build with CUDA:", toolchain.cuda_reason())
         return 1
     started = time.perf_counter()
     operators = library.load()

@@ -22,7 +22,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replace the compiler; return the libraries that were made."""
     made: list[Path] = []
 
-    def compile_(spec: toolchain.BuildSpec, target: Path, verbose: bool) -> None:
+    def compile_(spec: toolchain.BuildSpec, target: Path) -> None:
         target.touch()
         made.append(target)
 

@@ -114,7 +114,7 @@ def test_a_tiny_library_is_built_once_and_a_leftover_lock_is_no_obstacle(
 ) -> None:
     monkeypatch.setattr(toolchain, "CSRC", write_source(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    path = library.library_path(library.spec())
+    path = library.library_path(toolchain.machine_spec())
     (path.parent / "build").mkdir(parents=True)
     (path.parent / "build" / "lock").touch()  # what torch leaves when a build is killed
     (path.parent / ".building").touch()
@@ -182,10 +182,10 @@ def test_a_failed_cuda_build_leaves_the_cpu_operators(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(library, "unavailable_reason", lambda: None)
     wide = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
-    monkeypatch.setattr(library, "spec", lambda: wide)
+    monkeypatch.setattr(toolchain, "machine_spec", lambda: wide)
     tried: list[bool] = []
 
-    def compile_(spec: toolchain.BuildSpec, target: Path, verbose: bool) -> None:
+    def compile_(spec: toolchain.BuildSpec, target: Path) -> None:
         tried.append(spec.with_cuda)
         if spec.with_cuda:
             raise OpsUnavailableError("nvcc: no such file as cuda_runtime.h")
@@ -315,4 +315,4 @@ def test_a_cold_build_compiles_each_source_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
     compiled = [word for call in calls if "-c" in call for word in call if word.endswith(".cpp")]
-    assert sorted(compiled) == sorted(library.spec().sources)
+    assert sorted(compiled) == sorted(toolchain.machine_spec().sources)

@@ -35,13 +35,19 @@ class Recorder:
         return replay
 
 
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(candidates, "capture_cuda", made)
+    return made
+
+
 def plain(x: Tensor, settings: NsSettings) -> Tensor:
     return orthogonalize(x, settings=settings)
 
 
-def test_a_shape_is_captured_at_its_second_call_and_replayed_from_then_on() -> None:
-    record = Recorder()
-    run = Replayed(plain, record)
+def test_a_shape_is_captured_at_its_second_call_and_replayed_from_then_on(record: Recorder) -> None:
+    run = Replayed(plain)
     inputs = [torch.randn(2, 6, 9) for _ in range(4)]
     kept = [run(x, SETTINGS) for x in inputs]
     assert record.captures == 1
@@ -49,9 +55,8 @@ def test_a_shape_is_captured_at_its_second_call_and_replayed_from_then_on() -> N
         assert torch.equal(result, plain(x, SETTINGS)), "a later replay must not change an earlier result"
 
 
-def test_shape_dtype_storage_order_and_settings_have_graphs_of_their_own() -> None:
-    record = Recorder()
-    run = Replayed(plain, record)
+def test_shape_dtype_storage_order_and_settings_have_graphs_of_their_own(record: Recorder) -> None:
+    run = Replayed(plain)
     x = torch.randn(6, 6)
     other = NsSettings(resolve_schedule("quintic", 3))
     for given, settings in (
@@ -69,10 +74,9 @@ def test_shape_dtype_storage_order_and_settings_have_graphs_of_their_own() -> No
     assert record.captures == 5
 
 
-def test_the_least_used_graph_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_used_graph_goes_first(monkeypatch: pytest.MonkeyPatch, record: Recorder) -> None:
     monkeypatch.setattr(candidates, "GRAPHS_KEPT", 2)
-    record = Recorder()
-    run = Replayed(plain, record)
+    run = Replayed(plain)
     first, second, third = (torch.randn(4, 4 + extra) for extra in range(3))
     for x in (first, first, second, second, first, third, third):
         run(x, SETTINGS)
@@ -125,11 +129,12 @@ def test_graphs_are_tried_after_the_plain_calls_and_only_where_the_host_may_be_s
     assert not any("graph" in name for name in gpu_names(1, 8192, 8192, torch.float16, "sm90", monkeypatch))
 
 
-def test_released_graphs_are_captured_anew_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_graphs_are_captured_anew_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, record: Recorder
+) -> None:
     """``engine.offload_states`` gives the graphs' memory up; the pool of torch goes with its last graph."""
     monkeypatch.setattr(candidates, "_pools", {torch.device("cpu"): "handle"})
-    record = Recorder()
-    run = Replayed(plain, record)
+    run = Replayed(plain)
     x = torch.randn(2, 6, 9)
     before = [run(x, SETTINGS) for _ in range(2)]
     run.release()
