@@ -28,6 +28,9 @@ from deepspeed_muon.transport.exchange import SLOTS
 
 _OPTIMIZERS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
 
+# Settings that are options of the command under the same names.
+_OPTIONS = ("world_size", "stage", "tensor_parallel", "expert_parallel", "gpus_per_node")
+
 # Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
 _MESSAGE_SECONDS = 3e-6
 # Bytes that are read and written for one element. AdamW reads gradient, weight and both moments, and writes the last
@@ -68,16 +71,11 @@ def forecast(
     }
     memory = kept | _state(muon, other, settings) | _buffers(routes, settings, exchange, partition=muon)
     sent = float((gather + scatter).max()) * settings.wire_bytes
-    adamw = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
-    steps: dict[str, dict[str, Any]] = {
-        "muon": {"sent_bytes": sent, "flops": work, "seconds": seconds, "memory": memory},
-        "adamw": {
-            "sent_bytes": 0.0,
-            "flops": 0.0,
-            "seconds": adamw,
-            "memory": kept | _state(0, muon + other, settings),
-        },
-    }
+    of_muon = {"sent_bytes": sent, "flops": work, "seconds": seconds, "memory": memory}
+    of_adamw: dict[str, Any] = {"sent_bytes": 0.0, "flops": 0.0}
+    of_adamw["seconds"] = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
+    of_adamw["memory"] = kept | _state(0, muon + other, settings)
+    steps: dict[str, dict[str, Any]] = {"muon": of_muon, "adamw": of_adamw}
     for step in steps.values():
         step |= collectives
         for parts in (step["seconds"], step["memory"]):
@@ -165,21 +163,12 @@ def report(
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
     step = forecast(routes, settings, exchange)
     sent = (exchange.gather_elements + exchange.scatter_elements) * settings.wire_bytes
-    chosen = (
-        "world_size",
-        "stage",
-        "tensor_parallel",
-        "expert_parallel",
-        "gpus_per_node",
-        "gpu",
-        "wire_bytes",
-    )
     return {
         "model": model,
         "elements": sum(route.numel for route in routes),
         "algorithms": totals_of(routes),
         "settings": {
-            **{key: getattr(settings, key) for key in chosen},
+            **{key: getattr(settings, key) for key in (*_OPTIONS, "gpu", "wire_bytes")},
             "ns_steps": len(iteration.coefficients),
             "ns_method": iteration.method,
             "ns_dtype": str(iteration.dtype).removeprefix("torch."),
@@ -354,11 +343,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if rate is not None:
         gpu = {**gpu, "network_bandwidth": rate * 1e9 / 8 / max(1, arguments.gpus_per_node)}
     settings = PlanSettings(
-        world_size=arguments.world_size,
-        stage=arguments.stage,
-        tensor_parallel=arguments.tensor_parallel,
-        expert_parallel=arguments.expert_parallel,
-        gpus_per_node=arguments.gpus_per_node,
+        **{name: getattr(arguments, name) for name in _OPTIONS},
         gpu=gpu,
         config=config,
         master_dtype=torch.bfloat16 if bf16.get("bf16_master_weights_and_grads") else torch.float32,
