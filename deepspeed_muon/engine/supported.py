@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from deepspeed_muon.checkpoint.live import ON_NVME, SOME_RANKS
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.engine.offload import half_states, master_dtype, offload_device
+from deepspeed_muon.engine.offload import master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
 from deepspeed_muon.engine.topology import ranks_of
 from deepspeed_muon.errors import UnsupportedConfigError
@@ -46,18 +46,18 @@ def refuse_unsupported(engine: Any, config: MuonConfig) -> None:
             raise UnsupportedConfigError(f"{key} is not supported by deepspeed_muon: {why}")
     if unknown := list(_unknown_keys(engine._config.zero_config)):
         raise UnsupportedConfigError(
-            f"zero_optimization.{', zero_optimization.'.join(unknown)} is not known to deepspeed_muon {__version__}, "
-            f"so no result with it has been compared with the reference: remove it, or install a newer deepspeed_muon"
+            f"zero_optimization.{', zero_optimization.'.join(unknown)} is not supported by deepspeed_muon "
+            f"{__version__}: no result with it has been compared with the reference; remove it, or install a newer one"
         )
 
 
 def expert_parallel(engine: Any) -> bool:
     """Return whether the configuration asks for AutoEP."""
-    return bool(_setting(engine, "expert_parallel_config.enabled"))
+    return bool(engine._config.expert_parallel_config.enabled)
 
 
 def _unknown_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of ``zero_optimization`` that are not in the table, and not at DeepSpeed's default either."""
+    """Yield the keys of ``zero_optimization`` that are not among those, and not at DeepSpeed's default either."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if name not in _KNOWN_KEYS:
@@ -65,19 +65,6 @@ def _unknown_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
                 yield prefix + name
         elif isinstance(value, BaseModel):
             yield from _unknown_keys(value, f"{prefix}{name}.")
-
-
-def _setting(engine: Any, path: str) -> Any:
-    """Return a setting of the configuration by its attributes, ``None`` in versions without it."""
-    found = engine._config
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
-
-
-def _is_set(path: str) -> Callable[[Any, MuonConfig], bool]:
-    """Return the condition that a setting asks for its feature; unset ones are ``None``, ``False`` or -1."""
-    return lambda engine, _: _setting(engine, path) not in (None, False, -1)
 
 
 def _on_nvme(engine: Any, _: MuonConfig) -> bool:
@@ -133,7 +120,8 @@ def _consolidates(config: MuonConfig) -> bool:
     return config.consolidate_on_save or config.restore_from is not None
 
 
-# The keys of zero_optimization and of its sections in DeepSpeed 0.19.8. Later ones may be for another wrapper.
+# The keys of zero_optimization and of its sections in DeepSpeed 0.19.8, but for those that need its CUDA quantizer
+# (zero_quantized_...). Later ones may be for another wrapper.
 _KNOWN_KEYS = frozenset((
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm",
@@ -143,7 +131,6 @@ _KNOWN_KEYS = frozenset((
     "gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params",
     "allgather_sequential", "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters",
     "legacy_stage1", "round_robin_gradients", "parameter_alignment", "zero_hpz_partition_size",
-    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
     "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply",
     "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory", "offload_param",
     "offload_optimizer", "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory",
@@ -151,18 +138,13 @@ _KNOWN_KEYS = frozenset((
     "leaf_module", "classes", "names", "name_suffixes",
 ))  # fmt: skip
 
-_QUANTIZING = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-_QUANTIZED = (
-    "it needs DeepSpeed's CUDA quantizer, with which no result has been compared with the reference; remove it "
-    "(zero_hpz_partition_size works)"
-)
 _PART_OF_ATTENTION = (
     "a rank's attention holds other heads than its weights do, or only some of the layers; unset qk_clip"
 )
 
 _REFUSED: dict[str, _Row] = {
     "zero_optimization.offload_optimizer.super_offload": (
-        _is_set("zero_config.offload_optimizer.super_offload"),
+        lambda engine, _: getattr(engine._config.zero_config.offload_optimizer, "super_offload", False),
         "it steps AdamW in worker processes that see one rank's slice of a matrix, while Muon needs whole matrices of "
         "all ranks. Remove super_offload; offload_optimizer.device cpu works",
     ),
@@ -190,7 +172,7 @@ _REFUSED: dict[str, _Row] = {
         "no result was compared with the reference. offload_param.device cpu works, and offload_optimizer.device nvme",
     ),
     "zero_optimization.zenflow": (
-        _is_set("zero_config.zenflow"),
+        lambda engine, _: engine._config.zero_config.zenflow is not None,
         "it updates the columns with the largest gradients every step and the others later, and orthogonalisation "
         "needs all columns of a matrix at once. Remove zenflow; offload_optimizer.device cpu works",
     ),
@@ -200,7 +182,7 @@ _REFUSED: dict[str, _Row] = {
         "the key",
     ),
     "bf16.bf16_master_weights_and_grads without offload": (
-        lambda engine, _: _keeps_masters(engine, torch.bfloat16) and not half_states(engine),
+        lambda engine, _: _keeps_masters(engine, torch.bfloat16) and not engine.bf16_optimizer_states(),
         "on the device DeepSpeed keeps bf16 masters together with bf16 state only. Add bf16.bf16_optimizer_states, or "
         "zero_optimization.offload_optimizer.device cpu",
     ),
@@ -222,14 +204,13 @@ _REFUSED: dict[str, _Row] = {
         _has_sparse_gradients,
         "ZeRO divides dense gradients only, and AdamW's moments are dense. Make the embedding with sparse=False",
     ),
-    **{f"zero_optimization.{key}": (_is_set(f"zero_config.{key}"), _QUANTIZED) for key in _QUANTIZING},
     "zero_optimization.elastic_checkpoint": (
         lambda engine, _: engine.zero_optimization_stage() in (1, 2) and engine.zero_elastic_checkpoint(),
         "it reads the state of every param group by the first one's keys, and Muon's and AdamW's differ; remove it and "
         "use deepspeed_muon.checkpoint.consolidate and restore to change the number of ranks",
     ),
     "compile.deepcompile": (
-        _is_set("compile_config.deepcompile"),
+        lambda engine, _: engine._config.compile_config.deepcompile,
         "it replaces ZeRO's gradient reduction by compiled passes that exist for CUDA only, with which no result has "
         "been compared with the reference; remove it (engine.compile() without it works)",
     ),

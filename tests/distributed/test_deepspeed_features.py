@@ -341,6 +341,6 @@ def test_what_a_later_deepspeed_may_bring_is_refused_by_name(ranks: Any, stage: 
     assert "Stage3 of" in attributes if stage == 3 else "DeepSpeedZeroOptimizer of" in attributes
     assert "has no averaged_gradients, micro_step_id, where" in attributes and "docs/usage.md" in attributes
     assert (
-        "zero_optimization.offload_optimizer.buffer_count, zero_optimization.sub_group_size is not known"
+        "zero_optimization.offload_optimizer.buffer_count, zero_optimization.sub_group_size is not supported"
         in keys
     )
