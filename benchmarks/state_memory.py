@@ -27,7 +27,7 @@ import deepspeed_muon
 from benchmarks import step_ranks, support
 from benchmarks.optimizer_step import RETURN_MEMORY
 from benchmarks.support import Row
-from deepspeed_muon.engine.offload import half_states, master_dtype
+from deepspeed_muon.engine.offload import master_dtype
 from deepspeed_muon.forecast.predict import PlanSettings
 from deepspeed_muon.forecast.report import forecast
 
@@ -100,7 +100,7 @@ def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer
             config=inner.config,
             device=torch.device("cpu"),
             master_dtype=master_dtype(engine),
-            half_states=half_states(engine),
+            half_states=engine.bf16_optimizer_states(),
         )
         found["plan"] = forecast(inner.routes, settings)["muon"]["memory"]
     engine.destroy()

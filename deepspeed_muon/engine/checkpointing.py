@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import secrets
 import zipfile
 from collections.abc import Callable
@@ -85,14 +84,14 @@ def save_checkpoint(
     """
     optimizer = engine.basic_optimizer
     optimizer.host.require_restored()
+    folder = Path(save_dir or "", f"global_step{engine.global_steps}" if tag is None else str(tag))
     if optimizer.config.consolidate_on_save and save_dir:
-        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        consolidate(engine, os.path.join(save_dir, name, CONSOLIDATED_FOLDER))
+        consolidate(engine, folder / CONSOLIDATED_FOLDER)
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
-        prepare_save(engine, Path(save_dir or "") / (tag or f"global_step{engine.global_steps}"), save_id)
+        prepare_save(engine, folder, save_id)
     try:
         return original(save_dir, tag, client_state, *args, **kwargs)
     finally:

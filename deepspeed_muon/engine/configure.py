@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.live import Host
@@ -119,24 +118,19 @@ def configure_basic_optimizer(
     original: Original, engine: Any, model_parameters: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Make our optimizer for the type ``Muon``; leave every other type to DeepSpeed."""
-    if not _is_our_type(engine.optimizer_name()):
+    if not _wants_muon(engine, None):
         return original(engine, model_parameters, *args, **kwargs)
     config = MuonConfig.from_params(engine.optimizer_params())
     optimizer = Muon._from_config(model_parameters, config, model=engine.module, shards=tensor_shards(engine))
     _adopt(engine, optimizer)
-    _remove_tags(engine.module)
     return optimizer
-
-
-def _is_our_type(name: str | None) -> bool:
-    return (name or "").lower() == OPTIMIZER_TYPE
 
 
 def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
     """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
         return isinstance(client_optimizer, Muon)
-    return _is_our_type(engine.optimizer_name())
+    return (engine.optimizer_name() or "").lower() == OPTIMIZER_TYPE
 
 
 def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) -> None:
@@ -148,6 +142,9 @@ def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) ->
 def _adopt(engine: Any, optimizer: Muon) -> None:
     """Prepare our optimizer for the wrapper that DeepSpeed is about to make."""
     adopt(engine, optimizer)
+    for param in engine.module.parameters():
+        for tag in _TAGS:
+            vars(param).pop(tag, None)
     if engine.zero_optimization_stage() == 3:
         prepare_inputs(engine.module)
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
@@ -197,7 +194,6 @@ def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any
         refuse_unsupported(engine, config)
         client_optimizer._check_names(engine.module)
         table = client_optimizer.routes
-        _remove_tags(engine.module)
     else:
         config = MuonConfig.from_params(engine.optimizer_params())
         refuse_unsupported(engine, config)
@@ -218,13 +214,6 @@ def _sections(engine: Any) -> dict[str, str]:
     raw = engine._config._param_dict
     present = (name for name in _COMPARED_SECTIONS if name in raw)
     return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in present}
-
-
-def _remove_tags(model: nn.Module) -> None:
-    for param in model.parameters():
-        for tag in _TAGS:
-            if hasattr(param, tag):
-                delattr(param, tag)
 
 
 def _bind(engine: Any, optimizer: Muon) -> None:

@@ -128,8 +128,7 @@ _SWAPS = attrgetter("swap_folder")
 # Of rows with one method the first begins last and ends first: each replaces what is there already.
 ENGINE_HOOKS = (
     # A mend: ZeRO lets the loss scale grow before the step, and unscales by the new one. It grows after the step below.
-    Hook(ZeroView, "_update_scale", scaling.shrink_scale, _HAS_DYNAMIC_SCALE),
-    Hook(HalfView, "_update_scale", scaling.shrink_scale_at_stage_0, _HAS_DYNAMIC_SCALE),
+    Hook((ZeroView, HalfView), "_update_scale", scaling.shrink_scale, _HAS_DYNAMIC_SCALE),
     # A mend: ZeRO 3 adds the first gradient of a parameter to that of the last step if it comes in a later micro-step.
     Hook(Zero3View, "partition_grads", gradients.partition_grads),
     # A mend: ZeRO 3 would add to gradients that the program has thrown away.
@@ -162,7 +161,7 @@ ENGINE_HOOKS = (
     # A mend: BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did.
     Hook(Bf16View, "get_grads_for_norm", scaling.grads_for_norm),
     # A mend: the plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
-    Hook(DeepSpeedEngine, "clip_fp32_gradients", scaling.clip_fp32_gradients, scaling.is_plain),
+    Hook(DeepSpeedEngine, "clip_fp32_gradients", scaling.clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
     # A mend: an engine of stage 3 stays in memory after engine.destroy(), with all that it holds.
     Hook(Zero3View, "destroy", stages.release_destroyed),
     # A mend: ZeRO updates the scale first and unscales by the new one.
@@ -251,11 +250,16 @@ def register() -> None:
 
 def _install(hook: Hook) -> None:
     """Replace a function for the whole process; nothing if it is in place."""
-    if hook not in _INSTALLED:
-        original = getattr(hook.owner, hook.attribute)
-        ours = _replacement(original, hook.function)
-        setattr(hook.owner, hook.attribute, ours)
-        _INSTALLED[hook] = original, ours
+    if hook in _INSTALLED:
+        return
+    original = getattr(hook.owner, hook.attribute)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return hook.function(original, *args, **kwargs)
+
+    setattr(hook.owner, hook.attribute, hooked)
+    _INSTALLED[hook] = original, hooked
 
 
 def unregister() -> None:
@@ -292,7 +296,7 @@ def differences() -> list[str]:
     """
     replaced = replaced_functions()
     called = [(owner, name) for owner, names in _CALLED for name in names]
-    missing = [each for each in (*((each[:2]) for each in replaced), *called) if not hasattr(*each)]
+    missing = [each for each in (*(each[:2] for each in replaced), *called) if not hasattr(*each)]
     found = [f"{owner.__name__} has no {name}" for owner, name in missing]
     for owner, name, function in replaced:
         if hasattr(owner, name):
@@ -320,14 +324,6 @@ def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> 
         return []
     rest = ", ..." if len(named) < len(ours) else ""
     return [f"{owner.__name__}.{name} takes ({', '.join(names)}), not ({', '.join(named)}{rest})"]
-
-
-def _replacement(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    return hooked
 
 
 def hook_engine(engine: Any) -> None:

@@ -72,11 +72,6 @@ def offload_device(engine: Any, section: str = "offload_optimizer") -> str:
     return "none" if offload is None else OffloadDeviceEnum(offload.device).value
 
 
-def half_states(engine: Any) -> bool:
-    """Return whether ``bf16.bf16_optimizer_states`` is set."""
-    return bool(engine.bf16_optimizer_states())
-
-
 def master_dtype(engine: Any) -> torch.dtype:
     """Return the dtype that the configuration asks the master weights to be kept in."""
     if engine.bf16_master_weights_and_gradients():
@@ -107,7 +102,7 @@ def adopt(engine: Any, optimizer: Any) -> None:
         group.pop("use_muon", None)
     # DeepSpeed demands its CPU Adam of client optimizers. Ours runs it by itself.
     engine.zero_force_ds_cpu_optimizer = lambda: False
-    if half_states(engine):
+    if engine.bf16_optimizer_states():
         optimizer._keep_half_states()
     if offload_device(engine) == "none":
         return
@@ -183,8 +178,6 @@ class CpuAdam:
             # The operator keeps one object for each number, and the class counts them.
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
-            self._decoupled = decoupled
-            self._forget_steps(AdamStep(1e-3, (0.9, 0.999), 1e-8, 0.0, 1, decoupled))
         except Exception as error:
             raise OpsUnavailableError(f"DeepSpeed's cpu_adam operator is not available: {error}") from error
         weakref.finalize(self, self._op.destroy_adam, self._number)
@@ -200,18 +193,13 @@ class CpuAdam:
         settings: AdamStep,
     ) -> None:
         """Update ``params`` and both moments in place; see :func:`deepspeed_muon.math.updates.adam_step_`."""
-        self._forget_steps(settings)
+        numbers = (settings.lr, *settings.betas, settings.eps, settings.weight_decay)
+        # A new object computes the powers of the betas from the step's number. One that is kept multiplies those of its
+        # last step once more, which rounds differently: a resumed run would differ in its last bits.
+        self._op.create_adam(self._number, *numbers, settings.decoupled, False)
         for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-            self._op.adam_update(self._number, settings.step, *_numbers(settings), True, *tensors)
-
-    def _forget_steps(self, settings: AdamStep) -> None:
-        """Make the operator compute the powers of the betas from the step's number.
-
-        Left to itself it multiplies those of its last step once more, which rounds differently: a resumed run would
-        differ from an uninterrupted one in its last bits.
-        """
-        self._op.create_adam(self._number, *_numbers(settings), self._decoupled, False)
+            self._op.adam_update(self._number, settings.step, *numbers, True, *tensors)
 
     def _check(self, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
         """Compare two steps on random numbers with the float64 reference."""
@@ -238,10 +226,6 @@ class CpuAdam:
             raise OpsUnavailableError(
                 f"DeepSpeed's cpu_adam operator differs from the reference by {error:.1e} (allowed {unit:.1e})"
             )
-
-
-def _numbers(settings: AdamStep) -> tuple[float, ...]:
-    return (settings.lr, *settings.betas, settings.eps, settings.weight_decay)
 
 
 def _copy_in(engine: Any, tag_folder: Path) -> Path:
@@ -335,10 +319,8 @@ def check_copy(engine: Any, tag_folder: Path, saved: Glance | None, save_id: str
         files, found = listed.get("files", {}), _swap_files(copy)
     if listed.get("save") != save_id or any(found.get(name) != size for name, size in files.items()):
         raise CheckpointError(f"{copy}: cut short, or of another save: a save was killed; load another tag")
-    before, now = (
-        saved.record.get("optimizer", {}).get("momentum_dtype"),
-        optimizer_of(engine).config.momentum_dtype,
-    )
+    before = saved.record.get("optimizer", {}).get("momentum_dtype")
+    now = optimizer_of(engine).config.momentum_dtype
     if before != now:
         raise CheckpointError(
             f"{tag_folder}: was saved with optimizer.params.momentum_dtype {before!r}, this engine has {now!r}: with "

@@ -34,23 +34,16 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.engine.zero.views import Bf16View, HalfView, Original, PlainView, View
+from deepspeed_muon.engine.zero.views import Bf16View, HalfView, Original, View
 from deepspeed_muon.errors import NonFiniteGradientError
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 
 
-def shrink_scale(
-    original: Original, view: View, has_overflow: bool = False, *args: Any, **kwargs: Any
-) -> None:
+def shrink_scale(original: Original, view: View, *args: Any, **kwargs: Any) -> None:
     """Lower the scale at once after an overflow; :func:`grow_after_step` raises it."""
-    if has_overflow:
-        original(has_overflow, *args, **kwargs)
-
-
-def shrink_scale_at_stage_0(original: Original, view: View, skip: bool, *args: Any, **kwargs: Any) -> None:
-    """Do the same where DeepSpeed calls the argument otherwise."""
-    shrink_scale(original, view, skip, *args, **kwargs)
+    if view.wrapper.overflow:
+        original(*args, **kwargs)
 
 
 def grow_after_step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
@@ -86,11 +79,6 @@ def raise_on_overflow(original: Original, view: View, *args: Any, **kwargs: Any)
             "weights and optimizer state unchanged"
         )
     return result
-
-
-def is_plain(view: View) -> bool:
-    """Return whether there is no wrapper around our optimizer."""
-    return isinstance(view, PlainView)
 
 
 def loss_is_not_scaled(view: View) -> bool:

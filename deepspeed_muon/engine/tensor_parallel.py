@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.plan.layout import TensorShards
@@ -83,8 +83,10 @@ class Cut:
         """Return the shards of the parameter as a matrix, of which this rank has ``shape``, and the others as much.
 
         Raises:
-            ValueError: If a matrix has no such dimension, or the whole has another number of elements.
+            ValueError: If it is no matrix, or has no such dimension, or the whole has another number of elements.
         """
+        if len(shape) != 2:
+            raise ValueError(f"a tensor-parallel shard of shape {list(shape)} is not a matrix")
         total = shape[0] * shape[1] * ranks
         if self.shape and torch.Size(self.shape).numel() != total:
             raise ValueError(
@@ -163,38 +165,33 @@ def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def tensor_shards(engine: Any) -> dict[int, TensorShards]:
+def tensor_shards(engine: Any, routes: Mapping[int, Route] | None = None) -> dict[int, TensorShards]:
     """Return how tensor parallelism cuts the engine's matrices, by ``id(parameter)``, as far as their layers say.
 
     Every rank takes the shards of the others to be as long as its own; :func:`with_tensor_parallel` compares them.
 
     Args:
         engine: A ``DeepSpeedEngine``, which need not have its optimizer yet.
+        routes: ``id(parameter)`` to its route, once there are routes.
+
+    Raises:
+        UnsupportedConfigError: If a layer does not say how a matrix is cut that goes to Muon.
     """
-    group = tensor_parallel_group(engine)
-    if group is None:
-        return {}
-    found = {}
-    for param in engine.module.parameters():
-        if is_model_parallel_parameter(param):
-            with suppress(ValueError):  # with_tensor_parallel refuses it, if it is Muon's
-                found[id(param)] = _read_shards(param, true_shape(param), dist.get_world_size(group))
+    group, found = tensor_parallel_group(engine), {}
+    for param in engine.module.parameters() if group is not None else ():
+        if not is_model_parallel_parameter(param):
+            continue
+        try:
+            found[id(param)] = read_cut(param).of_matrix(true_shape(param), dist.get_world_size(group))
+        except ValueError as error:
+            route = (routes or {}).get(id(param))
+            if route is not None and route.algorithm == "muon":
+                _refuse(route.name, str(error))
     return found
 
 
-def _read_shards(param: Tensor, shape: Sequence[int], ranks: int) -> TensorShards:
-    """Return the shards of a matrix of which this rank has ``shape``, and the others as much.
-
-    Raises:
-        ValueError: Saying why they cannot be told.
-    """
-    if len(shape) != 2:
-        raise ValueError(f"a tensor-parallel shard of shape {list(shape)} is not a matrix")
-    return read_cut(param).of_matrix(shape, ranks)
-
-
 def with_tensor_parallel(
-    group: dist.ProcessGroup, read: Callable[[], list[StepSet]], model: nn.Module, routes: Mapping[int, Route]
+    group: dist.ProcessGroup, read: Callable[[], list[StepSet]], engine: Any, routes: Mapping[int, Route]
 ) -> list[StepSet]:
     """Read the step sets of a tensor-parallel rank, with the shards of each matrix on all ranks of the group.
 
@@ -203,7 +200,7 @@ def with_tensor_parallel(
     Args:
         group: The tensor-parallel process group.
         read: Reads this rank's step sets.
-        model: The module, whose parameters carry the marks.
+        engine: The engine, whose parameters carry the marks.
         routes: ``id(model parameter)`` to its route.
 
     Raises:
@@ -215,12 +212,13 @@ def with_tensor_parallel(
     sets: list[StepSet] = []
     held: dict[str, tuple[tuple[int, int], str]] = {}
     with raise_on_all_ranks(PlanMismatchError, ranks=ranks):
-        shards = _shards_of_matrices(model, routes, dist.get_world_size(group))
+        shards = {
+            routes[key].name: each for key, each in tensor_shards(engine, routes).items() if key in routes
+        }
+        copy = TensorShards(None, ())
         for step_set in read():
-            if (
-                step_set.stack_group is None
-            ):  # else every rank of the group has other experts, all of them whole
-                copy = TensorShards(None, ())
+            # Where there is a stack, every rank of the group has other experts, all of them whole.
+            if step_set.stack_group is None:
                 matrices = tuple(
                     replace(each, shards=each.shards or shards.get(each.name, copy))
                     for each in step_set.matrices
@@ -241,19 +239,6 @@ def with_tensor_parallel(
             "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks",
         )
     return sets
-
-
-def _shards_of_matrices(model: nn.Module, routes: Mapping[int, Route], ranks: int) -> dict[str, TensorShards]:
-    """Return what the layers say of each shard of a matrix of Muon's, by the parameter's name."""
-    found = {}
-    for param in model.parameters():
-        route = routes.get(id(param))
-        if route is not None and route.algorithm == "muon" and is_model_parallel_parameter(param):
-            try:
-                found[route.name] = _read_shards(param, route.shape, ranks)
-            except ValueError as error:
-                _refuse(route.name, str(error))
-    return found
 
 
 def _refuse(name: str, why: str) -> NoReturn:

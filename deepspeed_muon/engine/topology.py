@@ -109,7 +109,7 @@ def read_step_sets(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) ->
     """
     read = functools.partial(_read, engine, optimizer, routes)
     group = tensor_parallel_group(engine)
-    return read() if group is None else with_tensor_parallel(group, read, engine.module, routes)
+    return read() if group is None else with_tensor_parallel(group, read, engine, routes)
 
 
 def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:

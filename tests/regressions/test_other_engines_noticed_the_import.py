@@ -23,7 +23,6 @@ ITS_MUON = {"type": "Muon", "params": {"lr": 1e-3, "torch_adam": True, "ns_metho
 # What of this package may run in the life of an engine that is not its own: the hooks that pass the call on.
 HOOKS = {
     ("__init__.py", "muon_of"),
-    ("configure.py", "_is_our_type"),
     ("configure.py", "_managed_by_deepspeed"),
     ("configure.py", "_wants_muon"),
     ("configure.py", "broadcast_model"),
@@ -36,7 +35,6 @@ HOOKS = {
     ("hooks.py", "hooked"),
     ("offload.py", "admission"),
     ("running.py", "configure_lr_scheduler"),
-    ("supported.py", "_setting"),
     ("supported.py", "expert_parallel"),
 }
 

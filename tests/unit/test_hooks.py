@@ -76,7 +76,7 @@ def test_a_deepspeed_with_other_functions_is_refused_before_anything_is_replaced
     monkeypatch.delattr(DeepSpeedEngine, "_configure_expert_parallel")
     monkeypatch.delattr(groups, "_get_expert_parallel_group")
     monkeypatch.setattr(
-        DeepSpeedZeroOptimizer, "_update_scale", lambda self, lower=False, has_overflow=0: None
+        DeepSpeedZeroOptimizer, "copy_grads_in_partition", lambda self, group=None, param=None: None
     )
     monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "partition_grads", instrument_w_nvtx(partition_grads))
     monkeypatch.setattr(DeepSpeedEngine, "clip_fp32_gradients", lambda self, norm_type=2: None)
@@ -91,7 +91,7 @@ def test_a_deepspeed_with_other_functions_is_refused_before_anything_is_replaced
     assert set(found.split("; ")) == {
         "DeepSpeedEngine has no _configure_expert_parallel",
         "deepspeed.utils.groups has no _get_expert_parallel_group",
-        "DeepSpeedZeroOptimizer._update_scale takes (lower, has_overflow), not (has_overflow, ...)",
+        "DeepSpeedZeroOptimizer.copy_grads_in_partition takes (group, param), not (param, ...)",
         "DeepSpeedZeroOptimizer_Stage3.partition_grads takes (partitions, params), not (params_to_release, "
         "grad_partitions, ...)",
         "DeepSpeedEngine.clip_fp32_gradients takes (norm_type), not ()",
