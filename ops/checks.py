@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from .reference import BLOCK
 Checks = list[dict[str, Any]]
 
 _Compared = tuple[str, float, float]
-"""What was compared, after the operator's name, the error and its bound."""
+"""What was compared, after the operator's name and its dtype, the error and its bound."""
 
-# What the operators compute in.
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def self_test() -> Checks:
@@ -68,48 +67,50 @@ def cuda_checks(started: Callable[[str], object] = lambda part: None) -> Checks:
 
 def _test_operators(operators: Any, device: str, names: Iterable[str]) -> Checks:
     return [
-        _check(f"{name}{what}", device, error, bound)
+        _check(f"{name} {dtype}{what}", device, error, bound)
         for name in names
         if has_kernel(operators, device, name)
-        for what, error, bound in _TESTS[name](operators, device)
+        for dtype in (torch.float32, *_HALF)
+        for what, error, bound in _TESTS[name](operators, device, dtype)
     ]
 
 
-def _orthogonalize(operators: Any, device: str) -> Iterator[_Compared]:
+def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     rows = resolve_schedule("quintic")
     flat = [value for row in rows for value in row]
     x = torch.randn(2, 96, 320, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([reference_orthogonalize(each, rows) for each in x])
-    for dtype in _DTYPES:
-        if device == "cuda":
-            half = dtype != torch.float32
-            variants = ["", "+wide"] if half and all(operators.sym_gemm_waves(1, 256)) else [""]
-        else:
-            bf16 = dtype == torch.bfloat16
-            variants = ["", "+symmetric"]
-            variants += ["+tiles"] if bf16 and operators.tiles_available() else []
-            variants += ["+vectors"] if bf16 and operators.vectors_available() else []
-        for method in [base + variant for base in ("standard", "gram") for variant in variants]:
-            restarts = sorted(restart_steps(len(rows), dtype)) if method.startswith("gram") else []
-            errors = []
-            for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):
-                result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, 1e-12)
-                errors.append(error_of(result.cpu(), right))
-            yield f" {method} {_short(dtype)}", max(errors), TOLERANCE[dtype]
+    if device == "cuda":
+        variants = ["", "+wide"] if dtype in _HALF and all(operators.sym_gemm_waves(1, 256)) else [""]
+    else:
+        bf16 = dtype == torch.bfloat16
+        variants = ["", "+symmetric"]
+        variants += ["+tiles"] if bf16 and operators.tiles_available() else []
+        variants += ["+vectors"] if bf16 and operators.vectors_available() else []
+    for method in [base + variant for base in ("standard", "gram") for variant in variants]:
+        restarts = sorted(restart_steps(len(rows), dtype)) if method.startswith("gram") else []
+        errors = []
+        for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):
+            result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, 1e-12)
+            errors.append(error_of(result.cpu(), right))
+        yield f" {method}", max(errors), TOLERANCE[dtype]
 
 
-def _sym_gemm(operators: Any, device: str) -> Iterator[_Compared]:
-    yield from _products(operators.sym_gemm, device, _DTYPES)
-    if device == "cuda" and all(operators.sym_gemm_waves(1, 256)):
-        for what, error, bound in _products(operators.sym_gemm_wide, device, _DTYPES[1:]):
+def _sym_gemm(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+    yield from _products(operators.sym_gemm, device, dtype)
+    if device == "cuda" and dtype in _HALF and all(operators.sym_gemm_waves(1, 256)):
+        for what, error, bound in _products(operators.sym_gemm_wide, device, dtype):
             yield f" in squares of 256{what}", error, bound
 
 
 def _test_triton() -> Checks:
     from . import triton_sym
 
-    found = _products(triton_sym.sym_gemm, "cuda", _DTYPES[1:])
-    return [_check(f"sym_gemm of triton{what}", "cuda", error, bound) for what, error, bound in found]
+    return [
+        _check(f"sym_gemm of triton {dtype}{what}", "cuda", error, bound)
+        for dtype in _HALF
+        for what, error, bound in _products(triton_sym.sym_gemm, "cuda", dtype)
+    ]
 
 
 def product_shapes(processors: int) -> list[tuple[int, int, int]]:
@@ -123,41 +124,32 @@ def product_shapes(processors: int) -> list[tuple[int, int, int]]:
     return [small, (max(8, -(-6 * processors // 55)), 1160, 712)] if processors else [small]
 
 
-def _products(
-    product: Callable[..., torch.Tensor], device: str, dtypes: Sequence[torch.dtype]
-) -> Iterator[_Compared]:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 0
-    small, *large = product_shapes(processors)
+def _products(product: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     # In fp32 a GPU has cuBLAS alone.
-    runs = [(small, dtype) for dtype in dtypes]
-    runs += [(shape, dtype) for shape in large for dtype in dtypes if dtype != torch.float32]
-    for shape, dtype in runs:
+    own = device == "cuda" and dtype in _HALF
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if own else 0
+    for shape in product_shapes(processors):
         a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
         c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
         result = product(a, a, c, 1.5, -0.5, 2.0)
         error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
         if not torch.equal(result, result.mT):
             error = float("inf")
-        what = f" {'x'.join(map(str, shape))} {_short(dtype)}, bitwise symmetric"
-        yield what, error, 2 * torch.finfo(dtype).eps
+        yield f" {'x'.join(map(str, shape))}, bitwise symmetric", error, 2 * torch.finfo(dtype).eps
 
 
-def _divide_transposed(operators: Any, device: str) -> Iterator[_Compared]:
+def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     # More squares of 32 than blocks run on a GPU at once, and incomplete ones.
     x = torch.randn(3, 1300, 520, generator=torch.Generator().manual_seed(0)).to(device)
     norms = torch.tensor([0.5, 3.0, 700.0], device=device).view(3, 1, 1)
-    for dtype in _DTYPES:
-        for own in (x.to(each) for each in _DTYPES):
-            found = operators.divide_transposed(own, norms, dtype)
-            error = _relative(found, (own.mT / norms).to(dtype))
-            yield f" {_short(own.dtype)} to {_short(dtype)}", error, 0.0
+    for own in (x, *map(x.to, _HALF)):
+        found = operators.divide_transposed(own, norms, dtype)
+        yield f" of {own.dtype}", _relative(found, (own.mT / norms).to(dtype)), 0.0
 
 
-def _frobenius_norms(operators: Any, device: str) -> Iterator[_Compared]:
-    for dtype in _DTYPES:
-        x = torch.randn(3, 200, 500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        error = _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double()))
-        yield f" {_short(dtype)}", error, 1e-6
+def _frobenius_norms(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+    x = torch.randn(3, 200, 500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    yield "", _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double())), 1e-6
 
 
 def _fragments(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -173,38 +165,34 @@ def _fragments(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return table, [torch.randn(80_000, generator=generator).to(device) for _ in range(3)]
 
 
-def _momentum_pack(operators: Any, device: str) -> Iterator[_Compared]:
+def _momentum_pack(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (buf, grad, _) = _fragments(device)
     rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
-    for dtype in _DTYPES:
-        results = []
-        for run in (operators.momentum_pack_, reference.momentum_pack_):
-            copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
-            run([copy], [grad], [out], table, rates)
-            results.append((out, copy))
-        error = max(_relative(*each) for each in zip(*results, strict=True))
-        yield f" {_short(dtype)}", error, 2 * torch.finfo(dtype).eps
+    results = []
+    for run in (operators.momentum_pack_, reference.momentum_pack_):
+        copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
+        run([copy], [grad], [out], table, rates)
+        results.append((out, copy))
+    yield "", max(_relative(*each) for each in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
 
 
-def _unpack_apply(operators: Any, device: str) -> Iterator[_Compared]:
+def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (_, update, param) = _fragments(device)
     rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
-    for dtype in _DTYPES:
-        copies = [param.clone(), param.clone()]
-        for copy, run in zip(copies, (operators.unpack_apply_, reference.unpack_apply_), strict=True):
-            run([copy], [update.to(dtype)], table, rates)
-        yield f" {_short(dtype)}", _relative(*copies), 2 * torch.finfo(dtype).eps
+    copies = [param.clone(), param.clone()]
+    for copy, run in zip(copies, (operators.unpack_apply_, reference.unpack_apply_), strict=True):
+        run([copy], [update.to(dtype)], table, rates)
+    yield "", _relative(*copies), 2 * torch.finfo(dtype).eps
 
 
-def _largest_magnitudes(operators: Any, device: str) -> Iterator[_Compared]:
+def _largest_magnitudes(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (_, grad, _) = _fragments(device)
-    for dtype in _DTYPES:
-        runs = operators.largest_magnitudes, reference.largest_magnitudes
-        found, expected = (run([grad.to(dtype)], table) for run in runs)
-        yield f" {_short(dtype)}", _relative(found, expected), 0.0
+    runs = operators.largest_magnitudes, reference.largest_magnitudes
+    found, expected = (run([grad.to(dtype)], table) for run in runs)
+    yield "", _relative(found, expected), 0.0
 
 
-def _momentum_pack_int8(operators: Any, device: str) -> Iterator[_Compared]:
+def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps."""
     table, (grad, *_) = _fragments(device)
     # Whole blocks of the first fragment lie on the grid of a GPU's vectors; its last block is cut, the second's first.
@@ -215,20 +203,18 @@ def _momentum_pack_int8(operators: Any, device: str) -> Iterator[_Compared]:
     ends[0, 1], ends[1, 0] = 0, 1
     blocks = torch.cat((torch.stack((before, counts.cumsum(0) - counts), 1), ends), 1)
     rates, cut = torch.tensor([[0.95, 1.0]], dtype=torch.float64), torch.full((2, 2), 0.0625, device=device)
-    for dtype in _DTYPES:
-        results = []
-        for run in (operators.momentum_pack_int8_, reference.momentum_pack_int8_):
-            codes, out = torch.zeros_like(grad, dtype=torch.int8), torch.zeros_like(grad, dtype=dtype)
-            scales = torch.zeros(int(counts.sum()), device=device)
-            for _ in range(2):
-                run([codes], [scales], [grad], [out], table, rates, blocks, cut)
-            results.append((out, codes, scales))
-        error = max(_relative(*each) for each in zip(*results, strict=True))
-        yield f" {_short(dtype)}", error, 2 * torch.finfo(dtype).eps
+    results = []
+    for run in (operators.momentum_pack_int8_, reference.momentum_pack_int8_):
+        codes, out = torch.zeros_like(grad, dtype=torch.int8), torch.zeros_like(grad, dtype=dtype)
+        scales = torch.zeros(int(counts.sum()), device=device)
+        for _ in range(2):
+            run([codes], [scales], [grad], [out], table, rates, blocks, cut)
+        results.append((out, codes, scales))
+    yield "", max(_relative(*each) for each in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
 
 
 _INT8 = "momentum_pack_int8_"
-_TESTS: dict[str, Callable[[Any, str], Iterator[_Compared]]] = {
+_TESTS: dict[str, Callable[[Any, str, torch.dtype], Iterator[_Compared]]] = {
     "orthogonalize": _orthogonalize,
     "sym_gemm": _sym_gemm,
     "divide_transposed": _divide_transposed,
@@ -261,8 +247,5 @@ def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _check(op: str, device: str, error: float, bound: float) -> dict[str, Any]:
+    op = op.replace("torch.", "")
     return {"op": op, "device": device, "error": error, "bound": bound, "ok": error <= bound}
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

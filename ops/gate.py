@@ -144,13 +144,11 @@ def _tried(command: Sequence[str], seconds: float) -> Verdict:
             )
         except OSError as error:
             return _nothing_works(f"it did not start: {error}")
-        ended = False
         try:
-            child.wait(timeout=seconds)
-            ended = True
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=seconds)
         finally:
+            ended = child.returncode is not None
             if not ended:
                 os.killpg(child.pid, signal.SIGKILL)
                 # A process that waits for a GPU inside of the driver may not be ended by anything.

@@ -27,7 +27,7 @@ from deepspeed_muon.errors import OpsUnavailableError
 from deepspeed_muon.logs import announce, warn_on_each_machine
 
 from . import toolchain
-from .machine import locked
+from .machine import folder_of, locked
 from .toolchain import BuildSpec
 
 PACKAGE = Path(__file__).resolve().parent
@@ -136,11 +136,7 @@ def build_and_load() -> None:
 
 def build_folder(spec: BuildSpec) -> Path:
     """Return the folder of this build, inside ``TORCH_EXTENSIONS_DIR`` or torch's default cache."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"),
-        "torch_extensions",
-    )
-    return Path(root) / "deepspeed_muon" / spec.key
+    return folder_of("TORCH_EXTENSIONS_DIR", "torch_extensions") / "deepspeed_muon" / spec.key
 
 
 def library_path(spec: BuildSpec) -> Path:

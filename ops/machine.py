@@ -73,12 +73,15 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
             partial.unlink()
 
 
+def folder_of(variable: str, name: str) -> Path:
+    """Return the folder that an environment variable names, or one of that name in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(os.environ.get(variable) or os.path.join(cache, name))
+
+
 def cache_folder() -> Path:
-    """Return the folder of these files: ``DS_MUON_CACHE_DIR``, or one in the user's cache."""
-    chosen = os.environ.get("DS_MUON_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed_muon"
+    """Return the folder of these files."""
+    return folder_of("DS_MUON_CACHE_DIR", "deepspeed_muon")
 
 
 def file_for(kind: str, identity: Sequence[str], folder: Path | None = None) -> Path:
