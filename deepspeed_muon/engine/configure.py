@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
-from deepspeed_muon.checkpoint.live import Host
+from deepspeed_muon.checkpoint.live import Host, collect, require_all_ranks
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
@@ -27,14 +27,13 @@ from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.engine.topology import (
     model_facts,
-    no_checkpoint,
     parts_of,
     ranks_of,
     read_step_sets,
 )
 from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
 from deepspeed_muon.engine.zero.views import Original
-from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
+from deepspeed_muon.errors import CheckpointError, PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
@@ -238,9 +237,9 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
-    parts = parts_of(engine, optimizer._routed.by_id)
-    agree(error=no_checkpoint(optimizer.config, parts), ranks=ranks)
-    optimizer.host = Host(engine, parts, view_of)
+    optimizer.host = Host(engine, parts_of(engine, optimizer._routed.by_id), view_of)
+    with raise_on_all_ranks(ranks=ranks):
+        _require_consolidated(engine, optimizer.config)
     add_record_to_state_dict(engine)
     announce(
         "deepspeed_muon %s: %s; kernels: %s; deepspeed_muon.routes(engine) says which and why",
@@ -249,6 +248,20 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         "native" if loaded() else "torch's",
     )
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
+
+
+def _require_consolidated(engine: Any, config: MuonConfig) -> None:
+    """Raise if the configuration asks for consolidated checkpoints, and this engine can have none."""
+    wanted = next((key for key in ("consolidate_on_save", "restore_from") if getattr(config, key)), None)
+    if wanted is None:
+        return
+    try:
+        require_all_ranks(engine)
+        collect(engine)
+    except CheckpointError as error:
+        raise UnsupportedConfigError(
+            f"optimizer.params.{wanted} does not work here, unset it: {error}"
+        ) from error
 
 
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:

@@ -15,11 +15,9 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.utils import groups
 from pydantic import BaseModel
 
-from deepspeed_muon.checkpoint.live import ON_NVME, SOME_RANKS
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
-from deepspeed_muon.engine.topology import ranks_of
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
@@ -114,10 +112,6 @@ def _shares_sequences(engine: Any) -> bool:
 def _keeps_masters(engine: Any, dtype: torch.dtype) -> bool:
     """Return whether the configuration asks for master weights of this dtype on the device."""
     return master_dtype(engine) == dtype and offload_device(engine) == "none"
-
-
-def _consolidates(config: MuonConfig) -> bool:
-    return config.consolidate_on_save or config.restore_from is not None
 
 
 # The keys of zero_optimization and of its sections in DeepSpeed 0.19.8, but for those that need its CUDA quantizer
@@ -264,14 +258,6 @@ _REFUSED: dict[str, _Row] = {
         lambda engine, config: VARIANTS[config.variant].relative_rate and _on_nvme(engine, config),
         "before the first step it looks at all weights at once, and they are on the disk. Use device cpu, or another "
         "variant",
-    ),
-    "optimizer.params.consolidate_on_save or restore_from with zero_optimization.offload_optimizer.device nvme": (
-        lambda engine, config: _consolidates(config) and _on_nvme(engine, config),
-        ON_NVME,
-    ),
-    "optimizer.params.consolidate_on_save or restore_from with an engine of some of the program's ranks": (
-        lambda engine, config: _consolidates(config) and not ranks_of(engine).are_all,
-        SOME_RANKS,
     ),
     "optimizer.params.qk_clip with sequence parallelism": (
         lambda engine, config: config.qk_clip is not None and _shares_sequences(engine),

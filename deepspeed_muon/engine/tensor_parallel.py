@@ -130,17 +130,13 @@ def read_cut(param: Tensor) -> Cut:
         ValueError: Saying why that is too little.
     """
     meta = getattr(param, _META, None)
-    if meta:
-        return _recorded(meta)
-    dim = getattr(param, "partition_dim", None)
-    if dim is None:
-        raise ValueError("it is marked as a shard without the dimension that is cut (partition_dim)")
-    own = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
-    return Cut(dim, tuple(own) if isinstance(own, (tuple, list)) else own)
-
-
-def _recorded(meta: Mapping[str, Any]) -> Cut:
-    """Return what AutoTP has recorded; its dimensions are those of a shape that may have more than two."""
+    if not meta:
+        dim = getattr(param, "partition_dim", None)
+        if dim is None:
+            raise ValueError("it is marked as a shard without the dimension that is cut (partition_dim)")
+        own = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
+        return Cut(dim, tuple(own) if isinstance(own, (tuple, list)) else own)
+    # AutoTP's record; its dimensions are those of a shape that may have more than two.
     conversion = meta.get("conversion") or {}
     shape, dim = meta.get("logical_shape"), meta.get("partition_dim")
     if conversion.get("unsupported_reason") or not shape or dim is None:

@@ -16,7 +16,6 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_pipeline_parallel_world_size
 from torch import Tensor, nn
 
-from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import CpuAdam
 from deepspeed_muon.engine.tensor_parallel import (
     is_copy,
@@ -26,7 +25,6 @@ from deepspeed_muon.engine.tensor_parallel import (
 )
 from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import View
-from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import TensorSlice, whole_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
@@ -144,7 +142,7 @@ def _step_set(
 
 
 def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice | str]:
-    """Return the parameters of this rank that are no whole tensors, or have another name among all ranks.
+    """Return which part of a whole tensor each trained parameter of this rank is, and of which.
 
     Must be called by all ranks of the engine.
 
@@ -153,7 +151,7 @@ def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice 
         routes: ``id(model parameter)`` to its route.
 
     Returns:
-        Name of each such parameter to its part, or to a sentence that says why nobody knows it.
+        Name of each parameter to its part, or to a sentence that says why nobody knows it.
     """
     numbers = _numbers_of_experts(engine.module)
     group = tensor_parallel_group(engine)
@@ -171,25 +169,10 @@ def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice 
             part = _part_of_expert(param, route, numbers)
             if group is not None:
                 part = _part_of_shard(param, part, rank, [each.get(route.name, ()) for each in shapes])
-            if part != whole_slice(route.name, route.shape):
-                found[route.name] = part
+            found[route.name] = part
         except ValueError as error:
             found[route.name] = str(error)
     return found
-
-
-def no_checkpoint(
-    config: MuonConfig, parts: Mapping[str, TensorSlice | str]
-) -> UnsupportedConfigError | None:
-    """Return the error where the configuration asks for consolidated checkpoints and a part is not known."""
-    wanted = next((key for key in ("consolidate_on_save", "restore_from") if getattr(config, key)), None)
-    unknown = next((name for name, part in parts.items() if isinstance(part, str)), None)
-    if wanted is None or unknown is None:
-        return None
-    return UnsupportedConfigError(
-        f"optimizer.params.{wanted} does not work here: parameter {unknown}: {parts[unknown]}. Unset it; "
-        f"engine.save_checkpoint and load_checkpoint resume at the same ranks"
-    )
 
 
 def _numbers_of_experts(model: nn.Module) -> dict[int, tuple[int, int]]:
