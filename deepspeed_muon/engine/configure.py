@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import configure_moe_param_groups
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.live import Host, collect, require_all_ranks
@@ -37,15 +38,12 @@ from deepspeed_muon.errors import CheckpointError, PlanMismatchError, Unsupporte
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from deepspeed_muon.version import __version__
-
-OPTIMIZER_TYPE = "muon"
 
 # Sections of the DeepSpeed configuration that must be equal on all ranks for the step, and AutoEP's process groups and
 # layers, to be defined.
@@ -98,14 +96,11 @@ def configure_optimizer(
     if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
         return original(engine, client_optimizer, model_parameters, *args, **kwargs)
     with admission(engine):
-        if not ours:
-            client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
+        if ours:
+            client_optimizer = _admitted(engine, client_optimizer, model_parameters)
         else:
-            _compare_settings(engine, client_optimizer, model_parameters)
-            if given:
-                _adopt(engine, client_optimizer)
-            elif engine.has_moe_layers:
-                model_parameters = _named_groups(model_parameters)
+            client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
+        # To DeepSpeed an optimizer of the configuration is one of the client, too.
         result = original(engine, client_optimizer, model_parameters, *args, **kwargs)
     optimizer = muon_of(engine)
     if optimizer is not None:
@@ -113,23 +108,11 @@ def configure_optimizer(
     return result
 
 
-def configure_basic_optimizer(
-    original: Original, engine: Any, model_parameters: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Make our optimizer for the type ``Muon``; leave every other type to DeepSpeed."""
-    if not _wants_muon(engine, None):
-        return original(engine, model_parameters, *args, **kwargs)
-    config = MuonConfig.from_params(engine.optimizer_params())
-    optimizer = Muon._from_config(model_parameters, config, model=engine.module, shards=tensor_shards(engine))
-    _adopt(engine, optimizer)
-    return optimizer
-
-
 def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
     """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
         return isinstance(client_optimizer, Muon)
-    return (engine.optimizer_name() or "").lower() == OPTIMIZER_TYPE
+    return (engine.optimizer_name() or "").lower() == "muon"
 
 
 def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) -> None:
@@ -138,8 +121,23 @@ def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) ->
     agree(facts, error=error, ranks=ranks)
 
 
-def _adopt(engine: Any, optimizer: Muon) -> None:
-    """Prepare our optimizer for the wrapper that DeepSpeed is about to make."""
+def _admitted(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> Muon:
+    """Return the client's optimizer, or the configured one, ready for the wrapper that DeepSpeed is about to make.
+
+    Unsupported settings, and settings that differ between the ranks, are refused before DeepSpeed communicates.
+    """
+    error: Exception | None = None
+    client = None if client_optimizer is None else f"client {type(client_optimizer).__name__}"
+    facts = {"optimizer": client or str(engine.optimizer_name())}
+    try:
+        optimizer = client_optimizer or _configured(engine, model_parameters)
+        if client_optimizer is not None:
+            refuse_unsupported(engine, optimizer.config)
+            optimizer._check_names(engine.module)
+        facts.update(_facts(engine, optimizer))
+    except Exception as caught:
+        error = caught
+    _agree(ranks_of(engine), RankFacts(facts, Scope.of(engine.seq_data_parallel_group)), error=error)
     adopt(engine, optimizer)
     for param in engine.module.parameters():
         for tag in _TAGS:
@@ -150,26 +148,20 @@ def _adopt(engine: Any, optimizer: Muon) -> None:
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
         ranks = dist.get_world_size(engine.seq_data_parallel_group)
         optimizer._order_parameters(ranks, device=_compute_device())
+    return optimizer
 
 
-def _compare_settings(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> None:
-    """Refuse unsupported settings, and settings that differ between the ranks, before DeepSpeed communicates."""
-    error: Exception | None = None
-    client = None if client_optimizer is None else f"client {type(client_optimizer).__name__}"
-    facts = {"optimizer": client or str(engine.optimizer_name())}
-    try:
-        facts.update(_preflight(engine, client_optimizer, model_parameters))
-    except Exception as caught:
-        error = caught
-    _agree(ranks_of(engine), RankFacts(facts, Scope.of(engine.seq_data_parallel_group)), error=error)
-
-
-def _named_groups(model_parameters: Any) -> Any:
-    """Give param groups names, which DeepSpeed needs to divide them into experts and others."""
-    items = list(model_parameters)
-    if not all(isinstance(item, dict) for item in items):
-        return items
-    return [{"name": f"dense-params-{number}", **item} for number, item in enumerate(items)]
+def _configured(engine: Any, model_parameters: Any) -> Muon:
+    """Return the optimizer of the configuration."""
+    config = MuonConfig.from_params(engine.optimizer_params())
+    refuse_unsupported(engine, config)
+    params = list(model_parameters)
+    if engine.has_moe_layers:
+        # DeepSpeed divides groups into experts and others, and needs names for that.
+        if all(isinstance(each, dict) for each in params):
+            params = [{"name": f"dense-params-{number}", **each} for number, each in enumerate(params)]
+        params = configure_moe_param_groups(params)
+    return Muon._from_config(params, config, model=engine.module, shards=tensor_shards(engine))
 
 
 def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[Any], Any]:
@@ -178,29 +170,17 @@ def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
-        if isinstance(optimizer, Muon):
-            _compare_settings(engine, optimizer, model_parameters)
-            _adopt(engine, optimizer)
-        return optimizer
+        return _admitted(engine, optimizer, None) if isinstance(optimizer, Muon) else optimizer
 
     return made
 
 
-def _preflight(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> dict[str, str]:
-    """Check what can be checked before DeepSpeed communicates; return the facts that must be equal on all ranks."""
-    if client_optimizer is not None:
-        config = client_optimizer.config
-        refuse_unsupported(engine, config)
-        client_optimizer._check_names(engine.module)
-        table = client_optimizer.routes
-    else:
-        config = MuonConfig.from_params(engine.optimizer_params())
-        refuse_unsupported(engine, config)
-        shards = tensor_shards(engine)
-        table = build_groups(model_parameters, config, model=engine.module, shards=shards).routes
+def _facts(engine: Any, optimizer: Muon) -> dict[str, str]:
+    """Return what must be equal on all ranks before DeepSpeed communicates."""
+    config = optimizer.config
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
-    facts["routes"] = format_routes(table)
+    facts["routes"] = format_routes(optimizer.routes)
     facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(mark_moe_layers(engine.module))
     # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)

@@ -61,13 +61,13 @@ def reduce_gradients(
     original: Original, view: Zero12View, pipeline_parallel: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
     """Reduce what the last micro-step of an accumulation did not add to, then finish the reduction."""
-    queued = view.memory.queued
+    known = view.memory.queued | view.memory.waiting
     # A pipeline fills its buckets in the call below, with each layer's gradient over all micro-batches.
     for number, params in enumerate(() if pipeline_parallel else view.params):
         for param in params:
-            if id(param) not in queued and view.has_gradient(param):
+            if id(param) not in known and view.has_gradient(param):
                 view.reduce(param, number)
-    queued.clear()
+    view.memory.queued.clear()
     return original(pipeline_parallel, *args, **kwargs)
 
 
@@ -236,7 +236,7 @@ def reduce_waiting_gradients(original: Original, view: Zero12View, *args: Any, *
                 if id(param) in waiting:
                     if not view.has_gradient(param):
                         view.zero_gradient(param)
-                    view.reduce_now(param, number)
+                    view.reduce(param, number)
     return original(*args, **kwargs)
 
 

@@ -105,11 +105,9 @@ NEWEST = "0.19.8"  # tested
 HOOKS = (
     # DeepSpeed's broadcast aborts or hangs if the ranks' models differ. Ours compares them first.
     Hook(DeepSpeedEngine, "_broadcast_model", configure.broadcast_model),
-    # DeepSpeed would communicate before anybody compares the ranks' settings, and our optimizer would not be bound to
-    # the wrapper.
+    # The type Muon would make DeepSpeed's own optimizer. It would communicate before anybody compares the ranks'
+    # settings, and our optimizer would not be bound to the wrapper.
     Hook(DeepSpeedEngine, "_configure_optimizer", _configure_optimizer),
-    # The type Muon would make DeepSpeed's own optimizer.
-    Hook(DeepSpeedEngine, "_configure_basic_optimizer", configure.configure_basic_optimizer),
     # Ranks that differ in what AutoEP goes by would make other process groups and wait for each other.
     Hook(DeepSpeedEngine, "_configure_expert_parallel", configure.configure_expert_parallel),
     # Schedulers that write one number into every group would lose the ratio of Muon's rate and AdamW's. And the

@@ -26,7 +26,6 @@ HOOKS = {
     ("configure.py", "_managed_by_deepspeed"),
     ("configure.py", "_wants_muon"),
     ("configure.py", "broadcast_model"),
-    ("configure.py", "configure_basic_optimizer"),
     ("configure.py", "configure_expert_parallel"),
     ("configure.py", "configure_optimizer"),
     ("configure.py", "made"),

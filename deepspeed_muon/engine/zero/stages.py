@@ -175,11 +175,7 @@ class Zero12View(FlatView, ZeroView):
             param.grad = torch.zeros_like(param)
 
     def reduce(self, param: Tensor, group_number: int) -> None:
-        """Reduce a gradient as after a parameter's part of the backward pass."""
-        self.wrapper.reduce_ready_partitions_and_remove_grads(param, group_number)
-
-    def reduce_now(self, param: Tensor, group_number: int) -> None:
-        """Reduce a gradient that was kept from :meth:`reduce`."""
+        """Reduce a gradient that DeepSpeed does not reduce by itself."""
         self.wrapper.reduce_independent_p_g_buckets_and_remove_grads(param, group_number)
 
 
@@ -333,8 +329,8 @@ _READ: dict[type[View], tuple[str, ...]] = {
         *_READ_OF_ZERO, "bit16_groups", "bit16_groups_flat", "check_grad_overflow", "copy_grads_in_partition",
         "cpu_offload", "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm",
         "parallel_partitioned_bit16_groups", "params_in_partition", "partition_gradients", "real_dp_process_group",
-        "reduce_independent_p_g_buckets_and_remove_grads", "reduce_ready_partitions_and_remove_grads",
-        "single_partition_of_fp32_groups", "use_grad_accum_attribute",
+        "reduce_independent_p_g_buckets_and_remove_grads", "single_partition_of_fp32_groups",
+        "use_grad_accum_attribute",
     ),
     Zero3View: (
         *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters",
