@@ -6,6 +6,7 @@ plans. If one rank fails or differs, all of them raise, so that none waits for a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import weakref
@@ -22,7 +23,7 @@ from deepspeed_muon.checkpoint.live import Host, collect, require_all_ranks
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.offload import admission, adopt
+from deepspeed_muon.engine.offload import adopt
 from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
@@ -95,11 +96,11 @@ def configure_optimizer(
     given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
     if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
         return original(engine, client_optimizer, model_parameters, *args, **kwargs)
-    with admission(engine):
+    with contextlib.ExitStack() as wrapping:
         if ours:
-            client_optimizer = _admitted(engine, client_optimizer, model_parameters)
+            client_optimizer = _admitted(engine, client_optimizer, model_parameters, wrapping)
         else:
-            client_optimizer = _managed_by_deepspeed(client_optimizer, engine)
+            client_optimizer = _managed_by_deepspeed(client_optimizer, engine, wrapping)
         # To DeepSpeed an optimizer of the configuration is one of the client, too.
         result = original(engine, client_optimizer, model_parameters, *args, **kwargs)
     optimizer = muon_of(engine)
@@ -121,7 +122,9 @@ def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) ->
     agree(facts, error=error, ranks=ranks)
 
 
-def _admitted(engine: Any, client_optimizer: Muon | None, model_parameters: Any) -> Muon:
+def _admitted(
+    engine: Any, client_optimizer: Muon | None, model_parameters: Any, wrapping: contextlib.ExitStack
+) -> Muon:
     """Return the client's optimizer, or the configured one, ready for the wrapper that DeepSpeed is about to make.
 
     Unsupported settings, and settings that differ between the ranks, are refused before DeepSpeed communicates.
@@ -138,7 +141,7 @@ def _admitted(engine: Any, client_optimizer: Muon | None, model_parameters: Any)
     except Exception as caught:
         error = caught
     _agree(ranks_of(engine), RankFacts(facts, Scope.of(engine.seq_data_parallel_group)), error=error)
-    adopt(engine, optimizer)
+    adopt(engine, optimizer, wrapping)
     for param in engine.module.parameters():
         for tag in _TAGS:
             vars(param).pop(tag, None)
@@ -164,13 +167,15 @@ def _configured(engine: Any, model_parameters: Any) -> Muon:
     return Muon._from_config(params, config, model=engine.module, shards=tensor_shards(engine))
 
 
-def _managed_by_deepspeed(make: Callable[[Any], Any], engine: Any) -> Callable[[Any], Any]:
+def _managed_by_deepspeed(
+    make: Callable[[Any], Any], engine: Any, wrapping: contextlib.ExitStack
+) -> Callable[[Any], Any]:
     """Wrap a client's callable: if it returns our optimizer, settings are compared before DeepSpeed wraps it."""
 
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
-        return _admitted(engine, optimizer, None) if isinstance(optimizer, Muon) else optimizer
+        return _admitted(engine, optimizer, None, wrapping) if isinstance(optimizer, Muon) else optimizer
 
     return made
 

@@ -56,7 +56,6 @@ from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
 _CHECKED = 1043
 
-_ATTRIBUTE = "_deepspeed_muon_admission"
 # Lists the swap files of a save, among them.
 _LIST = "deepspeed_muon.json"
 
@@ -79,23 +78,14 @@ def master_dtype(engine: Any) -> torch.dtype:
     return torch.float16 if engine.fp16_master_weights_and_gradients() else torch.float32
 
 
-@contextlib.contextmanager
-def admission(engine: Any) -> Iterator[None]:
-    """Let ZeRO's wrapper take an optimizer that :func:`adopt` has prepared, while it is made."""
-    with contextlib.ExitStack() as stack:
-        setattr(engine, _ATTRIBUTE, stack)
-        stack.callback(delattr, engine, _ATTRIBUTE)
-        yield
-
-
-def adopt(engine: Any, optimizer: Any) -> None:
-    """Prepare our optimizer, once it is made and before it is wrapped, inside of :func:`admission`.
+def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
+    """Let ZeRO's wrapper take our optimizer, which is made and not wrapped yet.
 
     Args:
         engine: The engine whose optimizer is about to be wrapped.
         optimizer: A :class:`deepspeed_muon.optimizer.Muon`.
+        wrapping: Undoes, once the wrapper is made, what only its making needs.
     """
-    stack: contextlib.ExitStack = getattr(engine, _ATTRIBUTE)
     optimizer.managed = True
     for group in optimizer.param_groups:
         # BF16_Optimizer plans an exchange of its own for groups with this key. Binding puts it back.
@@ -108,14 +98,14 @@ def adopt(engine: Any, optimizer: Any) -> None:
         return
     is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
     if is_twin_flow:
-        stack.callback(
+        wrapping.callback(
             _take_all, engine, optimizer, [(each, frozenset(each)) for each in optimizer.param_groups]
         )
         for group in optimizer.param_groups:
             group.setdefault("amsgrad", False)
     if is_twin_flow or master_dtype(engine) != torch.float32:
         for module in (stage3, stage_1_and_2):
-            stack.enter_context(_stands_for(type(optimizer), module, "DeepSpeedCPUAdam"))
+            wrapping.enter_context(_stands_for(type(optimizer), module, "DeepSpeedCPUAdam"))
 
 
 def _take_all(

@@ -32,7 +32,6 @@ HOOKS = {
     ("configure.py", "set_optimizer_flags"),
     ("hooks.py", "_configure_optimizer"),
     ("hooks.py", "hooked"),
-    ("offload.py", "admission"),
     ("running.py", "configure_lr_scheduler"),
     ("supported.py", "expert_parallel"),
 }
