@@ -8,6 +8,9 @@ ratios to AdamW's in the same round, and of how much longer the step takes.
     inner: all calls of the inner optimizer's ``step()`` of one step; without what DeepSpeed does around them
     step: ``engine.step()``
 
+With ``--fragments`` rank 1 owns all matrices, so that rank 0 only has a fragment of each. The exchange of the gradient
+flags, which comes before the inner step, counts for ``inner`` then. The last line says what one more matrix costs.
+
 ``--optimizers ours "ours, int8 momentum" --width 512`` compares momentum in 8 bits with fp32 where the
 arithmetic counts too.
 """
@@ -18,7 +21,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import support
 from benchmarks.step_ranks import OPTIMIZERS, make_engine
 from benchmarks.support import Row, Stopwatch
+from deepspeed_muon import muon_optimizer
+from deepspeed_muon.plan.owners import assign
 from tests.support.harness import run_ranks
 
 PEERS = ["DeepSpeed AdamW", "ours", "DeepSpeed Muon, gram"]
@@ -48,14 +57,25 @@ class Layers(nn.Module):
 
 
 def measure(
-    rank: int, world_size: int, *, count: int, rounds: int, width: int, optimizers: list[str]
+    rank: int,
+    world_size: int,
+    *,
+    count: int,
+    rounds: int,
+    width: int,
+    optimizers: list[str],
+    fragments: bool,
 ) -> dict[str, list[list[float]]]:
     """Return the milliseconds of each round: inner, and step."""
     inner = Stopwatch(time.thread_time)
     found: dict[str, list[list[float]]] = {name: [] for name in optimizers}
-    engines = {name: make_engine(name, Layers(count, width), 3, 1, "cpu") for name in optimizers}
+    with mock.patch("deepspeed_muon.step.runner.assign", owned_by_last) if fragments else nullcontext():
+        engines = {name: make_engine(name, Layers(count, width), 3, 1, "cpu") for name in optimizers}
     for engine in engines.values():
         engine.optimizer.optimizer.step = inner.around(engine.optimizer.optimizer.step)
+        if fragments:
+            bound = muon_optimizer(engine)._bound_steps
+            bound.exchange_flags = inner.around(bound.exchange_flags)  # type: ignore[method-assign]
     for number, names in enumerate(support.turns(optimizers, rounds + 3)):
         for name in names:
             engine = engines[name]
@@ -67,6 +87,12 @@ def measure(
     for engine in engines.values():
         engine.destroy()
     return found
+
+
+def owned_by_last(*args: Any, **kwargs: Any) -> Any:
+    """Assign all matrices to the last rank."""
+    found, ranks = assign(*args, **kwargs), len(kwargs.get("load", args[-1]))
+    return replace(found, owners=(ranks - 1,) * len(found.owners))
 
 
 def rows_of(count: int, found: dict[str, list[list[float]]]) -> Iterator[Row]:
@@ -94,14 +120,21 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16, help="rows and columns of a matrix")
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=PEERS)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix; ours alone")
     arguments = parser.parse_args()
-    given = {key: getattr(arguments, key) for key in ("rounds", "width", "optimizers")}
+    if arguments.fragments:
+        arguments.optimizers = ["ours"]
+    given = {key: getattr(arguments, key) for key in ("rounds", "width", "optimizers", "fragments")}
     rows: list[Row] = []
     for count in arguments.matrices:
         settings = {"count": count, **given}
         found = run_ranks("benchmarks.host_time:measure", arguments.ranks, settings, timeout=600)[0]
         rows += rows_of(count, found)
     page = [*support.heading("Host time of a step"), *support.table_of(rows)]
+    if arguments.fragments:
+        few, many = rows[0], rows[-1]
+        each = 1e3 * (many["inner ms"] - few["inner ms"]) / (many["matrices"] - few["matrices"])
+        page += ["", f"One more matrix: {each:.2f} us; 44,000 matrices: {each * 44:.0f} ms."]
     print("\n".join(page))
     support.write(arguments.out, {"rows": rows}, page)
 

@@ -53,6 +53,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-times", action="store_true", help="only measure memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--updates", action="store_true", help="compare each optimizer's first update with float64"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="keep a trace of one step of each cell, beside --out"
+    )
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         arguments.ranks = [int(os.environ.get("WORLD_SIZE", "1"))]
@@ -70,8 +76,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
             names = [name for name in arguments.optimizers if ONLY_STAGE.get(name, stage) == stage]
             found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
             if not arguments.no_times:
-                started = time.strftime("%Y-%m-%d %H:%M:%S")
-                timing = {"optimizers": names, "repeats": arguments.repeats, **common}
+                started, profile = time.strftime("%Y-%m-%d %H:%M:%S"), ""
+                if arguments.profile and arguments.out:
+                    profile = f"{arguments.out.resolve()}-{model}-stage{stage}-ranks{ranks}-acc{accumulation}"
+                timing = {"optimizers": names, "repeats": arguments.repeats, "profile": profile, **common}
                 reports = runner.run("measure_times", ranks, **timing)
                 for name in names:
                     parts = [report[name] for report in reports]
@@ -81,6 +89,12 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
                         "timed": started,
                         "sent_bytes": max(part["bytes"] for part in parts),
                     }
+                yield list(found.values())
+            if arguments.updates:
+                where = {key: common[key] for key in ("model", "stage", "tokens", "device")}
+                distances = runner.run("measure_updates", ranks, optimizers=names, **where)[0]
+                for name, distance in distances.items():
+                    found[name]["distance"] = distance
                 yield list(found.values())
             if not arguments.no_memory:
                 for name in names:

@@ -246,8 +246,13 @@ def measure_times(
     repeats: int,
     tokens: int,
     device: str = "cpu",
+    profile: str = "",
 ) -> dict[str, Any]:
-    """Time all optimizers in turn, with all their engines alive, and count the bytes of one step."""
+    """Time all optimizers in turn, with all their engines alive, and count the bytes of one step.
+
+    With ``profile``, one more step of this project runs under torch's profiler; rank 0 writes its trace and a table to
+    that path with endings.
+    """
     choose_dtype_by_processor()
     sent = SentBytes()
     engines = {name: make_engine(name, decoder(model), stage, accumulation, device) for name in optimizers}
@@ -267,9 +272,58 @@ def measure_times(
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             rows[name]["total_s"].append(float(seconds[0]))
             rows[name]["step_s"].append(float(seconds[1]))
+    if profile and "ours" in engines:
+        _profile(engines["ours"], batches, device, profile)
     for engine in engines.values():
         engine.destroy()
     return rows
+
+
+def _profile(engine: Any, batches: list[Tensor], device: str, path: str) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device != "cpu")
+    with profile(activities=activities) as profiler:
+        one_step(engine, batches, device)
+    if dist.get_rank() == 0:
+        profiler.export_chrome_trace(f"{path}.trace.json.gz")
+        key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
+        Path(f"{path}.txt").write_text(table)
+
+
+def measure_updates(
+    rank: int, world_size: int, *, model: str, stage: int, optimizers: list[str], tokens: int, device: str
+) -> dict[str, float]:
+    """Return how far each optimizer's first update of a matrix is from its own iteration of the gradient in float64.
+
+    The distance is the sine of the angle between the two as vectors; the largest over the matrices. Whatever scales an
+    update does not change it.
+    """
+    from deepspeed_muon.math.coefficients import resolve_schedule
+    from deepspeed_muon.math.newton_schulz import reference_orthogonalize
+
+    choose_dtype_by_processor()
+    distances = {}
+    gradients: dict[str, Tensor] = {}
+    for name in ["ours", *(each for each in optimizers if each not in ("ours", "DeepSpeed AdamW"))]:
+        engine = make_engine(name, decoder(model), stage, 1, device)
+        fields = peers.Fields(engine)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1e-2
+        engine.backward(engine(batches_of(model, 1, tokens, device)[0]))
+        if not name.startswith("DeepSpeed"):  # whose gradients are updates by now; they were those of ours
+            gradients = fields.gradients()
+        before = fields.weights()
+        engine.step()
+        after = fields.weights()
+        schedule = resolve_schedule("polar_express_5" if name == DION else "quintic", 5)
+        distances[name] = max(
+            peers.sine(before[key] - after[key], reference_orthogonalize(gradients[key], schedule))
+            for key in before
+        )
+        engine.destroy()
+    return {name: distances[name] for name in optimizers if name in distances}
 
 
 def measure_memory(

@@ -38,7 +38,7 @@ def page(report: dict[str, Any]) -> list[str]:
     """Return all rows as Markdown, with the ratio of this project to each peer."""
     machine = report["machine"]
     heads = ["model", "stage", "ranks", "acc.", "optimizer", "backward + step, ms", "x", "step, ms"]
-    heads += ["sent, MB", "x", "peak, MB", "x"]
+    heads += ["sent, MB", "x", "peak, MB", "x", "distance"]
     return [
         "# One optimizer step",
         "",
@@ -48,7 +48,8 @@ def page(report: dict[str, Any]) -> list[str]:
         "",
         "Times are medians of the slowest rank; bytes those of the rank that sends most, gradient reduction and "
         "parameter gathers included; memory the growth of the largest rank over the process before the model. `x` "
-        "columns are this project / that optimizer, for times the median of paired ratios.",
+        "columns are this project / that optimizer, for times the median of paired ratios. Distance: the sine of the "
+        "angle between an optimizer's first update and its own iteration in float64, the largest of all matrices.",
         "",
         *table(heads, lines(report["rows"])),
     ]
@@ -72,4 +73,5 @@ def lines(rows: list[Row]) -> Iterator[list[object]]:
                 if what != "step_s":
                     own = ratio(found[OURS], row, what) if OURS in found and name != OURS else None
                     line.append("" if own is None else f"{own:.2f}")
+            line.append(f"{row['distance']:.2g}" if "distance" in row else "")
             yield line
