@@ -119,8 +119,8 @@ class MuonConfig(_VariantSettings):
     )
     ns_dtype: NsDtypeName = Field(
         default="auto",
-        description="Dtype of Newton-Schulz: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on CPUs with AMX or "
-        "AVX512-BF16, else fp32; fp32 for schedules that are sensitive to rounding (`cans`).",
+        description="Dtype of Newton-Schulz: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on CPUs with AMX "
+        "and AMD's with AVX512-BF16, else fp32; fp32 for schedules that are sensitive to rounding (`cans`).",
     )
     ns_backend: NsBackend = Field(
         default="auto",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -78,15 +79,27 @@ def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
     """Return the dtype in which the iteration runs on ``device``.
 
     ``auto`` is float16 on CUDA: it rounds eight times finer than bfloat16 at the same speed, and is safe because the
-    input is normalised in float32 first. On a CPU with AMX or AVX512-BF16 it is bfloat16, elsewhere float32.
+    input is normalised in float32 first. On a CPU that multiplies it faster it is bfloat16, elsewhere float32.
     """
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
         return torch.float16
-    if device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
-        return torch.bfloat16
-    return torch.float32
+    return torch.bfloat16 if device.type == "cpu" and _bf16_is_faster() else torch.float32
+
+
+@functools.cache
+def _bf16_is_faster() -> bool:
+    """Return whether this CPU multiplies bf16 faster than fp32: with AMX, or AMD's with AVX512-BF16.
+
+    Intel's without AMX (virtual machines often hide it) take 1.3 to 1.9 times as long in bf16 as in fp32
+    (``benchmarks/results/newton_schulz-xeon-avx512*.md``).
+    """
+    if torch.cpu._is_amx_tile_supported():
+        return True
+    processors = Path("/proc/cpuinfo")
+    is_amd = processors.exists() and "AuthenticAMD" in processors.read_text()
+    return is_amd and torch.cpu._is_avx512_bf16_supported()
 
 
 def orthogonalize(x: Tensor, *, settings: NsSettings, products: Products | None = None) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed_muon.errors import ScheduleError
+from deepspeed_muon.math import newton_schulz
 from deepspeed_muon.math.coefficients import resolve_schedule, tolerates_rounding
 from deepspeed_muon.math.newton_schulz import (
     NsSettings,
@@ -190,3 +192,32 @@ def test_apply() -> None:
     expected = 0.99 * param.double() - 0.3 * update.double()
     unpack_apply(unpack_apply_, param, update, 0.3, 0.99)
     torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "amx", "avx512_bf16", "expected"),
+    [
+        ("GenuineIntel", True, True, torch.bfloat16),
+        ("GenuineIntel", False, True, torch.float32),
+        ("AuthenticAMD", False, True, torch.bfloat16),
+        ("AuthenticAMD", False, False, torch.float32),
+    ],
+)
+def test_a_cpu_iterates_in_bf16_where_that_is_faster(
+    vendor: str,
+    amx: bool,
+    avx512_bf16: bool,
+    expected: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processors = tmp_path / "cpuinfo"
+    processors.write_text(f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(newton_schulz, "Path", lambda _: processors)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    newton_schulz._bf16_is_faster.cache_clear()
+    try:
+        assert newton_schulz.resolve_ns_dtype("auto", torch.device("cpu")) == expected
+    finally:
+        newton_schulz._bf16_is_faster.cache_clear()
