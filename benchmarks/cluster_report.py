@@ -28,6 +28,11 @@ class Steps:
         return self.of("forward_s", "backward_s", "step_s")
 
     @property
+    def backward_and_step(self) -> list[float]:
+        """Seconds of backward and step."""
+        return self.of("backward_s", "step_s")
+
+    @property
     def exposed(self) -> list[float]:
         """Exposed wait of the mean rank, no more than the cores were idle."""
         idle = self.of("idle_s")
