@@ -92,7 +92,7 @@ def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
 def _bf16_is_faster() -> bool:
     """Return whether this CPU multiplies bf16 faster than fp32: with AMX, or AMD's with AVX512-BF16.
 
-    Intel's without AMX (virtual machines often hide it) take 1.3 to 1.9 times as long in bf16 as in fp32
+    Intel's without AMX (virtual machines often hide it) take 1.2 to 1.9 times as long in bf16 as in fp32
     (``benchmarks/results/newton_schulz-xeon-avx512*.md``).
     """
     if torch.cpu._is_amx_tile_supported():

@@ -107,7 +107,9 @@ class GradientInspection:
         assert self.rows is not None
         rows, self.rows = self.rows, None
         states, left_out = rows.tolist()
-        nonfinite = tuple(self._names[n] for n, state in enumerate(states) if state == _NOT_FINITE)
+        nonfinite: tuple[str, ...] = ()
+        if _NOT_FINITE in states:
+            nonfinite = tuple(self._names[n] for n, state in enumerate(states) if state == _NOT_FINITE)
         told = {number for number, flag in enumerate(left_out) if flag} if any(left_out) else set()
         failed = tuple(self._runner.check.learn(told))
         if self._step_set.wider_group is not None:
@@ -260,7 +262,7 @@ class BoundSteps:
         rows = [each for each in known if each is not None]
         if len(rows) < len(self.runners):
             return None
-        return any(_NOT_FINITE in each[0].tolist() for each in rows)
+        return any(bool((each[0] == _NOT_FINITE).any()) for each in rows)
 
     def forget_flags(self) -> None:
         """Forget what :meth:`exchange_flags` told, at the end of a step."""
