@@ -38,8 +38,7 @@ def measure(rank: int, world_size: int, *, layers: int, rounds: int, ns_dtype: s
     inside: dict[str, list[float]] = {mode: [] for mode in MODES}
     watch = support.Stopwatch()
     for runner in optimizer._runners:
-        # What the check does with results on a CPU besides passing them on.
-        runner.check._settle_now = watch.around(runner.check._settle_now)
+        runner.check.settle = watch.around(runner.check.settle)
     for number, modes in enumerate(support.turns(MODES, rounds + 1)):
         for mode in modes:
             engine.backward(engine(batch_of(256, number, 256, "cpu")))
