@@ -140,7 +140,8 @@ def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype)
     norm.clamp_(min=settings.eps)
-    return (x / norm).to(settings.dtype)
+    # One pass: the quotient is rounded as it is written.
+    return torch.div(x, norm, out=torch.empty_like(x, dtype=settings.dtype))
 
 
 def _gram_matrix(x: Tensor) -> Tensor:

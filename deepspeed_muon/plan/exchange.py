@@ -1,9 +1,8 @@
 """The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
-Gather brings every fragment of a matrix to its owner; scatter brings the updates back to the ranks that hold the
-fragments. A fragment that already lies on its owner never enters a buffer. Of replicated matrices only the updates
-are sent: every owner broadcasts its own. Chunks have a bounded size, which bounds the buffers. A chunk in which nothing
-moves has no all-to-all on any rank.
+Gather brings every fragment of a matrix to its owner, the owner's own too; scatter brings the updates back. Of
+replicated matrices only the updates are sent: every owner broadcasts its own. Chunks have a bounded size, which bounds
+the buffers. A chunk in which nothing moves has no all-to-all on any rank.
 
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
 by peer, then by matrix. Both sides derive that order from the same layouts, so no header is sent. Peers that send equal
@@ -132,15 +131,17 @@ class BufferPlan:
 
     Attributes:
         segments: The index of a matrix in the plan, and its fragments.
-        peers: The ranks with which this rank exchanges elements of the buffer, ascending.
+        peers: The ranks with which this rank exchanges elements of the buffer, ascending; itself among them.
         counts: Units for each of ``peers``.
         numel: Units of the buffer.
+        others: Those of them that other ranks send or receive.
     """
 
     segments: tuple[tuple[int, Segment], ...]
     peers: Ints
     counts: Ints
     numel: int
+    others: int
 
     def splits(self, world_size: int) -> list[int]:
         """Return the units for every rank, as an all-to-all wants them."""
@@ -153,14 +154,11 @@ class BufferPlan:
 class Chunk:
     """Matrices that are exchanged together, as one rank sees them.
 
-    Gather sends the send buffers, which arrive in the receive buffers; scatter is the reverse. Of replicated
-    matrices only the update is sent.
-
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
         owned: Those that this rank owns.
-        send_buffer: Fragments that this rank holds of other ranks' matrices.
-        receive_buffer: Fragments that other ranks hold of this rank's matrices.
+        send_buffer: Fragments that this rank holds. Gather sends them to the receive buffers, scatter is the reverse.
+        receive_buffer: Fragments of this rank's matrices, a single matrix whole.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
         copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
@@ -178,7 +176,7 @@ class Chunk:
     def sent_elements(self) -> int:
         """Units that this rank sends to others in gather and scatter; a broadcast counts once for each receiver."""
         receivers = self.copies or self.scatters
-        return self.send_buffer.numel * self.gathers + self.receive_buffer.numel * receivers
+        return self.send_buffer.others * self.gathers + self.receive_buffer.others * receivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,16 +321,16 @@ def build_chunk(
     """
     moving = [index for index in indices if moves(places[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
-    held = _send_buffer(places, owners, moving, rank, wire)
     if moving and places[moving[0]].replicated:
         # The owner has the whole gradient already.
-        own = _own_updates(places, owned, wire)
+        others = [index for index in moving if owners[index] != rank]
+        held, own = _send_buffer(places, owners, others, rank, wire), _own_updates(places, owned, wire)
         copies = len(places[moving[0]].ranks) - 1
         return Chunk(tuple(indices), owned, held, own, gathers=False, scatters=True, copies=copies)
     return Chunk(
         tuple(indices),
         owned,
-        held,
+        _send_buffer(places, owners, moving, rank, wire),
         _receive_buffer(places, [index for index in moving if owners[index] == rank], rank, wire),
         gathers=bool(moving),
         scatters=bool(moving),
@@ -346,36 +344,36 @@ def _own_updates(places: Sequence[Placement], owned: Sequence[int], wire: WireFo
         (index, Segment.of(0, places[index].numel, start, stop - start))
         for index, start, stop in zip(owned, ends, ends[1:], strict=False)
     )
-    return BufferPlan(segments, _ints(()), _ints(()), ends[-1])
+    return BufferPlan(segments, _ints(()), _ints(()), ends[-1], ends[-1])
 
 
 def _send_buffer(
     places: Sequence[Placement], owners: Sequence[int], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
-    """Lay out the fragments that a rank holds of other ranks' matrices, by owner."""
+    """Lay out the fragments that a rank holds of some matrices, by owner."""
     segments: list[tuple[int, Segment]] = []
     counts: dict[int, int] = {}
     offset = 0
     for index in sorted(indices, key=lambda index: owners[index]):
-        fragment = places[index].on(rank) if owners[index] != rank else None
-        if fragment is not None:
+        if (fragment := places[index].on(rank)) is not None:
             units = wire.units(fragment.numel)
             segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset, units)))
             counts[owners[index]] = counts.get(owners[index], 0) + units
             offset += units
-    return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset)
+    others = offset - counts.get(rank, 0)
+    return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset, others)
 
 
 def _receive_buffer(
     places: Sequence[Placement], indices: Sequence[int], rank: int, wire: WireFormat
 ) -> BufferPlan:
-    """Lay out the fragments that other ranks hold of a rank's own matrices, by holder."""
+    """Lay out the fragments of a rank's own matrices, by holder."""
     if not indices:
-        return BufferPlan((), _ints(()), _ints(()), 0)
+        return BufferPlan((), _ints(()), _ints(()), 0, 0)
     first = min(places[index].ranks.start for index in indices)
     ranks = np.arange(first, max(places[index].ranks.stop for index in indices) + 1)
-    # Of each rank but the owner; the last of ``ranks`` only ends them.
-    held = np.array([np.diff(places[index].starts(ranks)) for index in indices]) * (ranks[:-1] != rank)
+    # The last of ``ranks`` only ends them.
+    held = np.array([np.diff(places[index].starts(ranks)) for index in indices])
     room = wire.units(held)
     total = room.sum(axis=0)
     offsets = np.cumsum(total) - total
@@ -393,7 +391,8 @@ def _receive_buffer(
                 where = int(starts[begin]), numel, at, wire.units(numel)
                 segments.append((index, Segment.of(*where, count=end - begin, stride=int(total[begin]))))
     peers = np.flatnonzero(total)
-    return BufferPlan(tuple(segments), ranks[peers], total[peers], int(total.sum()))
+    numel, others = int(total.sum()), int(total.sum(where=ranks[:-1] != rank))
+    return BufferPlan(tuple(segments), ranks[peers], total[peers], numel, others)
 
 
 def _ints(numbers: Iterable[int]) -> Ints:

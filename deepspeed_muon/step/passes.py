@@ -8,6 +8,7 @@ Python does not grow with the number of fragments. What changes from step to ste
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,24 +38,24 @@ class Batch:
     """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and what is copied there.
 
     Attributes:
-        start: Where they lie whole in the directions, one after the other; ``None`` if they do not.
-        own: This rank's fragments, in the batch and in the directions.
-        received: Other ranks' fragments, in the batch and in the receive buffer.
+        own: The matrices in the batch and in the directions, if this rank has them whole.
+        received: Their fragments in the batch and in the receive buffer.
+        in_order: Whether what is orthogonalised is one segment, all of it in order and from an aligned place on.
     """
 
-    start: int | None
     own: tuple[Segment, ...]
     received: tuple[Segment, ...]
+    in_order: bool
 
 
 class ChunkTable:
     """What this rank does in one chunk.
 
     Attributes:
-        room: Elements of the directions that are not sent: of the owned matrices, in the order in which they run in
-            batches, and of others' matrices in a chunk without a gather, whose momentum alone is updated. Each fragment
-            starts at a multiple of 32 elements.
-        sent_room: Elements of the fragments of others' matrices in the communication dtype.
+        room: Elements of the directions in a chunk without a gather: of the owned matrices, in the order in which they
+            run in batches, and of others' matrices, whose momentum alone is updated. Each fragment starts at a multiple
+            of 32 elements.
+        sent_room: Elements of the fragments in the send buffer, in the communication dtype.
         packed: Table of the momentum with the directions and with what is sent.
         blocks: The blocks of each fragment of :attr:`packed` where the momentum has 8 bits, else empty.
         held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back,
@@ -89,9 +90,9 @@ class ChunkTable:
         for index, segment in chunk.receive_buffer.segments:
             self._segments.setdefault(index, []).append(segment)
 
-        kept = [index for batch in batches for index in batch if index in self._held]
-        if not chunk.gathers:
-            kept += [i for i in chunk.matrices if plan.owners[i] != plan.rank and i in self._held]
+        staying = {} if chunk.gathers else self._held
+        owned = [index for batch in batches for index in batch if index in staying]
+        kept = owned + [index for index in staying if plan.owners[index] != plan.rank]
         starts, self.room = self._one_after_the_other(kept)
         self._starts = dict(zip(kept, starts, strict=True))
         segments = chunk.send_buffer.segments
@@ -102,8 +103,7 @@ class ChunkTable:
             places, self.sent_room = self._one_after_the_other(sent)
         pairs = zip(segments, places, strict=True)
         self.coded = () if exact else tuple((i, each._replace(at_matrix=place)) for (i, each), place in pairs)
-        owned = [index for index in kept if plan.owners[index] == plan.rank]
-        at_owned = [self._starts[index] for index in owned]
+        at_owned = starts[: len(owned)]
         self.held = torch.cat((self._table(owned, DIRECTIONS, at_owned), self._table(sent, SEND, places)))
         self.packed = self._table(kept, DIRECTIONS, starts)
         if chunk.gathers:
@@ -125,23 +125,20 @@ class ChunkTable:
         own: list[Segment] = []
         received: list[list[Segment]] = []
         for number, index in enumerate(indices):
-            start, fragment = number * numel, self._held.get(index)
-            if fragment is not None:
-                place = start + fragment.matrix_offset
-                own.append(Segment.of(place, fragment.numel, self._starts[index], fragment.numel))
+            start = number * numel
+            if index in self._starts:
+                own.append(Segment.of(start, numel, self._starts[index], numel))
             for position, segment in enumerate(self._segments.get(index, ())):
                 if position == len(received):
                     received.append([])
                 received[position].append(segment._replace(at_matrix=start + segment.at_matrix))
-        whole = len(own) == len(indices) and all(
-            each.shape[2] == numel and each.at_buffer == own[0].at_buffer + number * numel
-            for number, each in enumerate(own)
+        whole = tuple(_joined(own, numel))
+        parts = tuple(each for segments in received for each in _joined(segments, numel))
+        in_order = any(  # of the first; there is none if this rank's parts of the matrices are empty
+            math.prod(each.shape) == len(indices) * numel and each.at_buffer % _ALIGNMENT == 0
+            for each in (whole or parts)[:1]
         )
-        return Batch(
-            own[0].at_buffer if whole else None,
-            tuple(_joined(own, numel)),
-            tuple(each for segments in received for each in _joined(segments, numel)),
-        )
+        return Batch(whole, parts, in_order)
 
     def _one_after_the_other(self, indices: Sequence[int]) -> tuple[list[int], int]:
         """Return where fragments start that lie one after the other, at multiples of 32 elements, and their room."""

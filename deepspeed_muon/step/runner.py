@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -321,20 +322,23 @@ class StepRunner:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
-        """Return the directions of owned matrices of one shape: this rank's fragments, and what the gather brought.
+        """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
 
-        ``(matrices, rows, cols)``. Matrices that lie whole on this rank are used in place.
+        They are used where they lie if they lie there one after the other.
         """
         first, batch = self.plan.matrices[indices[0]], self._tables[flight.number].batch(indices)
-        shape, numel = (len(indices), first.rows, first.cols), len(indices) * first.numel
-        if batch.start is not None:
-            return flight.directions.narrow(0, batch.start, numel).view(shape)
-        whole = torch.empty(numel, dtype=self.context.comm_dtype, device=self.context.device)
-        for segment in batch.own:
-            segment.in_matrices(whole).copy_(segment.in_buffer(flight.directions))
-        for segment in batch.received if flight.chunk.gathers else ():
-            arrived = self.context.codec.read(segment.in_buffer(flight.receive_buffer), segment.shape[2])
-            segment.in_matrices(whole).copy_(arrived)
+        shape, read = (len(indices), first.rows, first.cols), self.context.codec.read
+        if flight.chunk.gathers:
+            segments = batch.received
+            parts = (read(each.in_buffer(flight.receive_buffer), each.shape[2]) for each in segments)
+        else:
+            segments = batch.own
+            parts = (each.in_buffer(flight.directions) for each in segments)
+        if batch.in_order:
+            return next(parts).reshape(shape)
+        whole = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
+        for segment, part in zip(segments, parts, strict=True):
+            segment.in_matrices(whole).copy_(part)
         return whole.view(shape)
 
     def _note(self, what: Exchanged) -> Callable[[Tensor, Tensor], None] | None:

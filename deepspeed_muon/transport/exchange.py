@@ -209,11 +209,9 @@ class InFlight:
     Attributes:
         chunk: The chunk.
         number: Its number in the plan.
-        send_buffer: Fragments that this rank holds of other ranks' matrices. Directions leave from here, and updates
-            arrive here.
-        receive_buffer: Fragments that other ranks hold of this rank's matrices. Directions arrive here, and updates
-            leave from here.
-        directions: Directions of fragments that this rank needs itself, flat, and then their updates.
+        send_buffer: Fragments that this rank holds. Directions leave from here, and updates arrive here.
+        receive_buffer: Fragments of this rank's matrices. Directions arrive here, and updates leave from here.
+        directions: Directions of what does not move, flat, and then its updates.
         works: The messages that are under way.
     """
 
@@ -355,7 +353,7 @@ def start_messages(what: Way, flight: InFlight, context: StepContext) -> list[di
     send, out = flight.send_buffer, flight.receive_buffer
     if what == "scatter":
         sent, received, send, out = received, sent, out, send
-    context.stats.count_exchange((chunk.copies or 1) * send.numel() * send.element_size())
+    context.stats.count_exchange((chunk.copies or 1) * sent.others * send.element_size())
     if not chunk.copies:
         into, out_of = _splits(received, context.world_size), _splits(sent, context.world_size)
         return [exchange_bytes(out, send, into, out_of, group=group)]

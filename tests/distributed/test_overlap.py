@@ -108,10 +108,9 @@ def test_the_order_of_the_chunks_and_their_buffers(ranks: Any, overlap: bool) ->
     There are three places for a chunk, one without overlap, each of two buffers; none is made anew in a later step.
     """
     slots = 3 if overlap else 1
-    # The largest matrices have 768 elements, and each rank owns one in the same chunk; fp32 on the wire. A rank
-    # receives the half of its own that it does not hold and sends its half of the other's: 768 elements together.
-    # Without overlap its own matrix is put together where the other's half was sent from, which then has room for it.
-    numel = slots * 768 if overlap else 384 + 768
+    # The largest matrices have 768 elements, and each rank owns one in the same chunk; fp32 on the wire. A rank sends
+    # its halves of both and receives its own, which is orthogonalised where it arrived.
+    numel = slots * 2 * 768
     for result in ranks(2).run(follow, overlap=overlap):
         last = result["chunks"] - 1
         assert last >= 3

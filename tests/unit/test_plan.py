@@ -109,7 +109,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
     per_rank = plans(layouts, world)
     gather, scatter = sent_by_rank(layouts, per_rank[0].owners, world)
     for rank, plan in enumerate(per_rank):
-        assert gather[rank] == sum(chunk.send_buffer.numel * chunk.gathers for chunk in plan.chunks)
+        assert gather[rank] == sum(chunk.send_buffer.others * chunk.gathers for chunk in plan.chunks)
         assert gather[rank] + scatter[rank] == plan.sent_elements
     for index, matrix in enumerate(layouts):
         owner = per_rank[0].owners[index]
@@ -117,21 +117,21 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             element
             for chunk in per_rank[owner].chunks
             for peer in range(world)
-            if peer != owner
+            if peer != owner or not matrix.replicated
             for element in elements(chunk.receive_buffer, peer, world, copies=chunk.copies)
             if element[0] == index
         ]
-        own = matrix.placement.on(owner)
-        held = range(own.matrix_offset, own.matrix_offset + own.numel) if own else range(0)
+        stays = matrix.placement.ranks == range(owner, owner + 1)
         if matrix.replicated:
-            assert len(held) == matrix.numel and len(arrives) == (world - 1) * matrix.numel
+            assert len(arrives) == (world - 1) * matrix.numel
         else:
-            assert sorted([i for _, i in arrives] + list(held)) == list(range(matrix.numel))
+            assert sorted(i for _, i in arrives) == ([] if stays else list(range(matrix.numel)))
         for rank in range(world):
             sent = (segment for c in per_rank[rank].chunks for segment in c.send_buffer.segments)
             found = [(s.at_matrix, s.shape[2]) for number, s in sent if number == index]
             place = matrix.placement.on(rank)
-            assert found == ([] if rank == owner or not place else [(place.matrix_offset, place.numel)])
+            absent = not place or stays or (rank == owner and matrix.replicated)
+            assert found == ([] if absent else [(place.matrix_offset, place.numel)])
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1
 
 

@@ -168,4 +168,4 @@ def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
     assert launches.counts["all-to-all"] == 2 * len(runner.plan.chunks)
     with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
     # Before there were tables, 448 of the passes alone, and copies.
-    assert launches.counts["passes"] <= 32 and with_graphs <= 99 and launches.counts.total() <= 171
+    assert launches.counts["passes"] <= 12 and with_graphs <= 79 and launches.counts.total() <= 147
