@@ -39,6 +39,10 @@ SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """What an engine counts."""
 
+LEFT_OUT = (Counter, float)
+"""Values of a scheduler's state that an index leaves out if JSON cannot hold them: MultiStepLR's milestones, which have
+numbers for keys, and infinities of ReduceLROnPlateau. A scheduler that was made with the same arguments has them."""
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 VERSION: Literal[1] = 1
@@ -228,6 +232,14 @@ def is_json(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return _has_text_keys(value)
+
+
+def saved_schedule(state: Any) -> dict[str, Any] | None:
+    """Return what an index holds of a scheduler's state; ``None`` if JSON cannot hold it."""
+    if not isinstance(state, Mapping):
+        return None
+    kept = {key: value for key, value in state.items() if not isinstance(value, LEFT_OUT) or is_json(value)}
+    return kept if is_json(kept) else None
 
 
 def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress, is_json
+from deepspeed_muon.checkpoint.index import COUNTERS, SCALE_KEYS, Progress, saved_schedule
 from deepspeed_muon.checkpoint.parameters import HeldParameter, ParameterRecord
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
@@ -100,14 +100,14 @@ class Host:
         """Return the engine's counters, schedule and loss scale."""
         scheduler = self.engine.lr_scheduler
         named = None if scheduler is None else type(scheduler).__name__
-        schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
-        if not is_json(schedule):
+        state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+        schedule = saved_schedule(state)
+        if schedule is None and state is not None:
             warn(
                 "deepspeed_muon: the state of the scheduler %s is not JSON and is left out of the consolidated "
-                "checkpoint; step the scheduler to progress.global_steps after restoring",
+                "checkpoint; save scheduler.state_dict() yourself, and load it after restoring",
                 named,
             )
-            schedule = None
         scaler = self.view.dynamic_scaler()
         values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
         scale = {key: value for key, value in values.items() if isinstance(value, (int, float))}

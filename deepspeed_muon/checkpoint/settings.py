@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
+from deepspeed_muon.checkpoint.index import COUNTERS, LEFT_OUT, CheckpointIndex, Progress
 from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
 from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
@@ -75,8 +75,10 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         settings = [groups[origin] for origin in fitting]
         found[number] = {}
         keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())
-        if algorithm == "muon":
-            keys.discard("betas")  # schedulers read Muon's momentum under this name; it is not AdamW's betas
+        if algorithm == "muon" and any("algorithm" not in index.groups[origin] for origin in fitting):
+            keys.discard(
+                "betas"
+            )  # of AdamW, perhaps; in Muon's own they are its momentum and, for Muown, Adam's
         for key in sorted(keys):
             values = [entry[key] for entry in settings]
             if any(value != values[0] for value in values):
@@ -132,10 +134,9 @@ def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler
 
 
 def _schedule(own: Any, saved: Mapping[str, Any], rates: bool) -> dict[str, Any]:
-    """Return the state to load into a scheduler: what was saved, or its own with the saved count."""
-    if rates:
-        return copy.deepcopy(dict(saved))
-    return {**own.state_dict(), **{key: saved[key] for key in _COUNTERS if key in saved}}
+    """Return the state to load into a scheduler: its own with what was saved, or with the saved count alone."""
+    taken = saved if rates else {key: saved[key] for key in _COUNTERS if key in saved}
+    return copy.deepcopy({**own.state_dict(), **taken})
 
 
 def _follow_count(own: Any, optimizer: Muon) -> None:
@@ -191,7 +192,9 @@ def _problem(own: Any, saved: Mapping[str, Any], rates: bool) -> str | None:
     live = own.state_dict()
     # Attributes that begin with _ come and go with torch's versions.
     differing = {
-        key for key in live.keys() ^ saved.keys() if not str(key).startswith("_") and key != "verbose"
+        key
+        for key in live.keys() ^ saved.keys()
+        if not str(key).startswith("_") and key != "verbose" and not isinstance(live.get(key), LEFT_OUT)
     }
     if differing:
         return f"their states differ in {', '.join(sorted(map(str, differing)))}"

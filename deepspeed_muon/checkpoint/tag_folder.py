@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import is_name, latest_tag, load_pickle, refusing
-from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS, Progress, is_json
+from deepspeed_muon.checkpoint.index import COUNTERS, INDEX_NAME, OURS, SCALE_KEYS, Progress, saved_schedule
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import counted, logger
@@ -335,8 +335,7 @@ class TagFolder:
             # At stage 0 the wrapper keeps the values itself, at the others in an object.
             saved = vars(wrapper["loss_scaler"]) if wrapper.get("loss_scaler") else wrapper
             scale = {key: saved[key] for key in SCALE_KEYS if key in saved}
-        schedule = self.model.get("lr_scheduler")
-        schedule = schedule if isinstance(schedule, dict) and is_json(schedule) else None
+        schedule = saved_schedule(self.model.get("lr_scheduler"))
         counters = {key: int(self.model.get(key, 0)) for key in COUNTERS}
         return Progress.model_validate({**counters, "lr_scheduler": schedule, "loss_scale": scale})
 

@@ -31,7 +31,7 @@ class ParamGroup(dict[str, Any]):
     """A param group whose algorithm is fixed, and whose momentum follows schedulers that cycle it.
 
     Schedulers with ``cycle_momentum`` (torch's ``OneCycleLR`` and ``CyclicLR``, DeepSpeed's ``OneCycle``) write
-    ``betas`` into every group. Muon does not read ``betas``, so in its groups the first number becomes ``momentum``.
+    ``betas`` into every group. In Muon's groups the first number becomes ``momentum``, too.
     """
 
     def __setitem__(self, key: str, value: Any) -> None:
