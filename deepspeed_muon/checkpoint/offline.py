@@ -159,17 +159,15 @@ def convert_to_universal(
     with new_folder(out) as partial:
         index = consolidate_files(input_folder, partial / "zero", **reading)
         for model_rank, path in model_files(tag_folder(Path(input_folder))).items():
-            for prefix in ("", "zero_pp_rank_0_"):  # at stages 0 to 2, and at stage 3
-                _link(path, partial / f"{prefix}{model_rank}_model_states.pt")
+            # A copy, because DeepSpeed writes into the file again when it saves the tag again.
+            shutil.copyfile(path, own := partial / f"{model_rank}_model_states.pt")
+            at_stage_3 = partial / f"zero_pp_rank_0_{own.name}"
+            try:
+                os.link(own, at_stage_3)
+            except OSError:
+                shutil.copyfile(own, at_stage_3)
     replace_file(out.parent / "latest_universal", out.name.encode())
     return index.lossy
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def add_subcommands(subparsers: Any) -> None:

@@ -309,6 +309,11 @@ def test_command_line(ours: Any, tmp_path: Path, capsys: Any) -> None:
     assert path.name in capsys.readouterr().err
     assert run("universal", "--input_folder", source, "--output_folder", tmp_path / "u") == 0
     assert (tmp_path / "latest_universal").read_text() == "u"
+    (model,) = source.glob("*/mp_rank_00_model_states.pt")
+    content = model.read_bytes()
+    model.write_bytes(b"saved again")  # into the same file, as torch.save does
+    for path in (tmp_path / "u").glob("*_model_states.pt"):
+        assert path.read_bytes() == content
 
 
 def test_missing_rank_file(ours: Any, tmp_path: Path) -> None:
