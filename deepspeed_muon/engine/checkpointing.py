@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.files import load_pickle, refusing
@@ -24,7 +26,7 @@ from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.checkpoint.tag_folder import Glance, glance, is_ours
-from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
+from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save, stands_for
 from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError
@@ -110,8 +112,11 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     if not universal:
         saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
     before = Before(engine)
+    # A mend: without the optimizer's state ZeRO 3 takes weights of the tag that `latest` names, not of the given one.
+    weights_of_tag = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=given.get("tag"))
     try:
-        path, client_state = original(*args, **kwargs)
+        with stands_for(weights_of_tag, deepspeed_engine, get_fp32_state_dict_from_zero_checkpoint.__name__):
+            path, client_state = original(*args, **kwargs)
         if saved is not None:
             load_the_rest(engine, given.get("load_dir"), saved.folder.name)
     except Exception as error:

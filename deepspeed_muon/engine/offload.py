@@ -105,7 +105,7 @@ def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
             group.setdefault("amsgrad", False)
     if is_twin_flow or master_dtype(engine) != torch.float32:
         for module in (stage3, stage_1_and_2):
-            wrapping.enter_context(_stands_for(type(optimizer), module, "DeepSpeedCPUAdam"))
+            wrapping.enter_context(stands_for(type(optimizer), module, "DeepSpeedCPUAdam"))
 
 
 def _take_all(
@@ -123,8 +123,8 @@ def _take_all(
 
 
 @contextlib.contextmanager
-def _stands_for(ours: type, module: Any, name: str) -> Iterator[None]:
-    """Put our class in the place of one with which a module of DeepSpeed compares an optimizer's."""
+def stands_for(ours: Any, module: Any, name: str) -> Iterator[None]:
+    """Put ours in the place of a class or function that a module of DeepSpeed uses."""
     known = getattr(module, name)
     setattr(module, name, ours)
     try:
@@ -142,7 +142,7 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
     """
     # First, because the original ends by returning free memory to the device.
     view.optimizer._release_memory()
-    with _stands_for(type(view.optimizer), fused_adam, "FusedAdam"):
+    with stands_for(type(view.optimizer), fused_adam, "FusedAdam"):
         return original(*args, **kwargs)
 
 

@@ -227,12 +227,14 @@ def loaded_weights(
     if save:
         for step in range(2):
             training.run_step(engine, step, rank, world_size, 1)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder, tag="two")
     else:
-        path, _ = engine.load_checkpoint(folder, load_optimizer_states=with_state)
+        path, _ = engine.load_checkpoint(folder, tag="two", load_optimizer_states=with_state)
         assert path is not None
     masters = training.full_masters(engine)
     training.run_step(engine, 2, rank, world_size, 1)
+    if save:
+        engine.save_checkpoint(folder, tag="three")  # latest
     states = deepspeed_muon.muon_optimizer(engine).state.values()
     report = {
         "loaded": masters,
@@ -245,7 +247,7 @@ def loaded_weights(
 
 @pytest.mark.parametrize(
     ("stage", "from_fp32", "with_state"),
-    [(1, True, False), (1, False, True), full(2, True, True), full(3, True, False), (3, True, True)],
+    [(1, True, False), (1, False, True), full(2, True, True), (3, True, False), full(3, True, True)],
 )
 def test_loading_weights(ranks: Any, stage: int, from_fp32: bool, with_state: bool, tmp_path: Path) -> None:
     """``load_from_fp32_weights`` takes the saved masters; without it, or without the state, their bf16 copies count."""
