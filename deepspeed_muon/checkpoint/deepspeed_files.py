@@ -156,6 +156,8 @@ class DeepSpeedFiles(TagFolder):
         first, total = self._first_scales(held.holders, held.partition, rank)
         number = held.holders[rank]
         scales = self.inner[number]["state"][held.partition].get(SCALE_KEY)
+        if scales is None and not codes.narrow(0, start, numel).any():
+            return torch.zeros(numel)  # nothing in the partition ever had a gradient
         where = f"{self.files[number]}: {SCALE_KEY} of parameter {held.name}"
         check_tensor(scales, where)
         if scales.shape != (total,):

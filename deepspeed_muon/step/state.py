@@ -81,7 +81,8 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
         own.pop(key, None)  # of another variant, from a state dict
     for each in variant.state:
         if each.key not in own:
-            if own["step"] > 1 and numel:
+            # Matrices that never had a gradient have no momentum yet, and nothing of a variant.
+            if own["step"] > 1 and numel and own["momentum_buffer"].any():
                 logger.warning(
                     "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
                     "variant %r starts it anew",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
+from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from tests.support import training
+from tests.support.checkpoints import tensors_of
 from tests.support.idle import (
     CPU,
     MANNERS,
@@ -221,3 +224,34 @@ def test_a_parameter_counts_that_only_the_other_rank_used(ranks: Any) -> None:
     assert leaf[0]["norms"] == leaf[1]["norms"] == times_zero[0]["norms"]
     for name, expected in times_zero[0]["paths"][-1].items():
         torch.testing.assert_close(leaf[0]["paths"][-1][name], expected, rtol=0, atol=0, msg=name)
+
+
+# A sub-group of stage 3 whose parameters never had a gradient: the converter refused its momentum in 8 bits, and its
+# first use warned of another variant.
+
+
+def use_late(rank: int, world_size: int, *, folder: str) -> list[str]:
+    """Save while a sub-group is idle, then use it; return what was logged."""
+    params = {"variant": "normuon", "momentum_dtype": "int8"}
+    config = training.ds_config(3, zero={"sub_group_size": 200}, params=params)
+    engine = training.make_engine(config, "switched")
+    said = training.heard()
+    for step in range(3):
+        engine.module.used = "ab" if step == 2 else ""
+        engine.backward(engine(*batch(step, rank)))
+        engine.step()
+        if step == 1:
+            engine.save_checkpoint(folder)
+    engine.destroy()
+    return said
+
+
+def test_an_idle_sub_group_is_saved_and_used(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(2).run(use_late, folder=str(tmp_path / "files")):
+        assert not said
+    consolidate_files(tmp_path / "files", tmp_path / "set")
+    momentum = {
+        name: each for name, each in tensors_of(tmp_path / "set").items() if "momentum_buffer" in name
+    }
+    assert not momentum.pop("momentum_buffer/branches.b.up.weight").any()
+    assert momentum.pop("momentum_buffer/blocks.0.up.weight").any()
