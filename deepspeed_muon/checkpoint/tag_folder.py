@@ -172,8 +172,14 @@ class TagFolder:
                 )
             model_file = model_files(self.folder).get("mp_rank_00")
             if model_file is None:
+                is_set = (self.folder / INDEX_NAME).is_file()
                 raise CheckpointError(
-                    f"{self.folder}: no model_states file: not the folder of a tag of DeepSpeed"
+                    f"{self.folder}: no model_states file: "
+                    + (
+                        "a consolidated set already"
+                        if is_set
+                        else "give a tag's folder, or one with a file 'latest'"
+                    )
                 )
             self.model_file = model_file
             self.model = self.load(model_file)
@@ -360,7 +366,9 @@ def tag_folder(folder: Path) -> Path:
     tag = latest_tag(folder)
     if tag is not None:
         if not is_name(tag):
-            raise CheckpointError(f"{folder / 'latest'}: names {tag!r}, which is not a folder beside it")
+            raise CheckpointError(
+                f"{folder / 'latest'}: names {tag!r}, which is not a folder beside it: give the tag's folder"
+            )
         folder = folder / tag
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")

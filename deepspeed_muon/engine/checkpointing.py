@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
-from deepspeed_muon.checkpoint.files import load_pickle, refusing
+from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, order_of, save_of
 from deepspeed_muon.checkpoint.live import collect, optimizer_of
@@ -93,6 +93,10 @@ def save_checkpoint(
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
+        if save_dir:
+            make_folder(
+                folder
+            )  # where it cannot be made DeepSpeed's first rank raises, and the others wait for it
         prepare_save(engine, folder, save_id)
     try:
         return original(save_dir, tag, client_state, *args, **kwargs)
@@ -150,6 +154,10 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
             )
         if tag is None and (folder / "latest").is_file():
             tag = (folder / "latest").read_text().strip()
+        if tag is not None and not (folder / str(tag)).is_dir():
+            raise CheckpointError(
+                f"{folder / str(tag)}: no such folder: give the tag of a save, or write one into {folder / 'latest'}"
+            )
         # Files of other checkpoint engines have forms of their own.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
             own = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None

@@ -208,6 +208,27 @@ def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
     assert all("cannot be made" in message for (message,) in messages)
 
 
+def folders_that_are_none(rank: int, world_size: int, *, folder: str) -> list[str]:
+    engine = engine_for(1, seed=0, kind="toy")
+    messages = [
+        training.refusal(lambda: engine.save_checkpoint(f"{folder}/file")),
+        training.refusal(lambda: engine.load_checkpoint(folder)),
+        training.refusal(lambda: engine.load_checkpoint(folder, tag="another")),
+    ]
+    engine.destroy()
+    return messages
+
+
+def test_deepspeeds_own_files_in_folders_that_are_none(ranks: Any, tmp_path: Path) -> None:
+    """Only the first rank raised in a save, and the others waited; a load ended in an AssertionError without a text."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "latest").write_text("gone")
+    for saved, latest, named in ranks(2).run(folders_that_are_none, folder=str(tmp_path), timeout=60):
+        assert "CheckpointError" in saved and "cannot be made" in saved
+        assert f"{tmp_path}/gone: no such folder" in latest and f"{tmp_path}/latest" in latest
+        assert f"{tmp_path}/another: no such folder" in named
+
+
 def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
     """Train and save; return why that failed. ``lost`` says what is wrong with the folder."""
     engine = engine_for(1, seed=0, kind="toy")
