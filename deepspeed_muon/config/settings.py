@@ -233,7 +233,8 @@ class MuonConfig(_VariantSettings):
                 f"optimizer.params.weight_decay_mode: {self.weight_decay_mode!r} needs adam_w_mode true; "
                 f"with adam_w_mode false the decay of AdamW's half is a term of the gradient"
             )
-        self.check_variant({**self.muon_defaults(), "qk_clip": self.qk_clip}, "optimizer.params")
+        qk_clip = self.qk_clip and self.qk_clip.model_dump()
+        self.check_variant({**self.muon_defaults(), "qk_clip": qk_clip}, "optimizer.params")
         for key in ("weight_decay", "muon_weight_decay", "adam_weight_decay"):
             if self.weight_decay_mode == "independent" and (getattr(self, key) or 0.0) > 1.0:
                 raise ConfigError(

@@ -84,7 +84,7 @@ REMOVED = {
     "restore_from.scheduler": "call deepspeed_muon.restore(engine, path, scheduler=...) instead",
     "restore_from.allow_nonfinite": "call deepspeed_muon.restore(engine, path, allow_nonfinite=...) instead",
 }
-"""Settings that went in version 0.3, after the key of their section, and what to do instead."""
+"""Settings of version 0.2 that are gone, after the key of their section, and what to do instead."""
 
 # Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
 _ALLOWED = {
@@ -93,6 +93,8 @@ _ALLOWED = {
     ),
     "split": "must be 'qkv', 'gate_up', a list of whole sizes, or a list of at least 2 fractions between 0 and 1",
     "heads": "must be 'config', a whole number of at least 1, or a list of those",
+    "include": "must be a list of name patterns",
+    "exclude": "must be a list of name patterns",
 }
 
 _BOUNDS = {
@@ -117,7 +119,7 @@ def unknown_key_message(key: str, known: Any, where: str = "", *, section: str =
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
     path = f"{section}.{key}" if section else key
     if path in REMOVED:
-        return f"{where}{path!r} is no setting since version 0.3; {REMOVED[path]}"
+        return f"{where}{path!r} is no longer a setting; {REMOVED[path]}"
     if key in _ELSEWHERE:
         return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
     names = sorted(str(name) for name in known)
@@ -252,6 +254,9 @@ class _Section(BaseModel):
     @classmethod
     def _known_keys(cls, value: Any) -> Any:
         value = cls._long_form(value)
+        if not isinstance(value, (Mapping, cls)):
+            *others, last = cls.model_fields
+            raise ValueError(f"must be an object with {', '.join(others)} or {last}")
         unknown = (
             [str(key) for key in value if key not in cls.model_fields] if isinstance(value, Mapping) else []
         )
@@ -278,12 +283,6 @@ class MatricesConfig(_Section):
     transposed: Flag | None = Field(
         default=None, description="The weight is stored as input x output; unset: decided by its module."
     )
-
-    @classmethod
-    def _long_form(cls, value: Any) -> Any:
-        if not isinstance(value, (Mapping, cls)):
-            raise ValueError("must be an object with split, heads or transposed")
-        return value
 
 
 class QkClipConfig(_Section):
