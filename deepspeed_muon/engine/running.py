@@ -34,23 +34,28 @@ def configure_lr_scheduler(original: Original, engine: Any, *args: Any, **kwargs
     result = original(engine, *args, **kwargs)
     if optimizer is not None:
         from_config = engine.client_lr_scheduler is None
-        given = (engine.scheduler_params() or {}) if from_config else {}
-        _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
+        given = dict(engine.scheduler_params() or {}) if from_config else {}
         if (
             from_config
             and isinstance(engine.lr_scheduler, lr_schedules.WarmupLR)
             and "warmup_max_lr" not in given
         ):
-            _warn_of_default_peak(engine.lr_scheduler, configured, optimizer.config.reference_lr)
+            # None: the rates of the groups.
+            peak = inspect.signature(type(engine.lr_scheduler)).parameters["warmup_max_lr"].default
+            given["warmup_max_lr"] = peak
+            if peak is not None:
+                _warn_of_default_peak(engine.lr_scheduler, peak, configured, optimizer.config.reference_lr)
+        _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
         source = optimizer.config.restore_from
         if source is not None:
             restore(engine, source.path, progress=source.progress, hyperparameters=source.progress)
     return result
 
 
-def _warn_of_default_peak(scheduler: Any, configured: Mapping[str, float], reference: float) -> None:
+def _warn_of_default_peak(
+    scheduler: Any, peak: float, configured: Mapping[str, float], reference: float
+) -> None:
     """Warn if the rates rise to a number that DeepSpeed chose, and not to the configured ones."""
-    peak = inspect.signature(type(scheduler)).parameters["warmup_max_lr"].default
     if reference in (0.0, peak):
         return
     reached = [

@@ -202,6 +202,27 @@ def test_rates_that_nobody_chose_are_told(ranks: Any) -> None:
         assert pool.run(warned_of_rates, params=params, scheduler={"warmup_max_lr": peak}) == [[], []]
 
 
+def warmed_up(rank: int, world_size: int, *, params: dict[str, Any], group: dict[str, Any]) -> list[float]:
+    """Return the rates at the end of a WarmupLR that has no warmup_max_lr."""
+    config = training.ds_config(1)
+    config["optimizer"]["params"] = params
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    model = build("toy")
+    groups = [{"params": list(model.parameters()), **group}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    for step in range(3):
+        training.run_step(engine, step, rank, world_size, 1)
+    found = [group["lr"] for group in engine.basic_optimizer.param_groups]
+    engine.destroy()
+    return found
+
+
+def test_warmup_lr_without_a_peak_rises_to_the_rates_of_the_groups(ranks: Any) -> None:
+    """DeepSpeed's default is None there. It ended in a TypeError; equal rates of groups would have been scaled."""
+    assert ranks(1).run(warmed_up, params={"muon_lr": 0.02, "adam_lr": 3e-4}, group={})[0] == [0.02, 3e-4]
+    assert ranks(1).run(warmed_up, params={"lr": 0.02}, group={"lr": 0.005})[0] == [0.005, 0.005]
+
+
 def keep_group_settings(rank: int, world_size: int, *, stage: int) -> Any:
     """The no-decay-on-vectors recipe: the caller's two groups with the optimizer from the configuration."""
     model = build("toy")
