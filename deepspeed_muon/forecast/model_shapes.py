@@ -217,6 +217,10 @@ def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
     """
     _check_sizes(config)
     kind = str(config.get("model_type", ""))
+    if not kind:
+        raise ConfigError(
+            "no model_type: not the config.json of a Hugging Face model (a DeepSpeed configuration goes to --params)"
+        )
     transformers = _transformers_knowing(kind)
     if transformers is None:
         raise ConfigError(

@@ -304,7 +304,10 @@ def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str
         axis.legend()
     figure.suptitle(f"{model}, ZeRO {settings.stage}, {settings.gpu['name'].upper()}")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:  # a ValueError for formats that matplotlib does not write
+        raise ConfigError(f"--plot {path!r}: cannot be written: {error}") from error
     pyplot.close(figure)
 
 

@@ -239,6 +239,16 @@ def test_errors_say_what_to_do(arguments: list[str], said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
+def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plot that cannot be written ended in a traceback; a DeepSpeed configuration as model blamed transformers."""
+    pytest.importorskip("matplotlib")
+    assert main(["plan", "llama-7b", "--plot", str(tmp_path / "none" / "plan.png")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    (tmp_path / "ds_config.json").write_text('{"optimizer": {}}')
+    assert main(["plan", str(tmp_path / "ds_config.json")]) == 2
+    assert "no model_type" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "changed",
     [
