@@ -179,7 +179,7 @@ def add_subcommands(subparsers: Any) -> None:
         subparsers: What ``ArgumentParser.add_subparsers`` returned.
     """
     parser = subparsers.add_parser("checkpoint", help="consolidate, inspect, verify and convert checkpoints")
-    commands = parser.add_subparsers(dest="checkpoint_command", required=True)
+    commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
 
     reading = argparse.ArgumentParser(add_help=False)
     reading.add_argument(

@@ -42,9 +42,7 @@ _ADAM_HALF = "AdamW's half; written out because the default here is another"
 
 def add_subcommand(subparsers: Any) -> None:
     """Add the command ``rates`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
-    parser = subparsers.add_parser(
-        "rates", help="the settings of AdamW or of another Muon as settings of this one"
-    )
+    parser = subparsers.add_parser("rates", help="convert the settings of AdamW or another Muon")
     parser.add_argument(
         "config", help="a DeepSpeed configuration, or Megatron-LM's arguments as a JSON object"
     )

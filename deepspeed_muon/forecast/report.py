@@ -326,10 +326,10 @@ def add_subcommand(subparsers: Any) -> None:
     option("--gpus-per-node", type=int, default=8, help="GPUs that NVLink connects (8)")
     option("--gpu", choices=sorted(GPUS), default="h100", help="kind of GPU (h100)")
     option("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
-    option("--efficiency", type=float, default=0.5, help="part of peak TFLOP/s reached (0.5)")
+    option("--efficiency", type=float, default=0.5, help="fraction of peak TFLOP/s reached (0.5)")
     rate = "the rate of all links of a node together (default: one port for each GPU, as in the GPU's server)"
     option("--network-gbit", type=float, metavar="RATE", help=rate)
-    option("--separate-experts", action="store_true", help="experts as single parameters")
+    option("--separate-experts", action="store_true", help="every expert is a parameter of its own")
     option("--routes", action="store_true", help="one row for each parameter")
     option("--owners", action="store_true", help="the owner of every matrix (with --json)")
     option("--json", action="store_true", help="print JSON")

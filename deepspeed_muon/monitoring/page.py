@@ -46,7 +46,7 @@ _CHARTS = {
 
 def add_subcommand(subparsers: Any) -> None:
     """Add ``health``. Its parser sets ``run``: a function of the parsed arguments that returns the exit status."""
-    parser = subparsers.add_parser("health", help="what the monitor's files of a run say")
+    parser = subparsers.add_parser("health", help="judge a run by the files of its csv_monitor")
     where = "where DeepSpeed's csv_monitor wrote: output_path/job_name"
     parser.add_argument("run_folder", type=Path, metavar="RUN", help=where)
     parser.add_argument("--html", action="store_true", help="write RUN/health.html, a page with charts")
