@@ -182,17 +182,24 @@ def _refuse_differences(saved: Glance, ranks: Ranks, own: _Difference) -> None:
     every = ranks.gather(own, what="check of a checkpoint").values()
     # The file of a group's first rank describes its parameters, at stage 0 every file.
     known = set().union(*(then for then, *_ in every))
-    told = {f"parameter {name} is not in the checkpoint" for _, now, *_ in every for name in now - known}
-    told |= {
+    left = {
         f"parameter {name} is in the checkpoint, but not in the optimizer"
         for then, now, *_ in every
         for name in then - now
     }
+    told = left | {
+        f"parameter {name} is not in the checkpoint" for _, now, *_ in every for name in now - known
+    }
     if told:
+        way = "take its weights alone with engine.load_checkpoint(..., load_optimizer_states=False)"
+        if (
+            left and saved.stage >= 2
+        ):  # there DeepSpeed looks for a parameter that is frozen now among those that were
+            script = saved.folder.parent / "zero_to_fp32.py"
+            way = f"load the weights that {script} extracts into the model before deepspeed.initialize"
         raise CheckpointError(
             f"{saved.folder} is not a checkpoint of this model:\n{first_lines(told)}\n"
-            f"Make the model as the saved run did (with the same parameters frozen), or take its weights alone "
-            f"with engine.load_checkpoint(..., load_optimizer_states=False)"
+            f"Make the model as the saved run did (with the same parameters frozen), or {way}"
         )
     if rerouted := set().union(*(lines for _, _, lines, _ in every)):
         patterns = ", ".join(

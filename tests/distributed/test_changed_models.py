@@ -110,6 +110,10 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path, stage: int) -> Non
                 assert said in result["error"], result["error"]
                 assert "Make the model as the saved run did" in result["error"], result["error"]
                 assert result["unchanged"]
+            # From stage 2 on DeepSpeed ends in a KeyError where a parameter was not frozen and is now.
+            left = stage >= 2 and "but not in the optimizer" in results[1]["error"]
+            way = "zero_to_fp32.py extracts" if left else "load_optimizer_states=False"
+            assert way in results[1]["error"], results[1]["error"]
 
 
 @pytest.mark.parametrize("stage", [1, full(3)])
