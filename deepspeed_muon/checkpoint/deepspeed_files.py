@@ -69,6 +69,11 @@ class DeepSpeedFiles(TagFolder):
             self._whole_momentum: Mapping[tuple[str, int], int] = {}
             optimizer: Mapping[str, Any] = {}
             lossy: list[str] = []
+            if self.kind != "AdamW" and (include or exclude):
+                raise CheckpointError(
+                    f"{self.folder}: saved by {self.kind}, with its routes: leave out --include and --exclude, "
+                    f"which are for AdamW's"
+                )
             if self.kind == OURS:
                 contents = [inner.get(RECORD_KEY) for inner in self.inner]
                 optimizer, held = read_records(contents, str(self.files[0]))

@@ -166,6 +166,11 @@ class TagFolder:
             if verify:
                 self._verify()
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
+            if (self.folder / "zero").is_dir():
+                raise CheckpointError(
+                    f"{self.folder}: a universal checkpoint: give the folder that it was made from, or its set "
+                    f"{self.folder / 'zero'}"
+                )
             if (self.folder / "offloaded_tensors").exists():
                 raise CheckpointError(
                     f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"

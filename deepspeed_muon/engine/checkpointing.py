@@ -113,7 +113,10 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     with_state = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
     universal = bool(engine.load_universal_checkpoint())
     saved: Glance | None = None
-    if not universal:
+    if universal:
+        with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks):
+            _tag_to_load(given.get("load_dir"), given.get("tag"), "latest_universal")
+    else:
         saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
     before = Before(engine)
     # A mend: without the optimizer's state ZeRO 3 takes weights of the tag that `latest` names, not of the given one.
@@ -138,6 +141,27 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     return path, client_state
 
 
+def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:
+    """Return the tag that DeepSpeed's loader is about to read; ``None`` if there is none, which it logs.
+
+    Raises:
+        CheckpointError: If it has no folder.
+    """
+    folder = Path(load_dir)
+    if tag is None and (folder / latest).is_file():
+        tag = (folder / latest).read_text().strip()
+    if tag is not None and not (folder / str(tag)).is_dir():
+        raise CheckpointError(
+            f"{folder / str(tag)}: no such folder: give the tag of a save, or write one into {folder / latest}"
+        )
+    if tag is None and (folder / INDEX_NAME).is_file():
+        raise CheckpointError(
+            f"{folder}: a consolidated set, which engine.load_checkpoint does not read: call restore(engine, ...), "
+            f'or set "restore_from": {json.dumps(str(folder))} in optimizer.params'
+        )
+    return None if tag is None else str(tag)
+
+
 def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance | None:
     """Return what DeepSpeed's loader is about to read; raise on every rank if one finds that it does not fit."""
     ranks = optimizer_of(engine).ranks
@@ -146,18 +170,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
     save_id: str | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     with raise_on_all_ranks(CheckpointError, ranks=ranks) as agreed:
-        folder = Path(load_dir)
-        if (folder / INDEX_NAME).is_file():
-            raise CheckpointError(
-                f"{folder}: a consolidated set, which engine.load_checkpoint does not read: call restore(engine, ...), "
-                f'or set "restore_from": {json.dumps(str(folder))} in optimizer.params'
-            )
-        if tag is None and (folder / "latest").is_file():
-            tag = (folder / "latest").read_text().strip()
-        if tag is not None and not (folder / str(tag)).is_dir():
-            raise CheckpointError(
-                f"{folder / str(tag)}: no such folder: give the tag of a save, or write one into {folder / 'latest'}"
-            )
+        folder, tag = Path(load_dir), _tag_to_load(load_dir, tag, "latest")
         # Files of other checkpoint engines have forms of their own.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
             own = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None

@@ -215,6 +215,12 @@ def folders_that_are_none(rank: int, world_size: int, *, folder: str) -> list[st
         training.refusal(lambda: engine.load_checkpoint(folder)),
         training.refusal(lambda: engine.load_checkpoint(folder, tag="another")),
     ]
+    engine.save_checkpoint(folder, tag="tag")
+    consolidate(engine, folder)
+    assert engine.load_checkpoint(folder)[0] is not None, "a set beside the tags is in nobody's way"
+    engine.destroy()
+    engine = engine_for(1, seed=0, kind="toy", extra={"checkpoint": {"load_universal": True}})
+    messages.append(training.refusal(lambda: engine.load_checkpoint(folder, tag="universal")))
     engine.destroy()
     return messages
 
@@ -223,10 +229,12 @@ def test_deepspeeds_own_files_in_folders_that_are_none(ranks: Any, tmp_path: Pat
     """Only the first rank raised in a save, and the others waited; a load ended in an AssertionError without a text."""
     (tmp_path / "file").write_text("")
     (tmp_path / "latest").write_text("gone")
-    for saved, latest, named in ranks(2).run(folders_that_are_none, folder=str(tmp_path), timeout=60):
+    results = ranks(2).run(folders_that_are_none, folder=str(tmp_path), timeout=60)
+    for saved, latest, named, universal in results:
         assert "CheckpointError" in saved and "cannot be made" in saved
         assert f"{tmp_path}/gone: no such folder" in latest and f"{tmp_path}/latest" in latest
         assert f"{tmp_path}/another: no such folder" in named
+        assert f"{tmp_path}/universal: no such folder" in universal and "latest_universal" in universal
 
 
 def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:

@@ -309,6 +309,13 @@ def test_command_line(ours: Any, tmp_path: Path, capsys: Any) -> None:
     assert path.name in capsys.readouterr().err
     assert run("universal", "--input_folder", source, "--output_folder", tmp_path / "u") == 0
     assert (tmp_path / "latest_universal").read_text() == "u"
+    capsys.readouterr()
+    for words, said in (
+        (["inspect", tmp_path / "u"], "a universal checkpoint"),
+        (["consolidate", tmp_path / "set", tmp_path / "again"], "a consolidated set already"),
+        (["consolidate", source, tmp_path / "again", "--include", "*"], "leave out --include"),
+    ):
+        assert run(*words) == 2 and said in capsys.readouterr().err
     (model,) = source.glob("*/mp_rank_00_model_states.pt")
     content = model.read_bytes()
     model.write_bytes(b"saved again")  # into the same file, as torch.save does
