@@ -354,6 +354,9 @@ class Muon(RoutedOptimizer):
                 "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
                 "the optimizer: call deepspeed_muon.register() before deepspeed.initialize"
             )
+        wanted = [key for key in ("restore_from", "consolidate_on_save") if getattr(self.config, key)]
+        if wanted:
+            raise ConfigError(f"{', '.join(wanted)}: only with DeepSpeed; load and save state_dict() instead")
         # Tensors on "meta" and those of FakeTensorMode.
         if any(param.untyped_storage().device.type == "meta" for param in params):
             raise BindingError(

@@ -190,3 +190,12 @@ def test_frozen_complex_parameters_are_nobodys_business() -> None:
     model = nn.Linear(4, 4)
     model.freqs = nn.Parameter(torch.zeros(4, dtype=torch.complex64), requires_grad=False)
     Muon(model, lr=0.1)
+
+
+@pytest.mark.parametrize("setting", [{"restore_from": "/a/set"}, {"consolidate_on_save": True}])
+def test_checkpoints_of_an_engine_need_one(setting: dict[str, Any]) -> None:
+    """Without DeepSpeed both were ignored, and a run that was to go on began anew."""
+    layer = nn.Linear(4, 4)
+    layer(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(deepspeed_muon.ConfigError, match="only with DeepSpeed"):
+        Muon(layer, **setting).step()
