@@ -39,10 +39,6 @@ SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """What an engine counts."""
 
-LEFT_OUT = (Counter, float)
-"""Values of a scheduler's state that an index leaves out if JSON cannot hold them: MultiStepLR's milestones, which have
-numbers for keys, and infinities of ReduceLROnPlateau. A scheduler that was made with the same arguments has them."""
-
 _Model = TypeVar("_Model", bound=BaseModel)
 
 VERSION: Literal[1] = 1
@@ -235,11 +231,19 @@ def is_json(value: Any) -> bool:
 
 
 def saved_schedule(state: Any) -> dict[str, Any] | None:
-    """Return what an index holds of a scheduler's state; ``None`` if JSON cannot hold it."""
+    """Return a scheduler's state as an index holds it; ``None`` if JSON cannot hold it.
+
+    The milestones of MultiStepLR, which have numbers for keys, are a list; infinities (ReduceLROnPlateau) are ``None``.
+    """
     if not isinstance(state, Mapping):
         return None
-    kept = {key: value for key, value in state.items() if not isinstance(value, LEFT_OUT) or is_json(value)}
-    return kept if is_json(kept) else None
+    found = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Counter):
+            found[key] = sorted(value.elements())
+        elif isinstance(value, float) and math.isinf(value):
+            found[key] = None
+    return found if is_json(found) else None
 
 
 def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:

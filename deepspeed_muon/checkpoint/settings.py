@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from deepspeed_muon.checkpoint.index import COUNTERS, LEFT_OUT, CheckpointIndex, Progress
+from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
 from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
 from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
@@ -75,10 +76,9 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         settings = [groups[origin] for origin in fitting]
         found[number] = {}
         keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())
+        # Of AdamW, perhaps. In a group of Muon's a schedule cycles them, which Muown's Adam follows.
         if algorithm == "muon" and any("algorithm" not in index.groups[origin] for origin in fitting):
-            keys.discard(
-                "betas"
-            )  # of AdamW, perhaps; in Muon's own they are its momentum and, for Muown, Adam's
+            keys.discard("betas")
         for key in sorted(keys):
             values = [entry[key] for entry in settings]
             if any(value != values[0] for value in values):
@@ -135,8 +135,14 @@ def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler
 
 def _schedule(own: Any, saved: Mapping[str, Any], rates: bool) -> dict[str, Any]:
     """Return the state to load into a scheduler: its own with what was saved, or with the saved count alone."""
-    taken = saved if rates else {key: saved[key] for key in _COUNTERS if key in saved}
-    return copy.deepcopy({**own.state_dict(), **taken})
+    live = own.state_dict()
+    found = {**live, **(saved if rates else {key: saved[key] for key in _COUNTERS if key in saved})}
+    for key, value in live.items():  # see saved_schedule
+        if isinstance(value, Counter):
+            found[key] = Counter(found[key])
+        elif isinstance(value, float) and found[key] is None:
+            found[key] = value
+    return copy.deepcopy(found)
 
 
 def _follow_count(own: Any, optimizer: Muon) -> None:
@@ -192,9 +198,7 @@ def _problem(own: Any, saved: Mapping[str, Any], rates: bool) -> str | None:
     live = own.state_dict()
     # Attributes that begin with _ come and go with torch's versions.
     differing = {
-        key
-        for key in live.keys() ^ saved.keys()
-        if not str(key).startswith("_") and key != "verbose" and not isinstance(live.get(key), LEFT_OUT)
+        key for key in live.keys() ^ saved.keys() if not str(key).startswith("_") and key != "verbose"
     }
     if differing:
         return f"their states differ in {', '.join(sorted(map(str, differing)))}"
