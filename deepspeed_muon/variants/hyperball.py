@@ -48,7 +48,7 @@ VARIANT = Variant(
     "hyperball",
     reference,
     description="every matrix keeps the norm of its first weights, and `lr` is relative to that norm",
-    state=(RowState(RADIUS, "radii of hyperball"),),
+    state=(RowState(RADIUS, "radii of hyperball", of_block=True),),
     apply=apply,
     relative_rate=True,
     refuses={

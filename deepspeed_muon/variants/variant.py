@@ -97,12 +97,14 @@ class RowState:
         what: What it holds, in the plural, for messages.
         dtype: The dtype in which a rank keeps it; it is computed with in fp32.
         start: The value before the first step.
+        of_block: Whether it is one number of the block, the same for all rows: other blocks have others.
     """
 
     key: str
     what: str
     dtype: torch.dtype = torch.float32
     start: float = 0.0
+    of_block: bool = False
 
 
 @dataclass(frozen=True, slots=True)

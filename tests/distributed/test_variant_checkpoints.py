@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from deepspeed_muon.checkpoint.offline import convert_to_universal, export_to_to
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
 from tests.support.contract import STEPS, compare, params_of
-from tests.support.models import MATRICES
-from tests.support.thinning import each_value
+from tests.support.models import FUSED_PARAMS, MATRICES
+from tests.support.thinning import each_value, full
 from tests.support.training import full_rows
 
 MICROS = 4
@@ -175,3 +176,38 @@ def test_a_set_of_a_variant_that_keeps_something_else(ranks: Any, tmp_path: Path
     torch.testing.assert_close(
         result["rows"][name], norm.expand(len(result["rows"][name])), rtol=1e-6, atol=0
     )
+
+
+# Hyperball keeps one number of a block, and sets and DeepSpeed's files have it for each row: after a change of
+# ``matrices`` every head got the norm of the whole weight.
+
+
+def divide_again(rank: int, world_size: int, *, folder: str, stage: int) -> dict[str, Any]:
+    """Save whole matrices; restore them as parts and heads. Return the norms of blocks before and after a step."""
+    found: dict[str, Any] = {"log": training.heard()}
+    for parts in ({}, FUSED_PARAMS):
+        params = {"variant": "hyperball", "muon_weight_decay": 0.0, **parts}
+        engine = training.make_engine(training.ds_config(stage, params=params), "fused", seed=0)
+        if not parts:
+            training.run_step(engine, 0, rank, world_size, 1)
+            consolidate(engine, f"{folder}/set")
+            engine.save_checkpoint(f"{folder}/files")
+        else:
+            found["refused"] = training.refusal(functools.partial(engine.load_checkpoint, f"{folder}/files"))
+            restore(engine, f"{folder}/set")
+            for when in ("before", "after"):
+                weight = training.full_masters(engine)["self_attn.qkv_proj.weight"]
+                found[when] = weight.view(8, 4, 16).norm(dim=(1, 2))
+                training.run_step(engine, 1, rank, world_size, 1)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [full(0), full(1), 3])
+def test_hyperball_of_other_blocks(ranks: Any, tmp_path: Path, stage: int) -> None:
+    results = ranks(2).run(divide_again, folder=str(tmp_path), stage=stage)
+    assert any("radii of hyperball start anew for" in line for line in results[0]["log"])
+    for found in results:
+        # The iteration and the weights are fp32: some roundings of the norm.
+        torch.testing.assert_close(found["after"], found["before"], rtol=1e-5, atol=0)
+        assert "other places" in found["refused"] and "matrices" in found["refused"]
