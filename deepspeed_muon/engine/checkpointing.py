@@ -206,9 +206,8 @@ def _refuse_differences(saved: Glance, ranks: Ranks, own: _Difference) -> None:
     }
     if told:
         way = "take its weights alone with engine.load_checkpoint(..., load_optimizer_states=False)"
-        if (
-            left and saved.stage >= 2
-        ):  # there DeepSpeed looks for a parameter that is frozen now among those that were
+        # From stage 2 on DeepSpeed looks for a parameter that is frozen now among those that were.
+        if left and saved.stage >= 2:
             script = saved.folder.parent / "zero_to_fp32.py"
             way = f"load the weights that {script} extracts into the model before deepspeed.initialize"
         raise CheckpointError(
