@@ -91,12 +91,17 @@ def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str
     for step in range(2):
         train_step(engine, step, rank, world_size)
     masters, momentum = training.full_masters(engine), training.full_states(engine, "momentum_buffer")
+    moments = training.full_states(engine, "exp_avg")
     for name, param in engine.module.named_parameters():
         assert torch.equal(safe_get_full_fp32_param(param).double(), masters[name]), name
         if name in MATRICES["toy"]:
             found = safe_get_full_optimizer_state(param, "momentum_buffer")
             assert torch.equal(found.double(), momentum[name]), name
             safe_set_full_optimizer_state(param, found * 2, "momentum_buffer")
+        else:
+            # ZeRO 1 and 2 linked the state of the first param group alone, and ranks without elements hung.
+            found = safe_get_full_optimizer_state(param, "exp_avg")
+            assert torch.equal(found.double(), moments[name]), name
         safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 3)
     for name, tripled in training.full_masters(engine).items():
         assert torch.equal(tripled.float(), masters[name].float() * 3), name

@@ -291,6 +291,12 @@ def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     return list(found.values())
 
 
+def link_states(original: Original, view: Zero12View, *args: Any, **kwargs: Any) -> None:
+    """Link the parameters to their optimizer state once every partition has one, not after the first one's step."""
+    if all(view.optimizer.state.get(master) for master in view.masters):
+        original(*args, **kwargs)
+
+
 def release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:
     """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
     module = view.module
