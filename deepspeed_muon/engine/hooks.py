@@ -175,8 +175,8 @@ ENGINE_HOOKS = (
     Hook(View, "step", running.forget_logits, attrgetter("optimizer.qk_clip")),
     # With nonfinite_grad 'error' ZeRO would skip a step by itself and tell nobody.
     Hook(View, "step", scaling.raise_on_overflow, scaling.overflow_is_error),
-    # A mend: safe_get_full_optimizer_state would know the state of the first param group alone, and leave the ranks that
-    # hold nothing of a parameter waiting for those where it raises.
+    # A mend: safe_get_full_optimizer_state would know the state of the first param group alone. For others it would
+    # raise on ranks with elements, and the others would wait.
     Hook(Zero12View, "_lazy_init_hp_params_optimizer_state", stages.link_states),
     # ZeRO would read all gradients twice more and send a message, to learn what the flags say.
     Hook(ZeroView, "has_overflow", gradients.has_overflow),

@@ -251,17 +251,15 @@ class StepRunner:
         entering = self.step_set.gradients(grads, flat, of_matrices)
         rates = self._rates.of({index: groups[index] for index in order})
         counts = [int(each["step"]) for each in own]
-        kept: dict[int, dict[str, Tensor]] = {}
+        # Also in a step without gradients: a later one would take the state for lost.
+        kept = {
+            partition.index: row_state_of(partition, state, self._variant, self._kept.get(partition.index, 0))
+            for partition in self._muon
+        }
         finish: RowsAtOwner | None = None
         is_active = any(of_matrices)
-        if is_active:
-            kept = {
-                partition.index: row_state_of(
-                    partition, state, self._variant, self._kept.get(partition.index, 0)
-                )
-                for partition in self._muon
-            }
-            finish = None if self._rows is None else self._rows.gather(kept, rates.settings)
+        if is_active and self._rows is not None:
+            finish = self._rows.gather(kept, rates.settings)
         step = Step(
             mask, rates, weights, momentum, entering, finish, self._passes, self._variant, kept, counts
         )

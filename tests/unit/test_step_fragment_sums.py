@@ -169,6 +169,16 @@ def test_another_variant_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
     torch.testing.assert_close(state[RADIUS], norm.expand(8), rtol=1e-6, atol=0)
 
 
+def test_a_first_step_without_gradients_loses_no_state(caplog: pytest.LogCaptureFixture) -> None:
+    """The second step said that the state was saved with another variant."""
+    model = model_of()
+    optimizer = Muon(model, **SETTINGS)
+    with caplog.at_level(logging.WARNING):
+        check_that_a_zero_gradient_changes_nothing(model, optimizer)
+        train(model, optimizer, 1)
+    assert "has no radius" not in caplog.text
+
+
 def test_weights_of_zero_are_refused_before_anything_changes() -> None:
     model = model_of(0.0)
     optimizer = Muon(model, **SETTINGS)
