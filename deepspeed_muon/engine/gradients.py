@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from deepspeed_muon.engine.zero.stages import Zero12View, ZeroView
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.logs import logger
+from deepspeed_muon.optimizer import Muon
 
 _MARK = "_z3_leaf"
 
@@ -138,9 +139,19 @@ def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwarg
     bound = view.optimizer._bound_steps
     bound.exchange_flags(view.gradients())
     try:
+        if view.optimizer.config.nonfinite_grad == "error":
+            _refuse_failed(view.optimizer)
         return original(*args, **kwargs)
     finally:
         bound.forget_flags()
+
+
+def _refuse_failed(optimizer: Muon) -> None:
+    """Raise on all ranks for matrices that got no update in the last step, before a param group of this one changes."""
+    failed = optimizer._bound_steps.take_failed()
+    (on_some_rank,) = optimizer.ranks.reduce([bool(failed)], "max", what="report of failed updates")
+    if on_some_rank:
+        optimizer._report_failed(failed or ["a matrix of other ranks"], "in the step before")
 
 
 def has_overflow(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> bool:

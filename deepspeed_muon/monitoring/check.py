@@ -155,19 +155,23 @@ class ResultCheck:
         Returns:
             The names of those that were wrong in fp32 too.
         """
+        failed = self.failed(told)
         self.left_out.clear()
         if not self.told_later:
-            return self._names(told)
+            return failed
         uncounted, self._uncounted = self._uncounted, []
         for indices, flags in uncounted if told else ():
             for index, left_out in zip(indices, flags.tolist(), strict=True):
                 if left_out:
                     self.recorder.failed += 1
                     self._warn(index, self._matrices[index], "its norm is outside of its bounds", None)
-        wrong_again = self._careful.intersection(told)
         self._careful.update(told)
         self._anew = frozenset(told)
-        return self._names(wrong_again)
+        return failed
+
+    def failed(self, told: Collection[int]) -> list[str]:
+        """Return the names of those that were wrong in fp32 too of what :meth:`learn` will hear."""
+        return self._names(self._careful.intersection(told) if self.told_later else told)
 
     def take_failed(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and forget them.

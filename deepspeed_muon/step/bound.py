@@ -110,8 +110,7 @@ class GradientInspection:
         nonfinite: tuple[str, ...] = ()
         if _NOT_FINITE in states:
             nonfinite = tuple(self._names[n] for n, state in enumerate(states) if state == _NOT_FINITE)
-        told = {number for number, flag in enumerate(left_out) if flag} if any(left_out) else set()
-        failed = tuple(self._runner.check.learn(told))
+        failed = tuple(self._runner.check.learn(_numbers_of(left_out)))
         if self._step_set.wider_group is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
             group = self._step_set.wider_group
@@ -264,6 +263,18 @@ class BoundSteps:
             return None
         return any(bool((each[0] == _NOT_FINITE).any()) for each in rows)
 
+    def take_failed(self) -> list[str]:
+        """Return the names of the matrices that got no update in the last step because it was wrong in fp32 too.
+
+        They are known after :meth:`exchange_flags`. If there are any, all are forgotten, as no step will hear of them.
+        """
+        rows = ((runner, each.rows) for runner, each in self.inspections.items())
+        told = {runner: _numbers_of(own[1].tolist()) for runner, own in rows if own is not None}
+        failed = [name for runner, numbers in told.items() for name in runner.check.failed(numbers)]
+        for runner, numbers in told.items() if failed else ():
+            runner.check.learn(numbers)
+        return failed
+
     def forget_flags(self) -> None:
         """Forget what :meth:`exchange_flags` told, at the end of a step."""
         for each in self.inspections.values():
@@ -308,6 +319,11 @@ class BoundSteps:
                 own = self._config.model_dump_json()
                 facts.tell(f"optimizer.params for step set {number}", own, across)
         return facts
+
+
+def _numbers_of(flags: Sequence[int]) -> set[int]:
+    """Return the numbers of the parameters whose flag is set."""
+    return {number for number, flag in enumerate(flags) if flag} if any(flags) else set()
 
 
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:

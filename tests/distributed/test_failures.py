@@ -114,6 +114,37 @@ def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: st
 # A rank whose model has another size or dtype: DeepSpeed's broadcast aborted or hung before anything was compared.
 
 
+def left_out(rank: int, world_size: int, *, stage: int) -> Any:
+    """Three steps; the first leaves out the update of a matrix of the second param group, on an fp16 wire."""
+    params = {"wire_dtype": "fp16", "nonfinite_grad": "error"}
+    config = ds_config(stage, params=params, zero={"sub_group_size": 500} if stage == 3 else {})
+    model = build("toy", exact=False)
+    own = [p for name, p in model.named_parameters() if name == "blocks.1.up.weight"]
+    others = [p for p in model.parameters() if p is not own[0]]
+    groups = [{"params": others}, {"params": own, "muon_lr": 0.01}]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    handle = own[0].register_hook(lambda grad: grad * 1e9)
+    training.run_step(engine, 0, rank, world_size, 1)
+    handle.remove()
+    before = tensors_of(engine)
+    error = training.refusal(lambda: training.run_step(engine, 1, rank, world_size, 1))
+    middle = tensors_of(engine)
+    training.run_step(engine, 2, rank, world_size, 1)
+    report = {"error": error, "early": changed(before, middle), "late": changed(middle, tensors_of(engine))}
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_failed_update_is_an_error_before_anything_changes(ranks: Any, stage: int) -> None:
+    """ZeRO had updated the param groups before that of the matrix, and the step after this one failed."""
+    for report in ranks(2).run(left_out, stage=stage):
+        assert report["error"].startswith(
+            "OrthogonalizationError: the updates of blocks.1.up.weight were wrong"
+        )
+        assert not report["early"] and report["late"]
+
+
 def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) -> str:
     """Start an engine whose model differs on the last rank."""
     odd = rank == world_size - 1
