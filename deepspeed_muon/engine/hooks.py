@@ -150,7 +150,7 @@ ENGINE_HOOKS = (
     # A mend: ZeRO 1 with overlap_comm leaves out what the last micro-step did not add to.
     Hook(Zero12View, "reduce_gradients", gradients.reduce_gradients, attrgetter("reduces_last_only")),
     # A mend: stage 0 in half precision divides by a scale that was not applied. Its norm is that of scaled gradients,
-    # and leaves experts out.
+    # and leaves experts and shards out.
     Hook(HalfView, "unscale_and_clip_grads", scaling.unscale_and_clip_grads),
     # A mend: stage 0 in half precision divides by a scale that nobody multiplied the loss with.
     Hook(DeepSpeedEngine, "backward", scaling.backward, scaling.loss_is_not_scaled),

@@ -22,7 +22,7 @@ too, which then hides its own loss scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -148,28 +148,39 @@ def _gradients(engine: Any) -> list[Tensor]:
 def _exact_norm(engine: Any) -> Tensor | None:
     """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
     if is_divided(engine.module):
-        return _norm_of_all_stages(engine)
+        pairs = ((param, param.grad) for param in engine.module.parameters())
+        return _norm_over(engine, pairs, engine.mpu.get_model_parallel_group())
     if engine.has_moe_layers:
         return _norm_of_all_experts([(param, param.grad) for param in _params(engine)])
     return None
 
 
-def _norm_of_all_stages(engine: Any) -> Tensor:
-    """Return the norm of a pipeline's gradients over all stages, where DeepSpeed counts the first stage only."""
+def _norm_over(
+    engine: Any, pairs: Iterable[tuple[Tensor, Tensor | None]], group: dist.ProcessGroup
+) -> Tensor:
+    """Return the norm of the gradients of all pipeline stages or tensor-parallel ranks, fp32.
+
+    DeepSpeed counts the first stage only, and at stage 0 in half precision the first rank's shards only.
+
+    Args:
+        engine: The engine.
+        pairs: Model parameter and its reduced gradient.
+        group: The ranks that have the other parts of the model, all of which must call this.
+    """
     # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked. What
     # tensor parallelism does not cut is on all its ranks and counts on the first.
     first = bwc_tensor_model_parallel_rank(engine.mpu) == 0
     counted = [
-        p.grad
-        for p in engine.module.parameters()
-        if p.grad is not None
+        grad
+        for p, grad in pairs
+        if grad is not None
         and not getattr(p, "ds_pipe_replicated", False)
         and (first or is_model_parallel_parameter(p))
     ]
     squared = torch.zeros((), dtype=torch.float64, device=engine.device)
     for norm in torch._foreach_norm(counted) if counted else []:
         squared += norm.double() ** 2
-    dist.all_reduce(squared, group=engine.mpu.get_model_parallel_group())
+    dist.all_reduce(squared, group=group)
     return squared.sqrt().float()
 
 
@@ -199,12 +210,14 @@ def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tenso
 def unscale_and_clip_grads(
     original: Original, view: HalfView, total_norm: Any, apply_scale: bool = True
 ) -> float:
-    """Divide by the scale that was applied; clip by, and report, the unscaled norm that counts every expert."""
+    """Divide by the scale that was applied; clip by, and report, the unscaled norm of all experts and shards."""
     applied = divisor = float(view.wrapper.loss_scale) if view.divides else 1.0
     engine: Any = view.memory.engine()
+    pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
     if engine.has_moe_layers:
-        pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
         total_norm = _norm_of_all_experts(pairs)
+    elif (group := tensor_parallel_group(engine)) is not None:
+        total_norm = _norm_over(engine, pairs, group)
     view.report_norm(total_norm / applied)
     if view.max_norm > 0.0:
         divisor *= max(1.0, (float(total_norm) / applied + 1e-6) / view.max_norm)

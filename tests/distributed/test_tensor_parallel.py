@@ -121,6 +121,21 @@ def test_bf16(ranks: Any, mode: str) -> None:
     compare_matrices(results, "even", 2, 0.0, HALF_TOLERANCE["bf16"])
 
 
+@pytest.mark.parametrize("style", ["megatron", "autotp"])
+def test_clipping_in_bf16_without_zero(ranks: Any, style: str) -> None:
+    """DeepSpeed's norm has the shards of the first tensor-parallel rank only."""
+    results = ranks(2).run(
+        tensor_parallel.train,
+        style=style,
+        stage=0,
+        precision="bf16",
+        clipping=0.5,
+        params={"wire_dtype": "auto"},
+    )
+    # Weights and gradients are rounded by 2^-9 each; a shard that is left out changes the norm by 10 % and more.
+    compare_matrices(results, "even", 1, 0.5, HALF_TOLERANCE["bf16"], norms_rtol=0.02)
+
+
 @pytest.mark.parametrize(("stage", "mode"), [full(1, "gather"), (3, "distributed")])
 def test_resuming_at_the_same_topology(ranks: Any, tmp_path: Path, stage: int, mode: str) -> None:
     """DeepSpeed's own checkpoints carry on as if nothing had happened."""
