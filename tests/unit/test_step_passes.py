@@ -172,3 +172,21 @@ def test_a_large_stack_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts == [(2, 6, 4), (2, 6, 4), (1, 6, 4)]
     # The same products in batches of other sizes, whose sums round differently; five steps in fp32.
     torch.testing.assert_close(apart, together, rtol=0, atol=1e-5)
+
+
+def test_stacks_with_room_between_them_run_together() -> None:
+    """Two stacks of 182 elements, each at a multiple of 32: one step as if each were alone."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(2, 2, 7, 13), torch.randn(2, 2, 7, 13)
+    together, alone = ([nn.Parameter(each.clone()) for each in start] for _ in range(2))
+    names = ("up.experts.weight", "down.experts.weight")
+    optimizers = [Muon(zip(names, together, strict=True), lr=0.02, ns_dtype="fp32")]
+    optimizers += [Muon([(names[0], each)], lr=0.02, ns_dtype="fp32") for each in alone]
+    for params in (together, alone):
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    for param, other in zip(together, alone, strict=True):
+        # Batches of other sizes round differently; five steps in fp32.
+        torch.testing.assert_close(param, other, rtol=0, atol=1e-5)
