@@ -333,7 +333,7 @@ class StepRunner:
             segments = batch.own
             parts = (each.in_buffer(flight.directions) for each in segments)
         if batch.in_order:
-            return next(parts).reshape(shape)
+            return next(parts).contiguous().view(shape)
         whole = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
         for segment, part in zip(segments, parts, strict=True):
             segment.in_matrices(whole).copy_(part)

@@ -136,8 +136,7 @@ class WholeAtOwner:
 
     def _of_stack(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)``, whose blocks follow each other in memory."""
-        # A copy if there is room between the matrices: used where they lie, each begins at an aligned place.
-        stack = directions.reshape(-1, *batch.shapes[0])
+        stack = directions.view(-1, *batch.shapes[0])
         if len(batch.calls) == 1:
             return self._checked(batch.calls[0], stack, step).to(directions.dtype).contiguous()
         update = torch.empty_like(stack)
