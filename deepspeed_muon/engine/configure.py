@@ -21,6 +21,7 @@ from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.live import Host, collect, require_all_ranks
 from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.offload import adopt
@@ -35,7 +36,7 @@ from deepspeed_muon.engine.topology import (
 )
 from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
 from deepspeed_muon.engine.zero.views import Original
-from deepspeed_muon.errors import CheckpointError, PlanMismatchError, UnsupportedConfigError
+from deepspeed_muon.errors import CheckpointError, ConfigError, PlanMismatchError, UnsupportedConfigError
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
@@ -62,6 +63,8 @@ _COMPARED_SECTIONS = (
     "tensor_parallel",
     "use_data_before_expert_parallelism",
 )
+
+_OPTIMIZER_KEYS = {"type", "params", "legacy_fusion"}
 
 # Attributes that DeepSpeed, or a program for its Muon, gives to parameters. For an optimizer class called Muon they
 # make ZeRO run DeepSpeed's own Muon as well.
@@ -156,6 +159,11 @@ def _admitted(
 
 def _configured(engine: Any, model_parameters: Any) -> Muon:
     """Return the optimizer of the configuration."""
+    section = engine._config._param_dict["optimizer"]
+    for key in section.keys() - _OPTIMIZER_KEYS:  # DeepSpeed ignores it
+        raise ConfigError(
+            unknown_key_message(key, _OPTIMIZER_KEYS, "optimizer") + "; settings go to optimizer.params"
+        )
     config = MuonConfig.from_params(engine.optimizer_params())
     refuse_unsupported(engine, config)
     params = list(model_parameters)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
 from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
 from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.errors import ConfigError, ParameterTypeError, RoutingError
+from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
 from deepspeed_muon.routing.route import Algorithm, Route
@@ -25,6 +26,7 @@ ParamsInput = nn.Module | Iterable[Any]
 
 # With these keys the caller's group, or DeepSpeed's tag of a client group, decides the algorithm.
 _ALGORITHM_KEYS = ("algorithm", "use_muon")
+_NAMES = {"adjust_lr_fn": get_args(AdjustLrName), "weight_decay_mode": get_args(WeightDecayMode)}
 
 
 class ParamGroup(dict[str, Any]):
@@ -39,7 +41,10 @@ class ParamGroup(dict[str, Any]):
 
         Raises:
             RoutingError: If it would change the algorithm, which is fixed once the optimizer is made.
+            ConfigError: If a rule has no such name.
         """
+        if key in _NAMES and value not in _NAMES[key]:
+            raise ConfigError(f"param group: {key} is {value!r}; expected one of {', '.join(_NAMES[key])}")
         if key in _ALGORITHM_KEYS and key in self and value != self[key]:
             raise RoutingError(
                 f"param group: {key} is {self[key]!r} and cannot become {value!r} once the optimizer is made; use "

@@ -104,6 +104,7 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
         ({"params": {"lr": -0.1}}, "ConfigError", "optimizer.params.lr"),
         ({"params": {"ns_schedule": "cans", "ns_steps": 7}}, "ScheduleError", "set ns_steps to 5"),
         ({"params": {"exclude": ["bloks.*"]}}, "RoutingError", "matches no parameter"),
+        ({"optimizer": {"type": "Muon", "parms": {}}}, "ConfigError", "'parms'; did you mean 'params'?"),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:

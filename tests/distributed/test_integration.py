@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import deepspeed_muon
-from deepspeed_muon import RoutingError
+from deepspeed_muon import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.contract import STEPS, backward, reference
@@ -281,6 +281,8 @@ def test_groups_stay_what_they_are() -> None:
     optimizer.param_groups[0]["use_muon"] = True
     with pytest.raises(RoutingError, match="use_muon is True and cannot become False"):
         optimizer.param_groups[0]["use_muon"] = False
+    with pytest.raises(ConfigError, match="adjust_lr_fn is 'spectrum'; expected one of original"):
+        optimizer.param_groups[0]["adjust_lr_fn"] = "spectrum"
     saved = optimizer.state_dict()
     saved["param_groups"].reverse()
     with pytest.raises(
