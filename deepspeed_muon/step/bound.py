@@ -255,13 +255,15 @@ class BoundSteps:
     def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is not finite, ``None`` if the ranks of ``group`` were not told of all.
 
-        They are after :meth:`exchange_flags`, if all step sets belong to ``group``.
+        They are after :meth:`exchange_flags`, if all step sets belong to the ranks of ``group``.
         """
-        known = [each.rows for runner, each in self.inspections.items() if runner.step_set.group is group]
-        rows = [each for each in known if each is not None]
-        if len(rows) < len(self.runners):
+        # At stage 3 ZeRO's sub-groups have another group object than its wrapper, of the same ranks.
+        ranks_of = dist.get_process_group_ranks
+        others = {runner.step_set.group for runner in self.runners} - {group}
+        rows = [each.rows for each in self.inspections.values() if each.rows is not None]
+        if len(rows) < len(self.runners) or any(ranks_of(each) != ranks_of(group) for each in others):
             return None
-        return any(bool((each[0] == _NOT_FINITE).any()) for each in rows)
+        return any(bool((each[0].numpy() == _NOT_FINITE).any()) for each in rows)
 
     def take_failed(self) -> list[str]:
         """Return the names of the matrices that got no update in the last step because it was wrong in fp32 too.

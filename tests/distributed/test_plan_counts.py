@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support import training
 from tests.support.counting import count_a_step, counted
 from tests.support.thinning import full, pairwise
 
@@ -100,3 +102,33 @@ def test_collectives_are_counted_by_any_name(ranks: Any) -> None:
     """The all-reduce of 64 bytes and the all-to-all are none of ZeRO's."""
     expected = {"_allgather_base_": 2 * 1200.0, "_reduce_scatter_base_": 1200.0, "allreduce_": 2 * 300.0}
     assert ranks(4).run(call_collectives) == [expected] * 4
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts the numbers that Python reads from tensors: on a GPU the host waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(rank: int, world_size: int, *, stage: int, precision: str) -> int:
+    """Count what ``engine.step()`` reads, beside the flags, which are one tensor."""
+    engine = training.make_engine(training.ds_config(stage, clipping=1.0, precision=precision))
+    training.run_step(engine, 0, rank, world_size, 1)
+    tokens, targets = training.batch(1, rank)
+    engine.backward(engine(tokens, targets))
+    with ScalarReads() as reads:
+        engine.step()
+    engine.destroy()
+    return reads.count
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(1, "bf16"), (1, "fp16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
+)
+def test_a_step_reads_what_deepspeed_reads_of_the_norm(ranks: Any, stage: int, dtype: str) -> None:
+    """Whether it is finite, at stages 1 and 2 again for each of two param groups; nothing of ours beside the flags."""
+    assert ranks(2).run(reads_of_a_step, stage=stage, precision=dtype) == [1 if stage == 3 else 3] * 2
