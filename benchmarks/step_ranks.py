@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Other settings of this project than its defaults: ``optimizer.params`` and the section ``bf16``."""
 
+PROFILED = 5
+"""Steps in a profile."""
 ONLY_STAGE = {"torch Muon": 0, DION: 3}
 ON_REQUEST = {*VARIANTS, DION, EIGHT_BIT}
 
@@ -250,8 +253,8 @@ def measure_times(
 ) -> dict[str, Any]:
     """Time all optimizers in turn, with all their engines alive, and count the bytes of one step.
 
-    With ``profile``, one more step of this project runs under torch's profiler; rank 0 writes its trace and a table to
-    that path with endings.
+    With ``profile``, five more steps of each run under torch's profiler; rank 0 writes their trace and a table to that
+    path with endings.
     """
     choose_dtype_by_processor()
     sent = SentBytes()
@@ -272,8 +275,8 @@ def measure_times(
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             rows[name]["total_s"].append(float(seconds[0]))
             rows[name]["step_s"].append(float(seconds[1]))
-    if profile and "ours" in engines:
-        _profile(engines["ours"], batches, device, profile)
+    for name, engine in engines.items() if profile else ():
+        _profile(engine, batches, device, f"{profile}-{re.sub('[^a-z0-9]+', '-', name.lower())}")
     for engine in engines.values():
         engine.destroy()
     return rows
@@ -284,7 +287,8 @@ def _profile(engine: Any, batches: list[Tensor], device: str, path: str) -> None
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device != "cpu")
     with profile(activities=activities) as profiler:
-        one_step(engine, batches, device)
+        for _ in range(PROFILED):
+            one_step(engine, batches, device)
     if dist.get_rank() == 0:
         profiler.export_chrome_trace(f"{path}.trace.json.gz")
         key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
