@@ -95,9 +95,8 @@ def save_checkpoint(
     optimizer.host.save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
         if save_dir:
-            make_folder(
-                folder
-            )  # where it cannot be made DeepSpeed's first rank raises, and the others wait for it
+            # Where it cannot be made DeepSpeed's first rank raises, and the others wait for it.
+            make_folder(folder)
         prepare_save(engine, folder, save_id)
     try:
         return original(save_dir, tag, client_state, *args, **kwargs)
