@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.qk_clip.recorder import QkRecorder, recorders_of
+from deepspeed_muon.qk_clip.recorder import QkRecorder, projection_of, recorders_of
 from deepspeed_muon.routing.shapes import true_shape
 
 _ATTRIBUTE = "_deepspeed_muon_recorder"
 _PREFIX = "qk_clip_"
 _RECORDABLE = ("sdpa", "eager")
+# Not the norms inside of a low-rank projection ("q_a_layernorm") or of its input ("q_input_norm").
+_QK_NORM = re.compile(r"(q|k|qk|query|key)_(layer_?)?norms?")
 
 _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How many optimizers clip each model of Hugging Face."""
@@ -169,7 +172,9 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
         raise ConfigError(
             f"{where} has attn_logit_softcapping, which bounds the logits already; unset qk_clip"
         )
-    if any(isinstance(getattr(module, each, None), nn.Module) for each in ("q_norm", "k_norm")):
+    if any(
+        _QK_NORM.fullmatch(each) for each, child in module.named_children() if type(child) is not nn.Identity
+    ):
         raise ConfigError(
             f"{where} normalises queries or keys, so scaling their weights does not change the logits; unset qk_clip"
         )
@@ -183,21 +188,21 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
         query = "q_b_proj" if _is_linear(module, "q_b_proj") else "q_proj"
         nope, rope = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim)
         return QkRecorder.latent(
-            heads=_rows(module, query) // (nope + rope),
+            heads=_rows(module, name, query) // (nope + rope),
             nope_dim=nope,
             rope_dim=rope,
             value_dim=int(config.v_head_dim),
             query=query,
         )
-    query_rows, key_rows = _rows(module, "q_proj"), _rows(module, "k_proj")
+    query_rows, key_rows = _rows(module, name, "q_proj"), _rows(module, name, "k_proj")
     head_dim = int(getattr(module, "head_dim", None) or query_rows // int(config.num_attention_heads))
     return QkRecorder.separate(
         heads=query_rows // head_dim, key_heads=key_rows // head_dim, head_dim=head_dim
     )
 
 
-def _rows(module: nn.Module, projection: str) -> int:
-    return true_shape(module.get_parameter(f"{projection}.weight"))[0]
+def _rows(module: nn.Module, name: str, projection: str) -> int:
+    return true_shape(projection_of(module, projection, name).get_parameter("weight"))[0]
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:

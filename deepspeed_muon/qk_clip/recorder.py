@@ -265,13 +265,26 @@ def recorders_of(module: nn.Module) -> list[QkRecorder]:
     return [value for value in vars(module).values() if isinstance(value, QkRecorder)]
 
 
+def projection_of(module: nn.Module, name: str, layer: str) -> nn.Module:
+    """Return the submodule of an attention layer that makes queries or keys.
+
+    Raises:
+        ConfigError: If it has no weight of its own whose rows could be scaled.
+    """
+    projection = dict(module.named_modules()).get(name)
+    if not hasattr(projection, "weight"):
+        raise ConfigError(f"qk_clip: attention layer {layer} has no {name}.weight")
+    if "weight" not in dict(projection.named_parameters(recurse=False)):
+        raise ConfigError(
+            f"qk_clip: {layer}.{name} computes its weight, as adapters (LoRA) and parametrizations do, so that no "
+            f"rows can be scaled; unset optimizer.params.qk_clip"
+        )
+    return projection
+
+
 def _resolve(block: HeadRows, module: nn.Module, layer: str) -> Iterator[HeadRows]:
     """Yield the rows of the weight and of the bias of the submodule that a description names."""
-    try:
-        projection = module.get_submodule(block.parameter)
-        projection.get_parameter("weight")
-    except AttributeError:
-        raise ConfigError(f"qk_clip: attention layer {layer} has no {block.parameter}.weight") from None
+    projection = projection_of(module, block.parameter, layer)
     if type(projection).__name__ == "Conv1D":
         raise ConfigError(
             f"qk_clip: {layer}.{block.parameter} is a Conv1D, whose weight is stored as input x output; only "
