@@ -33,7 +33,7 @@ _FEW = 8
 # Components of a dotted name. An embedding's may stand anywhere in the path; a head's must be that of the module that
 # holds the weight, because BERT's "attention.output.dense.weight" is a hidden matrix.
 _EMBEDDING_COMPONENTS = frozenset({"wte", "wpe"})
-_HEAD_COMPONENTS = frozenset({"lm_head", "embed_out", "unembed", "shared_head"})
+_HEAD_COMPONENTS = frozenset({"lm_head", "lm_heads", "embed_out", "unembed", "shared_head"})
 # These names mean a head only outside of numbered layers ("layers.3.attention.output.weight" is none).
 _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
     {
@@ -41,9 +41,11 @@ _TOP_LEVEL_HEAD_COMPONENTS = frozenset(
         "head",
         "heads",
         "logits",
+        "logits_dense",
         "logits_proj",
         "output",
         "output_layer",
+        "output_projection",
         "predictions",
         "proj_out",
         "qa_outputs",
@@ -60,8 +62,13 @@ _NO_PRODUCT = frozenset(
     {
         "A_log",
         "D",
+        "bias_u",
+        "bias_v",
         "gamma",
+        "latent_query",
         "latents",
+        "latents_1d",
+        "latents_2d",
         "mask_token",
         "pos_bias_u",
         "pos_bias_v",
@@ -301,9 +308,9 @@ def rule_by_name(name: str, model: ModelNames) -> tuple[Rule, str] | None:
     if _holder(name) in model.heads:
         return "head", f"output head by name ({holder})"
     parent = ".".join(name.split(".")[:-2])
-    # A router may have several layers: "router.classifier.weight", "router.layer.weight".
+    # A router may have several layers: "router.classifier.weight", "router_mlp.fc1.weight".
     for component in components:
-        if component.endswith("router"):
+        if "router" in component:
             return "router", f"MoE router by name ({component})"
     if holder in _ROUTER_COMPONENTS or (holder == "gate" and parent in model.expert_parents):
         return "router", f"MoE router by name ({holder})"
@@ -339,7 +346,8 @@ def _head_around(parts: Sequence[str]) -> str | None:
     for position, part in enumerate(parts):
         in_block = any(above.isdigit() for above in parts[:position])
         if _named_below(parts, position) <= 1 and _names_a_head(part.lower(), in_block):
-            return ".".join(parts[: position + 1])
+            # A list of heads ("lm_heads.3.weight") has one for each codebook.
+            return ".".join(parts[: position + (2 if part.lower() == "lm_heads" else 1)])
     return None
 
 

@@ -42,6 +42,8 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("lm_head.weight", (32, 8), "adamw"),
         ("module.lm_head.weight", (32, 8), "adamw"),
         ("output.weight", (32, 8), "adamw"),
+        ("decoder.output_projection.weight", (32, 8), "adamw"),  # fairseq, FSMT
+        ("logits_dense.weight", (32, 8), "adamw"),  # Dia
         ("score.weight", (2, 8), "adamw"),
         ("embed_out.weight", (32, 8), "adamw"),
         ("classifier.1.weight", (10, 8), "adamw"),
@@ -59,6 +61,7 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("layers.0.router.weight", (4, 8), "adamw"),
         ("decoder.block.1.layer.2.mlp.router.classifier.weight", (4, 8), "adamw"),
         ("transformer.blocks.0.ffn.router.layer.weight", (4, 8), "adamw"),
+        ("model.layers.0.mlp.gate.router_mlp.fc1.weight", (8, 8), "adamw"),  # Zaya
         ("model.layers.0.input_layernorm.weight", (8,), "adamw"),
         ("scale", (), "adamw"),
         ("conv.weight", (4, 3, 3, 3), "adamw"),
@@ -86,6 +89,9 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
         ("layers.0.attention.self.query.weight", (8, 8), "muon"),
         ("layers.0.mamba.D", (2, 8), "adamw"),
         ("layers.0.attn.pos_bias_u", (4, 8), "adamw"),
+        ("layers.0.attn.bias_v", (4, 8), "adamw"),  # Parakeet, Canary
+        ("resampler.latent_query", (32, 8), "adamw"),  # Kosmos-2
+        ("spatial_perceiver.latents_2d", (32, 8), "adamw"),  # EdgeTAM
         ("layers.0.attn.q_l2_clip.scale", (4, 8), "adamw"),
     ],
 )
@@ -131,6 +137,12 @@ def test_the_coefficient_of_residual_experts_is_a_router() -> None:
     )
     assert found.algorithm == "adamw" and "router" in found.reason
     assert route("moe.coefficient.weight", 2, 8).algorithm == "muon"
+
+
+def test_each_of_a_list_of_heads_makes_outputs() -> None:
+    """One for each codebook (MusicGen, Bark): all of them went to Muon."""
+    others = ("lm_heads.1.weight", "lm_heads.2.weight")
+    assert route("lm_heads.0.weight", 100, 8, siblings=others).rule == "head"
 
 
 def test_of_a_head_with_several_matrices_the_last_one_makes_the_outputs() -> None:
