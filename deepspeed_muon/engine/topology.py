@@ -24,10 +24,11 @@ from deepspeed_muon.engine.tensor_parallel import (
     with_tensor_parallel,
 )
 from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import PlainView, View
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import TensorSlice, whole_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
+from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.step.step_set import StepSet, read_step_set
@@ -121,16 +122,27 @@ def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[Ste
             group, *_ = groups_of(params[0], everyone)
         call = 0 if view.is_one_call else index
         sets.setdefault((call, id(group)), (group, []))[1].append(index)
-    return [_step_set(view, routes, group, indices, everyone) for group, indices in sets.values()]
+    # At stage 0 nobody else tells the stages of a pipeline of each other's gradients.
+    stages = (
+        engine.mpu.get_model_parallel_group()
+        if is_divided(engine.module) and isinstance(view, PlainView)
+        else None
+    )
+    return [_step_set(view, routes, group, indices, everyone, stages) for group, indices in sets.values()]
 
 
 def _step_set(
-    view: View, routes: Mapping[int, Route], group: dist.ProcessGroup, indices: list[int], everyone: Any
+    view: View,
+    routes: Mapping[int, Route],
+    group: dist.ProcessGroup,
+    indices: list[int],
+    everyone: Any,
+    stages: dist.ProcessGroup | None,
 ) -> StepSet:
     _, wider_group, stack_group = groups_of(view.params[indices[0]][0], everyone)
     ranks = dist.get_world_size(group)
-    if wider_group is not None and dist.get_world_size(wider_group) <= ranks:
-        wider_group = None
+    if wider_group is None or dist.get_world_size(wider_group) <= ranks:
+        wider_group = stages
     return read_step_set(
         [(each, view.masters[each], view.params[each], view.placements(each, ranks)) for each in indices],
         routes,

@@ -48,7 +48,7 @@ class StepSet:
         rank: This rank inside the group.
         world_size: Its size.
         model_dtype: Dtype of the weights that the forward pass uses.
-        wider_group: More ranks than the group that must skip the same steps (those with other experts), or ``None``.
+        wider_group: More ranks that must skip the same steps (with other experts or stages), or ``None``.
         stack_group: The expert-parallel process group, whose ranks hold the other experts of the same stacks: a stack
             has a gradient if any of its experts has. ``None`` where every rank holds whole stacks, or none.
         tensor_group: The tensor-parallel process group, whose ranks hold the other shards of the matrices; ``None``

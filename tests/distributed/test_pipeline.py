@@ -143,6 +143,36 @@ def test_stages_with_unequal_groups_are_refused(ranks: Any) -> None:
         assert result["error"].startswith("UnsupportedConfigError: the stages of the pipeline"), result
 
 
+def with_an_infinity(rank: int, world_size: int, *, mode: str) -> dict[str, Any]:
+    """Give one matrix of the first stage an infinite gradient; return what moved, the skipped steps and the error."""
+    pipeline, _ = make_pipeline("toy", 2)
+    config = training.ds_config(0, accumulation=MICRO_BATCHES, params={"nonfinite_grad": mode})
+    engine = training.initialize(pipeline, config)
+    start = training.full_masters(engine)
+    if engine.grid.get_pipe_parallel_rank() == 0:
+        matrix = next(param for name, param in pipeline.named_parameters() if name.endswith("up.weight"))
+        matrix.register_hook(lambda grad: grad * float("inf"))
+    error = training.refusal(lambda: run_step(engine, 0, world_size // 2))
+    end = training.full_masters(engine)
+    report = {
+        "moved": [name for name, value in end.items() if not torch.equal(value, start[name])],
+        "skipped": engine.skipped_steps,
+        "error": error,
+    }
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("mode", ["skip", full("error")])
+def test_an_infinity_of_one_stage_is_known_to_all(ranks: Any, mode: str) -> None:
+    """At ZeRO 0 the other stages took the step; with ``error`` they waited for the one that had raised."""
+    for result in ranks(2).run(with_an_infinity, mode=mode, timeout=60):
+        assert result["moved"] == []
+        assert result["skipped"] == (mode == "skip")
+        assert result["error"].startswith("NonFiniteGradientError" if mode == "error" else "")
+        assert bool(result["error"]) == (mode == "error")
+
+
 def from_zeros(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     """Train a step of hyperball from a matrix of zeros on the first stage: saved weights loaded before, or not."""
     params = {"variant": "hyperball", "muon_weight_decay": 0.0}
