@@ -271,8 +271,8 @@ def projection_of(module: nn.Module, name: str, layer: str) -> nn.Module:
     Raises:
         ConfigError: If it has no weight of its own whose rows could be scaled.
     """
-    projection = dict(module.named_modules()).get(name)
-    if not hasattr(projection, "weight"):
+    projection: nn.Module | None = dict(module.named_modules(remove_duplicate=False)).get(name)
+    if projection is None or not hasattr(projection, "weight"):
         raise ConfigError(f"qk_clip: attention layer {layer} has no {name}.weight")
     if "weight" not in dict(projection.named_parameters(recurse=False)):
         raise ConfigError(
