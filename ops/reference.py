@@ -73,7 +73,8 @@ def momentum_pack_(
         torch._foreach_lerp_(wide, gradients, 1.0 - momentum)
         directions = torch._foreach_lerp(gradients, wide, momentum) if nesterov else wide
         torch._foreach_copy_([outs[row[2]].narrow(0, row[3], row[4]) for row in rows], directions)
-        _write_back(own, wide)
+        if wide is not own:
+            torch._foreach_copy_(own, wide)
 
 
 BLOCK = 256
@@ -196,7 +197,8 @@ def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Te
         torch._foreach_add_(
             wide, [updates[row[2]].narrow(0, row[3], row[4]) for row in rows], alpha=-lr_scale
         )
-        _write_back(own, wide)
+        if wide is not own:
+            torch._foreach_copy_(own, wide)
 
 
 def cautious_apply_(
@@ -253,12 +255,11 @@ def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[floa
     yield from found.items()
 
 
-def _widened(parts: Sequence[Tensor]) -> list[Tensor]:
-    return [part if part.dtype.itemsize >= 4 else part.float() for part in parts]
-
-
-def _write_back(parts: Sequence[Tensor], wide: Sequence[Tensor]) -> None:
-    """Round what :func:`_widened` made of ``parts`` into them."""
-    for part, result in zip(parts, wide, strict=True):
-        if part is not result:
-            part.copy_(result)
+def _widened(parts: list[Tensor]) -> list[Tensor]:
+    """Return ``parts``, or where there is half precision their values in fp32, in one tensor by one copy."""
+    if all(part.dtype.itemsize >= 4 for part in parts):
+        return parts
+    sizes = [part.numel() for part in parts]
+    wide = list(parts[0].new_empty(sum(sizes), dtype=torch.float32).split(sizes))
+    torch._foreach_copy_(wide, parts)
+    return wide

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_muon.math.coefficients import resolve_schedule
@@ -278,12 +279,14 @@ def fragments(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("other", list(TOLERANCE))
 @pytest.mark.parametrize("gradient", list(TOLERANCE))
 @pytest.mark.parametrize("state", list(TOLERANCE))
+@pytest.mark.parametrize("backend", ["ops", "torch"])
 def test_a_table_of_fragments(
-    ops: Any, state: torch.dtype, gradient: torch.dtype, other: torch.dtype, threads: int
+    ops: Any, backend: str, state: torch.dtype, gradient: torch.dtype, other: torch.dtype, threads: int
 ) -> None:
     """Bit for bit what a call for each fragment makes of fp32 copies, rounded; nothing else changes."""
     generator = torch.Generator().manual_seed(0)
     table, numbers = fragments(generator)
+    passes = ops if backend == "ops" else reference
 
     def random(dtype: torch.dtype) -> list[Tensor]:
         return [torch.randn(70_000, generator=generator).to(dtype) for _ in range(2)]
@@ -294,24 +297,52 @@ def test_a_table_of_fragments(
         own = expected[0][tensor].narrow(0, start, numel)
         wide, made = own.float(), torch.empty(numel)
         grad = grads[tensor].narrow(0, start, numel).float()
-        ops.momentum_pack_([wide], [grad], [made], whole(numel), numbers[number : number + 1])
+        passes.momentum_pack_([wide], [grad], [made], whole(numel), numbers[number : number + 1])
         own.copy_(wide)
         expected[2][out].narrow(0, place, numel).copy_(made)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ops.momentum_pack_(bufs, grads, outs, table, numbers)
+        passes.momentum_pack_(bufs, grads, outs, table, numbers)
         for mine, right in zip((bufs, grads, outs), expected, strict=True):
             assert all(map(torch.equal, mine, right))
         for tensor, start, out, place, numel, number in table.tolist():
             own = expected[0][tensor].narrow(0, start, numel)
             wide, update = own.float(), expected[2][out].narrow(0, place, numel).float()
-            ops.unpack_apply_([wide], [update], whole(numel), numbers[number : number + 1])
+            passes.unpack_apply_([wide], [update], whole(numel), numbers[number : number + 1])
             own.copy_(wide)
-        ops.unpack_apply_(bufs, outs, table, numbers)
+        passes.unpack_apply_(bufs, outs, table, numbers)
         assert all(map(torch.equal, bufs, expected[0])) and all(map(torch.equal, outs, expected[2]))
     finally:
         torch.set_num_threads(before)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch that are not views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("other", list(TOLERANCE))
+@pytest.mark.parametrize("gradient", list(TOLERANCE))
+@pytest.mark.parametrize("state", list(TOLERANCE))
+def test_torchs_passes_have_as_many_operations_for_50_fragments_as_for_one(
+    state: torch.dtype, gradient: torch.dtype, other: torch.dtype
+) -> None:
+    """On a GPU each is a launch."""
+    counts = []
+    buf, grad, out = (torch.randn(400).to(dtype) for dtype in (state, gradient, other))
+    for many in (1, 50):
+        table = torch.tensor([(0, 8 * n, 0, 8 * n, 7, 0) for n in range(many)])
+        with Operations() as operations:
+            reference.momentum_pack_([buf], [grad], [out], table, rates(0.9, 1.0))
+            reference.unpack_apply_([buf], [out], table, rates(0.02, 0.99))
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("state", list(TOLERANCE))
