@@ -91,6 +91,15 @@ def test_another_nvcc_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(keys) == 2
 
 
+def test_other_gpus_are_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    specs = [
+        toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=capabilities)
+        for capabilities in ([(8, 0)], [(9, 0)], [(8, 0), (9, 0)])
+    ]
+    assert len({spec.key for spec in specs}) == 3 and len({spec.portable_key for spec in specs}) == 1
+
+
 def test_a_library_for_other_gpus_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spec(*capabilities: tuple[int, int]) -> toolchain.BuildSpec:
         return toolchain.build_spec(torch_version="2.13.0", with_cuda=True, capabilities=capabilities)

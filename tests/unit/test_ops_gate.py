@@ -141,6 +141,21 @@ def test_products_of_the_self_test_come_back_to_their_barriers(processors: int) 
     assert of_batch[0] >= triton_tiles_from() and checks.product_shapes(0) == [small]
 
 
+def test_the_self_test_multiplies_in_squares_of_256_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they can run; a wrong product of theirs is told with its own name."""
+    monkeypatch.setattr(checks, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(checks, "_products", lambda product, *_: [(" 2x264x128", product, 0.0)])
+    failed = []
+    for waves in ((3, 3), (3, 0)):
+        operators = SimpleNamespace(
+            sym_gemm=0.0, sym_gemm_wide=1.0, sym_gemm_waves=lambda *_, waves=waves: waves
+        )
+        found = checks._test_operators(operators, "cuda", ["sym_gemm"])
+        failed.append([check["op"] for check in found if not check["ok"]])
+    name = "sym_gemm {} in squares of 256 2x264x128"
+    assert failed == [[name.format(dtype) for dtype in ("float16", "bfloat16")], []]
+
+
 def triton_tiles_from() -> int:
     text = (Path(gate.__file__).parent / "triton_sym.py").read_text()
     (found,) = re.findall(r"^_TILES_FROM = (\d+)$", text, flags=re.MULTILINE)
@@ -192,7 +207,11 @@ def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch.Orthogonalizer("ops")._choose(problem, torch.device("cuda"))
     with pytest.raises(OpsUnavailableError, match="it hangs"):
         dispatch.flat_passes("ops", "cuda")
-    # Momentum in 8 bits has a verdict of its own.
+    # Graphs and momentum in 8 bits have verdicts of their own.
+    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict({"graphs": "error inf, bound 0"}))
+    dispatch.Orthogonalizer("auto", tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
+    assert seen[2] == [name for name in seen[0] if not name.endswith("+graph")]
+    assert dispatch.flat_passes("ops", "cuda", int8=True).name == "ops"
     monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict({"int8": "error 1, bound 0"}))
     assert dispatch.flat_passes("ops", "cuda").name == "ops"
     assert dispatch.flat_passes("auto", "cuda", int8=True).name == "torch"

@@ -112,6 +112,9 @@ def test_the_name_of_a_gpu_candidate_says_what_computes_its_products(monkeypatch
     # 136 squares on 66 clusters are three waves, as long as six of tiles, which need four.
     uneven = gpu_names(1, 4096, 16384, half, "sm90", monkeypatch)
     assert uneven[:3] == ["ops gram+sm90", "ops standard+sm90", "ops gram+sm90wide"]
+    # One product is two waves of tiles or one of squares; eight are 13 waves of tiles, or 7 of squares, as long as 14.
+    assert gpu_names(1, 2560, 2560, half, "sm90", monkeypatch)[0] == "ops standard+sm90wide"
+    assert gpu_names(8, 2560, 2560, half, "sm90", monkeypatch)[0] == "ops standard+sm90"
     assert not any("wide" in name for name in gpu_names(1, 4096, 16384, half, "sm80", monkeypatch))
     assert gpu_names(1, 512, 2050, half, "sm90", monkeypatch)[0] == "ops gram+cublas", (
         "2050 is no multiple of 8"
