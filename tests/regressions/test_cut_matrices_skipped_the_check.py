@@ -7,6 +7,8 @@ matrix passes.
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,10 +119,8 @@ def test_one_wrong_result_is_redone(ranks: Any, mode: str) -> None:
         assert error <= MUON_TOLERANCE, (name, error)
 
 
-def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
-    """Check two cut matrices of elements of 1e20, whose squares are beyond fp32, and one that is right."""
-    generator = torch.Generator().manual_seed(5)
-    wholes = torch.randn(3, 12, 20, generator=generator) * torch.tensor([1e20, 1.0, 1e20])[:, None, None]
+def cut_result(rank: int, wholes: torch.Tensor, dim: int) -> tuple[ResultCheck, Result]:
+    """Return the result of this rank's parts of ``(3, 12, 20)``, cut over two ranks, and what checks it."""
     length = wholes.shape[1 + dim]
     sizes = (5, length - 5)
     parts = wholes.split(sizes, dim=1 + dim)[rank].contiguous()
@@ -140,7 +140,14 @@ def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     )
     distributed = DistributedIteration(dist.group.WORLD, dim, sizes, iterate, counts=rank == 0)
     blocks = iterate(parts, settings=settings)
-    result = Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [(1.0,)] * 3, distributed=distributed)
+    return check, Result([(0, 0), (1, 0), (2, 0)], parts, blocks, [(1.0,)] * 3, distributed=distributed)
+
+
+def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
+    """Check two cut matrices of elements of 1e20, whose squares are beyond fp32, and one that is right."""
+    generator = torch.Generator().manual_seed(5)
+    wholes = torch.randn(3, 12, 20, generator=generator) * torch.tensor([1e20, 1.0, 1e20])[:, None, None]
+    check, result = cut_result(rank, wholes, dim)
     check.settle(result)
     return {"wholes": wholes, "updates": result.updates, "redone": check.recorder.redone}
 
@@ -155,6 +162,37 @@ def test_squares_beyond_fp32_are_redone(ranks: Any, dim: int) -> None:
         expected = reference_orthogonalize(whole, resolve_schedule("quintic"))
         # fp32 against float64, as in the tests of the iteration.
         assert float((update - expected).norm() / expected.norm()) <= 1e-4
+
+
+def leave_out_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
+    """Check cut matrices as on an accelerator in two steps, in which rank 1 alone has a NaN in the second matrix."""
+    wholes = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(5))
+    check, first = cut_result(rank, wholes, dim)
+    check.told_later = True
+    if rank == 1:
+        first.blocks[1, 0, 0] = math.nan
+    second = replace(first, blocks=first.blocks.clone())
+    check.settle(first)
+    ((_, flags),) = check.left_out
+    check.learn([1])
+    check.settle(second)
+    counts = check.recorder.failed, check.recorder.redone
+    return {"flags": flags, "counts": counts, "wholes": wholes, "updates": (first.updates, second.updates)}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_on_an_accelerator_all_ranks_leave_out_what_one_has_wrong(ranks: Any, dim: int) -> None:
+    """The next step computes it in fp32 on all of them; one counts it."""
+    results = ranks(2).run(leave_out_parts, dim=dim)
+    assert [result["flags"].tolist() for result in results] == [[False, True, False]] * 2
+    assert [tuple(result["counts"]) for result in results] == [(1, 1), (0, 0)]
+    steps = [torch.cat(parts, dim=1 + dim) for parts in zip(*(r["updates"] for r in results), strict=True)]
+    assert not steps[0][1].any()
+    wholes = results[0]["wholes"]
+    for step, index in ((0, 0), (0, 2), (1, 0), (1, 1), (1, 2)):
+        expected = reference_orthogonalize(wholes[index], resolve_schedule("quintic"))
+        # As above.
+        assert float((steps[step][index] - expected).norm() / expected.norm()) <= 1e-4
 
 
 @pytest.mark.parametrize("mode", MODES)
