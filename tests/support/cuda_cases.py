@@ -131,6 +131,10 @@ class Around:
         """Return what a fragment held at first, in float64."""
         return self.before[self.places[number]].double()
 
+    def alone(self, number: int) -> Tensor:
+        """Return what a fragment held at first, in a tensor of its own: from a 16-byte boundary on."""
+        return self.before[self.places[number]].clone()
+
     def assert_rest_unchanged(self) -> None:
         """Check that nothing outside of the fragments was written."""
         rest = torch.ones_like(self.whole, dtype=torch.bool)
@@ -147,7 +151,7 @@ def momentum_pack(
     nesterov: bool,
     inputs: Inputs,
 ) -> None:
-    """The momentum pass on fragments that begin at ``offsets``; gradients and what lies around them stay."""
+    """The momentum pass on fragments that begin at ``offsets``: the bits of each alone; what lies around them stays."""
     arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
     decays = [0.95 - 0.5 * (number % 2) for number in range(len(lengths))]
     parts = zip(*(each.parts for each in arrays), strict=True)
@@ -160,6 +164,9 @@ def momentum_pack(
         _assert_close(arrays[0].parts[number], momentum, size)
         _assert_close(arrays[2].parts[number], direction, size)
         assert torch.equal(arrays[1].parts[number].double(), grad)
+        alone = [each.alone(number) for each in arrays]
+        assert kernels.momentum_pack([(alone, decay)], nesterov=nesterov) == OK
+        assert all(torch.equal(each.parts[number], own) for each, own in zip(arrays, alone, strict=True))
     for each in arrays:
         each.assert_rest_unchanged()
 
@@ -260,7 +267,7 @@ def unpack_apply(
     dtypes: tuple[torch.dtype, torch.dtype],
     inputs: Inputs,
 ) -> None:
-    """The pass that applies updates, on fragments that begin at ``offsets``; what lies around them stays."""
+    """The pass that applies updates, as :func:`momentum_pack`."""
     arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
     decays = [0.998 - 0.5 * (number % 2) for number in range(len(lengths))]
     parts = zip(*(each.parts for each in arrays), strict=True)
@@ -268,6 +275,9 @@ def unpack_apply(
     for number, decay in enumerate(decays):
         param, update = arrays[0].old(number), arrays[1].old(number)
         _assert_close(arrays[0].parts[number], decay * param - 0.02 * update, param.abs() + update.abs())
+        alone = [each.alone(number) for each in arrays]
+        assert kernels.unpack_apply([(alone, decay)], lr_scale=0.02) == OK
+        assert torch.equal(arrays[0].parts[number], alone[0])
     assert torch.equal(arrays[1].whole, arrays[1].before)
     arrays[0].assert_rest_unchanged()
 
