@@ -43,6 +43,7 @@ from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import refusing
@@ -136,14 +137,27 @@ def stands_for(ours: Any, module: Any, name: str) -> Iterator[None]:
 def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Release our working memory, and let the wrapper move our optimizer's state.
 
-    Stage 3 moves the state of ``FusedAdam`` only. But it would move whatever tensors a state holds, and it changes the
-    data of the fp32 partitions in place, so the optimizer's references to them stay valid. So our class stands in for
-    ``FusedAdam`` during the call.
+    Stage 3 moves two tensors of ``FusedAdam``'s state only, and keeps copies of them in it. So our class stands in for
+    ``FusedAdam`` during the call, and what stages 1 and 2 move any state with stands in for that.
     """
     # First, because the original ends by returning free memory to the device.
     view.optimizer._release_memory()
-    with stands_for(type(view.optimizer), fused_adam, "FusedAdam"):
+    with (
+        stands_for(type(view.optimizer), fused_adam, "FusedAdam"),
+        stands_for(offload_optimizer_states, stage3, "offload_adam_states"),
+    ):
         return original(*args, **kwargs)
+
+
+def reload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> None:
+    """Take back what :func:`offload_states` moved."""
+    moved = []  # host tensors, which must live until the original has waited for the copies
+
+    def reload(*args: Any, **kwargs: Any) -> None:
+        moved.append(reload_optimizer_states(*args, **kwargs))
+
+    with stands_for(reload, stage3, "reload_adam_states"):
+        original(*args, **kwargs)
 
 
 class CpuAdam:

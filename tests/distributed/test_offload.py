@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.utils import safe_get_full_optimizer_state
 
 import deepspeed_muon
+from deepspeed_muon.engine import offload
 from tests.support import training
 from tests.support.contract import STEPS, compare
 from tests.support.models import build
@@ -144,6 +148,13 @@ def _bytes(buffers: Any) -> int:
     return sum(memory.numel() for memory in buffers._memory.values())
 
 
+def _copy_state(optimizer: Any, *_: Any, **__: Any) -> None:
+    """Replace all tensors of the state, as a move to another device does."""
+    for state in optimizer.state.values():
+        for key, each in state.items():
+            state[key] = each.clone() if torch.is_tensor(each) else each
+
+
 def moved_away(
     rank: int, world_size: int, *, stage: int, precision: str, momentum: str | None, move: bool
 ) -> Any:
@@ -153,14 +164,26 @@ def moved_away(
     optimizer = deepspeed_muon.muon_optimizer(engine)
     buffers = optimizer.exchange_buffers
     held = []
+    mover = offload if stage == 3 else stage_1_and_2
     for step in range(4):
         training.run_step(engine, step, rank, world_size, 1)
         if move and step % 2 == 0:
             memory = [weakref.ref(each) for each in buffers._memory.values()]
+            before = [(state, key, each) for state in optimizer.state.values() for key, each in state.items()]
             held.append([_bytes(buffers), len(memory)])
-            engine.offload_states()
+            with mock.patch.object(mover, "offload_optimizer_states", _copy_state):
+                engine.offload_states()
             held[-1] += [_bytes(buffers), sum(each() is not None for each in memory)]
+            # Stage 3 moved AdamW's moments alone, and left copies of them in the state.
+            assert all(state[key] is not each for state, key, each in before if torch.is_tensor(each))
             engine.reload_states()
+            assert sum(map(len, optimizer.state.values())) == len(before)
+            # ZeRO 1 and 2 had lost the links to the state, and ranks without elements hung.
+            expected = training.full_states(engine, "momentum_buffer") if momentum != "int8" else {}
+            for name, param in engine.module.named_parameters():
+                if name in expected:
+                    found = safe_get_full_optimizer_state(param, "momentum_buffer")
+                    assert torch.equal(found.double(), expected[name]), name
     momentum_bytes = training.state_bytes(optimizer.state)["momentum_buffer"]
     report = {"held": held, "bytes": momentum_bytes, **training.outcome(engine)}
     engine.destroy()

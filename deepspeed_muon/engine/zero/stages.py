@@ -291,10 +291,23 @@ def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def link_states(original: Original, view: Zero12View, *args: Any, **kwargs: Any) -> None:
+def link_states(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
     """Link the parameters to their optimizer state once every partition has one, not after the first one's step."""
     if all(view.optimizer.state.get(master) for master in view.masters):
         original(*args, **kwargs)
+
+
+def link_params(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
+    """Link the parameters to their masters, and to their optimizer state again."""
+    original(*args, **kwargs)
+    view.wrapper._hp_optimizer_states_linked = False
+    view.wrapper._lazy_init_hp_params_optimizer_state()
+
+
+def link_reloaded(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
+    """Take back what was offloaded; DeepSpeed links the parameters before the state is there."""
+    original(*args, **kwargs)
+    view.wrapper._link_all_hp_params()
 
 
 def release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:
