@@ -44,6 +44,7 @@ from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
+from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import refusing
@@ -138,13 +139,19 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
     """Release our working memory, and let the wrapper move our optimizer's state.
 
     Stage 3 moves two tensors of ``FusedAdam``'s state only, and keeps copies of them in it. So our class stands in for
-    ``FusedAdam`` during the call, and what stages 1 and 2 move any state with stands in for that.
+    ``FusedAdam`` during the call, and what stages 1 and 2 move any state with stands in for that. And it
+    would look for the weights in the order of the model and for frozen ones too, which are not in its buffer.
     """
+
+    def places(_: Any) -> Any:
+        return get_mapping_to_flat_buffer([param.ds_tensor for group in view.params for param in group])  # type: ignore[attr-defined]
+
     # First, because the original ends by returning free memory to the device.
     view.optimizer._release_memory()
     with (
         stands_for(type(view.optimizer), fused_adam, "FusedAdam"),
         stands_for(offload_optimizer_states, stage3, "offload_adam_states"),
+        stands_for(places, stage3, "get_mapping_to_flat_buffer"),
     ):
         return original(*args, **kwargs)
 

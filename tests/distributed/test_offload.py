@@ -156,11 +156,19 @@ def _copy_state(optimizer: Any, *_: Any, **__: Any) -> None:
 
 
 def moved_away(
-    rank: int, world_size: int, *, stage: int, precision: str, momentum: str | None, move: bool
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    precision: str,
+    momentum: str | None,
+    move: bool,
+    kind: str = "toy",
 ) -> Any:
     """Train, offload all states to the host and take them back, train on; say what the exchange holds meanwhile."""
     params = {"momentum_dtype": momentum}
-    engine = training.make_engine(training.ds_config(stage, precision=precision, clipping=0.5, params=params))
+    config = training.ds_config(stage, precision=precision, clipping=0.5, params=params)
+    engine = training.make_engine(config, kind)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     buffers = optimizer.exchange_buffers
     held = []
@@ -211,4 +219,11 @@ def test_offload_states_changes_nothing(ranks: Any, stage: int, precision: str, 
         assert stage < 3 or (before > 0 and buffers > 0)
         assert after == alive == 0
     assert moved["bytes"] == stayed["bytes"] > 0
+    training.assert_same_bits(moved, stayed, "params", "momentum")
+
+
+def test_offload_states_with_frozen_weights(ranks: Any) -> None:
+    """DeepSpeed looked for them in the buffer of the trained ones, and raised."""
+    arguments = {"stage": 3, "precision": "bf16", "momentum": None, "kind": "adapters"}
+    stayed, moved = (ranks(2).run(moved_away, move=move, **arguments)[0] for move in (False, True))
     training.assert_same_bits(moved, stayed, "params", "momentum")
