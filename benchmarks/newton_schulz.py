@@ -3,13 +3,14 @@
     python benchmarks/newton_schulz.py                              # CPU: one and two threads, about ten minutes
     python benchmarks/newton_schulz.py --threads 1 --seconds 1      # a shorter run
     python benchmarks/newton_schulz.py --device cuda --threads 1    # one GPU
+    python benchmarks/newton_schulz.py --device cuda --threads 1 --only sym_gemm iteration --shapes 2048x5504
 
 Times are medians over repetitions in which all implementations take turns, so that what else runs on the machine
 meets all of them alike. Peers: the iteration of ``torch.optim.Muon``, one matrix at a time as that optimizer calls it;
 the two functions inside DeepSpeed, compiled as DeepSpeed compiles them, one matrix at a time as its optimizer calls
 them and, for batches, in one call. On a GPU besides: the standard bf16 iteration under ``torch.compile``; torch's code
-with cuBLAS, and with the symmetric products of Triton, all in our dtype; and
-``gram-newton-schulz`` where that is installed.
+with cuBLAS, and with the symmetric products of Triton, all in our dtype; where they are installed, also with those of
+``quack``, and ``gram-newton-schulz``. A peer that raises is left out, with a message.
 
 The flat passes pack the momentum, kept in fp32, bf16 or 8 bits, into the send buffer and apply the update. Their
 bandwidth counts each operand once for each read and write; beside them a plain fp32 copy.
@@ -17,6 +18,7 @@ bandwidth counts each operand once for each read and write; beside them a plain 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import statistics
 import sys
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import support
 from benchmarks.support import Row, median_ratio
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, resolve_ns_dtype
+from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize, resolve_ns_dtype
 from deepspeed_muon.ops import dispatch, library
 from deepspeed_muon.ops.autotune import Tuner
 from deepspeed_muon.ops.candidates import triton_products
@@ -46,7 +48,13 @@ STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
 SHAPES = {
     "cpu": [(256, 256), (512, 512), (768, 768), (768, 3072), (1024, 4096)],
-    "cuda": [(m, round(m * ratio)) for m in (1024, 2048, 4096, 8192) for ratio in (1, 8 / 3, 4)],
+    # Multiples of 64, as in models: the symmetric kernels need multiples of 8.
+    "cuda": [(m, 64 * round(m * ratio / 64)) for m in (1024, 2048, 4096, 8192) for ratio in (1, 8 / 3, 4)],
+}
+PARTS = {
+    "iteration": "Milliseconds of ours; for each peer how many times as long it takes (median of the ratios).",
+    "flat": "Flat passes, GB/s, by the dtype of the send buffer. The momentum is fp32 unless its dtype is named.",
+    "sym_gemm": "Symmetric products.",
 }
 
 Run = Callable[[], object]
@@ -77,13 +85,32 @@ def libraries(x: Tensor, settings: NsSettings) -> dict[str, Run]:
     found: dict[str, Run] = {"cuBLAS": lambda: orthogonalize(x, settings=settings)}
     if (products := triton_products()) is not None:
         found["triton"] = lambda: orthogonalize(x, settings=settings, products=products)
-    if importlib.util.find_spec("gram_newton_schulz") is not None:
-        package = importlib.import_module("gram_newton_schulz")
-        theirs = package.GramNewtonSchulz(
-            ns_use_kernels=True, use_gram_newton_schulz=True, gram_newton_schulz_reset_iterations=[2]
-        )
-        found["gram-newton-schulz"] = lambda: theirs(x)
+    if installed("quack"):
+        found["quack"] = lambda: orthogonalize(x, settings=settings, products=quack_products())
+    if installed("gram_newton_schulz"):
+        found["gram-newton-schulz"] = lambda: gram_newton_schulz()(x)
     return found
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def quack_products() -> Products:
+    gemm = importlib.import_module("quack.gemm_interface").gemm_symmetric
+
+    def multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+        return gemm(a, b, C=c, alpha=float(alpha), beta=float(beta))  # it takes an integer for a tensor
+
+    return Products(lambda x: gemm(x, x.mT), multiply_add)
+
+
+@functools.cache
+def gram_newton_schulz() -> Callable[[Tensor], Tensor]:
+    return importlib.import_module("gram_newton_schulz").GramNewtonSchulz(
+        ns_use_kernels=True, use_gram_newton_schulz=True, gram_newton_schulz_reset_iterations=[2]
+    )
 
 
 def standard_bf16(x: Tensor) -> Tensor:
@@ -98,14 +125,24 @@ def standard_bf16(x: Tensor) -> Tensor:
 
 
 def milliseconds(runs: dict[str, Run], seconds: float, device: torch.device) -> dict[str, list[float]]:
-    """Return the milliseconds of each implementation in each turn, the device's work included."""
+    """Return the milliseconds of each implementation in each turn, the device's work included.
+
+    What raises is left out, and a message says why.
+    """
 
     def finished(run: Run) -> Run:
         return lambda: (run(), torch.cuda.synchronize(device))
 
     if device.type == "cuda":
         runs = {name: finished(run) for name, run in runs.items()}
-    return support.timed_in_turn(runs, seconds)
+    usable = {}
+    for name, run in runs.items():
+        try:
+            run()
+            usable[name] = run
+        except Exception as error:  # whatever a peer raises on a GPU or a version that it does not know
+            print(f"{name} is left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return support.timed_in_turn(usable, seconds)
 
 
 def iteration_rows(
@@ -162,7 +199,7 @@ def flat_rows(device: torch.device, seconds: float) -> Iterator[Row]:
 
 
 def sym_gemm_rows(device: torch.device, seconds: float) -> Iterator[Row]:
-    """Yield TFLOP/s on the tiles that ``sym_gemm`` computes (128 x 128, lower triangle) and of cuBLAS's product."""
+    """Yield TFLOP/s of symmetric products, counting a lower triangle of 128 x 128 tiles, and of cuBLAS's whole one."""
     operators = library.load()
     for m in (1024, 2048, 4096, 8192):
         for dtype in (torch.bfloat16, torch.float16):
@@ -171,24 +208,29 @@ def sym_gemm_rows(device: torch.device, seconds: float) -> Iterator[Row]:
                 "sym_gemm": lambda a=a: operators.sym_gemm(a, a, None, 1.0, 0.0, 0.0),
                 "cuBLAS": lambda a=a: a @ a.mT,
             }
-            flops = {"sym_gemm": m**3 * (1 + 128 / m), "cuBLAS": 2.0 * m**3}
+            if installed("quack"):
+                runs["quack"] = lambda a=a: quack_products().gram(a)
+            tiles = m**3 * (1 + 128 / m)
+            flops = {"sym_gemm": tiles, "quack": tiles, "cuBLAS": 2.0 * m**3}
             times = milliseconds(runs, seconds, device)
-            speeds = {f"{name}, TFLOP/s": flops[name] / statistics.median(times[name]) / 1e9 for name in runs}
+            speeds = {
+                f"{name}, TFLOP/s": flops[name] / statistics.median(times[name]) / 1e9 for name in times
+            }
             yield {"m": m, "dtype": str(dtype).removeprefix("torch."), **speeds}
 
 
 def page(found: dict[str, list[Row]], device: torch.device) -> list[str]:
     """Return all tables as Markdown."""
-    told = {
-        "iteration": "Milliseconds of ours; for each peer how many times as long it takes (median of the ratios).",
-        "flat": "Flat passes, GB/s, by the dtype of the send buffer. The momentum is fp32 unless its dtype is named.",
-        "sym_gemm": "Symmetric products.",
-    }
     dtype = str(resolve_ns_dtype("auto", device)).removeprefix("torch.")
     lines = support.heading("Newton-Schulz and the flat passes", f"The iteration runs in {dtype}.")
     for part, rows in found.items():
-        lines += [told[part], "", *support.table_of(rows), ""]
+        lines += [PARTS[part], "", *support.table_of(rows), ""]
     return lines[:-1]
+
+
+def shape(text: str) -> tuple[int, int]:
+    rows, cols = map(int, text.split("x"))
+    return rows, cols
 
 
 def main() -> None:
@@ -197,6 +239,8 @@ def main() -> None:
     parser.add_argument("--device", choices=list(SHAPES), default="cpu")
     parser.add_argument("--seconds", type=float, default=5.0, help="of all turns of an input")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--shapes", nargs="+", type=shape, help="of the iteration, such as 2048x5504")
     arguments = parser.parse_args()
     device, seconds = torch.device(arguments.device), arguments.seconds
     library.load()
@@ -207,16 +251,19 @@ def main() -> None:
         print(row, flush=True)
         support.write(arguments.out, found, page(found, device))
 
+    if device.type == "cuda" and "sym_gemm" in arguments.only:
+        for row in sym_gemm_rows(device, seconds):
+            add("sym_gemm", row)
     with tempfile.TemporaryDirectory() as folder:
         for threads in arguments.threads:
             torch.set_num_threads(threads)
-            for row in iteration_rows(device, SHAPES[device.type], seconds, Path(folder)):
-                add("iteration", {"threads": threads, **row})
-            for row in flat_rows(device, seconds):
-                add("flat", {"threads": threads, **row})
-    if device.type == "cuda":
-        for row in sym_gemm_rows(device, seconds):
-            add("sym_gemm", row)
+            if "iteration" in arguments.only:
+                shapes = arguments.shapes or SHAPES[device.type]
+                for row in iteration_rows(device, shapes, seconds, Path(folder)):
+                    add("iteration", {"threads": threads, **row})
+            if "flat" in arguments.only:
+                for row in flat_rows(device, seconds):
+                    add("flat", {"threads": threads, **row})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ one, so a long matrix can be run in pieces (``--stages 3 --ranks 4``).
 
 All engines of a cell live in the same processes, get the same weights and batches, and take turns; a time is the
 slowest rank's, a ratio the median over the turns of the paired ratio. Rates are zero, so that the gradients stay equal.
-Memory is measured afterwards, one optimizer at a time, in processes that give freed memory back at once.
+Memory is measured afterwards, one optimizer at a time, in processes that give freed memory back at once. The JSON rows
+of this project keep rank 0's ``kernel_report()``.
 
 On GPUs: ``torchrun --nproc_per_node N benchmarks/optimizer_step.py --device cuda --model 350M --stages 0 1 2 3``.
 """
@@ -89,6 +90,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
                         "timed": started,
                         "sent_bytes": max(part["bytes"] for part in parts),
                     }
+                    if "kernels" in parts[0]:
+                        found[name]["kernels"] = parts[0]["kernels"]
                 yield list(found.values())
             if arguments.updates:
                 where = {key: common[key] for key in ("model", "stage", "tokens", "device")}
@@ -130,18 +133,12 @@ class _OnGpu:
     """This process is a rank: of torchrun, or the only one."""
 
     def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
-        import deepspeed
         import torch
         import torch.distributed as dist
 
         from benchmarks import step_ranks
 
-        defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**defaults, "MASTER_PORT": "29655"}.items():
-            os.environ.setdefault(name, value)
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        if not dist.is_initialized():
-            deepspeed.init_distributed("nccl")
+        step_ranks.join("cuda")
         report = getattr(step_ranks, function)(dist.get_rank(), ranks, **settings)
         torch.cuda.empty_cache()
         reports: list[Any] = [None] * ranks

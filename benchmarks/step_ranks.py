@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import time
 from collections.abc import Callable
@@ -147,6 +148,19 @@ def choose_dtype_by_processor() -> None:
     vars(get_accelerator()).pop("is_fp16_supported", None)
 
 
+def join(device: str) -> None:
+    """Make this process a rank: of torchrun, or the only one."""
+    import deepspeed
+
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**alone, "MASTER_PORT": "29655"}.items():
+        os.environ.setdefault(name, value)
+    if device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
+
+
 def decoder(model: str) -> Decoder:
     """Return a model of ``MODELS`` with the same weights on every rank and in every run."""
     torch.manual_seed(0)
@@ -176,7 +190,7 @@ def make_engine(
     }
     client = None
     if optimizer == "DeepSpeed AdamW":
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, **settings}}
     elif optimizer == "torch Muon":
         client = TorchMuon(list(model.named_parameters()))
         config["zero_allow_untested_optimizer"] = True
@@ -219,21 +233,21 @@ def one_step(engine: Any, batches: list[Tensor], device: str) -> tuple[float, fl
     backward = step = 0.0
     for batch in batches:
         loss = engine(batch)
-        _wait(device)
+        wait(device)
         dist.barrier()
         start = time.perf_counter()
         engine.backward(loss)
-        _wait(device)
+        wait(device)
         middle = time.perf_counter()
         engine.step()
-        _wait(device)
+        wait(device)
         end = time.perf_counter()
         backward += middle - start
         step += end - middle
     return backward + step, step
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
 
@@ -256,6 +270,8 @@ def measure_times(
     With ``profile``, five more steps of each run under torch's profiler; rank 0 writes their trace and a table to that
     path with endings.
     """
+    import deepspeed_muon
+
     choose_dtype_by_processor()
     sent = SentBytes()
     engines = {name: make_engine(name, decoder(model), stage, accumulation, device) for name in optimizers}
@@ -275,8 +291,11 @@ def measure_times(
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             rows[name]["total_s"].append(float(seconds[0]))
             rows[name]["step_s"].append(float(seconds[1]))
-    for name, engine in engines.items() if profile else ():
-        _profile(engine, batches, device, f"{profile}-{re.sub('[^a-z0-9]+', '-', name.lower())}")
+    for name, engine in engines.items():
+        if profile:
+            _profile(engine, batches, device, f"{profile}-{re.sub('[^a-z0-9]+', '-', name.lower())}")
+        if name.startswith("ours"):
+            rows[name]["kernels"] = deepspeed_muon.muon_optimizer(engine).kernel_report()
     for engine in engines.values():
         engine.destroy()
     return rows

@@ -27,5 +27,7 @@ def test_quick_run(tmp_path: Path) -> None:
     for stage in (1, 3):
         assert min(row["peak_bytes"] for row in by_key.values()) > 0
         assert min(by_key[stage, "ours"]["total_s"]) > 0
+        kernels = by_key[stage, "ours"]["kernels"]
+        assert sum(each["calls"] for each in kernels) > 0 and all(each["ran"] for each in kernels)
     assert by_key[3, "ours"]["sent_bytes"] < by_key[3, "DeepSpeed Muon, standard"]["sent_bytes"]
     assert out.with_suffix(".md").read_text().count("\n| tiny |") == len(rows)
