@@ -1,20 +1,28 @@
 #!/usr/bin/env python3
-"""An hour on a machine with one GPU, in three parts, each well below ten minutes: what is right, what trains, how fast.
+"""An hour on a machine with one GPU, in five parts, each well below ten minutes: what is right, how fast, what trains.
 
-    python3 scripts/gpu_session.py wheels .whl            # here, where packages can be had; the folder is then carried
-    OUT=folder python3 scripts/gpu_session.py check --wheels .whl     # build, self-test, every kernel against float64
-    OUT=folder python3 scripts/gpu_session.py engine --wheels .whl    # ZeRO 0 to 3 on the GPU, compute-sanitizer
-    OUT=folder python3 scripts/gpu_session.py time --wheels .whl      # kernels, iteration and steps beside the peers
+    python3 scripts/gpu_session.py wheels .whl        # here, where packages can be had; git must ignore the folder
+    python3 scripts/gpu_session.py --dry-run          # here: rehearses all parts
+    OUT=out python3 scripts/gpu_session.py check --wheels .whl/base --half .whl/1   # every kernel against float64
+    OUT=out python3 scripts/gpu_session.py engine --wheels .whl/base --half .whl/2  # ZeRO 0 to 3, memcheck
+    OUT=out python3 scripts/gpu_session.py time --wheels .whl/base    # kernels, iteration and steps beside the peers
+    OUT=out python3 scripts/gpu_session.py train --wheels .whl/base   # losses of 350M and 1.3B beside FusedAdam
+    OUT=out python3 scripts/gpu_session.py race --wheels .whl/base    # racecheck, which is slow and so comes last
 
 Run from any folder, by an interpreter with a CUDA torch and pytest, with nvcc. A step that fails or takes too long is
-noted, and the next one runs. Each part writes PART.log and PART.json to ``$OUT``; ``time`` adds its tables, eight files
-in all. Nothing is installed into the interpreter, and no setting of the card is changed. ``--dry-run`` says what would
-run, and checks that the wheels install and that the steps' programs start.
+noted, and the next one runs. Each part writes PART.log and PART.json to ``$OUT``, with its tables eight files at most.
+``--resume DIR`` runs only the steps that are not "ok" in the PART.json of an earlier run, and what they need.
+
+The machine takes 64 MiB a call, less than quack's compiler alone. So the wheels of quack and gram-newton-schulz are cut
+into two halves; two calls that follow each other while the machine stays warm bring them. Nothing is installed into the
+interpreter, and no setting of the card is changed. ``--dry-run`` says what would run, checks that the wheels install,
+and parses the arguments of each benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -23,6 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +44,13 @@ PART_SECONDS = 560.0
 
 WHEELS = ["deepspeed==0.19.8", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "hjson"]
 """What the machine lacks of what DeepSpeed and this project need (its image has torch, pytest, ninja, einops, ...)."""
+
+PEERS = ["gram-newton-schulz==0.1.6", "quack-kernels==0.5.0", "nvidia-cutlass-dsl-libs-cu13==4.5.2"]
+PEERS += ["apache-tvm-ffi>=0.1.6,<0.2", "torch-c-dlpack-ext"]
+"""What gram-newton-schulz needs besides; libs-cu13 replaces all of nvidia-cutlass-dsl-libs-base."""
+
+CALL_BYTES = 58_000_000
+"""What a call carries besides the repository: 64 MiB less its 5 MB and some to spare."""
 
 PYTHON = sys.executable
 LIBRARY = WORK / "libmuon_cuda.so"
@@ -48,21 +65,58 @@ if program := shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/
     for name in ("HGMMA", "UTMALDG", "HMMA", "LDSM", "STG.E.128", "STG.E.64", "STG.E ", "LDL", "STL"):
         print(name, sass.count(name))
 """
+BINDING = "from deepspeed_muon.ops import library; library.load()"
 VERSIONS = """
 import torch
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 """
+REHEARSAL = """
+import argparse, importlib.util, json, runpy, sys
+
+def parse_and_leave(parser, *given, parse=argparse.ArgumentParser.parse_args):
+    parse(parser, *given)
+    sys.exit(0)
+
+def start(first, *rest):
+    if first == "-c":
+        compile(rest[0], "step", "exec")
+    elif first == "-m":
+        if importlib.util.find_spec(rest[0]) is None:
+            sys.exit(f"there is no module {rest[0]}")
+    else:
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")
+
+argparse.ArgumentParser.parse_args = parse_and_leave
+wrong = 0
+for name, command in json.loads(sys.argv[1]):
+    try:
+        start(*command)
+    except (Exception, SystemExit) as error:
+        if getattr(error, "code", 1):
+            wrong = 1
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+sys.exit(wrong)
+"""
+"""Checks that the programs of steps are there, and parses the arguments of the scripts among them."""
+
+
+OPTIMIZERS = ["ours", "DeepSpeed AdamW", "DeepSpeed Muon, standard"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command and the seconds that it may take."""
+    """A command and the seconds that it may take.
+
+    What one that ``prepares`` makes lies on the machine, so a resumed part runs it again.
+    """
 
     name: str
     command: list[str]
     seconds: float
     environment: tuple[tuple[str, str], ...] = ()
+    prepares: bool = False
 
 
 def python(*arguments: str) -> list[str]:
@@ -76,84 +130,103 @@ def parts(out: Path) -> dict[str, list[Step]]:
     pytest = python("-m", "pytest", "-p", "no:cacheprovider", "-q", "--durations=10", "tests/gpu")
     small = ["-x", "-k", "(test_sym_gemm and 264) or momentum_pack"]
     device = [
-        Step("card", ["nvidia-smi"], 30),
-        Step("versions", python("-c", VERSIONS), 60),
+        Step("card", ["nvidia-smi"], 30, prepares=True),
+        Step("versions", python("-c", VERSIONS), 60, prepares=True),
     ]
-    kernels = Step("kernels as a library", python("-c", BUILD), 200)
-    build = Step("binding and self-test", python("-m", "deepspeed_muon", "report", "--selftest"), 300, gpu)
-    sanitizers = [
-        Step(
-            tool,
-            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *pytest, *small],
-            120,
-            library,
-        )
-        for tool in ("memcheck", "racecheck")
-    ]
-    step = python("benchmarks/optimizer_step.py", "--device", "cuda", "--no-memory", "--accumulation", "1")
-    step += ["--optimizers", "ours", "DeepSpeed Muon, standard", "DeepSpeed AdamW"]
-    step += [
-        "--out",
-        str(out / "optimizer_step"),
-        "--stages",
-        "1",
-        "3",
-        "--model",
-        "350M",
-        "--tokens",
-        "8192",
-    ]
+    kernels = Step("kernels as a library", python("-c", BUILD), 200, prepares=True)
+    binding = Step("binding", python("-c", BINDING), 300, gpu, prepares=True)
+
+    def sanitizer(tool: str, seconds: float) -> Step:
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *pytest, *small]
+        return Step(tool, command, seconds, library)
+
     iteration = python("benchmarks/newton_schulz.py", "--device", "cuda", "--threads", "1", "--seconds", "1")
-    iteration += ["--out", str(out / "newton_schulz")]
+    few = ["--only", "sym_gemm", "iteration", "--shapes", "1024x2816", "2048x5504", "4096x4096"]
+    step = python("benchmarks/optimizer_step.py", "--device", "cuda", "--no-memory", "--accumulation", "1")
+    step += ["--optimizers", *OPTIMIZERS, "--stages", "1", "3", "--model", "350M", "--tokens", "8192"]
+    losses = python("benchmarks/gpu_losses.py", "--device", "cuda")
     return {
         "check": [
             *device,
-            build,
-            Step("self-test in a process of its own", python("-m", "deepspeed_muon.ops.gate", "0"), 120, gpu),
             kernels,
+            binding,
             Step("every kernel against float64", pytest, 240, library),
+            Step("self-test", python("-m", "deepspeed_muon", "report", "--selftest"), 200, gpu),
+            Step("self-test in a process of its own", python("-m", "deepspeed_muon.ops.gate", "0"), 120, gpu),
         ],
         "engine": [
             *device,
-            build,
+            binding,
             Step("an engine at every stage", python("-m", "tests.gpu.engine"), 240, gpu),
             kernels,
-            *sanitizers,
+            sanitizer("memcheck", 200),
         ],
         "time": [
             *device,
-            build,
-            Step("steps", step, 200, gpu),
-            Step("iteration beside the peers", iteration, 200, gpu),
+            binding,
+            Step("few shapes", [*iteration, *few, "--out", str(out / "few_shapes")], 150, gpu),
+            Step("steps", [*step, "--out", str(out / "optimizer_step")], 200, gpu),
+            Step("iteration beside the peers", [*iteration, "--out", str(out / "newton_schulz")], 200, gpu),
         ],
+        "train": [
+            *device,
+            binding,
+            *(
+                # A process each: it gives all memory back, and one that fails costs the others nothing.
+                Step(
+                    f"{model}, {name}",
+                    [*losses, "--model", model, "--optimizers", name, "--out", str(out / f"losses-{model}")],
+                    150,
+                    gpu,
+                )
+                for model in ("350M", "1.3B")
+                for name in OPTIMIZERS
+            ),
+        ],
+        "race": [*device, kernels, sanitizer("racecheck", 400)],
     }
 
 
-def run_part(steps: list[Step], log: Path, site: Path | None) -> list[dict[str, object]]:
-    """Run the steps one after the other, whatever becomes of each; return what became of them."""
+def run_part(
+    steps: list[Step], log: Path, site: Path | None, done: Collection[str] = ()
+) -> list[dict[str, object]]:
+    """Run the steps one after the other, whatever becomes of each; return what became of them.
+
+    Those that are ``done`` stay "ok" and are not run again, unless they prepare others.
+    """
     deadline = time.monotonic() + PART_SECONDS
     found: list[dict[str, object]] = []
+    finished = all(step.name in done for step in steps if not step.prepares)
     with log.open("w") as output:
         for step in steps:
             seconds = min(step.seconds, deadline - time.monotonic())
-            if seconds < 5:
+            if step.name in done and (finished or not step.prepares):
+                found.append({"step": step.name, "ended": "ok", "run": "earlier"})
+            elif seconds < 5:
                 found.append({"step": step.name, "ended": "not started: no time left"})
-                continue
-            print(f"== {step.name} (at most {seconds:.0f} s)", flush=True)
-            output.write(f"\n==== {step.name}: {' '.join(step.command)[:300]}\n")
-            output.flush()
-            started = time.monotonic()
-            ended = run_step(step, seconds, output.fileno(), site)
-            took = round(time.monotonic() - started, 1)
-            found.append({"step": step.name, "ended": ended, "seconds": took})
-            print(f"   {ended}, {took} s", flush=True)
+            else:
+                print(f"== {step.name} (at most {seconds:.0f} s)", flush=True)
+                output.write(f"\n==== {step.name}: {' '.join(step.command)[:300]}\n")
+                output.flush()
+                started = time.monotonic()
+                ended = run_step(step, seconds, output.fileno(), site)
+                took = round(time.monotonic() - started, 1)
+                found.append({"step": step.name, "ended": ended, "seconds": took})
+                print(f"   {ended}, {took} s", flush=True)
             log.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
+def done_earlier(report: Path) -> list[str]:
+    """Return the steps that are "ok" in the report of an earlier run."""
+    return [each["step"] for each in json.loads(report.read_text()) if each["ended"] == "ok"]
+
+
 def run_step(step: Step, seconds: float, output: int, site: Path | None) -> str:
     """Run one step in a session of its own; return how it ended."""
-    paths = [str(ROOT), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
+    # quack's compiler lies in a folder that a .pth file names, which Python does not read from PYTHONPATH.
+    installed = [str(site), str(site / "nvidia_cutlass_dsl" / "python_packages")] if site else []
+    paths = [str(ROOT), *installed, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -181,29 +254,48 @@ def run_step(step: Step, seconds: float, output: int, site: Path | None) -> str:
             child.wait()
 
 
-def collect_wheels(folder: Path, version: str) -> None:
-    """Put the wheels for the machine (Linux on x86-64, CPython of that version) into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_27", "_2_17", "2014", "1")]
+def collect_wheels(folder: Path, version: str) -> bool:
+    """Put the wheels for the machine into ``base``, the two halves of the peers' into ``1`` and ``2``.
+
+    Returns:
+        Whether ``base`` and a half fit into one call.
+    """
+    base = folder / "base"
+    download(WHEELS, base, version)
+    sizes = [sum(wheel.stat().st_size for wheel in base.iterdir())]
     with tempfile.TemporaryDirectory() as temporary:
-        for name in WHEELS:
-            download = [PYTHON, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
-            ready = [
-                *download,
-                "--only-binary=:all:",
-                f"--python-version={version}",
-                "--implementation=cp",
-                *platforms,
-            ]
-            tried = subprocess.run([*ready, pinned(name, folder)], check=False, stderr=subprocess.DEVNULL)
+        wheels, together = Path(temporary, "wheels"), Path(temporary, "peers.zip")
+        download(PEERS, wheels, version)
+        with zipfile.ZipFile(together, "w") as archive:
+            for wheel in wheels.iterdir():
+                archive.write(wheel, wheel.name)
+        whole = together.read_bytes()
+    middle = len(whole) // 2
+    for number, half in enumerate((whole[:middle], whole[middle:]), 1):
+        (folder / str(number)).mkdir(exist_ok=True)
+        (folder / str(number) / f"peers.{number}").write_bytes(half)
+        sizes.append(len(half))
+    told = [f"{name} {size / 1e6:.1f} MB" for name, size in zip(("base", "1", "2"), sizes, strict=True)]
+    print(f"{folder}: {', '.join(told)}; base and a half may have {CALL_BYTES / 1e6:.0f} MB")
+    return sizes[0] + max(sizes[1:]) <= CALL_BYTES
+
+
+def download(names: list[str], folder: Path, version: str) -> None:
+    """Put the wheels of packages for the machine (Linux on x86-64, CPython of that version) into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tags = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1")
+    binary = ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp"]
+    binary += [f"--platform=manylinux{tag}_x86_64" for tag in tags]
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in names:
+            command = [PYTHON, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *binary]
+            tried = subprocess.run([*command, pinned(name, folder)], check=False, stderr=subprocess.DEVNULL)
             if tried.returncode:
                 # Only as source, and pure Python. DeepSpeed's set-up asks for torch: this environment has it.
                 options = ["-q", "--no-deps", "--no-build-isolation", "-w", temporary]
                 subprocess.run([PYTHON, "-m", "pip", "wheel", *options, name], check=True)
         for wheel in Path(temporary).glob("*.whl"):
             shutil.move(wheel, folder / wheel.name)
-    size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
-    print(f"{len(list(folder.glob('*.whl')))} wheels, {size / 1e6:.1f} MB, in {folder}")
 
 
 def pinned(name: str, folder: Path) -> str:
@@ -227,56 +319,70 @@ def install(wheels: Path, site: Path) -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
-def rehearse(steps: list[Step], site: Path | None) -> bool:
-    """Say what would run; return whether the steps' programs are there, as far as a machine without a GPU can tell."""
-    fine = True
-    for step in steps:
-        print(f"{step.seconds:5.0f} s  {step.name}: {' '.join(step.command)[:160]}")
-        arguments = step.command[1:]
-        if step.command[0] != PYTHON:
-            continue
-        if arguments[0] == "-m":
-            check = (
-                f"import importlib.util, sys; sys.exit(importlib.util.find_spec({arguments[1]!r}) is None)"
-            )
-        elif arguments[0] == "-c":
-            check = f"compile({arguments[1]!r}, 'step', 'exec')"
-        else:
-            check = f"compile(open({arguments[0]!r}).read(), {arguments[0]!r}, 'exec')"
-        with tempfile.TemporaryFile() as output:
-            ended = run_step(
-                Step(step.name, python("-c", check), 120, step.environment), 120, output.fileno(), site
-            )
-        if ended != "ok":
-            print(f"         {ended}")
-            fine = False
-    return fine
+def add_half(half: Path, site: Path) -> None:
+    """Keep a carried half of the peers' wheels; the second one to come completes and unpacks them."""
+    kept = WORK / "halves"
+    kept.mkdir(exist_ok=True)
+    for file in half.glob("peers.*"):
+        shutil.copy(file, kept)
+    halves = sorted(kept.iterdir())
+    if len(halves) == 2:
+        together = io.BytesIO(b"".join(each.read_bytes() for each in halves))
+        with zipfile.ZipFile(together) as archive:
+            for wheel in archive.namelist():
+                zipfile.ZipFile(io.BytesIO(archive.read(wheel))).extractall(site)
+
+
+def rehearse(chosen: dict[str, list[Step]], site: Path | None) -> bool:
+    """Say what would run; return whether the steps' programs start, as far as a machine without a GPU can tell."""
+    checks = []
+    for part, steps in chosen.items():
+        print(part)
+        for step in steps:
+            command = " ".join(" ".join(step.command).split())
+            print(f"{step.seconds:5.0f} s  {step.name}: {command[:160]}")
+            if step.command[0] == PYTHON:
+                checks.append((f"{part}, {step.name}", step.command[1:]))
+    rehearsal = Step("rehearsal", python("-c", REHEARSAL, json.dumps(checks)), 300)
+    sys.stdout.flush()
+    ended = run_step(rehearsal, rehearsal.seconds, sys.stdout.fileno(), site)
+    print(f"rehearsal: {ended}")
+    return ended == "ok"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["wheels", "check", "engine", "time"])
+    parser.add_argument("part", nargs="?", choices=["wheels", *parts(Path())])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(".whl"), help="for wheels")
     parser.add_argument("--python", default="3.12", help="for wheels: the machine's version (3.12)")
-    parser.add_argument("--wheels", type=Path, help="carried wheels")
-    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--wheels", type=Path, help="carried wheels: the folder base")
+    parser.add_argument("--half", type=Path, help="a carried half of the peers' wheels: the folder 1 or 2")
+    parser.add_argument("--resume", type=Path, help="folder with the PART.json of an earlier run")
+    parser.add_argument("--dry-run", action="store_true", help="rehearse a part, without one all of them")
     arguments = parser.parse_args()
     if arguments.part == "wheels":
-        collect_wheels(arguments.folder, arguments.python)
-        return 0
-    out = Path(os.environ.get("OUT", WORK / "out"))
+        return 0 if collect_wheels(arguments.folder, arguments.python) else 1
+    if arguments.part is None and not arguments.dry_run:
+        parser.error("name a part, or give --dry-run to rehearse all of them")
+    if arguments.half and not arguments.wheels:
+        parser.error("--half needs --wheels")
+    out = Path(os.environ.get("OUT", WORK / "out")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
     site = WORK / "site" if arguments.wheels else None
-    if arguments.wheels and site and not install(arguments.wheels, site):
+    if site and not install(arguments.wheels, site):
         print("the wheels do not install", file=sys.stderr)
         return 2
-    steps = parts(out)[arguments.part]
+    if site and arguments.half:
+        add_half(arguments.half, site)
+    known = parts(out)
     if arguments.dry_run:
-        return 0 if rehearse(steps, site) else 1
-    found = run_part(steps, out / f"{arguments.part}.log", site)
+        chosen = [arguments.part] if arguments.part else list(known)
+        return 0 if rehearse({part: known[part] for part in chosen}, site) else 1
+    done = done_earlier(arguments.resume / f"{arguments.part}.json") if arguments.resume else []
+    found = run_part(known[arguments.part], out / f"{arguments.part}.log", site, done)
     return 0 if all(each["ended"] == "ok" for each in found) else 1
 
 

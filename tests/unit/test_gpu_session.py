@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor
 
+from benchmarks import newton_schulz
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from tests.support.harness import run_command
 from tests.support.native_ops import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_session.py"
@@ -53,14 +61,137 @@ def test_no_part_takes_ten_minutes(
     assert [each["ended"] for each in found] == ["took too long", "not started: no time left"]
 
 
-@pytest.mark.parametrize("part", ["check", "engine", "time"])
-def test_rehearsal(part: str, tmp_path: Path) -> None:
+def test_a_resumed_part_runs_what_is_not_ok_yet_and_what_prepares_it(
+    session: ModuleType, tmp_path: Path
+) -> None:
+    def step(name: str, code: str, **options: bool) -> object:
+        return session.Step(name, session.python("-c", code), 20.0, **options)
+
+    made = tmp_path / "made"
+    steps = [
+        step("preparing", f"open({str(made)!r}, 'a').write('again')", prepares=True),
+        step("right", "raise SystemExit('ran twice')"),
+        step("failing", "raise SystemExit(3)"),
+    ]
+    report = tmp_path / "part.json"
+    known = [{"step": "preparing", "ended": "ok"}, {"step": "right", "ended": "ok"}]
+    report.write_text(json.dumps([*known, {"step": "failing", "ended": "took too long"}]))
+    found = session.run_part(steps, tmp_path / "part.log", None, session.done_earlier(report))
+    assert [each["ended"] for each in found] == ["ok", "ok", "failed with 3"]
+    assert made.read_text() == "again"
+    assert session.done_earlier(report) == ["preparing", "right"]  # what a third run goes on from
+    # With nothing left nothing is prepared.
+    session.run_part(steps[:2], tmp_path / "part.log", None, session.done_earlier(report))
+    assert made.read_text() == "again"
+
+
+def test_the_tests_come_before_the_gate_and_racecheck_last(session: ModuleType, tmp_path: Path) -> None:
+    parts = {part: [step.name for step in steps] for part, steps in session.parts(tmp_path).items()}
+    assert parts["check"][-3:] == [
+        "every kernel against float64",
+        "self-test",
+        "self-test in a process of its own",
+    ]
+    assert [part for part, names in parts.items() if "racecheck" in names] == [list(parts)[-1]]
+    assert parts["time"].index("few shapes") < parts["time"].index("iteration beside the peers")
+    assert all(len(set(names)) == len(names) for names in parts.values())  # a report is by name
+
+
+def test_the_peers_wheels_travel_in_two_halves(
+    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(names: list[str], folder: Path, version: str) -> None:
+        folder.mkdir(parents=True)
+        for name in names:
+            with zipfile.ZipFile(folder / f"{name[:5]}.whl", "w") as wheel:
+                wheel.writestr(f"{name[:5]}/__init__.py", name)
+
+    monkeypatch.setattr(session, "download", download)
+    monkeypatch.setattr(session, "WORK", tmp_path)
+    wheels, site = tmp_path / ".whl", tmp_path / "site"
+    assert session.collect_wheels(wheels, "3.12")
+    session.add_half(wheels / "2", site)
+    assert not site.exists()
+    session.add_half(wheels / "1", site)
+    assert sorted(each.parent.name for each in site.glob("*/__init__.py")) == sorted(
+        name[:5] for name in session.PEERS
+    )
+    size = (wheels / "1" / "peers.1").stat().st_size
+    monkeypatch.setattr(session, "CALL_BYTES", size)  # and nothing is left for the other wheels
+    shutil.rmtree(wheels)
+    assert not session.collect_wheels(wheels, "3.12")
+
+
+def test_rehearsal(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), part, "--dry-run"],
+        [sys.executable, str(SCRIPT), "--dry-run"],
         env={"PATH": "/usr/bin:/bin", "OUT": str(tmp_path), "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "binding and self-test" in done.stdout
+    assert all(f"\n{part}\n" in "\n" + done.stdout for part in ("check", "engine", "time", "train", "race"))
+
+
+def test_the_rehearsal_sees_a_wrong_option(session: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    step = session.Step("this script", session.python("scripts/gpu_session.py", "check"), 20.0)
+    assert session.rehearse({"part": [step]}, None)
+    step.command.append("--dryrun")
+    assert not session.rehearse({"part": [step]}, None)
+    assert "unrecognized arguments: --dryrun" in "".join(capfd.readouterr())
+
+
+def test_quacks_products_are_called_as_quack_defines_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gemm_symmetric(
+        a: Tensor, b: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        assert isinstance(alpha, float) and isinstance(beta, float)
+        return alpha * a @ b + (0.0 if C is None else beta * C)
+
+    quack = ModuleType("quack.gemm_interface")
+    monkeypatch.setattr(quack, "gemm_symmetric", gemm_symmetric, raising=False)
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack)
+    x = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(0))
+    for method in ("gram", "standard"):
+        settings = NsSettings(resolve_schedule("quintic", 5), method, torch.float32)
+        products = newton_schulz.quack_products.__wrapped__()
+        actual = orthogonalize(x, settings=settings, products=products)
+        torch.testing.assert_close(actual, orthogonalize(x, settings=settings), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(600)
+def test_the_iteration_of_chosen_shapes(tmp_path: Path) -> None:
+    out = tmp_path / "few"
+    command = [sys.executable, "benchmarks/newton_schulz.py", "--threads", "1", "--seconds", "0.1"]
+    run_command([*command, "--only", "iteration", "--shapes", "32x64", "--out", str(out)], timeout=500)
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert [row["shape"] for row in found["iteration"]] == ["32 x 64", "32 x 64"]  # one matrix, and eight
+    assert "flat" not in found
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(600)
+def test_losses_of_three_optimizers_on_the_same_batches(tmp_path: Path) -> None:
+    out = tmp_path / "losses"
+    command = [
+        sys.executable,
+        "benchmarks/gpu_losses.py",
+        "--model",
+        "tiny",
+        "--length",
+        "64",
+        "--steps",
+        "6",
+    ]
+    for names in (["ours", "DeepSpeed AdamW"], ["DeepSpeed Muon, standard"]):  # as in the session, in pieces
+        run_command([*command, "--optimizers", *names, "--out", str(out)], timeout=500)
+    ours, adam, theirs = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert ours["losses"][0] == adam["losses"][0] == theirs["losses"][0]
+    # The same updates but for the rounding of a bf16 iteration; AdamW's are others.
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=0.02)
+    assert abs(ours["losses"][-1] - adam["losses"][-1]) > 0.04
+    assert all(len(row["ms"]) == 6 for row in (ours, adam, theirs)) and ours["kernels"]
+    assert out.with_suffix(".md").read_text().count("\n| ") == 4
