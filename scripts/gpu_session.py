@@ -144,7 +144,6 @@ def parts(out: Path) -> dict[str, list[Step]]:
     few = ["--only", "sym_gemm", "iteration", "--shapes", "1024x2816", "2048x5504", "4096x4096"]
     step = python("benchmarks/optimizer_step.py", "--device", "cuda", "--no-memory", "--accumulation", "1")
     step += ["--optimizers", *OPTIMIZERS, "--stages", "1", "3", "--model", "350M", "--tokens", "8192"]
-    losses = python("benchmarks/gpu_losses.py", "--device", "cuda")
     return {
         "check": [
             *device,
@@ -168,23 +167,19 @@ def parts(out: Path) -> dict[str, list[Step]]:
             Step("steps", [*step, "--out", str(out / "optimizer_step")], 200, gpu),
             Step("iteration beside the peers", [*iteration, "--out", str(out / "newton_schulz")], 200, gpu),
         ],
-        "train": [
-            *device,
-            binding,
-            *(
-                # A process each: it gives all memory back, and one that fails costs the others nothing.
-                Step(
-                    f"{model}, {name}",
-                    [*losses, "--model", model, "--optimizers", name, "--out", str(out / f"losses-{model}")],
-                    150,
-                    gpu,
-                )
-                for model in ("350M", "1.3B")
-                for name in OPTIMIZERS
-            ),
-        ],
+        "train": [*device, binding, *trainings(out, gpu)],
         "race": [*device, kernels, sanitizer("racecheck", 400)],
     }
+
+
+def trainings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
+    """Return a step for each model and optimizer: a process each, which gives all its memory back."""
+    steps = []
+    for model in ("350M", "1.3B"):
+        command = python("benchmarks/gpu_losses.py", "--device", "cuda", "--model", model)
+        command += ["--out", str(out / f"losses-{model}"), "--optimizers"]
+        steps += [Step(f"{model}, {name}", [*command, name], 150, environment) for name in OPTIMIZERS]
+    return steps
 
 
 def run_part(
