@@ -31,11 +31,12 @@ from torch import Tensor
 
 from deepspeed_muon.errors import CheckpointError, MuonError
 
+_STAGES = "deepspeed.runtime.zero.config:ZeroStageEnum"
 # DeepSpeed's own classes that its files may hold.
 _ALLOWED_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
-    "deepspeed.runtime.zero.config:ZeroStageEnum",
+    _STAGES,
     "deepspeed.utils.tensor_fragment:fragment_address",
 )
 # What an index of some 80,000 parameters needs. More is refused before it is parsed, which takes many times its size.
@@ -132,6 +133,13 @@ def latest_tag(folder: Path) -> str | None:
         return None
 
 
+def _stage(kind: Any, name: str) -> Any:
+    """Return what Python 3.11.0 to 3.11.3 pickle as ``getattr(ZeroStageEnum, name)``; no other attribute is read."""
+    if kind is not pkgutil.resolve_name(_STAGES):
+        raise pickle.UnpicklingError(f"an attribute of {kind!r}")
+    return kind[name]
+
+
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
     """Read a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
 
@@ -142,7 +150,8 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
     Raises:
         CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
     """
-    allowed = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
+    allowed: list[Any] = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
+    allowed.append((_stage, "builtins.getattr"))
     with refusing(str(path)):
         # DeepSpeed's files may be links. Reading a pipe would wait for whoever writes into it.
         if not path.is_file() and path.exists():

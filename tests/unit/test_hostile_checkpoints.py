@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
+from deepspeed_muon.checkpoint.files import load_pickle
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME, sealed_json
 from deepspeed_muon.checkpoint.offline import convert_to_universal, verify_folder
 from deepspeed_muon.config.settings import MuonConfig
@@ -270,3 +273,23 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0)
     with pytest.raises(CheckpointError, match="Permission denied"):
         load_index(tmp_path / "closed")
+
+
+class ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle members of an enumeration."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self._reduced = getattr, (kind, name)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def test_of_attributes_only_the_zero_stage_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"zero_stage": ByName(ZeroStageEnum, "gradients")}, path)
+    assert load_pickle(path)["zero_stage"] is ZeroStageEnum.gradients
+    for kind, name in ((ZeroStageEnum, "__mro__"), (torch.Tensor, "data"), (dict, "fromkeys")):
+        torch.save({"zero_stage": ByName(kind, name)}, path)
+        with pytest.raises(CheckpointError):
+            load_pickle(path)
