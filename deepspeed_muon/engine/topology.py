@@ -125,7 +125,7 @@ def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[Ste
     # At stage 0 nobody else tells the stages of a pipeline of each other's gradients.
     stages = (
         engine.mpu.get_model_parallel_group()
-        if is_divided(engine.module) and isinstance(view, PlainView)
+        if isinstance(view, PlainView) and is_divided(engine.module)
         else None
     )
     return [_step_set(view, routes, group, indices, everyone, stages) for group, indices in sets.values()]

@@ -164,7 +164,9 @@ def test_chunks_are_bounded(dims: list[tuple[int, int]], world: int, kind: str, 
             for index, numel in zip(part.matrices, numels, strict=True):
                 parts[plan.owners[index]] += numel
             bound = max(chunk, *numels)
-            assert max(parts) <= bound and part.send_buffer.numel <= bound
+            sent = part.send_buffer
+            assert max(parts) <= bound and sent.others <= bound
+            assert sent.numel - sent.others <= parts[plan.rank]
             assert part.receive_buffer.numel <= (parts[plan.rank] if part.gathers else bound)
             assert part.matrices == tuple(sorted(part.matrices))
         assert sorted(i for part in plan.chunks for i in part.matrices) == list(range(len(dims)))
