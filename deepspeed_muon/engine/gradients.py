@@ -29,7 +29,8 @@ reduce them in the order of the param groups, with zeros for experts that did no
 **Flags.** ZeRO calls the inner step once for each param group (stages 1, 2) or sub-group (stage 3), and looks for
 gradients that are not finite before that: it reads all gradients twice and sends a message. All gradients of the step
 are in the wrapper's buffers already when its ``step`` begins. So the ranks tell each other the flags of all groups
-there, in one message, which also answers ZeRO's question.
+there, in one message, which also answers ZeRO's question. The norm is computed there too and read together with the
+flags, so that the host waits for the device once before a step: where ZeRO looks at the norm, it is on the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import torch
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
-from deepspeed_muon.engine.zero.stages import Zero12View, ZeroView
+from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
@@ -135,15 +136,29 @@ def _is_new(view: View, param: Tensor) -> bool:
 
 
 def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
-    """Exchange the flags of all groups before a step; forget them after it. Must be called by all ranks."""
+    """Exchange the flags of all groups and read them and the norm before a step; forget them after it.
+
+    Must be called by all ranks.
+    """
     bound = view.optimizer._bound_steps
-    bound.exchange_flags(view.gradients())
+    view.memory.norms = bound.exchange_flags(view.gradients(), view.norms())
     try:
         if view.optimizer.config.nonfinite_grad == "error":
             _refuse_failed(view.optimizer)
         return original(*args, **kwargs)
     finally:
         bound.forget_flags()
+        view.memory.norms = []
+
+
+def norm_groups(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> Any:
+    """Return the norms of ZeRO 3's sub-groups, on the CPU where they were read with the flags."""
+    return view.memory.norms or original(*args, **kwargs)
+
+
+def global_norm(original: Original, view: Zero12View, *args: Any, **kwargs: Any) -> Any:
+    """Return the norm of ZeRO 1 and 2, on the CPU where it was read with the flags."""
+    return view.memory.norms[0] if view.memory.norms else original(*args, **kwargs)
 
 
 def _refuse_failed(optimizer: Muon) -> None:

@@ -46,7 +46,7 @@ from deepspeed_muon.engine import (
     running,
     scaling,
 )
-from deepspeed_muon.engine.zero import stages
+from deepspeed_muon.engine.zero import stages, views
 from deepspeed_muon.engine.zero.stages import WRAPPERS, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import Bf16View, FlatView, HalfView, Memory, Original, PlainView, View
 from deepspeed_muon.errors import RegistrationError
@@ -177,17 +177,20 @@ ENGINE_HOOKS = (
     Hook(View, "step", scaling.raise_on_overflow, scaling.overflow_is_error),
     # A mend: safe_get_full_optimizer_state would know the state of the first param group alone. For others it would
     # raise on ranks with elements, and the others would wait.
-    Hook(FlatView, "_lazy_init_hp_params_optimizer_state", stages.link_states),
+    Hook(FlatView, "_lazy_init_hp_params_optimizer_state", views.link_states),
     # A mend: the same after load_checkpoint, which forgets the links to the state.
-    Hook(FlatView, "_link_all_hp_params", stages.link_params),
+    Hook(FlatView, "_link_all_hp_params", views.link_params),
     # ZeRO would read all gradients twice more and send a message, to learn what the flags say.
     Hook(ZeroView, "has_overflow", gradients.has_overflow),
+    # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
+    Hook(Zero3View, "_get_norm_groups", gradients.norm_groups),
+    Hook(Zero12View, "scaled_global_norm", gradients.global_norm),
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     Hook(ZeroView, "offload_states", offload.offload_states),
     # Stage 3 would look for copies of FusedAdam's state.
     Hook(Zero3View, "reload_states", offload.reload_states),
     # A mend: safe_get_full_optimizer_state would raise, or read what was replaced.
-    Hook(Zero12View, "reload_states", stages.link_reloaded),
+    Hook(Zero12View, "reload_states", views.link_reloaded),
     # The step would find no gradient: none is swapped, because unaligned ones would not be read.
     Hook(Zero3View, "_optimizer_states_and_gradient_swap_in", offload.swap_in, _SWAPS),
     # safe_set_full_grad would change a copy of it.

@@ -57,7 +57,7 @@ class GradientInspection:
 
     Attributes:
         groups: The process groups that exchange the flags, one after the other.
-        rows: The flags of this step on the CPU once :meth:`exchange` has told them, as of :meth:`_own_flags`.
+        rows: The flags of this step on the CPU once the ranks have told them, as of :meth:`_own_flags`.
     """
 
     def __init__(self, runner: StepRunner) -> None:
@@ -77,22 +77,23 @@ class GradientInspection:
         self.groups += [each for each in (step_set.tensor_group, step_set.stack_group) if each is not None]
 
     @staticmethod
-    def exchange(inspections: Sequence[GradientInspection], grads: Gradients) -> None:
+    def exchange(inspections: Sequence[GradientInspection], grads: Gradients) -> Tensor:
         """Let the ranks tell each other their flags of several step sets of the same groups, in one message.
 
         Must be called by all ranks of the groups.
 
         Args:
-            inspections: Of the step sets; their :attr:`rows` are set.
+            inspections: Of the step sets.
             grads: Partition index to its gradient; a missing one counts as zero.
+
+        Returns:
+            The flags on the device, those of all sets beside each other.
         """
         own = [each._own_flags(grads) for each in inspections]
         flags = torch.cat(own, dim=1) if len(own) > 1 else own[0]
         for group in inspections[0].groups if flags.numel() else ():
             flags = reduce_tensor(flags, group, what="exchange of gradient flags", how="max")
-        rows = flags.cpu()  # the only time that the host waits for the device
-        for each, part in zip(inspections, rows.split([each.shape[1] for each in own], dim=1), strict=True):
-            each.rows = part
+        return flags
 
     def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
         """Return what all ranks know, and forget which matrices were left out.
@@ -103,8 +104,7 @@ class GradientInspection:
             grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
         """
         if self.rows is None:
-            self.exchange([self], {index: [grad] for index, grad in grads.items()})
-        assert self.rows is not None
+            self.rows = self.exchange([self], {index: [grad] for index, grad in grads.items()}).cpu()
         rows, self.rows = self.rows, None
         states, left_out = rows.tolist()
         nonfinite: tuple[str, ...] = ()
@@ -238,19 +238,29 @@ class BoundSteps:
             current.append((runner, {p.index: group_of[id(p.tensor)] for p in partitions}))
         return current
 
-    def exchange_flags(self, grads: Gradients) -> None:
+    def exchange_flags(self, grads: Gradients, norms: Sequence[Tensor]) -> list[Tensor]:
         """Let the ranks tell each other the gradient flags of all step sets, one message for each process group.
 
-        Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets.
+        The host waits for the device once. Must be called by all ranks of the engine, before the calls of ``step()``
+        that update the sets.
 
         Args:
             grads: Partition index to this rank's gradient; a missing one counts as zero.
+            norms: What else shall be read from the device at once.
+
+        Returns:
+            ``norms`` on the CPU.
         """
         together: dict[tuple[dist.ProcessGroup | None, ...], list[GradientInspection]] = {}
         for each in self.inspections.values():
             together.setdefault(tuple(each.groups), []).append(each)
-        for inspections in together.values():
-            GradientInspection.exchange(inspections, grads)
+        flags = [GradientInspection.exchange(each, grads) for each in together.values()]
+        on_cpu = _read_together([*norms, *flags])
+        for inspections, rows in zip(together.values(), on_cpu[len(norms) :], strict=True):
+            numbers = [len(each._names) for each in inspections]
+            for each, part in zip(inspections, rows.split(numbers, dim=1), strict=True):
+                each.rows = part
+        return on_cpu[: len(norms)]
 
     def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is not finite, ``None`` if the ranks of ``group`` were not told of all.
@@ -326,6 +336,13 @@ class BoundSteps:
 def _numbers_of(flags: Sequence[int]) -> set[int]:
     """Return the numbers of the parameters whose flag is set."""
     return {number for number, flag in enumerate(flags) if flag} if any(flags) else set()
+
+
+def _read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one device on the CPU, copied as one; types of more bytes come first."""
+    raw = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors]).cpu()
+    pieces = raw.split([each.nbytes for each in tensors])
+    return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 
 
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:

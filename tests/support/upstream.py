@@ -29,11 +29,12 @@ DELETED = {
         "FlatView.group_numbers",
     ),
     "zero/stages.py": (
-        "ZeroView.gradients", "ZeroView.is_true_of_any", "Zero3View.group", "Zero3View.placements",
+        "ZeroView.gradients", "ZeroView.is_true_of_any", "ZeroView.norms", "ZeroView.norms_on_device",
+        "Zero12View.norms_on_device", "Zero3View.norms_on_device", "Zero3View.group", "Zero3View.placements",
         "Zero3View.group_numbers",
     ),
     "topology.py": ("_read", "_step_set"),
-    "gradients.py": ("exchange_flags_first", "has_overflow"),
+    "gradients.py": ("exchange_flags_first", "has_overflow", "norm_groups", "global_norm"),
     "scaling.py": ("report_skipped_step",),
 }  # fmt: skip
 

@@ -64,6 +64,20 @@ class ZeroView(View):
             for part in parts
         ]
 
+    def norms(self) -> list[Tensor]:
+        """Return the norms that a step of DeepSpeed computes of the gradients; with offload they are on the CPU there.
+
+        Must be called by all ranks.
+        """
+        # 0.19.2 has no choice.
+        if self.offloads or not getattr(self.wrapper, "compute_grad_norm", True):
+            return []
+        return self.norms_on_device()
+
+    def norms_on_device(self) -> list[Tensor]:
+        """Let DeepSpeed compute them; they are one number at ZeRO 1 and 2, and one for each sub-group at ZeRO 3."""
+        raise NotImplementedError
+
     def is_true_of_any(self, flag: bool) -> bool:
         """Return whether a flag is set on any model-parallel rank, all of which must call this.
 
@@ -133,6 +147,9 @@ class Zero12View(FlatView, ZeroView):
         super().__init__(wrapper, wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups)
         self.flats, self.cut_flats = wrapper.bit16_groups_flat, wrapper.parallel_partitioned_bit16_groups
         self.offloads = self.keeps_gradients = bool(wrapper.cpu_offload)
+
+    def norms_on_device(self) -> list[Tensor]:
+        return [type(self.wrapper).scaled_global_norm(self.wrapper)]
 
     def forget_gradients(self) -> None:
         super().forget_gradients()
@@ -223,6 +240,9 @@ class Zero3View(ZeroView):
         found: Tensor = self.wrapper.grad_partitions_flat_buffer.narrow(0, sum(numels[:index]), numels[index])
         return found
 
+    def norms_on_device(self) -> list[Tensor]:
+        return list(type(self.wrapper)._get_norm_groups(self.wrapper))
+
     def group(self, index: int) -> dist.ProcessGroup | None:
         # Up to 0.19.2 one process group divides all sub-groups.
         of_sub_group = getattr(self.wrapper, "_get_sub_group_process_group", None)
@@ -289,25 +309,6 @@ def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     for key, tensor in found.items():
         tensor.ds_id = f"{key}-{master.ds_id}"  # the name of its file
     return list(found.values())
-
-
-def link_states(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
-    """Link the parameters to their optimizer state once every partition has one, not after the first one's step."""
-    if all(view.optimizer.state.get(master) for master in view.masters):
-        original(*args, **kwargs)
-
-
-def link_params(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
-    """Link the parameters to their masters, and to their optimizer state again."""
-    original(*args, **kwargs)
-    view.wrapper._hp_optimizer_states_linked = False
-    view.wrapper._lazy_init_hp_params_optimizer_state()
-
-
-def link_reloaded(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
-    """Take back what was offloaded; DeepSpeed links the parameters before the state is there."""
-    original(*args, **kwargs)
-    view.wrapper._link_all_hp_params()
 
 
 def release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:

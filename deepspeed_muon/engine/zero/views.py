@@ -34,6 +34,7 @@ class Memory:
         queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
         restart: Whether the next gradient is the first of a step (after ``zero_grad``).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
+        norms: What :meth:`ZeroView.norms` returned for the running step, on the CPU.
     """
 
     engine: weakref.ref[Any]
@@ -41,6 +42,7 @@ class Memory:
     queued: set[int] = field(default_factory=set)
     restart: bool = False
     waiting: frozenset[int] = frozenset()
+    norms: list[Tensor] = field(default_factory=list)
 
 
 class View:
@@ -196,3 +198,22 @@ class Bf16View(FlatView):
     def count_all_gradients(self) -> None:
         """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
         self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
+
+
+def link_states(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
+    """Link the parameters to their optimizer state once every partition has one, not after the first one's step."""
+    if all(view.optimizer.state.get(master) for master in view.masters):
+        original(*args, **kwargs)
+
+
+def link_params(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
+    """Link the parameters to their masters, and to their optimizer state again."""
+    original(*args, **kwargs)
+    view.wrapper._hp_optimizer_states_linked = False
+    view.wrapper._lazy_init_hp_params_optimizer_state()
+
+
+def link_reloaded(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
+    """Take back what was offloaded; DeepSpeed links the parameters before the state is there."""
+    original(*args, **kwargs)
+    view.wrapper._link_all_hp_params()
