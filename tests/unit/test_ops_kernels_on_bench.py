@@ -361,6 +361,15 @@ def turned(kernels: Bench, _: str) -> None:
         cases.divide_transposed(kernels, (2, 130, 70), 1, (FP32, BF16), Inputs("cpu"))
 
 
+def whole_sectors(kernels: Bench, _: str) -> None:
+    """A warp that turns a matrix reads and writes whole sectors of 32 bytes: each byte once."""
+    x, out = Inputs("cpu")(2, 96, 64, dtype=FP32), torch.empty(2, 64, 96, dtype=BF16)
+    kernels.configure()
+    kernels.library.bench_count_sectors()
+    assert kernels.divide_transposed(x, torch.ones(2, 1, 1), out) == OK
+    assert kernels.library.bench_sectors() == (x.nbytes + out.nbytes) // 32
+
+
 def passes(kernels: Bench, _: str) -> None:
     """The flat passes, with each array unaligned in turn."""
     kernels.configure(processors=2)
@@ -383,7 +392,7 @@ TABLES = planted("planted_kernel_defects.toml")
 FINDERS: dict[str, Callable[[Bench, str], None]] = {
     each.__name__: each
     for each in (
-        products, passes, turned, refusals, unaligned_arrays, beyond_2_31, more_tiles_than_2_31,
+        products, passes, turned, whole_sectors, refusals, unaligned_arrays, beyond_2_31, more_tiles_than_2_31,
         transposed_beyond_2_31, long_fragments, long_fragments_of_codes,
     )
 }  # fmt: skip

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kRounds; ++i) {
       if (row >= p.rows || start + kWarps * i >= p.cols) continue;
       const float quotient = __uint_as_float(load_shared_4(square + 4 * (lane * kPitch + warp + kWarps * i)));
-      static_cast<Out*>(p.out)[to + kWarps * i * p.rows] = from_float<Out>(quotient);
+      store_global(static_cast<Out*>(p.out) + to + kWarps * i * p.rows, from_float<Out>(quotient));
     }
     __syncthreads();  // Before the next square overwrites this one.
   }

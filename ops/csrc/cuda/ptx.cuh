@@ -83,6 +83,12 @@ __device__ __forceinline__ void store_global_8(void* target, uint2 value) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(value.x), "r"(value.y));
 }
 
+// One element.
+template <typename T>
+__device__ __forceinline__ void store_global(T* target, T value) {
+  *target = value;
+}
+
 // ---- the two element types --------------------------------------------------------------------------------------
 
 // Two floats rounded to nearest even and packed, the first in the low half; and back.

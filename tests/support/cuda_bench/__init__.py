@@ -124,8 +124,8 @@ class Bench(Kernels):
             return super().unpack_apply(fragments, **options)
 
     def divide_transposed(self, x: Tensor, norms: Tensor, out: Tensor) -> int:
-        """Run the pass, which may read its matrices and no other memory."""
-        with self._only([x], []):
+        """Run the pass, which may read its matrices, write its result, and access no other memory."""
+        with self._only([x], [out]):
             return super().divide_transposed(x, norms, out)
 
     @contextmanager

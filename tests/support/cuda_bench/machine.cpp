@@ -12,7 +12,9 @@
 #include <deque>
 #include <map>
 #include <random>
+#include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -540,6 +542,11 @@ void fail(const char* what) {
   for (;;) leave();
 }
 
+// The sectors of 32 bytes that each access of a warp touches. An access is the n-th of each of its lanes.
+static bool counts_sectors = false;
+static std::map<std::pair<unsigned, unsigned>, int> accesses;                 // of a block's thread
+static std::set<std::tuple<unsigned, unsigned, int, uintptr_t>> sectors;      // of a block, warp and access
+
 void allow_shared(const void* handle, size_t bytes) { shared_limits[handle] = bytes; }
 
 void touch(const void* address, int bytes, bool written) {
@@ -547,7 +554,11 @@ void touch(const void* address, int bytes, bool written) {
   if (place % static_cast<uintptr_t>(bytes)) fail("an access to memory that is not aligned");
   if (current < 0) return;
   const auto stack = reinterpret_cast<uintptr_t>(stacks[current]);
-  if (place - stack >= kStackBytes && !in_an_operand(address, bytes, written)) fail(kOutside);
+  if (place - stack < kStackBytes) return;
+  if (!in_an_operand(address, bytes, written)) fail(kOutside);
+  if (!counts_sectors) return;
+  const int access = accesses[{block_index.x, thread_index.x}]++;
+  sectors.emplace(block_index.x, thread_index.x / kWarp, access, place / 32);
 }
 
 void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel,
@@ -911,6 +922,17 @@ void bench_operand(const void* base, int64_t row, int64_t rows, int64_t matrices
                              written != 0});
 }
 void bench_forget() { bench::operands.clear(); }
+
+// Counts sectors of global memory from now on, or returns how many there were.
+void bench_count_sectors() {
+  bench::counts_sectors = true;
+  bench::accesses.clear();
+  bench::sectors.clear();
+}
+uint64_t bench_sectors() {
+  bench::counts_sectors = false;
+  return bench::sectors.size();
+}
 
 // What went wrong in the launches since; empty if nothing did.
 const char* bench_error() { return bench::error.c_str(); }

@@ -22,6 +22,11 @@ inline void store_global_16(void* target, uint4 value) {
   bench::touch(target, 16, true);
   std::memcpy(target, &value, sizeof(value));
 }
+template <typename T>
+void store_global(T* target, T value) {
+  bench::touch(target, sizeof(T), true);
+  *target = value;
+}
 inline void store_global_8(void* target, uint2 value) {
   bench::touch(target, 8, true);
   std::memcpy(target, &value, sizeof(value));
