@@ -31,7 +31,7 @@ from . import library
 from .machine import file_for, locked, read_json, write_json
 
 SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
-"""How long the self-test may take; the start of torch and of a CUDA context counts."""
+"""How long the self-test may take, with the start of torch and of a CUDA context; without what hung, as long again."""
 
 _INSIDE = "DS_MUON_IN_SELF_TEST"
 
@@ -41,6 +41,8 @@ _PASSING_SECONDS = 600.0
 
 # Seconds for which a test that was ended is waited for.
 _LAST_SECONDS = 5.0
+
+_TESTING = "testing "  # stands before the name of a part, in the output
 
 PARTS = ("native", "int8", "graphs", "triton")
 """What is tested and kept out by itself: the native operators, their pass over momentum in 8 bits, CUDA graphs, and the
@@ -97,13 +99,14 @@ def decide(
 
     Args:
         identity: What the verdict holds for.
-        command: The self-test. Its last line is a JSON object: part to what is wrong, and ``passing``.
+        command: The self-test; parts to leave out follow. Its last line is a JSON object: part to what is wrong, and
+            ``passing``.
         folder: Where verdicts are kept; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
         seconds: The time limit.
     """
     file = file_for("selftest", identity, folder)
     # Whoever waits finds what the first one found.
-    with locked(file.parent / ".testing", seconds + 30):
+    with locked(file.parent / ".testing", 2 * seconds + 30):
         verdict = _known(file)
         if verdict is None:
             verdict = _tried(command, seconds)
@@ -131,7 +134,25 @@ def _known(file: Path) -> Verdict | None:
 
 
 def _tried(command: Sequence[str], seconds: float) -> Verdict:
-    """Run the self-test in a session of its own, so that it can be ended with all that it started."""
+    """Run the self-test, and again without each part that crashes or hangs: at most twice as long as one may take."""
+    ended: dict[str, str] = {}
+    limit = time.monotonic() + 2 * seconds
+    while True:
+        found, why, running = _run([*command, *ended], min(seconds, limit - time.monotonic()))
+        if found is not None:
+            passing = bool(found.pop("passing", False) or ended)
+            return Verdict({**ended, **{part: str(text) for part, text in found.items()}}, passing)
+        if running not in PARTS or running in ended or time.monotonic() >= limit:
+            return Verdict(dict.fromkeys(PARTS, why), passing=True)
+        ended[running] = why
+
+
+def _run(command: Sequence[str], seconds: float) -> tuple[dict[str, object] | None, str, str]:
+    """Run the self-test in a session of its own, so that it can be ended with all that it started.
+
+    Returns:
+        What it said; without that, why, and the part that was running if it can be left out.
+    """
     # Into a file: of a pipe nobody would see the end while something that the test started holds it.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
@@ -143,7 +164,7 @@ def _tried(command: Sequence[str], seconds: float) -> Verdict:
                 start_new_session=True,
             )
         except OSError as error:
-            return _nothing_works(f"it did not start: {error}")
+            return None, f"it did not start: {error}", ""
         try:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=seconds)
@@ -156,33 +177,31 @@ def _tried(command: Sequence[str], seconds: float) -> Verdict:
                     child.wait(timeout=_LAST_SECONDS)
         output.seek(0)
         lines = output.read().strip().splitlines()
-    last = "; ".join(lines[-3:]) or "no output"
-    if not ended:
-        return _nothing_works(f"it did not end within {seconds:g} s: {last}")
-    if child.returncode < 0:
-        return _nothing_works(f"it was ended by {signal.Signals(-child.returncode).name}: {last}")
     try:
         found = json.loads(lines[-1]) if child.returncode == 0 and lines else None
     except ValueError:
         found = None
-    if not isinstance(found, dict):
-        return _nothing_works(f"it ended with {child.returncode}: {last}")
-    passing = bool(found.pop("passing", False))
-    return Verdict({part: str(text) for part, text in found.items()}, passing)
+    if isinstance(found, dict):
+        return found, "", ""
+    how = f"it ended with {child.returncode}"
+    if not ended:
+        how = f"it did not end within {seconds:g} s"
+    elif child.returncode < 0:
+        how = f"it was ended by {signal.Signals(-child.returncode).name}"
+    parts = [line.removeprefix(_TESTING) for line in lines if line.startswith(_TESTING)]
+    # A GPU whose process does not end is not tried again.
+    running = parts[-1] if parts and child.returncode is not None else ""
+    return None, f"{how}: {'; '.join(lines[-3:]) or 'no output'}", running
 
 
-def _nothing_works(why: str) -> Verdict:
-    return Verdict(dict.fromkeys(PARTS, why), passing=True)
-
-
-def _failures(device: int) -> dict[str, str | bool]:
+def _failures(device: int, left_out: Sequence[str] = ()) -> dict[str, str | bool]:
     """Run every native CUDA operator and replayed graphs against the reference; return what is wrong, by part."""
     from .checks import cuda_checks
 
     torch.cuda.set_device(device)
     failed: dict[str, list[str]] = {}
     passing = False
-    for check in cuda_checks(_announce):
+    for check in cuda_checks(_announce, left_out):
         if "raised" in check:
             passing = True
             failed.setdefault(check["part"], []).append(check["raised"])
@@ -193,10 +212,10 @@ def _failures(device: int) -> dict[str, str | bool]:
 
 
 def _announce(part: str) -> None:
-    sys.stdout.write(f"testing {part}\n")
+    sys.stdout.write(f"{_TESTING}{part}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
     signal.alarm(math.ceil(SECONDS) + 1)  # it ends although nobody waits for it any more
-    sys.stdout.write("\n" + json.dumps(_failures(int(sys.argv[1]))) + "\n")
+    sys.stdout.write("\n" + json.dumps(_failures(int(sys.argv[1]), sys.argv[2:])) + "\n")

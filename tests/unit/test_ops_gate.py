@@ -237,6 +237,24 @@ def test_each_part_has_a_verdict(tmp_path: Path) -> None:
     assert gate.decide(IDENTITY, told, folder=tmp_path).failed == {"triton": "ImportError: no driver"}
 
 
+def test_what_crashes_or_hangs_is_a_failure_of_its_part_alone(tmp_path: Path) -> None:
+    told = command("""
+        import os, sys, time
+        for part, ending in (("triton", os.abort), ("graphs", lambda: None), ("native", lambda: time.sleep(600))):
+            if part not in sys.argv:
+                print("testing", part, flush=True)
+                ending()
+        print('{"int8": "error 0.5"}')
+    """)
+    verdict = gate.decide(IDENTITY, told, folder=tmp_path, seconds=5.0)
+    assert verdict.failed == {
+        "triton": "it was ended by SIGABRT: testing triton",
+        "native": "it did not end within 5 s: testing graphs; testing native",
+        "int8": "error 0.5",
+    }
+    assert verdict.passing
+
+
 def test_what_raises_is_a_failure_of_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[dict[str, object]]:
         raise ImportError("no driver")
