@@ -42,18 +42,31 @@ from tests.support.harness import run_ranks
 PEERS = ["DeepSpeed AdamW", "ours", "DeepSpeed Muon, gram"]
 
 
-class Layers(nn.Module):
-    """Square layers one after the other, so that each has a gradient."""
+class Layer(nn.Module):
+    """Square weights that are applied one after the other, so that each has a gradient."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+        for number in range(count):
+            self.register_parameter(f"weight{number}", nn.Parameter(torch.randn(width, width) / width))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x) / len(self.layers)  # finite, however many there are
-        return x.square().mean()
+        weights = list(self.parameters())
+        for weight in weights:
+            x = x + x @ weight / len(weights)  # finite, however many there are
+        return x
+
+
+class Layers(nn.Module):
+    """Layers of some weights each: ZeRO 3 takes a time that is quadratic in the number of modules."""
+
+    def __init__(self, count: int, width: int, together: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(Layer(together, width) for _ in range(count // together)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x / 16).square().mean()
 
 
 def measure(
@@ -65,12 +78,15 @@ def measure(
     width: int,
     optimizers: list[str],
     fragments: bool,
+    together: int,
 ) -> dict[str, list[list[float]]]:
     """Return the milliseconds of each round: inner, and step."""
     inner = Stopwatch(time.thread_time)
     found: dict[str, list[list[float]]] = {name: [] for name in optimizers}
     with mock.patch("deepspeed_muon.step.runner.assign", owned_by_last) if fragments else nullcontext():
-        engines = {name: make_engine(name, Layers(count, width), 3, 1, "cpu") for name in optimizers}
+        engines = {
+            name: make_engine(name, Layers(count, width, together), 3, 1, "cpu") for name in optimizers
+        }
     for engine in engines.values():
         engine.optimizer.optimizer.step = inner.around(engine.optimizer.optimizer.step)
         if fragments:
@@ -120,11 +136,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16, help="rows and columns of a matrix")
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=PEERS)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--together", type=int, default=1, help="matrices of a module")
     parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix; ours alone")
     arguments = parser.parse_args()
     if arguments.fragments:
         arguments.optimizers = ["ours"]
-    given = {key: getattr(arguments, key) for key in ("rounds", "width", "optimizers", "fragments")}
+    given = {
+        key: getattr(arguments, key) for key in ("rounds", "width", "optimizers", "fragments", "together")
+    }
     rows: list[Row] = []
     for count in arguments.matrices:
         settings = {"count": count, **given}
