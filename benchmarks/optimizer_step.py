@@ -9,13 +9,21 @@ slowest rank's, a ratio the median over the turns of the paired ratio. Rates are
 Memory is measured afterwards, one optimizer at a time, in processes that give freed memory back at once. The JSON rows
 of this project keep rank 0's ``kernel_report()``.
 
+``--rates unlimited 200mbit 50mbit`` gives every rank a host of its own: a network namespace with a link of a limited
+rate in both directions (``benchmarks/network.py``). The rates follow each other without a restart. It needs root and
+iproute2. Nothing of it touches the machine's own network, and all is removed at the end, at a signal, or, after a kill,
+at the next start.
+
 On GPUs: ``torchrun --nproc_per_node N benchmarks/optimizer_step.py --device cuda --model 350M --stages 0 1 2 3``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import support
+from benchmarks.network import DEVICE, HostNetwork, refusal
+from benchmarks.step_forecast import add_predictions
 from benchmarks.step_ranks import MODELS, ON_REQUEST, ONLY_STAGE, OPTIMIZERS
 from benchmarks.support import Row
 
@@ -34,7 +44,23 @@ RETURN_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_ARENA_MAX": "1",
 }
-_TIME_LIMIT = 1200.0
+_TIME_LIMIT = 3600.0
+_PORT = "29500"  # in namespaces of their own, nobody else has it
+_GROUP_TIMEOUT = 300
+
+
+def rate_of(text: str) -> float | None:
+    """Return bits a second of ``200mbit``, ``1gbit``, or ``None`` of ``unlimited``."""
+    if text == "unlimited":
+        return None
+    for unit, factor in {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}.items():
+        if text.endswith(unit):
+            rate = float(text.removesuffix(unit)) * factor
+            if rate >= 1e6:
+                return rate
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: expected 'unlimited' or a rate from 1mbit, as 200mbit or 1gbit"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -54,6 +80,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-times", action="store_true", help="only measure memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    links = (
+        "of every rank's link, in each direction: unlimited 1gbit 200mbit; unlimited is what predictions need"
+    )
+    parser.add_argument("--rates", nargs="+", type=rate_of, default=[], help=links)
     parser.add_argument(
         "--updates", action="store_true", help="compare each optimizer's first update with float64"
     )
@@ -68,65 +98,108 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
     """Measure every cell; yield its rows when its times are known, and again with the memory."""
-    runner = _OnGpu() if arguments.device == "cuda" else _OnCpu()
-    cells = [(m, s, a) for m in arguments.model for s in arguments.stages for a in arguments.accumulation]
-    for ranks in arguments.ranks:
-        for model, stage, accumulation in cells:
-            cell = {"model": model, "stage": stage, "accumulation": accumulation}
-            common = {**cell, "tokens": arguments.tokens, "device": arguments.device}
-            names = [name for name in arguments.optimizers if ONLY_STAGE.get(name, stage) == stage]
-            found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
-            if not arguments.no_times:
-                started, profile = time.strftime("%Y-%m-%d %H:%M:%S"), ""
-                if arguments.profile and arguments.out:
-                    profile = f"{arguments.out.resolve()}-{model}-stage{stage}-ranks{ranks}-acc{accumulation}"
-                timing = {"optimizers": names, "repeats": arguments.repeats, "profile": profile, **common}
-                reports = runner.run("measure_times", ranks, **timing)
-                for name in names:
-                    parts = [report[name] for report in reports]
-                    found[name] |= {
-                        "total_s": parts[0]["total_s"],
-                        "step_s": parts[0]["step_s"],
-                        "timed": started,
-                        "sent_bytes": max(part["bytes"] for part in parts),
-                    }
-                    if "kernels" in parts[0]:
-                        found[name]["kernels"] = parts[0]["kernels"]
-                yield list(found.values())
-            if arguments.updates:
-                where = {key: common[key] for key in ("model", "stage", "tokens", "device")}
-                distances = runner.run("measure_updates", ranks, optimizers=names, **where)[0]
-                for name, distance in distances.items():
-                    found[name]["distance"] = distance
-                yield list(found.values())
-            if not arguments.no_memory:
-                for name in names:
-                    reports = runner.run("measure_memory", ranks, memory=True, optimizer=name, **common)
-                    found[name]["peak_bytes"] = max(reports)
-                yield list(found.values())
-        runner.close()
+    cells = list(itertools.product(arguments.model, arguments.stages, arguments.accumulation))
+    runner = _OnGpu() if arguments.device == "cuda" else _OnCpu(has_links=bool(arguments.rates))
+    with contextlib.closing(runner):
+        for ranks in arguments.ranks:
+            for model, stage, accumulation in cells:
+                cell = {"model": model, "stage": stage, "accumulation": accumulation}
+                yield from measure_cell(runner, arguments, ranks, cell)
+            runner.close()
+
+
+def measure_cell(
+    runner: _OnGpu | _OnCpu, arguments: argparse.Namespace, ranks: int, cell: Row
+) -> Iterator[list[Row]]:
+    common = {**cell, "tokens": arguments.tokens, "device": arguments.device}
+    names = [name for name in arguments.optimizers if ONLY_STAGE.get(name, cell["stage"]) == cell["stage"]]
+    found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
+    if not arguments.no_times:
+        timing = {"optimizers": names, "repeats": arguments.repeats, **common}
+        if arguments.profile and arguments.out:
+            where = "-{model}-stage{stage}-ranks{ranks}-acc{accumulation}".format(ranks=ranks, **cell)
+            timing["profile"] = f"{arguments.out.resolve()}{where}"
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        reports = runner.run("measure_times", ranks, rates=arguments.rates or [None], **timing)
+        for name, row in found.items():
+            own = reports[0][name]
+            row["timed"], row["sent_bytes"] = started, max(report[name]["bytes"] for report in reports)
+            row |= {key: own[key] for key in ("calls", "kernels") if key in own}
+        if arguments.rates:
+            yield [
+                {**row, "rate": rate, **times}
+                for name, row in found.items()
+                for rate, times in zip(arguments.rates, reports[0][name]["times"], strict=True)
+            ]
+            return
+        for name, row in found.items():
+            row |= reports[0][name]["times"][0]
+        yield list(found.values())
+    if arguments.updates:
+        where = {key: common[key] for key in ("model", "stage", "tokens", "device")}
+        distances = runner.run("measure_updates", ranks, optimizers=names, **where)[0]
+        for name, distance in distances.items():
+            found[name]["distance"] = distance
+        yield list(found.values())
+    if not arguments.no_memory:
+        for name, row in found.items():
+            row["peak_bytes"] = max(
+                runner.run("measure_memory", ranks, memory=True, optimizer=name, **common)
+            )
+        yield list(found.values())
 
 
 class _OnCpu:
-    """Pools of gloo ranks, one for times and one for memory, as the tests start them."""
+    """Pools of gloo ranks, one for times and one for memory, as the tests start them; with links on hosts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_links: bool = False) -> None:
+        self._has_links = has_links
+        self._open = contextlib.ExitStack()
         self._pools: dict[bool, Any] = {}
+        self._ends: list[list[str]] = []
 
     def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
         from tests.support.harness import RankPool
 
         if memory not in self._pools:
-            self._pools[memory] = RankPool(ranks, env=RETURN_MEMORY if memory else None)
+            where: list[Any] = []
+            if self._has_links:
+                network = self._open.enter_context(HostNetwork(ranks))
+                where, self._ends = places(network), [[end.namespace, end.device] for end in network.ends]
+            pool = RankPool(ranks, env=RETURN_MEMORY if memory else None, places=where)
+            self._pools[memory] = self._open.enter_context(pool)
             if memory:  # the first call pays for imports and compilation, which are not the optimizer's
                 self.run(function, ranks, memory=True, **settings)
+        if self._ends:
+            settings["ends"] = self._ends
         pool = self._pools[memory]
         return list(pool.run(f"benchmarks.step_ranks:{function}", timeout=_TIME_LIMIT, **settings))
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        self._open.close()
         self._pools.clear()
+
+
+def places(network: HostNetwork) -> list[Any]:
+    """Return where each rank runs: each on a host of its own, the store on the first one."""
+    from tests.support.harness import Place
+
+    return [
+        Place(
+            network.prefix(rank),
+            {
+                "LOCAL_RANK": "0",
+                "LOCAL_SIZE": "1",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": network.address(0),
+                "MASTER_PORT": _PORT,
+                "GLOO_SOCKET_IFNAME": DEVICE,
+                "TP_SOCKET_IFNAME": DEVICE,
+                "TESTS_GROUP_TIMEOUT": str(_GROUP_TIMEOUT),
+            },
+        )
+        for rank in range(network.hosts)
+    ]
 
 
 class _OnGpu:
@@ -152,27 +225,41 @@ class _OnGpu:
 def place(row: Row) -> tuple[Any, ...]:
     """Return what tells a row from others, in the order of the table."""
     where = (row[key] for key in ("model", "stage", "ranks", "accumulation"))
-    return (*where, list(OPTIMIZERS).index(row["optimizer"]))
+    return (*where, -(row.get("rate") or float("inf")), list(OPTIMIZERS).index(row["optimizer"]))
 
 
-def main() -> None:
+def _stop(number: int, _frame: Any) -> None:
+    """End by an exception, so that ranks and namespaces are removed on the way out."""
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
     arguments = parse_arguments()
     from benchmarks.step_report import page
 
+    if arguments.rates and (reason := refusal()):
+        print(f"optimizer_step.py: {reason}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
     first = int(os.environ.get("RANK", "0")) == 0
     rows: list[Row] = support.read(arguments.out).get("rows", [])
-    for found in measure(arguments):
-        rows = support.merged(rows, found, place)
-        report = {
-            "machine": support.machine(),
-            "command": support.command(),
-            "tokens": arguments.tokens,
-            "rows": rows,
-        }
-        if first:  # after every cell, so that a long matrix can be stopped
-            print("\n".join(page({**report, "rows": found})[-len(found) :]), flush=True)
-            support.write(arguments.out, report, page(report))
+    with contextlib.closing(measure(arguments)) as cells:
+        for found in cells:
+            rows = support.merged(rows, found, place)
+            if arguments.rates:
+                add_predictions(rows)
+            report = {
+                "machine": support.machine(),
+                "command": support.command(),
+                "tokens": arguments.tokens,
+                "rows": rows,
+            }
+            if first:  # after every cell, so that a long matrix can be stopped
+                print("\n".join(page(report)), flush=True)
+                support.write(arguments.out, report, page(report))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

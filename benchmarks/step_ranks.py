@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import peers, support
+from benchmarks.network import LinkEnd, limit_rate, link_bytes
 from benchmarks.sent_bytes import SentBytes
 
 
@@ -228,12 +229,15 @@ def batches_of(model: str, accumulation: int, tokens: int, device: str) -> list[
     return [batch_of(vocabulary, micro, tokens, device) for micro in range(accumulation)]
 
 
-def one_step(engine: Any, batches: list[Tensor], device: str) -> tuple[float, float]:
-    """Run one optimizer step; return seconds of all backward and step calls, and of the step calls alone."""
-    backward = step = 0.0
+def one_step(engine: Any, batches: list[Tensor], device: str) -> dict[str, float]:
+    """Run one optimizer step; return the seconds of all calls, of backward and step, and of step alone."""
+    forward = backward = step = 0.0
     for batch in batches:
+        dist.barrier()
+        begin = time.perf_counter()
         loss = engine(batch)
         wait(device)
+        forward += time.perf_counter() - begin
         dist.barrier()
         start = time.perf_counter()
         engine.backward(loss)
@@ -244,7 +248,7 @@ def one_step(engine: Any, batches: list[Tensor], device: str) -> tuple[float, fl
         end = time.perf_counter()
         backward += middle - start
         step += end - middle
-    return backward + step, step
+    return {"whole_s": forward + backward + step, "total_s": backward + step, "step_s": step}
 
 
 def wait(device: str) -> None:
@@ -264,11 +268,18 @@ def measure_times(
     tokens: int,
     device: str = "cpu",
     profile: str = "",
+    rates: Sequence[float | None] = (None,),
+    ends: Sequence[Sequence[str]] = (),
 ) -> dict[str, Any]:
     """Time all optimizers in turn, with all their engines alive, and count the bytes of one step.
 
     With ``profile``, five more steps of each run under torch's profiler; rank 0 writes their trace and a table to that
-    path with endings.
+    path with endings. With ``ends``, namespace and device of both ends of every link, rank 0 sets the links to one of
+    the ``rates`` after the other, in bits a second (``None`` for no limit), and the kernel's bytes are counted.
+
+    Returns:
+        Of each optimizer: ``bytes`` and ``calls`` of collectives, for our own ``kernels``, and for each rate the
+        ``times`` of the slowest rank in each turn, with the bytes of the busiest link.
     """
     import deepspeed_muon
 
@@ -276,21 +287,19 @@ def measure_times(
     sent = SentBytes()
     engines = {name: make_engine(name, decoder(model), stage, accumulation, device) for name in optimizers}
     batches = batches_of(model, accumulation, tokens, device)
-    rows: dict[str, dict[str, Any]] = {name: {"total_s": [], "step_s": []} for name in optimizers}
+    rows: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
         one_step(engine, batches, device)  # builds state, compiles, chooses kernels
         sent.reset()
         sent.install()
         one_step(engine, batches, device)  # its barriers carry no payload
         sent.remove()
-        rows[name]["bytes"] = sent.total
-    gc.collect()
-    for names in support.turns(optimizers, repeats):
-        for name in names:
-            seconds = torch.tensor(one_step(engines[name], batches, device), dtype=torch.float64).to(device)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            rows[name]["total_s"].append(float(seconds[0]))
-            rows[name]["step_s"].append(float(seconds[1]))
+        rows[name] = {"bytes": sent.total, "calls": dict(sent.calls), "times": []}
+    for rate in rates:
+        _set_rate(rank, ends, rate)
+        for name, times in _turns(engines, batches, device, repeats, has_links=bool(ends)).items():
+            rows[name]["times"].append(times)
+    _set_rate(rank, ends, None)
     for name, engine in engines.items():
         if profile:
             _profile(engine, batches, device, f"{profile}-{re.sub('[^a-z0-9]+', '-', name.lower())}")
@@ -299,6 +308,34 @@ def measure_times(
     for engine in engines.values():
         engine.destroy()
     return rows
+
+
+def _turns(
+    engines: dict[str, Any], batches: list[Tensor], device: str, repeats: int, *, has_links: bool
+) -> dict[str, dict[str, list[float]]]:
+    """Let all engines take turns; return for each what every step took of the rank with most."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
+    gc.disable()  # a collection takes 0.1 s, in whichever step it falls
+    for names in support.turns(list(engines), repeats):
+        gc.collect()
+        for name in names:
+            before = link_bytes()[0] if has_links else 0
+            figures = one_step(engines[name], batches, device)
+            if has_links:
+                figures["link_bytes"] = float(link_bytes()[0] - before)
+            most = torch.tensor([*figures.values()], dtype=torch.float64).to(device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            for key, value in zip(figures, most.tolist(), strict=True):
+                found[name].setdefault(key, []).append(value)
+    gc.enable()
+    return found
+
+
+def _set_rate(rank: int, ends: Sequence[Sequence[str]], rate: float | None) -> None:
+    dist.barrier()
+    if rank == 0:
+        limit_rate([LinkEnd(*end) for end in ends], rate)
+    dist.barrier()
 
 
 def _profile(engine: Any, batches: list[Tensor], device: str, path: str) -> None:

@@ -6,16 +6,25 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.support import Row, median_ratio, table
+from benchmarks.support import Row, median_ratio, table_of
 
-OURS = "ours"
+OURS, ADAMW = "ours", "DeepSpeed AdamW"
+# Column, key of a row, unit, and whether there are columns with ratios.
+FIGURES = (
+    ("backward + step, ms", "total_s", 1e-3, True),
+    ("step, ms", "step_s", 1e-3, False),
+    ("whole, ms", "whole_s", 1e-3, True),
+    ("sent, MB", "sent_bytes", 1e6, True),
+    ("on the link, MB", "link_bytes", 1e6, False),
+    ("peak, MB", "peak_bytes", 1e6, True),
+)
 
 
-def cells(rows: list[Row]) -> dict[tuple[str, int, int, int], dict[str, Row]]:
-    """Group the rows by model, stage, ranks and accumulation."""
-    grouped: dict[tuple[str, int, int, int], dict[str, Row]] = {}
+def cells(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Group the rows by model, stage, ranks, accumulation and rate."""
+    grouped: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        key = (row["model"], row["stage"], row["ranks"], row["accumulation"])
+        key = (*(row[key] for key in ("model", "stage", "ranks", "accumulation")), row.get("rate"))
         grouped.setdefault(key, {})[row["optimizer"]] = row
     return grouped
 
@@ -35,10 +44,8 @@ def ratio(ours: Row, peer: Row, what: str) -> float | None:
 
 
 def page(report: dict[str, Any]) -> list[str]:
-    """Return all rows as Markdown, with the ratio of this project to each peer."""
+    """Return all rows as Markdown, with the ratios of this project to each peer and of each to AdamW."""
     machine = report["machine"]
-    heads = ["model", "stage", "ranks", "acc.", "optimizer", "backward + step, ms", "x", "step, ms"]
-    heads += ["sent, MB", "x", "peak, MB", "x", "distance"]
     return [
         "# One optimizer step",
         "",
@@ -46,32 +53,40 @@ def page(report: dict[str, Any]) -> list[str]:
         f"{machine['deepspeed']}; bf16 models, one thread a rank, {report['tokens']} tokens a micro-batch. "
         f"Last command: `{report['command']}`.",
         "",
-        "Times are medians of the slowest rank; bytes those of the rank that sends most, gradient reduction and "
-        "parameter gathers included; memory the growth of the largest rank over the process before the model. `x` "
-        "columns are this project / that optimizer, for times the median of paired ratios. Distance: the sine of the "
+        "Times are medians of the slowest rank, whole ones with forward. Bytes are those of the rank that sends most, "
+        "gradient reduction and parameter gathers included: as the best algorithm of each collective sends them, and "
+        "as the kernel counts them on the busiest link. Memory is the growth of the largest rank over the process "
+        "before the model. `x`: this project / that optimizer, for times the median of paired ratios; `/ AdamW`: that "
+        "optimizer / AdamW. Predicted: the whole step by `plan`, from that without a limit. Distance: the sine of the "
         "angle between an optimizer's first update and its own iteration in float64, the largest of all matrices.",
         "",
-        *table(heads, lines(report["rows"])),
+        *table_of(list(lines(report["rows"]))),
     ]
 
 
-def lines(rows: list[Row]) -> Iterator[list[object]]:
+def lines(rows: list[Row]) -> Iterator[Row]:
     """Yield the cells of each row."""
     for found in cells(rows).values():
         for name, row in found.items():
-            line = [row[key] for key in ("model", "stage", "ranks", "accumulation", "optimizer")]
-            for what, factor in (
-                ("total_s", 1e3),
-                ("step_s", 1e3),
-                ("sent_bytes", 1e-6),
-                ("peak_bytes", 1e-6),
-            ):
+            line = {key: row[key] for key in ("model", "stage", "ranks")} | {"acc.": row["accumulation"]}
+            if "rate" in row:
+                line["Mbit/s"] = "unlimited" if row["rate"] is None else f"{row['rate'] / 1e6:g}"
+            line["optimizer"] = name
+            for head, what, unit, compared in FIGURES:
                 value = row.get(what)
-                if isinstance(value, list):
-                    value = statistics.median(value)
-                line.append("" if value is None else f"{value * factor:.1f}")
-                if what != "step_s":
-                    own = ratio(found[OURS], row, what) if OURS in found and name != OURS else None
-                    line.append("" if own is None else f"{own:.2f}")
-            line.append(f"{row['distance']:.2g}" if "distance" in row else "")
+                if value is None:
+                    continue
+                line[head] = f"{(statistics.median(value) if isinstance(value, list) else value) / unit:.1f}"
+                of = head.partition(",")[0]
+                pairs = ((f"x, {of}", OURS, name), (f"{of} / AdamW", name, ADAMW))
+                for label, own, other in pairs if compared else ():
+                    line[label] = ""
+                    if own != other and {own, other} <= found.keys():
+                        quotient = ratio(found[own], found[other], what)
+                        line[label] = "" if quotient is None else f"{quotient:.2f}"
+            if "predicted_s" in row:
+                off = row["predicted_s"] / statistics.median(row["whole_s"]) - 1
+                line["predicted, ms"] = f"{row['predicted_s'] * 1e3:.1f} ({off:+.0%})"
+            if "distance" in row:
+                line["distance"] = f"{row['distance']:.2g}"
             yield line

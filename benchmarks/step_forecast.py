@@ -1,4 +1,4 @@
-"""What ``plan`` predicts for ``benchmarks/cluster.py``: the step's time at a rate, from its time without a limit."""
+"""What ``plan`` predicts for steps on links of a limited rate, from their time without a limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.cluster_report import Steps
 from benchmarks.step_ranks import MODELS, Decoder
 from benchmarks.support import Row
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, zero_bytes
@@ -27,19 +26,22 @@ def add_predictions(rows: list[Row]) -> None:
     unlimited = {_place(row): row for row in rows if row["rate"] is None}
     for row in rows:
         known = unlimited.get(_place(row))
-        if row["rate"] is None or known is None or row["optimizer"] not in _EXCHANGES:
+        # Of a step with accumulation the plan does not know what ZeRO sends.
+        if row["rate"] is None or known is None or row["accumulation"] > 1:
             continue
-        seconds = statistics.median(Steps(known).whole)
+        if row["optimizer"] not in _EXCHANGES:
+            continue
+        seconds = statistics.median(known["whole_s"])
         row["predicted_s"] = round(_predicted(row, seconds), 6)
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("model", "stage", "hosts", "optimizer"))
+    return tuple(row[key] for key in ("model", "stage", "ranks", "accumulation", "optimizer"))
 
 
 def _predicted(row: Row, unlimited: float) -> float:
     """Return the seconds of a step at the row's rate, from its seconds without a limit."""
-    settings = PlanSettings(row["hosts"], row["stage"], gpus_per_node=1, device=torch.device("cpu"))
+    settings = PlanSettings(row["ranks"], row["stage"], gpus_per_node=1, device=torch.device("cpu"))
     routes = _routes(row["model"])
     sent = zero_bytes(routes, settings)
     if settings.stage == 3:
@@ -51,7 +53,7 @@ def _predicted(row: Row, unlimited: float) -> float:
         # What one rank receives in one direction, it sends in the other.
         one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
         sent += exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
-    return unlimited + (8 * sent / (row["rate"] * _PAYLOAD) if row["hosts"] > 1 else 0.0)
+    return unlimited + (8 * sent / (row["rate"] * _PAYLOAD) if row["ranks"] > 1 else 0.0)
 
 
 def _routes(model: str) -> list[Route]:
