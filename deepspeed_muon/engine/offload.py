@@ -45,7 +45,6 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
-from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import optimizer_of
@@ -53,7 +52,7 @@ from deepspeed_muon.checkpoint.tag_folder import Glance
 from deepspeed_muon.engine.zero.stages import Zero3View, view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError, OpsUnavailableError
-from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
+from deepspeed_muon.math.updates import AdamStep, AdamTensors, reference_adamw_step
 
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
 _CHECKED = 1043
@@ -194,23 +193,15 @@ class CpuAdam:
         weakref.finalize(self, self._op.destroy_adam, self._number)
         self._check(decoupled, master, moments)
 
-    def __call__(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        *,
-        settings: AdamStep,
-    ) -> None:
-        """Update ``params`` and both moments in place; see :func:`deepspeed_muon.math.updates.adam_step_`."""
+    def __call__(self, tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
+        """Update parameters and both moments in place; see :func:`deepspeed_muon.math.updates.adam_step_`."""
         numbers = (settings.lr, *settings.betas, settings.eps, settings.weight_decay)
         # A new object computes the powers of the betas from the step's number. One that is kept multiplies those of its
         # last step once more, which rounds differently: a resumed run would differ in its last bits.
         self._op.create_adam(self._number, *numbers, settings.decoupled, False)
-        for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-            assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-            self._op.adam_update(self._number, settings.step, *numbers, True, *tensors)
+        for each in tensors:
+            assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in each)
+            self._op.adam_update(self._number, settings.step, *numbers, True, *each)
 
     def _check(self, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
         """Compare two steps on random numbers with the float64 reference."""
@@ -224,7 +215,7 @@ class CpuAdam:
             settings = AdamStep(0.01, (0.9, 0.95), 1e-8, 0.1, step, decoupled)
             expected, m, v = reference_adamw_step(expected, grad, m, v, settings=settings)
             try:
-                self([param], [grad], [exp_avg], [exp_avg_sq], settings=settings)
+                self([(param, grad, exp_avg, exp_avg_sq)], settings=settings)
             except RuntimeError as failed:
                 raise OpsUnavailableError(
                     f"DeepSpeed's cpu_adam operator does not take {master} with moments in {moments}: {failed}"

@@ -109,30 +109,28 @@ class AdamStep:
     decay_mode: WeightDecayMode = "decoupled"
 
 
-def adam_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    settings: AdamStep,
-) -> None:
-    """Update ``params`` (float32, all on one device) and both moments in place with torch's fused kernel."""
-    if not params:
+AdamTensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A parameter, its gradient, and its first and second moment."""
+
+
+def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
+    """Update parameters (float32, all on one device) and both moments in place with torch's fused kernel."""
+    if not tensors:
         return
     weight_decay = settings.weight_decay
     if settings.decoupled and settings.decay_mode != "decoupled":
-        _decay(params, grads, exp_avgs, settings)
+        _decay(tensors, settings)
         weight_decay = 0.0
+    params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*tensors, strict=True))
     device = params[0].device
     # The kernel increments the counter before it uses it, and wants one tensor for each parameter.
     steps = [torch.full((), float(settings.step - 1), device=device) for _ in params]
     function = adamw if settings.decoupled else adam
     function(
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
         [],
         steps,
         fused=True,
@@ -146,18 +144,16 @@ def adam_step_(
     )
 
 
-def _decay(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], settings: AdamStep
-) -> None:
+def _decay(tensors: Sequence[AdamTensors], settings: AdamStep) -> None:
     """Shrink the parameters by a kind of decay that torch's kernel does not know."""
     if settings.decay_mode == "cautious":
-        for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
+        for param, grad, exp_avg, _ in tensors:
             # Adam's update has the sign of the new first moment, which the kernel computes only later.
             first = torch.lerp(exp_avg, grad, 1.0 - settings.betas[0])
             cautious_decay_(param, first, decay=settings.lr * settings.weight_decay)
     else:
         factor = decay_factor(settings.decay_mode, lr=settings.lr, weight_decay=settings.weight_decay)
-        torch._foreach_mul_(list(params), factor)
+        torch._foreach_mul_([param for param, *_ in tensors], factor)
 
 
 def reference_adamw_step(

@@ -13,7 +13,7 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
 from deepspeed_muon.logs import logger, warn, warn_on_each_machine
-from deepspeed_muon.math.updates import AdamStep, adam_step_
+from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
 from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
@@ -126,35 +126,26 @@ def _native(
         return str(error)
 
 
-def torch_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    settings: AdamStep,
-) -> None:
+def torch_step(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
     """Run torch's kernel, which needs one dtype: mixed or half-precision tensors run in parts on fp32 copies.
 
     State in bf16 only saves memory: the arithmetic stays fp32, and every element is rounded once a step, when it is
     written back.
     """
-    plain: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        param, _, exp_avg, _ = tensors
+    plain: list[AdamTensors] = []
+    for own in tensors:
+        param, _, exp_avg, _ = own
         if param.dtype == exp_avg.dtype and param.dtype.itemsize >= 4:
-            plain.append(tensors)
+            plain.append(own)
             continue
         block = _CPU_BLOCK if param.device.type == "cpu" else _GPU_BLOCK
-        for parts in zip(*(each.split(block) for each in tensors), strict=True):
-            wide = [part.float() for part in parts]
-            adam_step_(*([each] for each in wide), settings=settings)
-            for position in (0, 2, 3):
+        for parts in zip(*(each.split(block) for each in own), strict=True):
+            p, g, m, v = (part.float() for part in parts)
+            adam_step_([(p, g, m, v)], settings=settings)
+            for position, wide in ((0, p), (2, m), (3, v)):
                 if parts[position].dtype != torch.float32:
-                    parts[position].copy_(wide[position])
-    if plain:
-        columns = [list(column) for column in zip(*plain, strict=True)]
-        adam_step_(*columns, settings=settings)
+                    parts[position].copy_(wide)
+    adam_step_(plain, settings=settings)
 
 
 class AdamW:
@@ -217,7 +208,7 @@ class AdamW:
             state: ``optimizer.state``; mutated.
             flat: Partition index to this rank's flat weights; mutated.
         """
-        batches: dict[AdamStep, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        batches: dict[AdamStep, list[AdamTensors]] = {}
         for partition, local in self._local:
             own = state_of(partition, state, self._policy)
             group = groups[partition.index]
@@ -238,11 +229,10 @@ class AdamW:
                 part = tuple(tensor.narrow(0, offset, numel) for tensor in tensors)
                 batches.setdefault(settings, []).append(part)  # type: ignore[arg-type]
         for settings, parts in batches.items():
-            params, gradients, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*parts, strict=True))
             run = torch_step
             if self._native is not None and settings.decay_mode == "decoupled":
                 run = self._native
-            run(params, gradients, exp_avgs, exp_avg_sqs, settings=settings)
+            run(parts, settings=settings)
             self._calls += 1
             self._torch_calls += self._native is not None and run is torch_step
 

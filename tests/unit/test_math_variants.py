@@ -63,7 +63,7 @@ def test_adam_decays_by_its_mode(mode: str) -> None:
     v = 0.95 * second.double() + 0.05 * grad.double() ** 2
     update = m / (1 - 0.9**3) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
     expected = decayed_step(param, update, lr=0.1, weight_decay=0.3, mode=mode)
-    adam_step_([param], [grad], [first], [second], settings=settings)
+    adam_step_([(param, grad, first, second)], settings=settings)
     torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 

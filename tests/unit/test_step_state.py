@@ -99,7 +99,7 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
     exp_avg, exp_avg_sq = random(numel, moments, 2), random(numel, torch.float32, 3).square().to(moments)
     step = AdamStep(0.01, (0.9, 0.95), 1e-8, 0.1, 3, decoupled)
     expected = reference_adamw_step(param, grad, exp_avg, exp_avg_sq, settings=step)
-    run([param], [grad], [exp_avg], [exp_avg_sq], settings=step)
+    run([(param, grad, exp_avg, exp_avg_sq)], settings=step)
     for found, exact in zip((param, exp_avg, exp_avg_sq), expected, strict=True):
         # Half a unit for the one rounding into the stored dtype, a few fp32 units for the arithmetic; a parameter is
         # off by a few fp32 units of the update too, whose quotient is at most 30 here.
