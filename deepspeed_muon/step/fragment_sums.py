@@ -22,7 +22,7 @@ from deepspeed_muon.step.passes import COLUMNS, ChunkTable, Step
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.unit_exchange import UnitExchange
-from deepspeed_muon.variants import Combine, UnitRates, Variant
+from deepspeed_muon.variants import Combine, UnitRates
 
 _MOST = 1 << 22
 """Elements of equal pieces that run together, which copies them."""
@@ -78,7 +78,6 @@ class FragmentSums:
         plan: ExchangePlan,
         indices: Sequence[int],
         table: Tensor,
-        variant: Variant,
         context: StepContext,
         step_set: StepSet,
     ) -> None:
@@ -88,19 +87,18 @@ class FragmentSums:
             plan: The exchange plan.
             indices: The matrices, ascending.
             table: Of this rank's fragments of them, in the weights and in what these are multiplied with.
-            variant: One with ``apply``.
-            context: Of the step set.
+            context: Of the step set; its variant has ``apply``.
             step_set: The step set.
         """
-        self._matrices, self._rank, self._variant = plan.matrices, plan.rank, variant
-        self._keys = [each.key for each in variant.state]
+        self._matrices, self._rank, self._variant = plan.matrices, plan.rank, context.variant
+        self._keys = [each.key for each in self._variant.state]
         self._device = step_set.partitions[0].tensor.device
-        self._units = UnitExchange(plan, indices, context, variant, step_set.tensor_group, self._device)
+        self._units = UnitExchange(plan, indices, context, self._device)
         self._pieces = [*self._equal_pieces(table.tolist())]
         muon = [partition.index for partition in step_set.partitions if partition.muon]
         positions = torch.tensor([muon.index(each.partition) for each in plan.matrices], dtype=torch.int64)
         self._position = positions[self._units.done_matrix]
-        ranks = 1 if step_set.tensor_group is None else dist.get_world_size(step_set.tensor_group)
+        ranks = 1 if context.tensor_group is None else dist.get_world_size(context.tensor_group)
         self._weights = self._weights_of(ranks).to(context.device)
 
     @property
@@ -218,24 +216,20 @@ class FragmentSums:
 
 
 def fragment_sums(
-    plan: ExchangePlan,
-    tables: Sequence[ChunkTable],
-    variant: Variant,
-    context: StepContext,
-    step_set: StepSet,
+    plan: ExchangePlan, tables: Sequence[ChunkTable], context: StepContext, step_set: StepSet
 ) -> tuple[list[FragmentSums], FragmentSums | None]:
     """Return the sums of each chunk with its updates, and those of all matrices with their gradients, if any."""
-    if variant.apply is None:
+    if context.variant.apply is None:
         return [], None
     chunks = [
-        FragmentSums(plan, chunk.matrices, table.held, variant, context, step_set)
+        FragmentSums(plan, chunk.matrices, table.held, context, step_set)
         for chunk, table in zip(plan.chunks, tables, strict=True)
     ]
-    if variant.before_momentum is None:
+    if context.variant.before_momentum is None:
         return chunks, None
     held = torch.cat([torch.empty((0, COLUMNS), dtype=torch.int64), *(table.held for table in tables)])
     held[:, 2:4] = held[:, :2]  # a gradient lies as its weights do
-    return chunks, FragmentSums(plan, range(len(plan.matrices)), held, variant, context, step_set)
+    return chunks, FragmentSums(plan, range(len(plan.matrices)), held, context, step_set)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -288,7 +288,6 @@ class Step:
         grads: The gradients that enter the momentum.
         finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
         passes: Native or torch passes.
-        variant: What becomes of the directions.
         kept: Partition index and key to the row state that this rank keeps; mutated.
         counts: The number of the step, from 1.
         quantized: Of a momentum in 8 bits, whose codes :attr:`momentum` then holds: its scales, by position of the
@@ -302,7 +301,6 @@ class Step:
     grads: Sequence[Tensor]
     finish: RowsAtOwner | None
     passes: FlatPasses
-    variant: Variant
     kept: Mapping[int, Mapping[str, Tensor]]
     counts: Sequence[int]
     quantized: tuple[Sequence[Tensor], Tensor] | None = None

@@ -106,6 +106,8 @@ class StepRunner:
             Codec(dtype, config.wire_format),
             config.ns_settings(resources.device),
             resources.stats,
+            VARIANTS[config.variant],
+            step_set.tensor_group,
         )
         self.assignment = assign(step_set.matrices, context.ns_settings, load)
         self.plan = build_exchange_plan(
@@ -125,17 +127,16 @@ class StepRunner:
         whole = WholeAtOwner(matrices, context, resources.orthogonalize, self.check)
         group = step_set.tensor_group
         self._strategy = whole if group is None else OverTensorGroup(whole, config, group)
-        self._variant = VARIANTS[config.variant]
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         self._positions = numbers = {partition.index: number for number, partition in enumerate(self._muon)}
-        self._rates = RateTable(matrices, self._variant, numbers)
+        self._rates = RateTable(matrices, context.variant, numbers)
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self._prepare_tables()
         self.adam = AdamW(step_set, config, resources.policy)
 
     def _prepare_tables(self) -> None:
         """Make the tables, and what the variant, its state and a momentum in 8 bits need; nothing is sent."""
-        variant, context, plan = self._variant, self.context, self.plan
+        context, plan = self.context, self.plan
         # With owned matrices in the order in which they run in batches.
         order = functools.partial(batches, plan.matrices, context)
         self._tables = [
@@ -146,11 +147,11 @@ class StepRunner:
             for table in self._tables:
                 table.blocks = self.blocks.table(table.packed)
         self._rows: RowStateExchange | None = None
-        if variant.finish is not None:
+        if context.variant.finish is not None:
             device = self.step_set.partitions[0].tensor.device
-            self._rows = RowStateExchange(plan, context, variant, self.step_set.tensor_group, device)
-        self._kept = rows_by_partition(plan.matrices, plan.rank) if variant.state else {}
-        self._sums, self._before = fragment_sums(plan, self._tables, variant, context, self.step_set)
+            self._rows = RowStateExchange(plan, context, device)
+        self._kept = rows_by_partition(plan.matrices, plan.rank) if context.variant.state else {}
+        self._sums, self._before = fragment_sums(plan, self._tables, context, self.step_set)
 
     @functools.cached_property
     def blocks(self) -> MomentumBlocks:
@@ -252,17 +253,15 @@ class StepRunner:
         rates = self._rates.of({index: groups[index] for index in order})
         counts = [int(each["step"]) for each in own]
         # Also in a step without gradients: a later one would take the state for lost.
+        variant, counted = self.context.variant, self._kept
         kept = {
-            partition.index: row_state_of(partition, state, self._variant, self._kept.get(partition.index, 0))
-            for partition in self._muon
+            each.index: row_state_of(each, state, variant, counted.get(each.index, 0)) for each in self._muon
         }
         finish: RowsAtOwner | None = None
         is_active = any(of_matrices)
         if is_active and self._rows is not None:
             finish = self._rows.gather(kept, rates.settings)
-        step = Step(
-            mask, rates, weights, momentum, entering, finish, self._passes, self._variant, kept, counts
-        )
+        step = Step(mask, rates, weights, momentum, entering, finish, self._passes, kept, counts)
         if is_active and self._before is not None:
             step = replace(step, grads=self._before.entering(step))
         if is_active and self._policy.quantizes_momentum:

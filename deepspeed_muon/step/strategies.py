@@ -164,7 +164,7 @@ class WholeAtOwner:
 
     def _checked(self, members: list[Member], inputs: Tensor, step: Step) -> Tensor:
         """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``."""
-        inputs = before_iteration(step.variant, inputs, self.matrices[members[0][0]])
+        inputs = before_iteration(self.context.variant, inputs, self.matrices[members[0][0]])
         with self.check.recorder.span("newton_schulz"):
             blocks = self._orthogonalize(inputs, settings=self.context.ns_settings)
         result = Result(members, inputs, blocks, step.rates.scales, step.finish)

@@ -215,7 +215,8 @@ class OverTensorGroup:
         iterate = functools.partial(
             orthogonalize_sharded, group=self._group, shard_dim=dim - 2, shard_sizes=sizes
         )
-        inputs = before_iteration(step.variant, inputs, self._matrices[batch[0]], self._group)
+        variant, first = self._context.variant, self._matrices[batch[0]]
+        inputs = before_iteration(variant, inputs, first, self._group)
         names = ", ".join(self._matrices[index].name for index in batch[:3])
         with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", self._group):
             blocks = iterate(inputs, settings=self._context.ns_settings)

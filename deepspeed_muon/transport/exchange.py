@@ -23,6 +23,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import PLAIN, BufferPlan, Chunk, ExchangePlan, WireFormat
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
+from deepspeed_muon.variants import Variant
 
 SLOTS = 3
 """Chunks in the buffers with overlap: one arrives, one is orthogonalised, one returns."""
@@ -138,6 +139,8 @@ class StepContext:
         codec: How they are sent.
         ns_settings: The Newton-Schulz iteration.
         stats: Counters of the optimizer; mutated.
+        variant: The variant of Muon.
+        tensor_group: The tensor-parallel process group; ``None`` without one.
     """
 
     number: int
@@ -149,6 +152,8 @@ class StepContext:
     codec: Codec
     ns_settings: NsSettings
     stats: StepStats
+    variant: Variant
+    tensor_group: dist.ProcessGroup | None
 
     @property
     def batch_below(self) -> int:

@@ -155,31 +155,21 @@ class RowsAtOwner:
 class RowStateExchange:
     """Exchanges the row state of the matrices of one plan."""
 
-    def __init__(
-        self,
-        plan: ExchangePlan,
-        context: StepContext,
-        variant: Variant,
-        tensor_group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, context: StepContext, device: torch.device) -> None:
         """Find out which rows this rank keeps.
 
         Args:
             plan: The exchange plan.
-            context: Of the step set.
-            variant: One with ``finish``.
-            tensor_group: It has the other shards of cut matrices.
+            context: Of the step set; its variant has ``finish``.
             device: Of what is kept.
         """
-        self._matrices, self._variant, self._tensor_group = plan.matrices, variant, tensor_group
-        # Shards of one matrix have their own rows, or all have the same.
-        self._units = UnitExchange(plan, range(len(plan.matrices)), context, variant, None, device)
+        self._matrices, self._context = plan.matrices, context
+        self._units = UnitExchange(plan, range(len(plan.matrices)), context, device)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends to data-parallel ranks per step."""
-        return sum(self._units.sent_numbers) * len(self._variant.state) * torch.float32.itemsize
+        return sum(self._units.sent_numbers) * len(self._context.variant.state) * torch.float32.itemsize
 
     def gather(self, kept: RowStates, settings: Tensor) -> RowsAtOwner:
         """Bring the rows of every matrix to its owner. Must be called by all ranks of the group."""
@@ -187,9 +177,10 @@ class RowStateExchange:
         counts = [len(units) for _, units in self._units.done.values()]
         rows = {
             each.key: dict(zip(self._units.done, whole[:, number].contiguous().split(counts), strict=True))
-            for number, each in enumerate(self._variant.state)
+            for number, each in enumerate(self._context.variant.state)
         }
-        return RowsAtOwner(self._matrices, self._variant, settings, rows, group=self._tensor_group)
+        context = self._context
+        return RowsAtOwner(self._matrices, context.variant, settings, rows, group=context.tensor_group)
 
     def scatter(self, done: RowsAtOwner, kept: RowStates) -> None:
         """Bring the rows back to the ranks that keep them; those of inactive matrices are unchanged.

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.exchange import ExchangePlan
@@ -22,7 +21,6 @@ from deepspeed_muon.plan.placement import Ints
 from deepspeed_muon.plan.rows import blocks_of_rows, first_elements, row_places, unit_count, units_on
 from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
 from deepspeed_muon.transport.ranks import phase, reduce_tensor
-from deepspeed_muon.variants import Variant
 
 RowStates = Mapping[int, Mapping[str, Tensor]]
 """Partition index and key to the numbers of the rows that this rank keeps."""
@@ -56,8 +54,6 @@ class UnitExchange:
         plan: ExchangePlan,
         indices: Sequence[int],
         context: StepContext,
-        variant: Variant,
-        tensor_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         """Find out who completes what; nothing is sent.
@@ -65,13 +61,14 @@ class UnitExchange:
         Args:
             plan: The exchange plan.
             indices: The matrices, ascending.
-            context: Of the step set.
-            variant: Its units are rows or blocks. Its ``finish`` needs the rows of whole matrices.
-            tensor_group: The tensor-parallel group; ``None`` without one.
+            context: Of the step set. The units of its variant are rows or blocks, and its ``finish`` needs the rows of
+                whole matrices.
             device: Of the numbers of the held units; those of completed ones lie on the context's.
         """
-        self._plan, self._context, self._tensor_group = plan, context, tensor_group
+        self._plan, self._context, variant = plan, context, context.variant
         self._at_owner = variant.finish is not None
+        # Shards of one matrix have their own rows at its owners, or all have the same.
+        self._tensor_group = None if self._at_owner else context.tensor_group
         self._rows = rows = variant.of_rows or self._at_owner
         self._keys = [each.key for each in variant.state]
         matrices, rank = {index: plan.matrices[index] for index in indices}, plan.rank

@@ -15,7 +15,6 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import strategies
 from deepspeed_muon.step.passes import ChunkTable, Rates, Step, apply, pack
-from deepspeed_muon.variants import VARIANTS
 
 
 def plan_of(rows: int, count: int, ranks: int = 1) -> ExchangePlan:
@@ -57,7 +56,7 @@ def step_of(
     """Return a step on one partition."""
     flat = [momentum if param is None else param]
     mask = None if all(active) else torch.tensor(active)
-    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"), VARIANTS["muon"], {}, [1])
+    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"), {}, [1])
 
 
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
