@@ -22,7 +22,7 @@ from deepspeed_muon.step.passes import COLUMNS, ChunkTable, Step
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.unit_exchange import UnitExchange
-from deepspeed_muon.variants import Combine, UnitRates
+from deepspeed_muon.variants.variant import Combine, UnitRates
 
 _MOST = 1 << 22
 """Elements of equal pieces that run together, which copies them."""

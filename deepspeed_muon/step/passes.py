@@ -24,7 +24,7 @@ from deepspeed_muon.ops.reference import cautious_apply_
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.row_state import RowsAtOwner
-from deepspeed_muon.variants import Variant
+from deepspeed_muon.variants.variant import Variant
 
 # The columns of a table of ops/: tensor and offset, other tensor and offset, numel, and the index of the matrix.
 COLUMNS = 6

@@ -17,7 +17,8 @@ from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
 from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
-from deepspeed_muon.variants import ROW_STATE, Variant
+from deepspeed_muon.variants import ROW_STATE
+from deepspeed_muon.variants.variant import Variant
 
 State = MutableMapping[Tensor, dict[str, Any]]
 

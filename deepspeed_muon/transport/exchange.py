@@ -23,7 +23,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.exchange import PLAIN, BufferPlan, Chunk, ExchangePlan, WireFormat
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
-from deepspeed_muon.variants import Variant
+from deepspeed_muon.variants.variant import Variant
 
 SLOTS = 3
 """Chunks in the buffers with overlap: one arrives, one is orthogonalised, one returns."""

@@ -18,7 +18,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
 from deepspeed_muon.transport.unit_exchange import RowStates, UnitExchange
-from deepspeed_muon.variants import Sums, Variant
+from deepspeed_muon.variants.variant import Sums, Variant
 
 
 def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from deepspeed_muon.variants import hyperball, muon, muon_eq, muown, normuon
-from deepspeed_muon.variants.variant import (
-    Combine,
-    ReferenceRates,
-    RowState,
-    Setting,
-    Sums,
-    UnitRates,
-    Variant,
-)
+from deepspeed_muon.variants.variant import RowState, Setting, Variant
 
 VARIANTS: dict[str, Variant] = {
     each.VARIANT.name: each.VARIANT for each in (muon, normuon, muon_eq, hyperball, muown)
@@ -23,16 +15,3 @@ SETTINGS: dict[str, Setting] = {each.name: each for variant in VARIANTS.values()
 
 ROW_STATE: dict[str, RowState] = {each.key: each for variant in VARIANTS.values() for each in variant.state}
 """All entries of the optimizer state that some variant keeps for each row."""
-
-__all__ = [
-    "ROW_STATE",
-    "SETTINGS",
-    "VARIANTS",
-    "Combine",
-    "ReferenceRates",
-    "RowState",
-    "Setting",
-    "Sums",
-    "UnitRates",
-    "Variant",
-]

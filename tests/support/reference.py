@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.variants import VARIANTS, ReferenceRates
-from deepspeed_muon.variants.variant import Reference
+from deepspeed_muon.variants import VARIANTS
+from deepspeed_muon.variants.variant import Reference, ReferenceRates
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 

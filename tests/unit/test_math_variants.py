@@ -18,8 +18,8 @@ from deepspeed_muon.plan.placement import (
     sharded_placement,
 )
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.variants import Sums
 from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
+from deepspeed_muon.variants.variant import Sums
 from tests.support.layouts import fragments_of
 from tests.support.reference import decayed_step
 

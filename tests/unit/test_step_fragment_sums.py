@@ -16,9 +16,10 @@ from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.plan.rows import first_elements, pieces_of, unit_count
-from deepspeed_muon.variants import VARIANTS, UnitRates
+from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.hyperball import RADIUS, apply
 from deepspeed_muon.variants.muown import MAGNITUDE
+from deepspeed_muon.variants.variant import UnitRates
 from tests.support.reference import Oracle, relative
 
 

@@ -12,8 +12,9 @@ from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.owners import shares_of_blocks
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.routing.param_groups import build_groups
-from deepspeed_muon.variants import Sums, muon_eq
+from deepspeed_muon.variants import muon_eq
 from deepspeed_muon.variants.normuon import MOMENTS, finish
+from deepspeed_muon.variants.variant import Sums
 
 SHARES = {
     "heads of one part": ((16,), [4] * 4, 2, ((4, 4), (True, True))),
