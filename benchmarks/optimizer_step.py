@@ -11,8 +11,7 @@ of this project keep rank 0's ``kernel_report()``.
 
 ``--rates unlimited 200mbit 50mbit`` gives every rank a host of its own: a network namespace with a link of a limited
 rate in both directions (``benchmarks/network.py``). The rates follow each other without a restart. It needs root and
-iproute2. Nothing of it touches the machine's own network, and all is removed at the end, at a signal, or, after a kill,
-at the next start.
+iproute2. Nothing of it touches the machine's own network, and nothing is left when it has ended, even by a kill.
 
 On GPUs: ``torchrun --nproc_per_node N benchmarks/optimizer_step.py --device cuda --model 350M --stages 0 1 2 3``.
 """
@@ -33,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import support
-from benchmarks.network import DEVICE, HostNetwork, refusal
+from benchmarks.network import DEVICE, HostNetwork, host_network, refusal
 from benchmarks.step_forecast import add_predictions
 from benchmarks.step_ranks import MODELS, ON_REQUEST, ONLY_STAGE, OPTIMIZERS
 from benchmarks.support import Row
@@ -156,7 +155,7 @@ class _OnCpu:
         self._has_links = has_links
         self._open = contextlib.ExitStack()
         self._pools: dict[bool, Any] = {}
-        self._ends: list[list[str]] = []
+        self._ends: list[tuple[int, str]] = []
 
     def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
         from tests.support.harness import RankPool
@@ -164,8 +163,8 @@ class _OnCpu:
         if memory not in self._pools:
             where: list[Any] = []
             if self._has_links:
-                network = self._open.enter_context(HostNetwork(ranks))
-                where, self._ends = places(network), [[end.namespace, end.device] for end in network.ends]
+                network = self._open.enter_context(host_network(ranks))
+                where, self._ends = places(network), network.ends
             pool = RankPool(ranks, env=RETURN_MEMORY if memory else None, places=where)
             self._pools[memory] = self._open.enter_context(pool)
             if memory:  # the first call pays for imports and compilation, which are not the optimizer's
@@ -198,7 +197,7 @@ def places(network: HostNetwork) -> list[Any]:
                 "TESTS_GROUP_TIMEOUT": str(_GROUP_TIMEOUT),
             },
         )
-        for rank in range(network.hosts)
+        for rank in range(len(network.hosts))
     ]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import peers, support
-from benchmarks.network import LinkEnd, limit_rate, link_bytes
+from benchmarks.network import End, limit_rate, link_bytes
 from benchmarks.sent_bytes import SentBytes
 
 
@@ -269,13 +269,13 @@ def measure_times(
     device: str = "cpu",
     profile: str = "",
     rates: Sequence[float | None] = (None,),
-    ends: Sequence[Sequence[str]] = (),
+    ends: Sequence[End] = (),
 ) -> dict[str, Any]:
     """Time all optimizers in turn, with all their engines alive, and count the bytes of one step.
 
     With ``profile``, five more steps of each run under torch's profiler; rank 0 writes their trace and a table to that
-    path with endings. With ``ends``, namespace and device of both ends of every link, rank 0 sets the links to one of
-    the ``rates`` after the other, in bits a second (``None`` for no limit), and the kernel's bytes are counted.
+    path with endings. With ``ends``, both ends of every link, rank 0 sets the links to one of the ``rates`` after the
+    other, in bits a second (``None`` for no limit), and the kernel's bytes are counted.
 
     Returns:
         Of each optimizer: ``bytes`` and ``calls`` of collectives, for our own ``kernels``, and for each rate the
@@ -331,10 +331,10 @@ def _turns(
     return found
 
 
-def _set_rate(rank: int, ends: Sequence[Sequence[str]], rate: float | None) -> None:
+def _set_rate(rank: int, ends: Sequence[End], rate: float | None) -> None:
     dist.barrier()
     if rank == 0:
-        limit_rate([LinkEnd(*end) for end in ends], rate)
+        limit_rate(ends, rate)
     dist.barrier()
 
 

@@ -14,15 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.network import (
-    HostNetwork,
-    LinkEnd,
-    limit_rate,
-    link_bytes,
-    namespaces,
-    refusal,
-    remove_leftovers,
-)
+from benchmarks.network import End, host_network, inside, limit_rate, link_bytes, refusal
 from benchmarks.optimizer_step import places
 from tests.support.harness import REPOSITORY, RankPool, run_command
 
@@ -31,10 +23,10 @@ needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "hosts ca
 MEGABIT = 1e6
 
 
-def exchange(rank: int, world_size: int, *, ends: list[list[str]], rate: float, nbytes: int) -> list[float]:
+def exchange(rank: int, world_size: int, *, ends: list[End], rate: float, nbytes: int) -> list[float]:
     """Send to the other rank and receive at the same time; return the best of five times, and bytes by the kernel."""
     if rank == 0:
-        limit_rate([LinkEnd(*end) for end in ends], rate)
+        limit_rate(ends, rate)
     send, received = torch.full((nbytes,), rank, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
     splits = [0 if peer == rank else nbytes for peer in range(world_size)]
     times, counted = [], []
@@ -54,15 +46,13 @@ def exchange(rank: int, world_size: int, *, ends: list[list[str]], rate: float, 
 def test_links_hold_their_rate_and_count_what_is_sent() -> None:
     nbytes = 2_000_000
     devices = os.listdir("/sys/class/net")
-    with HostNetwork(2) as network, RankPool(2, places=places(network)) as pool:
-        ends = [[end.namespace, end.device] for end in network.ends]
-        assert len(namespaces()) >= 3
+    with host_network(2) as network, RankPool(2, places=places(network)) as pool:
         for rate, said in ((80 * MEGABIT, "rate 80Mbit"), (40 * MEGABIT, "rate 40Mbit")):
             wire = 8 * nbytes / rate
-            results = pool.run(exchange, ends=ends, rate=rate, nbytes=nbytes)
-            for namespace, device in ends:
+            results = pool.run(exchange, ends=network.ends, rate=rate, nbytes=nbytes)
+            for process, device in network.ends:
                 # Nothing slower: how long it really takes depends on the machine's other work.
-                words = ["tc", "-n", namespace, "qdisc", "show", "dev", device]
+                words = [*inside(process), "tc", "qdisc", "show", "dev", device]
                 assert said in subprocess.run(words, capture_output=True, text=True, check=True).stdout
             for seconds, sent, received in results:
                 # Of 1514 bytes on the wire 1448 are data, and half a millisecond of the rate may leave at once.
@@ -70,18 +60,28 @@ def test_links_hold_their_rate_and_count_what_is_sent() -> None:
                 # Headers are 5 %, acknowledgements and the barrier another 2 %.
                 assert nbytes <= sent <= 1.08 * nbytes
                 assert nbytes <= received <= 1.08 * nbytes
-    assert not [name for name in namespaces() if name.startswith(network.name)]
+    assert gone([network.switch, *network.hosts])
     assert os.listdir("/sys/class/net") == devices
+
+
+def gone(processes: list[int]) -> bool:
+    """Return whether all these processes have ended, within some seconds."""
+    deadline = time.monotonic() + 10
+    while alive := any(Path(f"/proc/{process}").exists() for process in processes):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return not alive
 
 
 CHILD = """
 import signal, time
 from benchmarks.optimizer_step import _stop
-from benchmarks.network import HostNetwork
+from benchmarks.network import host_network
 signal.signal(signal.SIGTERM, _stop)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
-with HostNetwork(2) as network:
-    print(network.name, flush=True)
+with host_network(2) as network:
+    print(network.switch, *network.hosts, flush=True)
     time.sleep(60)
 """
 
@@ -98,21 +98,16 @@ def test_a_stopped_run_leaves_nothing(number: signal.Signals) -> None:
     )
     try:
         assert child.stdout is not None
-        name = child.stdout.readline().strip()
-        assert len([each for each in namespaces() if each.startswith(name)]) == 3
+        holders = [int(word) for word in child.stdout.readline().split()]
+        own = os.readlink("/proc/self/ns/net")
+        found = {os.readlink(f"/proc/{holder}/ns/net") for holder in holders}
+        assert len(found - {own}) == 3
         child.send_signal(number)
         child.communicate(timeout=30)
-        if (
-            number == signal.SIGKILL
-        ):  # only the next run can remove them, and it leaves those of runs that live
-            with HostNetwork(1) as other:
-                assert [each for each in namespaces() if each.startswith(other.name)]
-                assert not [each for each in namespaces() if each.startswith(name)]
-        assert not [each for each in namespaces() if each.startswith(name)]
+        assert gone(holders)
     finally:
         child.kill()
         child.wait()
-        remove_leftovers()
 
 
 def test_other_users_are_told_what_it_needs() -> None:
@@ -152,4 +147,3 @@ def test_quick_run(tmp_path: Path) -> None:
         assert len(row["whole_s"]) == len(row["total_s"]) == len(row["step_s"]) == 3
         assert min(row["link_bytes"]) >= row["sent_bytes"] > 0
     assert out.with_suffix(".md").read_text().count("\n| tiny |") == len(rows)
-    assert not namespaces() or all(str(os.getpid()) not in name for name in namespaces())

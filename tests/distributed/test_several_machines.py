@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network import DEVICE, HostNetwork, refusal
+from benchmarks.network import DEVICE, host_network, refusal
 from tests.support.harness import REPOSITORY
+from tests.support.hygiene import TAG_VARIABLE, kill_tagged, new_tag
 
 WHY_NOT = refusal()
 PORT = "29511"
@@ -43,7 +44,8 @@ def documented(start: str) -> list[str]:
 def test_the_documented_line_trains_on_two_hosts(start: str, tmp_path: Path) -> None:
     readme_blocks(tmp_path)
     (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
-    with HostNetwork(2) as network:
+    tag = new_tag()
+    with host_network(2) as network:
         runs = []
         for host in range(2):
             words = [word.replace("node1", network.address(0)) for word in documented(start)]
@@ -64,6 +66,7 @@ def test_the_documented_line_trains_on_two_hosts(start: str, tmp_path: Path) -> 
             environment = {
                 **os.environ,
                 **variables,
+                TAG_VARIABLE: tag,
                 "DS_ACCELERATOR": "cpu",
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": DEVICE,
@@ -82,8 +85,7 @@ def test_the_documented_line_trains_on_two_hosts(start: str, tmp_path: Path) -> 
         try:
             said = [run.communicate(timeout=300)[0] for run in runs]
         finally:
-            for run in runs:
-                run.kill()
+            kill_tagged(tag)
     assert [run.returncode for run in runs] == [0, 0], "\n".join(said)[-4000:]
     assert all("loss " in text for text in said), said
     # Rank 0's line: on one host only, because both are in one group.
