@@ -111,15 +111,14 @@ CASES = {
 }
 
 
-def ds_config(case: Case, *, older: bool = False) -> dict[str, Any]:
+def ds_config(case: Case) -> dict[str, Any]:
     """Return DeepSpeed's configuration of a case."""
-    params = {**MUON, **case.params}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "steps_per_print": 1_000_000,
-        "optimizer": {"type": "Muon", "params": in_older_keys(params) if older else params},
+        "optimizer": {"type": "Muon", "params": {**MUON, **case.params}},
         "zero_optimization": {"stage": case.stage, **case.zero},
     }
     if case.stage == 3:
@@ -129,19 +128,6 @@ def ds_config(case: Case, *, older: bool = False) -> dict[str, Any]:
     if case.precision == "fp16":
         config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 1000}
     return config
-
-
-def in_older_keys(params: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a base before 0.3 takes them, whose keys ``split`` and ``heads`` are now ``matrices``."""
-    older = {key: value for key, value in params.items() if key != "matrices"}
-    older["health"] = {"every": params["health"]}
-    for pattern, entry in params.get("matrices", {}).items():
-        for key, value in entry.items():
-            if value == "config":
-                older["per_head_muon"] = True
-            else:
-                older.setdefault(key, {})[pattern] = value
-    return older
 
 
 def digest(value: Any) -> str:
@@ -181,9 +167,8 @@ def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dic
     this = Case(**case)
     mpu = Mpu(this.tensor) if this.tensor > 1 else None
     model: Any = build(this.model) if mpu is None else megatron_model(mpu.tensor)
-    older = "matrices" not in deepspeed_muon.MuonConfig.model_fields
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=ds_config(this, older=older), mpu=mpu
+        model=model, model_parameters=list(model.parameters()), config=ds_config(this), mpu=mpu
     )
     optimizer = deepspeed_muon.muon_optimizer(engine)
     masters = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)

@@ -42,8 +42,10 @@ WORK = Path(tempfile.gettempdir()) / "deepspeed_muon_gpu"
 
 PART_SECONDS = 560.0
 
-WHEELS = ["deepspeed==0.19.8", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "hjson"]
-"""What the machine lacks of what DeepSpeed and this project need (its image has torch, pytest, ninja, einops, ...)."""
+WHEELS = ["deepspeed==0.19.8", "hjson", "annotated-types", "typing-inspection"]
+WHEELS += ["pydantic==2.14.4", "pydantic-core==2.50.5"]
+"""What the machine lacks of what DeepSpeed and this project need (its image has torch, pytest, ninja, einops, ...).
+pydantic needs one very version of its core."""
 
 PEERS = ["gram-newton-schulz==0.1.6", "quack-kernels==0.5.0", "nvidia-cutlass-dsl-libs-cu13==4.5.2"]
 PEERS += ["apache-tvm-ffi>=0.1.6,<0.2", "torch-c-dlpack-ext"]
@@ -284,25 +286,13 @@ def download(names: list[str], folder: Path, version: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
             command = [PYTHON, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *binary]
-            tried = subprocess.run([*command, pinned(name, folder)], check=False, stderr=subprocess.DEVNULL)
+            tried = subprocess.run([*command, name], check=False, stderr=subprocess.DEVNULL)
             if tried.returncode:
                 # Only as source, and pure Python. DeepSpeed's set-up asks for torch: this environment has it.
                 options = ["-q", "--no-deps", "--no-build-isolation", "-w", temporary]
                 subprocess.run([PYTHON, "-m", "pip", "wheel", *options, name], check=True)
         for wheel in Path(temporary).glob("*.whl"):
             shutil.move(wheel, folder / wheel.name)
-
-
-def pinned(name: str, folder: Path) -> str:
-    """Return the requirement of a package; pydantic needs one very version of its core."""
-    if name == "pydantic-core":
-        (wheel,) = folder.glob("pydantic-[0-9]*.whl")
-        text = subprocess.run(
-            ["unzip", "-p", str(wheel), "*/METADATA"], capture_output=True, text=True, check=True
-        ).stdout
-        line = next(line for line in text.splitlines() if line.startswith("Requires-Dist: pydantic-core"))
-        return line.split(":", 1)[1].strip()
-    return name
 
 
 def install(wheels: Path, site: Path) -> bool:

@@ -125,7 +125,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these defects, counted from 1")
     parser.add_argument("--all-tests", action="store_true", help="run the default suite, not the named test")
-    parser.add_argument("--planted-only", action="store_true", help="do not run the tests without a defect")
     parser.add_argument("--table", type=Path, help="write the results to this Markdown file")
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -141,12 +140,10 @@ def main() -> int:
         copy_repository(root)
         for number in chosen:  # before the first test: a text that is not there ends the run
             (root / defects[number].file).write_text(defects[number].plant(root))
-        if not arguments.planted_only:
-            status, output = run_tests(
-                root, [] if arguments.all_tests else sorted({defects[n].test for n in chosen})
-            )
-            if status != PASSED:
-                raise SystemExit(f"the tests fail without a defect:\n{output}")
+        tests = [] if arguments.all_tests else sorted({defects[n].test for n in chosen})
+        status, output = run_tests(root, tests)
+        if status != PASSED:
+            raise SystemExit(f"the tests fail without a defect:\n{output}")
         for number in chosen:
             defect, began = defects[number], time.monotonic()
             right = defect.plant(root)
