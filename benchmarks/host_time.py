@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, nargs="+", default=[224, 448])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--width", type=int, default=16, help="rows and columns of a matrix")
-    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=PEERS)
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=PEERS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--together", type=int, default=1, help="matrices of a module")
     parser.add_argument("--fragments", action="store_true", help="rank 0 owns no matrix; ours alone")

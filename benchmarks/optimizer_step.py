@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--optimizers",
         nargs="+",
-        choices=list(OPTIMIZERS),
+        choices=OPTIMIZERS,
         default=[name for name in OPTIMIZERS if name not in ON_REQUEST],
     )
     parser.add_argument("--repeats", type=int, default=7)
@@ -224,7 +224,7 @@ class _OnGpu:
 def place(row: Row) -> tuple[Any, ...]:
     """Return what tells a row from others, in the order of the table."""
     where = (row[key] for key in ("model", "stage", "ranks", "accumulation"))
-    return (*where, -(row.get("rate") or float("inf")), list(OPTIMIZERS).index(row["optimizer"]))
+    return (*where, -(row.get("rate") or float("inf")), OPTIMIZERS.index(row["optimizer"]))
 
 
 def _stop(number: int, _frame: Any) -> None:

@@ -2,61 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass(slots=True)
 class SentBytes:
-    """Counts what the collectives of this process send, at the one place that all callers pass: the process group.
+    """What the collectives of this process sent.
 
     Every collective counts as the bytes that one rank sends in a bandwidth-optimal algorithm, whatever the backend
     really runs (gloo has no reduce-scatter of its own): all-reduce ``2 n (W-1)/W``, reduce-scatter, reduce and
     broadcast ``n (W-1)/W``, all-gather ``n_own (W-1)``, all-to-all its splits, a message ``n``, a barrier nothing.
 
     Attributes:
-        bytes: Bytes since the last reset, by kind of collective.
+        total: Bytes.
         calls: Collectives by kind.
     """
 
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        self._originals: dict[str, Any] = {}
-
-    @property
-    def total(self) -> int:
-        """Bytes of all kinds."""
-        return self.bytes.total()
-
-    def reset(self) -> None:
-        self.bytes.clear()
-        self.calls.clear()
-
-    def install(self) -> None:
-        for kind, (names, size_of) in _KINDS.items():
-            for name in names.split():
-                # From the dictionary: looked up on the class, it would not bind to a group once it is put back.
-                if original := dist.ProcessGroup.__dict__.get(name):
-                    self._originals[name] = original
-                    counted = self._counted(getattr(dist.ProcessGroup, name), kind, size_of)
-                    setattr(dist.ProcessGroup, name, counted)
-
-    def remove(self) -> None:
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
-        self._originals.clear()
+    total: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
 
     def _counted(self, original: Any, kind: str, size_of: Callable[..., float]) -> Any:
         def counted(group: Any, *args: Any, **kw: Any) -> Any:
-            self.bytes[kind] += int(size_of(group, args))
+            self.total += int(size_of(group, args))
             self.calls[kind] += 1
             return original(group, *args, **kw)
 
         return counted
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[SentBytes]:
+    """Count what the collectives in the block send."""
+    sent, group = SentBytes(), dist.ProcessGroup
+    with contextlib.ExitStack() as counted:
+        for kind, (names, size_of) in _KINDS.items():
+            for name in set(names.split()) & vars(group).keys():
+                own = sent._counted(getattr(group, name), kind, size_of)
+                counted.enter_context(mock.patch.object(group, name, own))
+        yield sent
 
 
 def _bytes(value: Any) -> int:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks import peers, support
 from benchmarks.network import End, limit_rate, link_bytes
-from benchmarks.sent_bytes import SentBytes
+from benchmarks.sent_bytes import counting
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,6 @@ MODELS = {
 EIGHT_BIT = "torchao AdamW8bit, blocks of 64"
 DION = "Dion's Muon, FSDP2"
 
-# Every optimizer that takes part, in the order of the tables.
-OPTIMIZERS = {
-    "ours": "this project, its defaults",
-    "ours, no overlap": "exchange_overlap false; only on request",
-    "ours, int8 wire": "wire_dtype int8; only on request",
-    "ours, int8 wire, fp32 iteration": "and ns_dtype fp32; only on request",
-    "ours, bf16 momentum": "only on request",
-    "ours, int8 momentum": "only on request",
-    "ours, int8 momentum, bf16 masters": "and bf16 moments; only on request",
-    "DeepSpeed Muon, standard": "ns_method standard (bf16 where supported)",
-    "DeepSpeed Muon, gram": "its default (fp16 where supported)",
-    "DeepSpeed AdamW": "DeepSpeed's fused AdamW",
-    EIGHT_BIT: "in blocks that divide ZeRO's partitions, else it keeps fp32; needs torchao; only on request",
-    "torch Muon": "torch.optim.Muon and AdamW, whole matrices on every rank, stage 0 only",
-    DION: "under torch's FSDP2, stage 3 only; needs a checkout; only on request",
-}
-
 BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -75,6 +58,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Other settings of this project than its defaults: ``optimizer.params`` and the section ``bf16``."""
 
+OPTIMIZERS = (
+    "ours",
+    *VARIANTS,
+    "DeepSpeed Muon, standard",  # bf16 where supported
+    "DeepSpeed Muon, gram",  # its default: fp16 where supported
+    "DeepSpeed AdamW",
+    EIGHT_BIT,  # in blocks that divide ZeRO's partitions, else it keeps fp32; needs torchao
+    "torch Muon",  # torch.optim.Muon and AdamW, whole matrices on every rank
+    DION,  # under torch's FSDP2; needs a checkout
+)
+"""Every optimizer that takes part, in the order of the tables."""
 PROFILED = 5
 """Steps in a profile."""
 ONLY_STAGE = {"torch Muon": 0, DION: 3}
@@ -284,16 +278,13 @@ def measure_times(
     import deepspeed_muon
 
     choose_dtype_by_processor()
-    sent = SentBytes()
     engines = {name: make_engine(name, decoder(model), stage, accumulation, device) for name in optimizers}
     batches = batches_of(model, accumulation, tokens, device)
     rows: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
         one_step(engine, batches, device)  # builds state, compiles, chooses kernels
-        sent.reset()
-        sent.install()
-        one_step(engine, batches, device)  # its barriers carry no payload
-        sent.remove()
+        with counting() as sent:
+            one_step(engine, batches, device)  # its barriers carry no payload
         rows[name] = {"bytes": sent.total, "calls": dict(sent.calls), "times": []}
     for rate in rates:
         _set_rate(rank, ends, rate)

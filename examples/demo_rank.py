@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import deepspeed_muon  # noqa: E402  # the path is set above
-from benchmarks.sent_bytes import SentBytes  # noqa: E402
+from benchmarks.sent_bytes import counting  # noqa: E402
 
 
 def peak_memory() -> int:
@@ -65,10 +65,9 @@ def main() -> None:
         return
     if own.peer == "deepspeed":
         deepspeed_muon.unregister()
-    sent = SentBytes()
-    sent.install()
     sys.argv = [str(HERE / "train_gpt.py"), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    with counting() as sent:
+        runpy.run_path(sys.argv[0], run_name="__main__")
     if first:
         own.measured.write_text(json.dumps({"sent_bytes": sent.total, "peak_bytes": peak_memory()}))
 
