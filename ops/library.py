@@ -260,10 +260,6 @@ def _compile(spec: BuildSpec, target: Path) -> None:
     os.replace(built, target)
 
 
-def _sym_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, diag: float) -> Tensor:
-    return a.new_empty((*a.shape[:-1], a.shape[-2]))
-
-
 def _orthogonalize(
     x: Tensor,
     coefficients: Sequence[float],
@@ -278,31 +274,13 @@ def _orthogonalize(
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _divide_transposed(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.mT.shape, dtype=dtype)
-
-
-def _frobenius_norms(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:-2], dtype=torch.float32)
-
-
-def _in_place(*arguments: Tensor | Sequence[Tensor]) -> None:
-    return None
-
-
-def _largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
-    return table.new_empty(table.shape[0], dtype=torch.float32)
-
-
 # The operators on tensors without data, for torch.compile.
 _FAKES: dict[str, Callable[..., Tensor | None]] = {
-    "sym_gemm": _sym_gemm,
+    "sym_gemm": lambda a, b, c, alpha, beta, diag: a.new_empty((*a.shape[:-1], a.shape[-2])),
     "orthogonalize": _orthogonalize,
-    "divide_transposed": _divide_transposed,
-    "frobenius_norms": _frobenius_norms,
-    "momentum_pack_": _in_place,
-    "momentum_pack_int8_": _in_place,
-    "unpack_apply_": _in_place,
-    "largest_magnitudes": _largest_magnitudes,
+    "divide_transposed": lambda x, norms, dtype: x.new_empty(x.mT.shape, dtype=dtype),
+    "frobenius_norms": lambda x: x.new_empty(x.shape[:-2], dtype=torch.float32),
+    **dict.fromkeys(("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"), lambda *arguments: None),
+    "largest_magnitudes": lambda tensors, table: table.new_empty(table.shape[0], dtype=torch.float32),
 }
 NAMES = tuple(_FAKES)

@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ def file_for(kind: str, identity: Sequence[str], folder: Path | None = None) -> 
     """
     digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
     return (cache_folder() if folder is None else folder) / f"{kind}-{digest}.json"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; ``None`` without one, as of a source tree that is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def hardware_name() -> str:

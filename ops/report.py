@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from . import library, toolchain
 from .candidates import has_kernel
 from .gate import known_verdict
-from .machine import cache_folder, hardware_name
+from .machine import cache_folder, hardware_name, installed_version
 
 
 def collect() -> dict[str, dict[str, Any]]:
@@ -68,11 +67,7 @@ def render(found: dict[str, dict[str, Any]], checks: list[dict[str, Any]] | None
 
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda}
-    for name in ("deepspeed", "deepspeed-muon", "mpi4py"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    versions |= {name: installed_version(name) for name in ("deepspeed", "deepspeed-muon", "mpi4py")}
     installed = importlib.util.find_spec("_deepspeed_muon_switch") is not None
     versions["DEEPSPEED_MUON=1"] = "switches this Muon on" if installed else None
     return versions

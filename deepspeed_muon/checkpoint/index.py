@@ -18,7 +18,6 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -29,6 +28,7 @@ from typing_extensions import TypedDict
 from deepspeed_muon.checkpoint.files import read_regular, refusing
 from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, Count, ParameterRecord, Steps
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.ops.machine import installed_version
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
@@ -163,13 +163,9 @@ class CheckpointIndex(_Record):
 
 def software_versions() -> dict[str, str]:
     """Return the versions of the software that runs."""
-    found = {"python": platform.python_version()}
-    for package in ("deepspeed_muon", "deepspeed", "torch"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-            found[package] = "unknown"
-    return found
+    packages = ("deepspeed_muon", "deepspeed", "torch")
+    found = {package: installed_version(package) or "unknown" for package in packages}
+    return {"python": platform.python_version(), **found}
 
 
 def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
