@@ -238,7 +238,7 @@ class Muon(RoutedOptimizer):
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
         facts = self._bound_steps.facts()
         if self.qk_clip is not None:
-            for scope in facts.scopes:
+            for scope in filter(None, [*facts]):
                 fact = f"attention layers of qk_clip on ranks {scope.name}"
                 facts.tell(fact, self.qk_clip.description(), scope)
         # All ranks enter the exchange of a sampled step, also those that share no parameter.

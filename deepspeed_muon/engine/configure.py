@@ -82,7 +82,7 @@ def configure_expert_parallel(original: Original, engine: Any, *args: Any, **kwa
     """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
-    _agree(all_ranks(), RankFacts(_sections(engine)))
+    _agree(all_ranks(), RankFacts({None: _sections(engine)}))
     with raise_on_all_ranks():
         return original(engine, *args, **kwargs)
 
@@ -143,7 +143,7 @@ def _admitted(
         facts.update(_facts(engine, optimizer))
     except Exception as caught:
         error = caught
-    _agree(ranks_of(engine), RankFacts(facts, Scope.of(engine.seq_data_parallel_group)), error=error)
+    _agree(ranks_of(engine), RankFacts({Scope.of(engine.seq_data_parallel_group): facts}), error=error)
     adopt(engine, optimizer, wrapping)
     for param in engine.module.parameters():
         for tag in _TAGS:

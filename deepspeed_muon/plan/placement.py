@@ -151,15 +151,7 @@ class Placement:
 
     def numbers(self) -> list[int]:
         """Return the rule as plain numbers, from which ``Placement(*numbers)`` makes it again."""
-        return [
-            self.numel,
-            self.first,
-            self.head,
-            self.head_offset,
-            self.body,
-            self.body_offset,
-            self.copies,
-        ]
+        return [getattr(self, name) for name in self.__slots__]
 
 
 def flat_placement(offset: int, numel: int, partition_numel: int) -> Placement:

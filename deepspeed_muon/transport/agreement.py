@@ -65,25 +65,15 @@ class Scope:
         return cls(shown, position, len(ranks))
 
 
-class RankFacts:
-    """What the ranks compare before they move anything, from one rank: texts, each equal on all ranks of its scope."""
+class RankFacts(dict[Scope | None, dict[str, str]]):
+    """What the ranks compare before they move anything, from one rank: texts, each equal on all ranks of its scope.
 
-    def __init__(self, facts: Mapping[str, str] | None = None, scope: Scope | None = None) -> None:
-        """Begin with the texts of some names; ``scope`` as for :meth:`tell`."""
-        self._by_scope: dict[Scope | None, dict[str, str]] = {scope: dict(facts)} if facts else {}
+    The scope ``None`` is all ranks that take part.
+    """
 
     def tell(self, fact: str, value: object, scope: Scope | None = None) -> None:
-        """Add a fact. It is compared on the ranks of a scope, ``None`` for all ranks that take part."""
-        self._by_scope.setdefault(scope, {})[fact] = str(value)
-
-    @property
-    def scopes(self) -> list[Scope]:
-        """The scopes of facts that are not for all ranks."""
-        return [scope for scope in self._by_scope if scope is not None]
-
-    def by_scope(self, everyone: Scope) -> dict[Scope, list[tuple[str, str]]]:
-        """Return the facts of each scope, sorted by name; ``everyone`` are the ranks that take part."""
-        return {scope or everyone: sorted(facts.items()) for scope, facts in self._by_scope.items()}
+        """Add a fact, which is compared on the ranks of a scope."""
+        self.setdefault(scope, {})[fact] = str(value)
 
 
 def agree(
@@ -115,7 +105,8 @@ def agree(
         return
     what = _COMPARED.get(kind, "comparison of settings")
     everyone = Scope("all ranks", ranks.position, ranks.size)
-    facts = {} if error is not None or own_facts is None else own_facts.by_scope(everyone)
+    told = {} if error is not None or own_facts is None else own_facts
+    facts = {scope or everyone: sorted(texts.items()) for scope, texts in told.items()}
     failed, *sums = ranks.reduce([int(error is not None), *_checksums(facts)], "sum", what=what)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
