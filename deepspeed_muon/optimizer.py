@@ -387,10 +387,10 @@ class Muon(RoutedOptimizer):
         """Leave everything as it is, or raise, as configured. All ranks come here together."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None:
-            found_inf.fill_(1.0)
+            found_inf.fill_(1.0)  # a GradScaler's, which skips steps until its scale fits
         where = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
         message = f"non-finite gradient in {len(nonfinite)} parameters ({where})"
-        if self.config.nonfinite_grad == "error":
+        if self.config.nonfinite_grad == "error" and found_inf is None:
             raise NonFiniteGradientError(
                 f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"
             )

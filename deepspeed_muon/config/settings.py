@@ -163,7 +163,9 @@ class MuonConfig(_VariantSettings):
         default=(), description="Name patterns of parameters for AdamW; overrides `include`."
     )
     nonfinite_grad: Literal["skip", "error"] = Field(
-        default="skip", description="On an infinity or NaN in a gradient: `skip` the step, or `error`."
+        default="skip",
+        description="On an infinity or NaN in a gradient: `skip` the step, or `error`; a dynamic loss scale always "
+        "skips.",
     )
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,

@@ -7,10 +7,11 @@ import inspect
 import json
 import secrets
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -139,6 +140,17 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         way = f"{saved.way('hyperparameters=False')} instead of loading this"
     before.warn_of_replaced("engine.load_checkpoint", way)
     return path, client_state
+
+
+def load_weights(
+    original: Original, engine: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Load the weights of ZeRO 1 and 2 from the state dict alone.
+
+    It has the frozen ones too, and each rank's own experts among them. From ZeRO 2 on DeepSpeed writes over them what
+    the first rank has under the same name.
+    """
+    return original({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
 
 
 def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:

@@ -266,9 +266,9 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     counts = [count for _, count in stages]
     if len(set(counts)) > 1 and norm_by_group:
         raise UnsupportedConfigError(
-            f"the stages of the pipeline have {counts} param groups, and in fp32 DeepSpeed's norm at ZeRO 1 waits for "
-            f"each of them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the "
-            f"layers otherwise, or set zero_optimization.stage to 0"
+            f"the stages of the pipeline have {counts} param groups, and DeepSpeed's norm at ZeRO 1 waits for each of "
+            f"them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
+            f"otherwise, or in fp32 set zero_optimization.stage to 0"
         )
     whole = {route.name: route for routes, _ in stages for route in routes}
     check_routes([((name,), route) for name, route in whole.items()], optimizer.config)

@@ -200,6 +200,10 @@ ENGINE_HOOKS = (
     Hook(Zero3View, "_optimizer_states_and_gradient_swap_out", offload.swap_out, _SWAPS),
     # DeepSpeed would write `latest` while some ranks still copy their swap files.
     Hook(Zero3View, "checkpoint_event_epilogue", offload.wait_for_copies, _SWAPS),
+    # A mend: frozen experts would become the first rank's at ZeRO 2.
+    Hook(
+        DeepSpeedEngine, "load_module_state_dict", checkpointing.load_weights, lambda view: isinstance(view, Zero12View)
+    ),
     # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
     Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
     # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.

@@ -64,9 +64,11 @@ def report_skipped_step(original: Original, view: View, *args: Any, **kwargs: An
 
 
 def overflow_is_error(view: View) -> bool:
-    """Return whether the configuration makes a step that ZeRO skips by itself an error."""
-    engine: Any = view.memory.engine()
-    wanted = view.optimizer.config.nonfinite_grad == "error" and not engine.fp16_enabled()
+    """Return whether the configuration makes a step that ZeRO skips by itself an error.
+
+    A dynamic loss scale must skip steps until it fits.
+    """
+    wanted = view.optimizer.config.nonfinite_grad == "error" and not view.dynamic_scaler()
     return wanted and hasattr(view.wrapper, "overflow")
 
 
@@ -75,8 +77,8 @@ def raise_on_overflow(original: Original, view: View, *args: Any, **kwargs: Any)
     result = original(*args, **kwargs)
     if view.wrapper.overflow:
         raise NonFiniteGradientError(
-            "the global gradient norm is not finite and optimizer.params.nonfinite_grad is 'error'; DeepSpeed left "
-            "weights and optimizer state unchanged"
+            "a gradient or the global gradient norm is not finite and optimizer.params.nonfinite_grad is 'error'; "
+            "DeepSpeed left weights and optimizer state unchanged"
         )
     return result
 

@@ -58,9 +58,10 @@ def make_engine(
     extra: Any = None,
     client: str = "",
     tensor_size: int = 1,
+    frozen: str | None = None,
     **settings: Any,
 ) -> Any:
-    """Return an engine whose experts AutoEP has divided over ``ep_size`` ranks."""
+    """Return an engine whose experts AutoEP has divided over ``ep_size`` ranks; ``frozen`` is a part of names."""
     own = {"expert_parallel": autoep_config(ep_size), **(extra or {})}
     if tensor_size > 1:
         own["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
@@ -73,6 +74,8 @@ def make_engine(
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
                 param.data.copy_(source[name])
+    for name, param in model.named_parameters():
+        param.requires_grad_(frozen is None or frozen not in name)
     optimizer: Any = None
     if client:
         del config["optimizer"]
@@ -292,6 +295,7 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, 
     [
         full(1, {}),
         full(2, {}),
+        (2, {"frozen": "down_proj"}),
         (3, {}),
         full(1, {"precision": "bf16", "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}),
         full(2, {"precision": "bf16", "zero": {"offload_optimizer": {"device": "cpu"}}}),

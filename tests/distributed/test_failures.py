@@ -66,9 +66,12 @@ def test_nonfinite_gradient_is_skipped(ranks: Any, stage: int, precision: str) -
         assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
 
 
-@pytest.mark.parametrize(("stage", "precision"), each_value(reversed(STAGES)))
+@pytest.mark.parametrize(("stage", "precision"), [*each_value(reversed(STAGES)), (0, "fp16"), (2, "fp16")])
 def test_nonfinite_gradient_is_an_error_if_asked(ranks: Any, stage: int, precision: str) -> None:
+    """Also with a static loss scale."""
     settings = {"stage": stage, "precision": precision, "params": {"nonfinite_grad": "error"}}
+    if precision == "fp16":
+        settings["extra"] = {"fp16": {"loss_scale": 128}}
     for report in ranks(2).run(poisoned_step, factor=float("inf"), **settings):
         assert "nonfinite_grad is 'error'" in report["error"]
         assert report["unchanged"] and report["finite"]

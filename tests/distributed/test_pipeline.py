@@ -70,10 +70,11 @@ def test_norm_without_clipping(ranks: Any) -> None:
     compare(results, "tied", MICRO_BATCHES, 0.0)
 
 
-def test_pipeline_in_bf16(ranks: Any) -> None:
+@pytest.mark.parametrize("precision", ["bf16", full("fp16")])
+def test_pipeline_in_half_precision(ranks: Any, precision: str) -> None:
     """bf16 under ZeRO 1 is ``BF16_Optimizer``; tied copies stay the same bits on both stages."""
     results = merged(
-        ranks(4).run(train, kind="tied", stages=2, zero=1, precision="bf16", params={"wire_dtype": "auto"})
+        ranks(4).run(train, kind="tied", stages=2, zero=1, precision=precision, params={"wire_dtype": "auto"})
     )
     assert all(torch.isfinite(value).all() for value in results[0]["params"].values())
     assert results[0]["momentum"].keys() == MATRICES["tied"]

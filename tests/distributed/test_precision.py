@@ -350,11 +350,11 @@ def test_torch_autocast(ranks: Any, stage: int, dtype: str) -> None:
     check_close(result, HALF_TOLERANCE[AUTOCAST[dtype]])
 
 
-@pytest.mark.parametrize("stage", [1, full(3)])
-def test_autocast_recovers_from_an_overflow(ranks: Any, stage: int) -> None:
-    """A scale that is too large is lowered until steps succeed; the skipped ones change nothing."""
+@pytest.mark.parametrize(("stage", "mode"), [(1, "error"), full(1, "skip"), full(3, "skip")])
+def test_autocast_recovers_from_an_overflow(ranks: Any, stage: int, mode: str) -> None:
+    """A scale that is too large is lowered until steps succeed; the skipped ones change nothing and are no error."""
     settings = {"exact": False, "extra": autocast("float16"), "start_scale": 2.0**20}
-    result = ranks(2).run(run, stage=stage, steps=5, **settings)[0]
+    result = ranks(2).run(run, stage=stage, steps=5, params={"nonfinite_grad": mode}, **settings)[0]
     skipped = result["unchanged"].count(True)
     assert result["unchanged"] == [True] * skipped + [False] * (5 - skipped) and 0 < skipped < 5
     assert result["scales"][-1] == 2.0 ** (20 - skipped)

@@ -84,6 +84,11 @@ def test_grad_scaler() -> None:
     scaler.update()
     for (name, a), (_, b) in zip(plain.named_parameters(), scaled.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, msg=name)
+    scaler.scale(scaled(*batch(1, 0)) * math.inf).backward()
+    strict = Muon(scaled, nonfinite_grad="error")
+    scaler.step(strict)
+    scaler.update()
+    assert strict.skipped_steps == 1 and scaler.get_scale() == 512.0
 
 
 def test_unnamed_parameters_warn(caplog: pytest.LogCaptureFixture) -> None:
