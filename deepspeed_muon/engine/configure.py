@@ -194,7 +194,8 @@ def _facts(engine: Any, optimizer: Muon) -> dict[str, str]:
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
     facts["routes"] = format_routes(optimizer.routes)
-    facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(mark_moe_layers(engine.module))
+    leaves = mark_moe_layers(engine.module, called_only=engine.zero_optimization_stage() == 3)
+    facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(leaves)
     # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
     facts.update(_sections(engine))

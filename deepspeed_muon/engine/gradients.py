@@ -175,7 +175,7 @@ def has_overflow(original: Original, view: ZeroView, *args: Any, **kwargs: Any) 
     return bool(original(*args, **kwargs)) if found is None else view.is_true_of_any(found)
 
 
-def mark_moe_layers(model: nn.Module) -> list[str]:
+def mark_moe_layers(model: nn.Module, *, called_only: bool = False) -> list[str]:
     """Mark the MoE layers of a model as leaf modules, except those that a mark is on already, true or false.
 
     Must come before DeepSpeed makes its ZeRO 3 wrapper. Layers of ``deepspeed.moe`` and AutoEP are left out: their
@@ -183,6 +183,8 @@ def mark_moe_layers(model: nn.Module) -> list[str]:
 
     Args:
         model: The whole model. Mutated.
+        called_only: Whether to leave out what has no ``forward``, such as a ``ModuleDict``. ZeRO 3 gathers and reduces
+            a leaf module when it is called, and never its children by themselves.
 
     Returns:
         The names of all leaf modules.
@@ -192,6 +194,8 @@ def mark_moe_layers(model: nn.Module) -> list[str]:
     kinds: dict[str, int] = {}
     for module in model.modules():
         if id(module) in inside or hasattr(module, _MARK) or not _is_moe_layer(module):
+            continue
+        if called_only and getattr(module.forward, "__func__", None) is nn.Module.forward:
             continue
         setattr(module, _MARK, True)
         inside |= {id(child) for child in module.modules()}

@@ -90,8 +90,9 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
         for pattern in getattr(config, key):
             if not matches(pattern, known, key):
                 raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {what} {known[:3]}")
-    by_config = any(entry.heads == "config" for entry in config.matrices.values())
-    if by_config and not any(route.per_head for _, route in routed):
+    by_config = [pattern for pattern, entry in config.matrices.items() if entry.heads == "config"]
+    per_head = [name for own, route in routed if route.per_head for name in own]
+    if by_config and not any(matches(pattern, per_head, "matrices") for pattern in by_config):
         raise RoutingError(
             "optimizer.params.matrices: 'heads' is 'config' and no attention projection was recognised, so no heads "
             "would be separate. They are found by name (q_proj, k_proj, v_proj and the like) with the head counts of "

@@ -64,6 +64,15 @@ def test_a_model_is_no_layer() -> None:
     assert mark_moe_layers(Layer()) == []
 
 
+def test_a_container_is_a_leaf_below_stage_3_only() -> None:
+    """Stage 3 reduced no gradient of its parameters, because nobody calls it."""
+    model = nn.Sequential(
+        nn.ModuleDict({"gate": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 4)])})
+    )
+    assert mark_moe_layers(model, called_only=True) == []
+    assert mark_moe_layers(model) == ["0"]
+
+
 @pytest.mark.parametrize("call", ["position", "keyword"])
 def test_inputs_get_a_gradient(call: str) -> None:
     """DeepSpeed's hooks see positional inputs only."""

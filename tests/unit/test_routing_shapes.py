@@ -148,8 +148,9 @@ def test_what_does_not_divide(settings: dict[str, Any], said: str) -> None:
 def test_words_that_need_a_config() -> None:
     with pytest.raises(RoutingError, match="write the sizes of query, key and value instead"):
         Muon(Named(qkv_proj=(64, 7)), matrices={"qkv_proj.*": {"split": "qkv"}})
+    model = Named(LLAMA, up_proj=(64, 7), o_proj=(64, 7))
     with pytest.raises(RoutingError, match="no attention projection was recognised"):
-        Muon(Named(LLAMA, up_proj=(64, 7)), matrices={"*": {"heads": "config"}})
+        Muon(model, matrices={"o_proj.*": {"heads": 2}, "up_proj.*": {"heads": "config"}})
     with pytest.raises(RoutingError, match="leave it whole"):
         split_output("gate_up", name="w", output=4, attention=None, interleaved=True)
 
