@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
-    except MuonError as error:
+    except (MuonError, OSError) as error:
         print(f"deepspeed_muon {parsed.command}: {error}", file=sys.stderr)
         return 2
     return status
@@ -63,4 +64,5 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
     sys.exit(main())

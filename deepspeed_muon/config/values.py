@@ -34,6 +34,7 @@ TORCH_OPTIONS = {
 RENAMED = {
     "mu": "momentum",
     "momentum_beta": "momentum",
+    "learning_rate": "lr",
     "use_nesterov": "nesterov",
     "num_ns_steps": "ns_steps",
     "backend_steps": "ns_steps",
@@ -123,7 +124,7 @@ def unknown_key_message(key: str, known: Any, where: str = "", *, section: str =
     if key in _ELSEWHERE:
         return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
     names = sorted(str(name) for name in known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
     return f"{where}unknown key {key!r}; {hint}"
 

@@ -15,10 +15,16 @@ import numpy as np
 import torch
 
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.config.values import StatePolicy
+from deepspeed_muon.config.values import StatePolicy, shown
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast import predict
-from deepspeed_muon.forecast.model_shapes import PRESETS, as_autoep, load_model, with_separate_experts
+from deepspeed_muon.forecast.model_shapes import (
+    PRESETS,
+    as_autoep,
+    load_model,
+    read_object,
+    with_separate_experts,
+)
 from deepspeed_muon.forecast.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
 from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.ops.reference import BLOCK
@@ -339,7 +345,10 @@ def add_subcommand(subparsers: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     gpu, configuration = GPUS[arguments.gpu], _configuration(arguments.params)
-    config = MuonConfig.from_params(configuration["optimizer"].get("params", {}))
+    params = configuration["optimizer"].get("params")
+    if isinstance(params, Mapping):  # no forecast depends on what the Trainer fills in
+        params = {key: value for key, value in params.items() if value != "auto"}
+    config = MuonConfig.from_params(params)
     bf16, rate = configuration.get("bf16", {}), arguments.network_gbit
     if rate is not None and not rate > 0:  # a NaN too
         raise ConfigError(f"--network-gbit {rate:g}: must be above 0")
@@ -370,10 +379,15 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _configuration(text: str) -> Mapping[str, Any]:
     """Return the DeepSpeed configuration in a file, or ``optimizer.params`` as one that has nothing else."""
-    try:
-        # DeepSpeed reads its files with hjson, so they may have comments.
-        inline = text.lstrip().startswith("{")
-        content = json.loads(text) if inline else hjson.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--params {text!r}: not JSON, nor a file with JSON: {error}") from error
-    return content if "optimizer" in content else {"optimizer": {"params": content}}
+    if text.lstrip().startswith("{"):
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--params {text!r}: not JSON: {error}") from error
+    else:
+        content = read_object(Path(text), hjson.loads)  # DeepSpeed's files may have comments
+    configuration = content if "optimizer" in content else {"optimizer": {"params": content}}
+    for name in ("optimizer", "bf16"):
+        if not isinstance(configuration.get(name, {}), Mapping):
+            raise ConfigError(f"--params: {name} must be an object, got {shown(configuration[name])}")
+    return configuration

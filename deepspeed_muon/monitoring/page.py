@@ -92,10 +92,12 @@ def read_run(folder: Path) -> dict[str, Series]:
         values: dict[int, float] = {}
         try:
             with path.open(newline="") as file:
-                for row in csv.reader(file):
-                    if row and row[0] != "step":
-                        values[int(float(row[0]))] = float(row[1])
-        except (ValueError, IndexError, OverflowError) as error:
+                rows = [row for row in csv.reader(file) if row and row[0] != "step"]
+            if rows and not any(rows[-1][1:]):
+                rows.pop()  # a full disk or a lost machine cut the last line off
+            for row in rows:
+                values[int(float(row[0]))] = float(row[1])
+        except (ValueError, IndexError, OverflowError, csv.Error) as error:
             raise ConfigError(
                 f"{path} is not a file of DeepSpeed's csv_monitor, whose lines are a step and a value: {error}"
             ) from error
@@ -129,6 +131,9 @@ def _by_step(run: dict[str, Series]) -> dict[str, Series]:
 def findings(run: Mapping[str, Series]) -> list[Finding]:
     """Return what is good, worth a look or bad in a run, the worst first."""
     last = {name: values[-1][1] for name, values in run.items() if values}
+    for name in (_OURS + "redone", _OURS + "failed"):
+        if name in last:  # a process that went on with the run counted from 0 again
+            last[name] = max(value for _, value in run[name])
     ours = {name.removeprefix(_OURS): value for name, value in last.items() if name.startswith(_OURS)}
     found = [*_losses(run), *_samples(ours)]
     return sorted(found, key=lambda each: ("bad", "look", "good").index(each[0]))

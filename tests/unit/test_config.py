@@ -263,6 +263,8 @@ SENSELESS = [(params, f"optimizer.params.{said}") for params, said in SENSELESS]
     ({"restore_from": {"path": "a", "progres": False}}, "did you mean 'progress'"),
     ({"moun_lr": 0.1, "momentm": 0.9}, "unknown key 'moun_lr'; did you mean 'muon_lr'?"),
     ({"zzz": 1}, "known keys: adam_lr"),
+    ({"Lr": 0.1}, "did you mean 'lr'?"),
+    ({"learning_rate": 0.1}, "write lr"),
     ({"lr": -1.0}, "optimizer.params.lr"),
     ({"lr": math.inf}, "optimizer.params.lr"),
     ({"lr": math.nan}, "optimizer.params.lr"),

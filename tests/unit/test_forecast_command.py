@@ -229,6 +229,9 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
         (["llama-7b", "--world-size", "6", "--tensor-parallel", "4"], "tensor-parallel groups of 4"),
         (["llama-7b", "--params", '{"ns_step": 3}'], "did you mean 'ns_steps'"),
         (["llama-7b", "--params", "{"], "not JSON"),
+        (["llama-7b", "--params", '{"optimizer": null}'], "optimizer must be an object, got None"),
+        (["llama-7b", "--params", '{"optimizer": {}, "bf16": true}'], "bf16 must be an object, got True"),
+        (["llama-7b", "--params", "no-such-file.json"], "no-such-file.json: not readable JSON"),
         (["llama-7b", "--efficiency", "5"], "--efficiency 5: a part of the peak is above 0 and at most 1"),
         (["llama-7b", "--efficiency", "nan"], "--efficiency nan"),
         (["llama-7b", "--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
@@ -237,6 +240,12 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_say_what_to_do(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "ds_configs").iterdir()), ids=lambda file: file.name)
+def test_every_example_of_a_configuration_can_be_planned(file: Path) -> None:
+    """The Trainer's, which leaves rates to it as "auto", was refused."""
+    assert main(["plan", "llama-7b", "--params", str(file)]) == 0
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,17 @@ def test_adamws_defaults_are_written_out() -> None:
         "betas": [0.9, 0.999],
         "eps": 1e-8,
     }
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    """`| head` ended a command in a traceback of BrokenPipeError."""
+    (tmp_path / "adamw.json").write_text(json.dumps(ADAMW))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "deepspeed_muon", "rates", str(tmp_path / "adamw.json")]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 def test_auto_of_the_trainer_stays() -> None:

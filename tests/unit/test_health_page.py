@@ -114,6 +114,20 @@ def test_what_is_not_well_comes_first(name, value, level, word, tmp_path):
     assert found[0][0] == level and word in found[0][1], found
 
 
+def test_failures_before_a_restart_count(tmp_path):
+    """The counters began again at 0, and the last sample said that every matrix had passed its check."""
+    failed = {"Train_Muon_failed": lambda x: 2.0 * (x < 800), "Train_Muon_redone": lambda x: 3.0 * (x < 800)}
+    found = levels(write_run(tmp_path / "run", **failed))
+    assert found["2 matrices were wrong in fp32 too and got no update."] == "bad"
+    assert any(text.startswith("3 matrices were computed again") for text in found)
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
+    for name, last in (("train_loss", "3,"), ("val_loss", "3")):
+        (tmp_path / f"{name}.csv").write_text(f"step,loss\n1,2.0\n2,1.0\n{last}")
+    assert set(map(tuple, read_run(tmp_path).values())) == {((1, 2.0), (2, 1.0))}
+
+
 def test_a_run_without_samples_says_so(tmp_path):
     (tmp_path / "train_loss.csv").write_text("step,loss\n1,2.0\n2,1.0\n")
     assert "look" in levels(tmp_path).values()
@@ -129,6 +143,9 @@ def test_folders_without_a_run_are_told(tmp_path, capsys):
         read_run(tmp_path)
     assert main(["health", "--html", str(tmp_path / "nowhere")]) == 2
     assert "has no CSV file" in capsys.readouterr().err
+    (tmp_path / "run" / "health.html").mkdir()  # a file that cannot be written
+    assert main(["health", "--html", str(tmp_path / "run")]) == 2
+    assert "Is a directory" in capsys.readouterr().err
 
 
 def test_the_page_in_a_browser(tmp_path):

@@ -68,7 +68,10 @@ def test_a_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) 
     assert packed == expected
 
 
-def test_the_switch_imports_nothing_where_python_starts() -> None:
+@pytest.mark.parametrize(
+    ("value", "imported"), [("1", "['_deepspeed_muon_switch']"), ("0", "[]"), ("False", "[]"), ("", "[]")]
+)
+def test_the_switch_imports_nothing_where_python_starts(value: str, imported: str) -> None:
     """Every Python process under the variable pays for it, also those that never import DeepSpeed."""
     folder = REPOSITORY / "deepspeed_muon" / "switch"
     program = (
@@ -76,8 +79,8 @@ def test_the_switch_imports_nothing_where_python_starts() -> None:
         f"exec(open({str(folder / 'deepspeed_muon.pth')!r}).read())\n"
         f"print(sorted(set(sys.modules) - before))\n"
     )
-    done = run_command(["python", "-B", "-I", "-S", "-c", program], env={"DEEPSPEED_MUON": "1"})
-    assert done.stdout.strip() == "['_deepspeed_muon_switch']"
+    done = run_command(["python", "-B", "-I", "-S", "-c", program], env={"DEEPSPEED_MUON": value})
+    assert done.stdout.strip() == imported
 
 
 def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp_path: Path) -> None:
