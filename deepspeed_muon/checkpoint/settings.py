@@ -255,7 +255,7 @@ class Before:
             for group in self._optimizer.param_groups
         ]
 
-    def warn_of_replaced(self, what: str, way: str) -> None:
+    def warn_of_replaced(self, what: str, way: str, others: Sequence[str] = ()) -> None:
         """Name the configured settings of the param groups that are others now, each key once with both values.
 
         Rates that a scheduler computes from its own settings are left out: it sets them again. So is a momentum that it
@@ -264,10 +264,11 @@ class Before:
         Args:
             what: What replaced them.
             way: How to have the configured ones.
+            others: Replaced settings that are not of param groups, in words.
         """
         config, scheduler = self._optimizer.config, self._scheduler
         rates = getattr(scheduler, "base_lrs", None)
-        found: dict[str, None] = {}
+        found = dict.fromkeys(others)
         for number, (group, was) in enumerate(zip(self._optimizer.param_groups, self._groups, strict=True)):
             muon = group["algorithm"] == "muon"
             keys = set(config.muon_defaults() if muon else config.adam_defaults())

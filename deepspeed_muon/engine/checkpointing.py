@@ -138,7 +138,10 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     way = "restore a consolidated set with hyperparameters=False"
     if saved is not None:
         way = f"{saved.way('hyperparameters=False')} instead of loading this"
-    before.warn_of_replaced("engine.load_checkpoint", way)
+    clipping, configured = view_of(engine.optimizer).loaded_clipping, engine.gradient_clipping()
+    replaced = clipping not in (None, configured)
+    others = [f"gradient_clipping is {clipping}, configured {configured}"] if replaced else []
+    before.warn_of_replaced("engine.load_checkpoint", way, others)
     return path, client_state
 
 

@@ -219,14 +219,17 @@ def test_sub_groups_of_another_size_are_refused(ranks: Any, tmp_path: Path) -> N
         assert "sub_group_size" in result["refused"] and result["unchanged"]
 
 
-@pytest.mark.parametrize("stage", [0, full(1), 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_replaced_settings_are_named_once(ranks: Any, tmp_path: Path, stage: int) -> None:
     """``load_checkpoint`` keeps what was saved, and said nothing."""
     folder, constant = str(tmp_path), {"scheduler": {}}
     ranks(2).run(save_ours, folder=folder, stage=stage, extra=constant)
     edited = {"muon_lr": 0.04, "nesterov": False, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
-    first, second = ranks(2).run(loaded, folder=folder, stage=stage, extra=constant, params=edited)
+    clipped = {**constant, "gradient_clipping": 0.25}
+    first, second = ranks(2).run(loaded, folder=folder, stage=stage, extra=clipped, params=edited)
     (line,) = first["lines"]
+    # Stages 0 and 3 keep the configured one.
+    assert ("gradient_clipping is 0.5, configured 0.25" in line) == (stage == 1), line
     assert not second["lines"] and not first["refused"]
     for expected in (
         "muon_lr is 0.02, configured 0.04",
@@ -236,7 +239,7 @@ def test_replaced_settings_are_named_once(ranks: Any, tmp_path: Path, stage: int
         f'call deepspeed_muon.restore(engine, "{folder}/global_step2_consolidated", hyperparameters=False)',
     ):
         assert line.count(expected) == 1, line
-    assert line.count(", configured ") == 4 and "adam_lr" not in line and "\n" not in line
+    assert line.count(", configured ") == 4 + (stage == 1) and "adam_lr" not in line and "\n" not in line
     consolidate_files(folder, f"{folder}/set")
     both = {"folder": f"{folder}/set", "by": "restore", "stage": stage, "extra": constant}
     (again,) = ranks(2).run(loaded, params=edited, **both)[0]["lines"]

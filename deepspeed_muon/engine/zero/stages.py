@@ -342,15 +342,15 @@ _READ: dict[type[View], tuple[str, ...]] = {
     PlainView: (),
     HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
     Bf16View: (
-        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition",
+        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clip_grad", "fp32_groups_flat_partition",
         "fp32_groups_has_gradients", "real_dp_process_group",
     ),
     Zero12View: (
-        *_READ_OF_ZERO, "bit16_groups", "bit16_groups_flat", "check_grad_overflow", "copy_grads_in_partition",
-        "cpu_offload", "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm",
-        "parallel_partitioned_bit16_groups", "params_in_partition", "partition_gradients", "real_dp_process_group",
-        "reduce_independent_p_g_buckets_and_remove_grads", "single_partition_of_fp32_groups",
-        "use_grad_accum_attribute",
+        *_READ_OF_ZERO, "bit16_groups", "bit16_groups_flat", "check_grad_overflow", "clip_grad",
+        "copy_grads_in_partition", "cpu_offload", "get_gradient_for_reduction", "ignore_unused_parameters",
+        "overlap_comm", "parallel_partitioned_bit16_groups", "params_in_partition", "partition_gradients",
+        "real_dp_process_group", "reduce_independent_p_g_buckets_and_remove_grads",
+        "single_partition_of_fp32_groups", "use_grad_accum_attribute",
     ),
     Zero3View: (
         *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters",

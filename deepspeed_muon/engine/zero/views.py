@@ -79,6 +79,11 @@ class View:
             autocast: Whether the engine uses ``torch_autocast``.
         """
 
+    @property
+    def loaded_clipping(self) -> float | None:
+        """The norm to which gradients are clipped where a load can change it, else ``None``."""
+        return None
+
     def group(self, index: int) -> dist.ProcessGroup | None:
         """Return the ranks that divide a partition among them, ``None`` where each holds it whole."""
         return None
@@ -153,6 +158,10 @@ class FlatView(View):
 
     flats: Sequence[Tensor]
     cut_flats: Sequence[Sequence[Tensor]]
+
+    @property
+    def loaded_clipping(self) -> float | None:
+        return float(self.wrapper.clip_grad)
 
     def group(self, index: int) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = self.wrapper.real_dp_process_group[index]
