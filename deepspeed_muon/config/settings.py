@@ -219,7 +219,7 @@ class MuonConfig(_VariantSettings):
             variant = VARIANTS.get(str((params or {}).get("variant")))
             config = cls.model_validate({**(variant.defaults if variant else {}), **(params or {})})
         except ValidationError as error:
-            raise ConfigError(readable(error, params or {}, where)) from error
+            raise ConfigError(readable(error, params or {}, where)) from None
         config.coefficients()
         config.check_combinations()
         return config
