@@ -145,6 +145,8 @@ def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwarg
     try:
         if view.optimizer.config.nonfinite_grad == "error":
             _refuse_failed(view.optimizer)
+        if isinstance(view, Zero3View):
+            view.look_for_overflow()
         return original(*args, **kwargs)
     finally:
         bound.forget_flags()

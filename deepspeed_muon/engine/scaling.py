@@ -57,6 +57,7 @@ def grow_after_step(original: Original, view: View, *args: Any, **kwargs: Any) -
 def report_skipped_step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Set ``overflow`` of a wrapper after a step that our optimizer inside it skipped."""
     before = view.optimizer.skipped_steps
+    view.wrapper.overflow = False  # DeepSpeed 0.19.2 forgets it in fp16 only
     result = original(*args, **kwargs)
     if view.optimizer.skipped_steps > before:
         view.wrapper.overflow = True

@@ -19,15 +19,19 @@ from tests.support.training import ds_config, try_to_start
 
 
 def poisoned_step(
-    rank: int, world_size: int, *, stage: int, precision: str, factor: float, **options: Any
+    rank: int, world_size: int, *, stage: int, precision: str, factor: float, matrix: str = "", **options: Any
 ) -> Any:
-    """Two good steps, one whose loss is multiplied by ``factor`` on the last rank only, one good step."""
+    """Two good steps, one with the loss or a ``matrix``'s gradient times ``factor`` on the last rank, one good step."""
     engine = training.make_engine(training.ds_config(stage, precision=precision, **options))
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
     before = tensors_of(engine)
-    loss = engine(*batch(2, rank))
-    engine.backward(loss * (factor if rank == world_size - 1 else 1.0))
+    loss, scale = engine(*batch(2, rank)), factor if rank == world_size - 1 else 1.0
+    if matrix:
+        handle = engine.module.get_parameter(matrix).register_hook(lambda grad: grad * scale)
+    engine.backward(loss if matrix else loss * scale)
+    if matrix:
+        handle.remove()
     error = ""
     try:
         engine.step()
@@ -62,6 +66,19 @@ def test_overflowed_fp16_step_changes_nothing(ranks: Any, stage: int) -> None:
 @pytest.mark.parametrize(("stage", "precision"), each_value(STAGES))
 def test_nonfinite_gradient_is_skipped(ranks: Any, stage: int, precision: str) -> None:
     settings = {"stage": stage, "precision": precision, "clipping": 1.0}
+    for report in ranks(2).run(poisoned_step, factor=float("nan"), **settings):
+        assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
+
+
+@pytest.mark.compat
+def test_nonfinite_gradient_of_one_sub_group_is_skipped(ranks: Any) -> None:
+    """Stage 3 of DeepSpeed 0.19.2 looks for it in fp16 only: others were updated, and all later steps were skipped."""
+    settings = {
+        "stage": 3,
+        "precision": "bf16",
+        "zero": {"sub_group_size": 200},
+        "matrix": "blocks.1.up.weight",
+    }
     for report in ranks(2).run(poisoned_step, factor=float("nan"), **settings):
         assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
 

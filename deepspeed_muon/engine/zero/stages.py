@@ -65,12 +65,8 @@ class ZeroView(View):
         ]
 
     def norms(self) -> list[Tensor]:
-        """Return the norms that a step of DeepSpeed computes of the gradients; with offload they are on the CPU there.
-
-        Must be called by all ranks.
-        """
-        # 0.19.2 has no choice.
-        if self.offloads or not getattr(self.wrapper, "compute_grad_norm", True):
+        """Return the norms that ``step`` computes; with offload they are on the CPU. Must be called by all ranks."""
+        if self.offloads or not getattr(self.wrapper, "compute_grad_norm", True):  # 0.19.2 has no choice
             return []
         return self.norms_on_device()
 
@@ -243,6 +239,11 @@ class Zero3View(ZeroView):
     def norms_on_device(self) -> list[Tensor]:
         return list(type(self.wrapper)._get_norm_groups(self.wrapper))
 
+    def look_for_overflow(self) -> None:
+        """Set ``overflow`` where ``step`` looks for it in fp16 only: DeepSpeed 0.19.2. Must be called by all ranks."""
+        if not hasattr(self.wrapper, "_loss_scale_update_and_overflow_cleanup"):
+            self.wrapper.check_overflow()
+
     def group(self, index: int) -> dist.ProcessGroup | None:
         # Up to 0.19.2 one process group divides all sub-groups.
         of_sub_group = getattr(self.wrapper, "_get_sub_group_process_group", None)
@@ -289,8 +290,7 @@ class Zero3View(ZeroView):
             return
         accelerator, stream = get_accelerator(), self.wrapper.reduce_and_partition_stream
         device, dtype = accelerator.current_device_name(), self.wrapper.gradient_accumulation_dtype
-        # DeepSpeed reduces, and looks for infinities, on this stream.
-        with accelerator.stream(stream):
+        with accelerator.stream(stream):  # on which DeepSpeed reduces, and looks for infinities
             numels = [param.partition_numel() for param in params]  # type: ignore[attr-defined]
             zeros = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
             self.wrapper.partition_grads(params, zeros)
@@ -353,7 +353,7 @@ _READ: dict[type[View], tuple[str, ...]] = {
         "single_partition_of_fp32_groups", "use_grad_accum_attribute",
     ),
     Zero3View: (
-        *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters",
+        *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters", "check_overflow",
         "checkpoint_event_epilogue", "checkpoint_event_prologue", "fp16_groups", "fp16_partitioned_groups_flat",
         "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
         "offload_optimizer", "optimizer_swapper", "parameter_offload", "partition_grads", "reduce_and_partition_stream",
