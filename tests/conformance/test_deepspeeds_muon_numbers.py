@@ -112,14 +112,12 @@ def train_by_hand(
             engine.scale(loss).backward()
         engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    report = {
+    return {
         "params": training.full_masters(engine),
         "norms": norms,
         "steps": engine.global_steps,
         "skipped": engine.skipped_steps + deepspeed_muon.muon_optimizer(engine).skipped_steps,
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize(("stage", "how"), [(1, "scale"), (2, "loss"), (3, "loss")])

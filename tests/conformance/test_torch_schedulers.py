@@ -218,7 +218,6 @@ def under_deepspeed(rank: int, world_size: int, *, stage: int) -> list[list[floa
     for step in range(3):
         training.run_step(engine, step, rank, world_size, 1)
         found.append([group["momentum"] if group["use_muon"] else group["betas"][0] for group in groups])
-    engine.destroy()
     return found
 
 

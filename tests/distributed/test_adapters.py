@@ -106,12 +106,10 @@ def train(rank: int, world_size: int, *, stage: int, kind: str) -> dict[str, Any
         engine.backward(engine(*batch(step, rank)))
         engine.step()
     routes = deepspeed_muon.routes(engine)
-    report = {
+    return {
         "params": training.full_masters(engine),
         "routes": {route.name: [route.algorithm, route.rule] for route in routes},
     }
-    engine.destroy()
-    return report
 
 
 def reference(

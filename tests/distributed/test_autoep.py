@@ -118,7 +118,7 @@ def train(
         training.run_step(engine, step, rank // tensor_size, world_size // tensor_size, accumulation)
         norms.append(float(engine.get_global_grad_norm()))
         tokens.append((torch.stack([layer.tokens_per_expert for layer in layers]) - before).tolist())
-    report = {
+    return {
         "params": joined(training.full_masters(engine), tensor_size),
         "first": layers[0].ep_rank * layers[0].num_local_experts,
         "norms": norms,
@@ -126,8 +126,6 @@ def train(
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "routes": {route.name: route.algorithm for route in optimizer.routes},
     }
-    engine.destroy()
-    return report
 
 
 @functools.lru_cache(maxsize=8)
@@ -330,12 +328,10 @@ def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dic
     whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
     exchange = exchange_of(whole, settings)
     sent = 4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank])
-    report = {
+    return {
         "flops": (inside.flops, float(exchange.flops[rank])),
         "sent": (optimizer.stats.bytes_sent, sent),
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize(("stage", "ep_size"), [(3, 2), (1, 4), full(2, 2)])
@@ -351,9 +347,7 @@ def sampled(rank: int, world_size: int, *, stage: int) -> Any:
     deepspeed_muon.muon_optimizer(engine).recorder.matrices = 100
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
-    report = deepspeed_muon.health(engine), deepspeed_muon.plan_report(engine)
-    engine.destroy()
-    return report
+    return deepspeed_muon.health(engine), deepspeed_muon.plan_report(engine)
 
 
 def test_health_and_the_plan_of_an_engine(ranks: Any) -> None:
@@ -386,13 +380,11 @@ def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
     except deepspeed_muon.NonFiniteGradientError as error:
         said = str(error)
     after = training.full_masters(engine)
-    report = {
+    return {
         "said": said,
         "moved": [name for name in before if not torch.equal(before[name], after[name])],
         "skipped": engine.skipped_steps,
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize(
@@ -470,13 +462,11 @@ def train_hugging_face(rank: int, world_size: int, *, family: str, stage: int, e
         masters[f"{stem}gate_up_proj"] = torch.cat([masters.pop(name), masters.pop(f"{stem}w3")], dim=1)
         masters[f"{stem}down_proj"] = masters.pop(f"{stem}w2")
     layer = engine.module.model.layers[0].mlp
-    report = {
+    return {
         "params": {name.replace("router.gate", "gate"): value for name, value in masters.items()},
         "first": layer.ep_rank * layer.num_local_experts,
         "norms": norms,
     }
-    engine.destroy()
-    return report
 
 
 @functools.lru_cache

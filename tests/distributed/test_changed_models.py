@@ -52,9 +52,7 @@ def save(rank: int, world_size: int, *, how: str, stage: int, folder: str) -> An
     training.run_step(engine, 0, rank, world_size, 1)
     consolidate(engine, f"{folder}/set")
     engine.save_checkpoint(folder)
-    found = report(engine)
-    engine.destroy()
-    return found
+    return report(engine)
 
 
 WAYS = ("restore", "load_checkpoint")
@@ -81,7 +79,6 @@ def load(
         )
         found.append({**after, "error": error, "unchanged": same})
     training.run_step(engine, 1, rank, world_size, 1)
-    engine.destroy()
     return found
 
 

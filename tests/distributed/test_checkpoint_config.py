@@ -45,7 +45,6 @@ def test_config_keys(ranks: Any, tmp_path: Path, stage: int, to_stage: int, tag:
 def off_by_default(rank: int, world_size: int, *, folder: str) -> None:
     engine = engine_for(1, seed=0, kind="toy")
     engine.save_checkpoint(folder)
-    engine.destroy()
 
 
 def test_off_by_default(ranks: Any, tmp_path: Path) -> None:
@@ -71,7 +70,6 @@ def saves(rank: int, world_size: int, *, folder: str) -> None:
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
         engine.save_checkpoint(folder)
-    engine.destroy()
 
 
 def test_the_newest_complete_set_is_found_and_told(

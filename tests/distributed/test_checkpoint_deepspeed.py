@@ -33,7 +33,6 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, 
             engine.save_checkpoint(folder)
     result = report(engine)
     result.update(scales=scales[-8:], all_rates=rates[-8:], losses=losses[-8:], skipped=engine.skipped_steps)
-    engine.destroy()
     return result
 
 
@@ -117,7 +116,6 @@ def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str
         if name in MATRICES["toy"]:
             found = safe_get_full_optimizer_state(param, "momentum_buffer")
             assert torch.equal(found.double(), momentum[name] * 2), name
-    engine.destroy()
     return result
 
 
@@ -140,9 +138,7 @@ def gathered_model(rank: int, world_size: int, *, folder: str) -> Any:
     engine = engine_for(3, seed=0, kind="toy", precision="bf16", zero=zero)
     train_step(engine, 0, rank, world_size)
     assert engine.save_16bit_model(folder, "half.bin")
-    masters = training.full_masters(engine)
-    engine.destroy()
-    return masters
+    return training.full_masters(engine)
 
 
 def test_save_16bit_model_at_stage_3(ranks: Any, tmp_path: Path) -> None:

@@ -66,7 +66,6 @@ def refusals(
         training.assert_same_bits(after, before, "fp32", *STATES)
         assert all(before[key] == after[key] for key in ("rates", "steps", "global_steps"))
     train_step(engine, 1, rank, world_size)
-    engine.destroy()
     return messages
 
 
@@ -189,7 +188,6 @@ def disk_full(rank: int, world_size: int, *, folder: str, stage: int, limits: li
                 resource.setrlimit(resource.RLIMIT_FSIZE, previous)
         messages.append(str(caught.value))
         train_step(engine, step, rank, world_size)
-    engine.destroy()
     return messages
 
 
@@ -221,7 +219,6 @@ def folders_that_are_none(rank: int, world_size: int, *, folder: str) -> list[st
     engine.destroy()
     engine = engine_for(1, seed=0, kind="toy", extra={"checkpoint": {"load_universal": True}})
     messages.append(training.refusal(lambda: engine.load_checkpoint(folder, tag="universal")))
-    engine.destroy()
     return messages
 
 
@@ -261,7 +258,6 @@ def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
             consolidate(engine, folder, shard_bytes=4000)
     finally:
         os.chdir(before)
-    engine.destroy()
     return str(caught.value)
 
 
@@ -315,7 +311,6 @@ def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, l
             consolidate(engine, folder, shard_bytes=4000)
     finally:
         fcntl.flock = original
-    engine.destroy()
     return message
 
 

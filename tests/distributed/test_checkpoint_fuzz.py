@@ -123,7 +123,6 @@ def save(rank: int, world_size: int, *, folder: str) -> None:
     training.run_step(engine, 0, rank, world_size, 1)
     consolidate(engine, os.path.join(folder, "set"))
     engine.save_checkpoint(os.path.join(folder, "saved"), tag="t")
-    engine.destroy()
 
 
 @pytest.fixture(scope="module")

@@ -98,13 +98,11 @@ def with_feature(
         else:
             training.run_step(engine, step, rank, world_size, accumulation)
         norms.append(float(engine.get_global_grad_norm()))
-    report = {
+    return {
         "params": without_prefix(training.full_masters(engine)),
         "momentum": without_prefix(training.full_states(engine, "momentum_buffer")),
         "norms": norms,
     }
-    engine.destroy()
-    return report
 
 
 def recomputed(forward: Any) -> Any:
@@ -236,13 +234,11 @@ def loaded_weights(
     if save:
         engine.save_checkpoint(folder, tag="three")  # latest
     states = deepspeed_muon.muon_optimizer(engine).state.values()
-    report = {
+    return {
         "loaded": masters,
         "params": training.full_masters(engine),
         "steps": sorted({int(state["step"]) for state in states if "step" in state}),
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize(

@@ -176,9 +176,7 @@ def start(rank: int, world_size: int, *, config: str, text: str) -> float:
     args = script.parse_args(arguments)
     engine = script.build_engine(args, script.make_ds_config(args) | {"csv_monitor": {"enabled": False}})
     data = script.load_text(args).train
-    loss = script.train_step(engine, script.Batches(data, 2, args.seq_len, rank, world_size), 0, 0).item()
-    engine.destroy()
-    return loss
+    return script.train_step(engine, script.Batches(data, 2, args.seq_len, rank, world_size), 0, 0).item()
 
 
 @pytest.mark.full

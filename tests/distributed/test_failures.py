@@ -42,15 +42,13 @@ def poisoned_step(
     if not error:
         training.run_step(engine, 3, rank, world_size, 1)
     after = tensors_of(engine)
-    report = {
+    return {
         "unchanged": unchanged,
         "moved": bool(changed(before, after)),
         "finite": all(bool(torch.isfinite(tensor.float()).all()) for tensor in after.values()),
         "error": error,
         "skipped": engine.skipped_steps,
     }
-    engine.destroy()
-    return report
 
 
 STAGES = list(product((0, 1, 2, 3), ("fp32", "bf16")))
@@ -151,9 +149,7 @@ def left_out(rank: int, world_size: int, *, stage: int) -> Any:
     error = training.refusal(lambda: training.run_step(engine, 1, rank, world_size, 1))
     middle = tensors_of(engine)
     training.run_step(engine, 2, rank, world_size, 1)
-    report = {"error": error, "early": changed(before, middle), "late": changed(middle, tensors_of(engine))}
-    engine.destroy()
-    return report
+    return {"error": error, "early": changed(before, middle), "late": changed(middle, tensors_of(engine))}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -288,9 +284,7 @@ def poisoned(
         counts.append(engine.skipped_steps)
         applied.append(engine.was_step_applied() if hasattr(engine, "was_step_applied") else step != 1)
         rates.append(engine.get_lr()[0])
-    report = {"counts": counts, "applied": applied, "rates": rates, "unchanged": unchanged}
-    engine.destroy()
-    return report
+    return {"counts": counts, "applied": applied, "rates": rates, "unchanged": unchanged}
 
 
 FP16 = {"fp16": {"hysteresis": 1, "initial_scale_power": 8}}

@@ -42,9 +42,7 @@ def restored(rank: int, world_size: int, *, folder: str, stage: int, schedule: b
     restore(engine, folder)
     after, rates = settings(engine), engine.lr_scheduler and engine.lr_scheduler.get_lr()
     train_step(engine, 2, rank, world_size)
-    result = {"before": before, "after": after, "rates": rates, "steps": engine.global_steps}
-    engine.destroy()
-    return result
+    return {"before": before, "after": after, "rates": rates, "steps": engine.global_steps}
 
 
 @pytest.mark.parametrize(
@@ -122,9 +120,7 @@ def loaded(
 ) -> dict[str, Any]:
     """Load into a new engine."""
     engine = engine_for(stage, seed=7, kind="toy", **given)
-    found = attempted(engine, folder, by)
-    engine.destroy()
-    return found
+    return attempted(engine, folder, by)
 
 
 def loaded_both_ways(
@@ -132,9 +128,7 @@ def loaded_both_ways(
 ) -> list[dict[str, Any]]:
     """Restore into a new engine, then load into the same."""
     engine = engine_for(stage, seed=7, kind="toy", **given)
-    found = [attempted(engine, folder, by) for by in ("restore", "load_checkpoint")]
-    engine.destroy()
-    return found
+    return [attempted(engine, folder, by) for by in ("restore", "load_checkpoint")]
 
 
 def run_command_in(message: str) -> str:

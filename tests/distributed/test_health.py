@@ -47,7 +47,6 @@ def watch(
         training.run_step(engine, step, rank, world_size, accumulation)
     report = deepspeed_muon.health(engine)
     samples = engine.global_samples
-    engine.destroy()
     return {"report": report, "samples": samples}
 
 
@@ -106,7 +105,6 @@ def overflowing(rank: int, world_size: int) -> Any:
     training.run_step(engine, 0, rank, world_size, 1)
     report = deepspeed_muon.health(engine)
     skipped = engine.skipped_steps
-    engine.destroy()
     return {"report": report, "skipped": skipped}
 
 
@@ -148,13 +146,11 @@ def broken(
         placement._orthogonalize = orthogonalize
     for step in range(STEPS):
         training.run_step(engine, step, rank, world_size, 1)
-    result = {
+    return {
         "params": training.full_masters(engine),
         "report": deepspeed_muon.health(engine),
         "messages": messages,
     }
-    engine.destroy()
-    return result
 
 
 @pytest.mark.parametrize(("stage", "how"), [(0, "zero"), (2, "large"), (3, "nan")])
@@ -294,7 +290,6 @@ def train(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
             next(each for each in kept if each.numel())[0] = math.inf
     finite = all(bool(torch.isfinite(value).all()) for value in training.full_masters(engine).values())
     report = deepspeed_muon.health(engine)
-    engine.destroy()
     return {"finite": finite, "redone": report["redone"], "failed": report["failed"]}
 
 

@@ -92,9 +92,7 @@ def train(
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    report = {"norms": norms, **results_of(engine)}
-    engine.destroy()
-    return report
+    return {"norms": norms, **results_of(engine)}
 
 
 def results_of(engine: Any) -> dict[str, Any]:

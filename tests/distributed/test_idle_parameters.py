@@ -196,7 +196,6 @@ def gradients_between(rank: int, world_size: int, *, zero: dict[str, Any]) -> di
             safe_set_full_grad(weight, torch.ones_like(read[-1]))
         engine.step()
         moved.append(not torch.equal(training.full_masters(engine)["branches.a.up.weight"], before))
-    engine.destroy()
     return {"read": [bool(grad.any()) for grad in read], "moved": moved}
 
 
@@ -242,7 +241,6 @@ def use_late(rank: int, world_size: int, *, folder: str) -> list[str]:
         engine.step()
         if step == 1:
             engine.save_checkpoint(folder)
-    engine.destroy()
     return said
 
 

@@ -50,7 +50,6 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
     tags = [
         tag for p in engine.module.parameters() for tag in ("use_muon", "muon_num_heads") if hasattr(p, tag)
     ]
-    engine.destroy()
     return {"params": params, "tags": tags}
 
 
@@ -80,9 +79,7 @@ def unnamed_client(rank: int, world_size: int, *, only_matrices: bool) -> str:
         )
     except deepspeed_muon.RoutingError as error:
         return str(error)
-    names = ",".join(route.name for route in deepspeed_muon.routes(engine))
-    engine.destroy()
-    return names
+    return ",".join(route.name for route in deepspeed_muon.routes(engine))
 
 
 def test_unnamed_parameters_are_checked_by_name(ranks: Any) -> None:
@@ -160,7 +157,6 @@ def scheduled(rank: int, world_size: int, *, stage: int, name: str) -> Any:
         rates.append([group["lr"] for group in optimizer.param_groups])
         training.run_step(engine, step, rank, world_size, 1)
     algorithms = [group["algorithm"] for group in optimizer.param_groups]
-    engine.destroy()
     return {"rates": rates, "algorithms": algorithms}
 
 
@@ -212,9 +208,7 @@ def warmed_up(rank: int, world_size: int, *, params: dict[str, Any], group: dict
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     for step in range(3):
         training.run_step(engine, step, rank, world_size, 1)
-    found = [group["lr"] for group in engine.basic_optimizer.param_groups]
-    engine.destroy()
-    return found
+    return [group["lr"] for group in engine.basic_optimizer.param_groups]
 
 
 def test_warmup_lr_without_a_peak_rises_to_the_rates_of_the_groups(ranks: Any) -> None:
@@ -237,7 +231,6 @@ def keep_group_settings(rank: int, world_size: int, *, stage: int) -> Any:
         for g in deepspeed_muon.muon_optimizer(engine).param_groups
     ]
     training.run_step(engine, 0, rank, world_size, 1)
-    engine.destroy()
     return found
 
 
@@ -319,12 +312,10 @@ def train_head(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     )
     for step in range(3):
         training.run_step(engine, step, rank, world_size, 1)
-    report = {
+    return {
         "params": training.full_masters(engine),
         "kinds": [list(kind) for kind in kinds(deepspeed_muon.muon_optimizer(engine))],
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize("stage", [0, full(2), 3])

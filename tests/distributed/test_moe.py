@@ -86,15 +86,13 @@ def train(
         training.run_step(engine, step, rank, world_size, accumulation)
         norms.append(float(engine.get_global_grad_norm()))
     first = (rank % ep_size) * (EXPERTS // ep_size)
-    report = {
+    return {
         "params": {global_name(n, first): p for n, p in training.full_masters(engine).items()},
         "norms": norms,
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "routes": {route.name: route.algorithm for route in optimizer.routes},
         "groups": [[g["algorithm"], bool(g.get("moe"))] for g in optimizer.param_groups],
     }
-    engine.destroy()
-    return report
 
 
 @functools.lru_cache(maxsize=8)
@@ -229,7 +227,6 @@ def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
     after = training.full_masters(engine)
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     skipped = optimizer.skipped_steps
-    engine.destroy()
     return {"said": said, "moved": moved, "skipped": skipped}
 
 

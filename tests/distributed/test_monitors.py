@@ -33,7 +33,6 @@ def train_with(rank: int, world_size: int, *, section: str, settings: dict[str, 
         if wandb.run is not None:
             logged = {name: float(wandb.run.summary[f"Train/Muon/{name}"]) for name in EVENTS}
             wandb.finish()
-    engine.destroy()
     return {"report": report, "batch_size": batch_size, "logged": logged}
 
 

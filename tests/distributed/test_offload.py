@@ -42,7 +42,7 @@ def offloaded(
         # On a CPU "cpu" is also the name of the device; so the way of a GPU's sub-groups is taken by another name.
         engine.optimizer.subgroup_to_device[number] = "device"
     norms = training.train_steps(engine, STEPS, rank, world_size)
-    report = {
+    return {
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),
         "norms": norms,
@@ -59,8 +59,6 @@ def offloaded(
         "group_keys": sorted({key for group in optimizer.param_groups for key in group}),
         "sub_groups": len(getattr(engine.optimizer, "fp16_groups", [])),
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize(
@@ -193,9 +191,7 @@ def moved_away(
                     found = safe_get_full_optimizer_state(param, "momentum_buffer")
                     assert torch.equal(found.double(), expected[name]), name
     momentum_bytes = training.state_bytes(optimizer.state)["momentum_buffer"]
-    report = {"held": held, "bytes": momentum_bytes, **training.outcome(engine)}
-    engine.destroy()
-    return report
+    return {"held": held, "bytes": momentum_bytes, **training.outcome(engine)}
 
 
 @pytest.mark.parametrize(

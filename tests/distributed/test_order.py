@@ -40,7 +40,7 @@ def train_in_order(
         training.run_step(engine, step, rank, world_size, 1)
     report = deepspeed_muon.plan_report(engine)
     work = [row for entry in report["step_sets"] if entry["matrices"] for row in [entry["flops_per_rank"]]]
-    result = {
+    return {
         "params": training.full_masters(engine),
         "places": places(engine),
         "sent": optimizer.stats.bytes_sent,
@@ -50,8 +50,6 @@ def train_in_order(
         "busiest": max(work[0]) / (sum(work[0]) / world_size),
         "routes": [row["name"] for row in report["routes"]],
     }
-    engine.destroy()
-    return result
 
 
 @pytest.mark.parametrize(
@@ -84,9 +82,7 @@ def save_and_load(rank: int, world_size: int, *, stage: int, folder: str, precis
     engine.save_checkpoint(folder, tag="t")
     engine.destroy()
     engine = make(stage, round_robin=True, precision=precision)
-    refused = training.refusal(lambda: engine.load_checkpoint(folder, tag="t"), CheckpointError)
-    engine.destroy()
-    return refused
+    return training.refusal(lambda: engine.load_checkpoint(folder, tag="t"), CheckpointError)
 
 
 @pytest.mark.parametrize(("stage", "world", "precision"), [(1, 2, "bf16"), (2, 3, "fp32"), (1, 4, "fp32")])
@@ -100,9 +96,7 @@ def test_checkpoints_resume_in_their_order_only(
 
 def round_robin(rank: int, world_size: int) -> list[str]:
     engine = make(2, round_robin=True)
-    found = places(engine)
-    engine.destroy()
-    return found
+    return places(engine)
 
 
 def test_round_robin_keeps_its_own_order(ranks: Any) -> None:

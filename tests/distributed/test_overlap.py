@@ -91,14 +91,12 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
             order.clear()
             training.run_step(engine, step, rank, world_size, 1)
     chunks = max(len(runner.plan.chunks) for runner in optimizer._runners)
-    report = {
+    return {
         "order": list(order),
         "places": len(places - {0}),
         "chunks": chunks,
         "reserved": deepspeed_muon.plan_report(engine)["exchange_buffer_bytes"],
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -179,14 +177,12 @@ def across_calls(
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
             weights[name] = param.detach().clone()
-    report = {
+    return {
         "masters": training.full_masters(engine),
         "weights": weights,
         "kept gradients": kept,
         "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer._runners),
     }
-    engine.destroy()
-    return report
 
 
 def lose_at(optimizer: Any) -> int:

@@ -125,9 +125,7 @@ def resumed(rank: int, world_size: int, *, folder: str, how: str, rest: bool) ->
         run_step(engine, step, world_size // 2)
         if step == 1:
             engine.save_checkpoint(folder) if how == "deepspeed" else consolidate(engine, folder)
-    report = training.outcome(engine)
-    engine.destroy()
-    return report
+    return training.outcome(engine)
 
 
 @pytest.mark.parametrize("how", ["deepspeed", "consolidated"])
@@ -155,13 +153,11 @@ def with_an_infinity(rank: int, world_size: int, *, mode: str) -> dict[str, Any]
         matrix.register_hook(lambda grad: grad * float("inf"))
     error = training.refusal(lambda: run_step(engine, 0, world_size // 2))
     end = training.full_masters(engine)
-    report = {
+    return {
         "moved": [name for name, value in end.items() if not torch.equal(value, start[name])],
         "skipped": engine.skipped_steps,
         "error": error,
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize("mode", ["skip", full("error")])

@@ -143,7 +143,6 @@ def waits_of_a_step(rank: int, world_size: int, *, stage: int, precision: str) -
     engine.backward(engine(tokens, targets))
     with ScalarReads() as reads, mock.patch.object(bound, "_read_together", reads.read_together):
         engine.step()
-    engine.destroy()
     return [reads.copies, reads.count]
 
 

@@ -72,7 +72,7 @@ def run(rank: int, world_size: int, *, stage: int, steps: int = STEPS, **setting
         after = training.full_masters(engine) if watch else {}
         unchanged.append(all(torch.equal(after[name], before[name]) for name in before))
     masters = {p.tensor.dtype for r in optimizer._runners for p in r.step_set.partitions}
-    report = {
+    return {
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),
         "norms": norms,
@@ -90,8 +90,6 @@ def run(rank: int, world_size: int, *, stage: int, steps: int = STEPS, **setting
         ),
         "kernels": sorted({entry["kernel"] for entry in optimizer.adam_report() if entry["calls"]}),
     }
-    engine.destroy()
-    return report
 
 
 def check_close(result: dict[str, Any], tolerance: float, variant: str = "muon") -> None:
@@ -177,7 +175,6 @@ def resumed(
     report["dtypes"] = sorted(
         {f"{k} {v.dtype}" for own in optimizer.state.values() for k, v in own.items() if torch.is_tensor(v)}
     )
-    engine.destroy()
     return report
 
 

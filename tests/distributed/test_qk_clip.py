@@ -92,7 +92,7 @@ def clipped(
         assert engine.module.attn.recorder.largest is None, "a step ends with the recorders empty"
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
         seen = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    report = {
+    return {
         "before": before,
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),
@@ -101,8 +101,6 @@ def clipped(
         "clipped": numbers,
         "skipped": engine.skipped_steps,
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize(
@@ -305,15 +303,13 @@ def hugging_face(rank: int, world_size: int, *, kind: str, stage: int, attention
     with torch.no_grad():
         engine.eval()
         engine(input_ids=batches[rank])
-    report = {
+    return {
         "before": before,
         "after": training.full_masters(engine),
         "expected": expected,
         "largest": list(deepspeed_muon.muon_optimizer(engine).qk_clip.report.largest.values()),
         "implementation": engine.module.config._attn_implementation,
     }
-    engine.destroy()
-    return report
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,6 @@ def train(
     run(steps[1], steps[1] + more)
     report = {**(outcome(engine) if more else saved), "loaded": loaded, "norms": norms, "log": records}
     report["saved"] = saved if more else {}
-    engine.destroy()
     return report
 
 

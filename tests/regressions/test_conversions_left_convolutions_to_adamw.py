@@ -30,9 +30,7 @@ def go_on(rank: int, world_size: int, *, folder: str, kind: str, params: Any) ->
     engine = training.make_engine(training.ds_config(2, params=params), kind, seed=7)
     restore(engine, folder)
     training.run_step(engine, 1, rank, world_size, 1)
-    names = [route.name for route in engine.basic_optimizer.routes if route.algorithm == "muon"]
-    engine.destroy()
-    return names
+    return [route.name for route in engine.basic_optimizer.routes if route.algorithm == "muon"]
 
 
 def needed(printed: str) -> dict[str, Any]:

@@ -78,7 +78,6 @@ def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[
         restore(engine, folder)
         wrong += differences(expected, snapshot(engine))
         train_step(engine, 1, rank, world_size)
-    engine.destroy()
     return wrong
 
 
@@ -108,7 +107,6 @@ def interrupted_save(rank: int, world_size: int, *, folder: str) -> list[Any]:
         said = type(error).__name__
     finally:
         ThreadPoolExecutor.shutdown = original  # type: ignore[method-assign]
-    engine.destroy()
     return [said, sorted(path.name for path in Path(folder).glob("*.safetensors*"))]
 
 
@@ -132,7 +130,6 @@ def saved_in_a_thread(rank: int, world_size: int, *, folder: str) -> str:
     for thread in threads:
         thread.join()
     consolidate(engine, folder)
-    engine.destroy()
     return " and ".join(said)
 
 

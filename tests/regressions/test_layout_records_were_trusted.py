@@ -191,7 +191,6 @@ def without_names(rank: int, world_size: int, *, folder: str) -> list[str]:
     engine.save_checkpoint(folder, tag="t")
     found = [text for text in messages if "layout" in text]
     engine.load_checkpoint(folder, tag="t")
-    engine.destroy()
     return found
 
 

@@ -33,7 +33,6 @@ def save_two_steps(rank: int, world_size: int, *, folder: str, stage: int) -> No
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
         engine.save_checkpoint(folder, tag=f"step{step + 1}")
-    engine.destroy()
 
 
 def optimizer_file(rank: int, precision: str) -> str:
@@ -113,7 +112,6 @@ def load_mixed(rank: int, world_size: int, *, folder: str, stage: int, precision
     assert all(torch.equal(after["fp32"][name], value) for name, value in before["fp32"].items())
     assert before["global_steps"] == after["global_steps"]
     train_step(engine, 1, rank, world_size)
-    engine.destroy()
     return str(caught.value)
 
 
@@ -161,7 +159,6 @@ def save_at_two_steps(rank: int, world_size: int, *, folder: str, what: str) -> 
             state["step"] += rank
     with pytest.raises(CheckpointError) as caught:
         consolidate(engine, folder)
-    engine.destroy()
     return str(caught.value)
 
 

@@ -122,9 +122,7 @@ def strided_engine(rank: int, world_size: int, *, stage: int, strided: bool) -> 
     engine = training.initialize(toy, config)
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
-    found = training.full_masters(engine)
-    engine.destroy()
-    return found
+    return training.full_masters(engine)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -181,9 +179,7 @@ def train(rank: int, world_size: int, *, backend: str, view: str) -> dict[str, T
             if view and param.ndim > (view == "t"):
                 param.grad = VIEWS[view](param.grad)
         engine.step()
-    masters = training.full_masters(engine)
-    engine.destroy()
-    return masters
+    return training.full_masters(engine)
 
 
 @pytest.mark.parametrize("backend", ["ops", "torch"])

@@ -56,7 +56,6 @@ def engine_with(scheduler: str, *, seed: int, stage: int = 2, steps: int = 0, **
 def saved_with(rank: int, world_size: int, *, folder: str, scheduler: str) -> None:
     engine = engine_with(scheduler, seed=0, steps=2)
     consolidate(engine, folder)
-    engine.destroy()
 
 
 def tried(rank: int, world_size: int, *, folder: str, scheduler: str) -> dict[str, Any]:
@@ -73,7 +72,6 @@ def tried(rank: int, world_size: int, *, folder: str, scheduler: str) -> dict[st
         "kept": str(schedule) == str(engine.lr_scheduler.state_dict()),
     }
     training.run_step(engine, 2, 0, 1, 1)
-    engine.destroy()
     return result
 
 
@@ -98,9 +96,7 @@ def test_a_scheduler_of_another_kind(ranks: Any, tmp_path: Path, saved: str, now
 def taken_over(rank: int, world_size: int, *, folder: str, scheduler: str, arguments: Any = None) -> Any:
     engine = engine_with(scheduler, seed=7)
     restore(engine, folder, **(arguments or {}))
-    result = engine.global_steps, str(engine.lr_scheduler.state_dict())
-    engine.destroy()
-    return result
+    return engine.global_steps, str(engine.lr_scheduler.state_dict())
 
 
 def begun_anew(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
@@ -109,15 +105,12 @@ def begun_anew(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     engine = engine_with("StepLR", seed=7, params=params)
     again = engine_with("WarmupLR", seed=7)
     restore(again, folder)
-    result = {
+    return {
         "steps": engine.global_steps,
         "schedule": engine.lr_scheduler.state_dict()["last_epoch"],
         "momentum": engine.basic_optimizer.param_groups[0]["momentum"],
         "weights": [training.full_masters(one) for one in (engine, again)],
     }
-    engine.destroy()
-    again.destroy()
-    return result
 
 
 def test_what_still_restores(ranks: Any, tmp_path: Path) -> None:
@@ -152,7 +145,6 @@ def one_rank_fails(rank: int, world_size: int, *, folder: str) -> dict[str, Any]
     if rank == world_size - 1:
         engine.lr_scheduler.__class__ = Picky
     message, changed = attempted(engine, lambda: restore(engine, folder))
-    engine.destroy()
     return {"message": message, "changed": changed}
 
 
@@ -165,7 +157,6 @@ def test_a_scheduler_that_fails_on_one_rank(ranks: Any, tmp_path: Path) -> None:
 def saved_for_universal(rank: int, world_size: int, *, folder: str) -> None:
     engine = engine_with("StepLR", seed=0, steps=2, precision="fp16")
     engine.save_checkpoint(folder)
-    engine.destroy()
 
 
 def tried_universal(rank: int, world_size: int, *, folder: str, stage: int) -> dict[str, Any]:
@@ -174,7 +165,6 @@ def tried_universal(rank: int, world_size: int, *, folder: str, stage: int) -> d
     engine = engine_with("StepLR", seed=7, stage=stage, steps=1, **settings)
     message, changed = attempted(engine, lambda: engine.load_checkpoint(folder))
     training.run_step(engine, 1, 0, 1, 1)
-    engine.destroy()
     return {"message": message, "changed": changed}
 
 

@@ -204,7 +204,6 @@ def diverged(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
             if state is not None and rank == 0:
                 state.view(-1)[0] = math.inf if partition.muon else math.nan
     consolidate(engine, folder)
-    engine.destroy()
 
 
 def restored(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
@@ -213,7 +212,6 @@ def restored(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
     message, changed = attempted(engine, lambda: restore(engine, folder))
     restore(engine, folder, allow_nonfinite=True)
     found = [bool(torch.isfinite(state).all()) for state in training.full_states(engine, "exp_avg").values()]
-    engine.destroy()
     return {"message": message, "changed": changed, "finite": found}
 
 
@@ -231,7 +229,6 @@ def settings_restored(rank: int, world_size: int, *, folder: str) -> Any:
     message, changed = attempted(engine, lambda: restore(engine, folder))
     restore(engine, folder, hyperparameters=False)
     rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
-    engine.destroy()
     return {"message": message, "changed": changed, "rates": rates}
 
 
@@ -239,7 +236,6 @@ def saved(rank: int, world_size: int, *, folder: str) -> Any:
     engine = training.make_engine(training.ds_config(1))
     training.run_step(engine, 0, rank, world_size, 1)
     consolidate(engine, folder)
-    engine.destroy()
 
 
 def test_bad_settings_are_refused_by_restore(ranks: Any, tmp_path: Path) -> None:

@@ -115,12 +115,11 @@ def train_step(engine: Any, step: int, rank: int, world_size: int) -> None:
 
 
 def report_and_go_on(engine: Any, step: int, rank: int, world_size: int) -> dict[str, Any]:
-    """Report what an engine holds, its loss now and after one more step; destroy it."""
+    """Report what an engine holds, its loss now and after one more step."""
     result = report(engine)
     result["loss"] = probe(engine)
     train_step(engine, step, rank, world_size)
     result["next_loss"] = probe(engine)
-    engine.destroy()
     return result
 
 

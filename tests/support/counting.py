@@ -126,7 +126,7 @@ def count_a_step(
     rows = sum(each.sent_bytes for each in exchanges)
     # Broadcasts in the step of stage 0 are the optimizer's own exchange.
     broadcasts = inside.sent.get("broadcast_", 0.0) if stage == 0 else 0.0
-    result = {
+    return {
         "flops": (inside.flops, float(exchange.flops[rank])),
         "exchange": (
             optimizer.stats.bytes_sent - rows,
@@ -141,5 +141,3 @@ def count_a_step(
         "zero": (around.zero + inside.zero - broadcasts, zero_bytes(optimizer.routes, settings)),
         "collectives": str((around.sent, inside.sent)),
     }
-    engine.destroy()
-    return result

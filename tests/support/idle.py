@@ -77,14 +77,12 @@ def lead(
         paths.append(training.full_masters(engine))
         norms.append(float(engine.get_global_grad_norm()))
         skipped.append(total_skipped(engine) > before)
-    report = {
+    return {
         "paths": paths,
         "momentum": training.full_states(engine, "momentum_buffer"),
         "norms": norms,
         "skipped": skipped,
     }
-    engine.destroy()
-    return report
 
 
 def run_micro_batch(

@@ -118,12 +118,10 @@ def train(
     else:
         masters = training.full_masters(engine)
         momentum = training.full_states(engine, "momentum_buffer")
-    report = {
+    return {
         "params": {names[name]: value for name, value in masters.items()},
         "momentum": {names[name]: value for name, value in momentum.items()},
         "routes": {names[route.name]: route.reason for route in deepspeed_muon.routes(engine)},
         "norms": norms,
         "sharers": deepspeed_muon.muon_optimizer(engine)._runners[0].step_set.world_size,
     }
-    engine.destroy()
-    return report

@@ -384,7 +384,7 @@ def train(
             clipped.append(optimizer.qk_clip.report.clipped)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     group = optimizer._runners[0].step_set.tensor_group
-    report = {
+    return {
         "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),
         "params": assembled(engine, None, group),
         "momentum": assembled(engine, "momentum_buffer", group),
@@ -393,8 +393,6 @@ def train(
         "largest": largest,
         "clipped": clipped,
     }
-    engine.destroy()
-    return report
 
 
 def failing(rank: int, world_size: int, **arguments: Any) -> str:

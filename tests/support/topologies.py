@@ -165,7 +165,6 @@ def save(
     report = _report(engine, rank, topology)
     _step(engine, steps, rank, world_size, topology)
     report["next"] = _whole(engine, rank, topology)["fp32"]
-    engine.destroy()
     return report
 
 
@@ -193,7 +192,6 @@ def load(rank: int, world_size: int, *, folders: list[str], topology: dict[str, 
         reports.append(_report(engine, rank, topology))
     _step(engine, 2, rank, world_size, topology)
     reports[-1]["next"] = _whole(engine, rank, topology)["fp32"]
-    engine.destroy()
     return reports
 
 
@@ -233,5 +231,4 @@ def failing(rank: int, world_size: int, *, folder: str, topology: dict[str, Any]
         consolidate(engine, folder)
     except deepspeed_muon.MuonError as error:
         said = f"{type(error).__name__}: {error}"
-    engine.destroy()
     return said

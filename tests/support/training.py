@@ -174,7 +174,7 @@ def outcome(engine: Any) -> dict[str, Any]:
 
 
 def whole_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase: str) -> dict[str, Any]:
-    """Take four steps and save after two (``whole``), or load that and take the last two (``rest``); end the engine."""
+    """Take four steps and save after two (``whole``), or load that and take the last two (``rest``)."""
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
@@ -182,9 +182,7 @@ def whole_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase
         run_step(engine, step, rank, world_size, 1)
         if phase == "whole" and step == 1:
             engine.save_checkpoint(folder)
-    report = outcome(engine)
-    engine.destroy()
-    return report
+    return outcome(engine)
 
 
 def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], *keys: str) -> None:

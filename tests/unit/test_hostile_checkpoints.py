@@ -257,7 +257,6 @@ def tried(rank: int, world_size: int, *, folder: str) -> list[list[str]]:
             restore(engine, path)  # type: ignore[arg-type]
         except Exception as error:
             found.append([type(error).__name__, str(error)])
-    engine.destroy()
     return found
 
 
