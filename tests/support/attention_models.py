@@ -134,11 +134,8 @@ class AttendingToy(Toy):
         super().__init__(width=16, hidden=(24,), thin=False)
         self.attn: Any = LAYOUTS[self.layout](16)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.attn(self.embed(tokens).double())
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+    def before_blocks(self, x: Tensor) -> Tensor:
+        return self.attn(x)
 
 
 for name, layout in LAYOUTS.items():

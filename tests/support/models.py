@@ -68,13 +68,20 @@ class Toy(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
-        if self.exact:
-            x = x.double()
+        x = self.before_blocks(x.double() if self.exact else x)
         for block in self.blocks:
             x = block(x)
-        if self.thin is not None:
-            x = self.thin(x)
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1).double(), targets.flatten())
+        x = self.after_blocks(x)
+        return F.cross_entropy(self.logits(x).flatten(0, 1).double(), targets.flatten())
+
+    def before_blocks(self, x: Tensor) -> Tensor:
+        return x
+
+    def after_blocks(self, x: Tensor) -> Tensor:
+        return x if self.thin is None else self.thin(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.lm_head(x)
 
 
 class Unused(Toy):
@@ -112,9 +119,8 @@ class Single(Toy):
         super().__init__(width=6, hidden=(), thin=False)
         self.mix = Linear(6, 6)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens).double()
-        return F.cross_entropy(self.lm_head(x + torch.tanh(self.mix(x))).flatten(0, 1), targets.flatten())
+    def before_blocks(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x))
 
 
 class Attention(nn.Module):
@@ -141,11 +147,8 @@ class Heads(Toy):
         )
         self.self_attn = Attention(16)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.self_attn(self.embed(tokens).double())
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+    def before_blocks(self, x: Tensor) -> Tensor:
+        return self.self_attn(x)
 
 
 class Mixed(Toy):
@@ -158,18 +161,14 @@ class Mixed(Toy):
         self.experts = nn.Module()
         self.experts.up_proj = nn.Parameter(torch.randn(3, 10, 12) / 12**0.5)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens).double()
-        for block in self.blocks:
-            x = block(x)
+    def after_blocks(self, x: Tensor) -> Tensor:
         for conv in (self.conv, self.grouped):
             weight, bias = conv.weight.double(), conv.bias.double()
             x = x + torch.tanh(F.conv1d(x.mT, weight, bias, padding=1, groups=conv.groups)).mT
         up = self.experts.up_proj.double()
-        x = x + torch.einsum(
+        return x + torch.einsum(
             "blh,ehi,e->bli", torch.tanh(torch.einsum("bli,hi->blh", x, up[0])), up, x.new_ones(3)
         )
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
 
 
 class Adapted(nn.Module):
@@ -204,11 +203,8 @@ class Tied(Toy):
         super().__init__(thin=False)
         del self.lm_head
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens).double()
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(F.linear(x, self.embed.weight.double()).flatten(0, 1), targets.flatten())
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embed.weight.double())
 
 
 class Conv1D(nn.Module):
@@ -271,13 +267,10 @@ class Fused(Toy):
         self.experts = FusedExperts(16, 6, is_transposed=False)
         self.turned = FusedExperts(16, 10, is_transposed=True)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.self_attn(self.embed(tokens).double())
+    def before_blocks(self, x: Tensor) -> Tensor:
+        x = self.self_attn(x)
         # Small branches: with large ones the gradient follows the rounding of the weights instead of the optimizer.
-        x = x + 0.3 * (self.experts(x) + self.turned(x))
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+        return x + 0.3 * (self.experts(x) + self.turned(x))
 
 
 class Convolutions(Toy):
@@ -313,14 +306,8 @@ class Even(Toy):
         super().__init__(width=16, hidden=(16, 48, 8), exact=exact, thin=False)
         self.mix = Linear(16, 16, exact=exact)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        if self.exact:
-            x = x.double()
-        x = x + torch.tanh(self.mix(x))
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1).double(), targets.flatten())
+    def before_blocks(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.mix(x))
 
 
 class Branch(nn.Module):
@@ -366,12 +353,8 @@ class Switched(Toy):
         self.branches = Branches(16)
         self.used = ""
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens).double()
-        for block in self.blocks:
-            x = block(x)
-        x = self.branches(x, self.used)
-        return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+    def after_blocks(self, x: Tensor) -> Tensor:
+        return self.branches(x, self.used)
 
 
 MODELS: dict[str, type[Toy]] = {
