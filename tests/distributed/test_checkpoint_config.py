@@ -18,7 +18,7 @@ SAVING = {"consolidate_on_save": True}
 
 
 def restored_by_config(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
-    engine = engine_for(stage, seed=7, kind="toy", params={"restore_from": folder})
+    engine = engine_for(stage, seed=7, params={"restore_from": folder})
     return report_and_go_on(engine, 2, rank, world_size)
 
 
@@ -43,7 +43,7 @@ def test_config_keys(ranks: Any, tmp_path: Path, stage: int, to_stage: int, tag:
 
 
 def off_by_default(rank: int, world_size: int, *, folder: str) -> None:
-    engine = engine_for(1, seed=0, kind="toy")
+    engine = engine_for(1, seed=0)
     engine.save_checkpoint(folder)
 
 

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from tests.support import training
-from tests.support.checkpoints import OFFLOAD, ROUND, SMALL, STATES, engine_for, report, train_step
+from tests.support.checkpoints import (
+    OFFLOAD,
+    ROUND,
+    SMALL,
+    STATES,
+    engine_for,
+    report,
+    train_step,
+    trained_for,
+)
 from tests.support.models import MATRICES
 from tests.support.thinning import each_value
 
@@ -20,7 +29,7 @@ SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
     """Train 18 steps and save after 10 (``whole``), or load in a new engine and train the last 8 (``rest``)."""
-    engine = engine_for(stage, seed=0 if phase == "whole" else 7, kind="toy", **settings)
+    engine = engine_for(stage, seed=0 if phase == "whole" else 7, **settings)
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
@@ -86,9 +95,7 @@ def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str
         safe_set_full_optimizer_state,
     )
 
-    engine = engine_for(stage, seed=0, kind="toy", precision=precision)
-    for step in range(2):
-        train_step(engine, step, rank, world_size)
+    engine = trained_for(rank, world_size, stage, precision=precision)
     masters, momentum = training.full_masters(engine), training.full_states(engine, "momentum_buffer")
     moments = training.full_states(engine, "exp_avg")
     for name, param in engine.module.named_parameters():
@@ -135,8 +142,7 @@ def test_deepspeeds_tools(ranks: Any, tmp_path: Path, stage: int, precision: str
 
 def gathered_model(rank: int, world_size: int, *, folder: str) -> Any:
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
-    engine = engine_for(3, seed=0, kind="toy", precision="bf16", zero=zero)
-    train_step(engine, 0, rank, world_size)
+    engine = trained_for(rank, world_size, 3, 1, precision="bf16", zero=zero)
     assert engine.save_16bit_model(folder, "half.bin")
     return training.full_masters(engine)
 

@@ -30,6 +30,7 @@ from tests.support.checkpoints import (
     report,
     save,
     train_step,
+    trained_for,
 )
 
 
@@ -54,8 +55,7 @@ def refusals(
     params: dict[str, Any] | None = None,
 ) -> list[str]:
     """Return why the restore of each folder was refused, after making sure that it changed nothing."""
-    engine = engine_for(stage, seed=7, kind="toy", params=params)
-    train_step(engine, 0, rank, world_size)
+    engine = trained_for(rank, world_size, stage, 1, seed=7, params=params)
     before = report(engine)
     messages = []
     for folder in folders:
@@ -172,8 +172,7 @@ def test_a_rank_that_does_not_see_the_checkpoint(ranks: Any, good: Path) -> None
 
 def disk_full(rank: int, world_size: int, *, folder: str, stage: int, limits: list[int]) -> list[str]:
     """Save while rank 0 may not write files beyond a number of bytes: ``write`` fails as on a full disk."""
-    engine = engine_for(stage, seed=0, kind="toy")
-    train_step(engine, 0, rank, world_size)
+    engine = trained_for(rank, world_size, stage, 1)
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)
     messages = []
     for step, limit in enumerate(limits, start=1):
@@ -207,7 +206,7 @@ def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
 
 
 def folders_that_are_none(rank: int, world_size: int, *, folder: str) -> list[str]:
-    engine = engine_for(1, seed=0, kind="toy")
+    engine = engine_for(1, seed=0)
     messages = [
         training.refusal(lambda: engine.save_checkpoint(f"{folder}/file")),
         training.refusal(lambda: engine.load_checkpoint(folder)),
@@ -217,7 +216,7 @@ def folders_that_are_none(rank: int, world_size: int, *, folder: str) -> list[st
     consolidate(engine, folder)
     assert engine.load_checkpoint(folder)[0] is not None, "a set beside the tags is in nobody's way"
     engine.destroy()
-    engine = engine_for(1, seed=0, kind="toy", extra={"checkpoint": {"load_universal": True}})
+    engine = engine_for(1, seed=0, extra={"checkpoint": {"load_universal": True}})
     messages.append(training.refusal(lambda: engine.load_checkpoint(folder, tag="universal")))
     return messages
 
@@ -236,8 +235,7 @@ def test_deepspeeds_own_files_in_folders_that_are_none(ranks: Any, tmp_path: Pat
 
 def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
     """Train and save; return why that failed. ``lost`` says what is wrong with the folder."""
-    engine = engine_for(1, seed=0, kind="toy")
-    train_step(engine, 0, rank, world_size)
+    engine = trained_for(rank, world_size, 1, 1)
     before, place = os.getcwd(), Path(folder)
 
     def act(reached: str) -> None:
@@ -283,7 +281,7 @@ def test_a_save_whose_files_are_lost_leaves_the_old_set(
 
 def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, locks: bool) -> str:
     """Save once more, from DeepSpeed's files, when a save has reached ``stage``; return why that was refused."""
-    engine = engine_for(1, seed=0, kind="toy")
+    engine = engine_for(1, seed=0)
     for step in range(2):
         train_step(engine, step, rank, world_size)
         if not step:

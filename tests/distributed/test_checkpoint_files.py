@@ -50,17 +50,10 @@ def ours(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int,
 
 
 def load_universal(
-    rank: int,
-    world_size: int,
-    *,
-    folder: str,
-    stage: int,
-    kind: str = "toy",
-    schedule: bool = True,
-    **settings: Any,
+    rank: int, world_size: int, *, folder: str, stage: int, schedule: bool = True, **settings: Any
 ) -> Any:
     settings["extra"] = {"checkpoint": {"load_universal": True}}
-    engine = engine_for(stage, seed=7, kind=kind, **settings)
+    engine = engine_for(stage, seed=7, **settings)
     path, _ = engine.load_checkpoint(folder, load_lr_scheduler_states=schedule)
     assert path is not None
     return report_and_go_on(engine, 2, rank, world_size)

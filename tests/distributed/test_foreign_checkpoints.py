@@ -37,7 +37,7 @@ def settings(engine: Any) -> list[dict[str, Any]]:
 
 def restored(rank: int, world_size: int, *, folder: str, stage: int, schedule: bool) -> dict[str, Any]:
     """Restore a set and take a step; return the settings before and after, and the rates of the run's schedule."""
-    engine = engine_for(stage, seed=7, kind="toy", extra=None if schedule else {"scheduler": {}})
+    engine = engine_for(stage, seed=7, extra=None if schedule else {"scheduler": {}})
     before = settings(engine)
     restore(engine, folder)
     after, rates = settings(engine), engine.lr_scheduler and engine.lr_scheduler.get_lr()
@@ -119,7 +119,7 @@ def loaded(
     rank: int, world_size: int, *, folder: str, stage: int, by: str = "load_checkpoint", **given: Any
 ) -> dict[str, Any]:
     """Load into a new engine."""
-    engine = engine_for(stage, seed=7, kind="toy", **given)
+    engine = engine_for(stage, seed=7, **given)
     return attempted(engine, folder, by)
 
 
@@ -127,7 +127,7 @@ def loaded_both_ways(
     rank: int, world_size: int, *, folder: str, stage: int, **given: Any
 ) -> list[dict[str, Any]]:
     """Restore into a new engine, then load into the same."""
-    engine = engine_for(stage, seed=7, kind="toy", **given)
+    engine = engine_for(stage, seed=7, **given)
     return [attempted(engine, folder, by) for by in ("restore", "load_checkpoint")]
 
 

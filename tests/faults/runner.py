@@ -42,7 +42,7 @@ from deepspeed_muon.transport import ranks
 from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import Fault, Injector, describe
 from tests.support import training
-from tests.support.checkpoints import STATES, engine_for, train_step
+from tests.support.checkpoints import STATES, engine_for, train_step, trained_for
 
 INDEX = "muon_index.json"
 SHARD_BYTES = 24_000
@@ -156,10 +156,7 @@ def prepare_process() -> None:
 
 def trained(rank: int, world_size: int, steps: int, *, seed: int = 0, on_save: bool = False) -> Any:
     params = {"consolidate_on_save": True} if on_save else None
-    engine = engine_for(2, seed=seed, kind="toy", params=params)
-    for step in range(steps):
-        train_step(engine, step, rank, world_size)
-    return engine
+    return trained_for(rank, world_size, 2, steps, seed=seed, params=params)
 
 
 def make_sets(work: Path) -> None:
@@ -340,7 +337,7 @@ class Judge:
     """Says whether a folder holds the old set or the new one, by verifying it and restoring it into an engine."""
 
     def __init__(self, work: Path) -> None:
-        self._engine = engine_for(2, seed=7, kind="toy")
+        self._engine = engine_for(2, seed=7)
         train_step(self._engine, 0, 0, 1)
         self._known: dict[tuple[str, int], dict[str, Any]] = {}
         for age in ("old", "new"):

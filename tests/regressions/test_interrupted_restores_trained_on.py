@@ -17,7 +17,7 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
-from tests.support.checkpoints import engine_for, train_step
+from tests.support.checkpoints import engine_for, train_step, trained_for
 from tests.support.models import batch
 from tests.support.snapshots import differences, snapshot
 from tests.support.thinning import full
@@ -26,12 +26,11 @@ from tests.support.training import refusal
 
 def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[str]:
     """Interrupt restores at several points, on one rank or all; return what was wrong."""
-    saved = engine_for(stage, seed=0, kind="toy")
-    train_step(saved, 0, rank, world_size)
+    saved = trained_for(rank, world_size, stage, 1)
     consolidate(saved, folder)
     expected = snapshot(saved)
     saved.destroy()
-    engine = engine_for(stage, seed=7, kind="toy")
+    engine = engine_for(stage, seed=7)
     train_step(engine, 1, rank, world_size)
     scheduler = type(engine.lr_scheduler)
     wrong: list[str] = []
@@ -88,7 +87,7 @@ def test_until_a_restore_has_ended_the_engine_refuses(ranks: Any, tmp_path: Path
 
 def interrupted_save(rank: int, world_size: int, *, folder: str) -> list[Any]:
     """Interrupt a save while its thread ends and still writes; return what came of it, and what was left."""
-    engine = engine_for(1, seed=0, kind="toy")
+    engine = engine_for(1, seed=0)
     original = ThreadPoolExecutor.shutdown
     calls = 0
 
@@ -115,8 +114,7 @@ def test_an_interrupt_of_a_save_is_not_swallowed(ranks: Any, tmp_path: Path) -> 
 
 
 def saved_in_a_thread(rank: int, world_size: int, *, folder: str) -> str:
-    engine = engine_for(1, seed=0, kind="toy")
-    train_step(engine, 0, rank, world_size)
+    engine = trained_for(rank, world_size, 1, 1)
     said: list[str] = []
     threads = [
         threading.Thread(

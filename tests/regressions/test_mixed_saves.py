@@ -21,7 +21,7 @@ from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import engine_for, report, train_step
+from tests.support.checkpoints import engine_for, report, train_step, trained_for
 from tests.support.thinning import full
 
 
@@ -91,7 +91,7 @@ def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int, precis
     """Save two runs, at the same step and tag; return what their client state is when it is loaded."""
     found = []
     for seed in (0, 1):
-        engine = engine_for(stage, seed=seed, kind="toy", precision=precision)
+        engine = engine_for(stage, seed=seed, precision=precision)
         train_step(engine, seed, rank, world_size)
         engine.save_checkpoint(f"{folder}/{seed}", tag="t", client_state={"seed": seed})
         found.append(engine.load_checkpoint(f"{folder}/{seed}")[1])
@@ -103,8 +103,7 @@ def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int, precis
 
 def load_mixed(rank: int, world_size: int, *, folder: str, stage: int, precision: str) -> str:
     """Return why a checkpoint is refused, after making sure that the engine is as it was."""
-    engine = engine_for(stage, seed=7, kind="toy", precision=precision)
-    train_step(engine, 0, rank, world_size)
+    engine = trained_for(rank, world_size, stage, 1, seed=7, precision=precision)
     before = report(engine)
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(folder)
@@ -150,8 +149,7 @@ def test_files_of_two_runs_at_one_step_are_refused(
 
 
 def save_at_two_steps(rank: int, world_size: int, *, folder: str, what: str) -> str:
-    engine = engine_for(2, seed=0, kind="toy")
-    train_step(engine, 0, rank, world_size)
+    engine = trained_for(rank, world_size, 2, 1)
     if what == "global_steps":
         engine.global_steps += rank
     else:

@@ -96,7 +96,7 @@ def probe(engine: Any) -> float:
     return loss
 
 
-def engine_for(stage: int, *, seed: int, kind: str, **settings: Any) -> Any:
+def engine_for(stage: int, *, seed: int, kind: str = "toy", **settings: Any) -> Any:
     config = training.ds_config(stage, clipping=0.5, **settings)
     warmup = {
         "type": "WarmupLR",
@@ -112,6 +112,16 @@ def train_step(engine: Any, step: int, rank: int, world_size: int) -> None:
     joined = zip(*(batch(step, micro) for micro in range(rank * own, (rank + 1) * own)), strict=True)
     engine.backward(engine(*map(torch.cat, joined)))
     engine.step()
+
+
+def trained_for(
+    rank: int, world_size: int, stage: int, steps: int = 2, *, seed: int = 0, **settings: Any
+) -> Any:
+    """Return an engine after its first steps."""
+    engine = engine_for(stage, seed=seed, **settings)
+    for step in range(steps):
+        train_step(engine, step, rank, world_size)
+    return engine
 
 
 def report_and_go_on(engine: Any, step: int, rank: int, world_size: int) -> dict[str, Any]:
@@ -130,13 +140,10 @@ def save(
     folder: str,
     stage: int,
     steps: int = 2,
-    kind: str = "toy",
     shard_bytes: int = 4000,
     **settings: Any,
 ) -> Any:
-    engine = engine_for(stage, seed=0, kind=kind, **settings)
-    for step in range(steps):
-        train_step(engine, step, rank, world_size)
+    engine = trained_for(rank, world_size, stage, steps, **settings)
     consolidate(engine, folder, shard_bytes=shard_bytes)
     return report_and_go_on(engine, steps, rank, world_size)
 
@@ -148,11 +155,10 @@ def load(
     folder: str,
     stage: int,
     steps: int = 2,
-    kind: str = "toy",
     trained: int = 0,
     **settings: Any,
 ) -> Any:
-    engine = engine_for(stage, seed=7, kind=kind, **settings)
+    engine = engine_for(stage, seed=7, **settings)
     for step in range(trained):
         train_step(engine, 50 + step, rank, world_size)
     restore(engine, folder)
@@ -181,18 +187,9 @@ PERSISTENT = {"stage3_param_persistence_threshold": 300}
 
 
 def save_ours(
-    rank: int,
-    world_size: int,
-    *,
-    folder: str,
-    stage: int,
-    kind: str = "toy",
-    tag: str | None = None,
-    **settings: Any,
+    rank: int, world_size: int, *, folder: str, stage: int, tag: str | None = None, **settings: Any
 ) -> Any:
-    engine = engine_for(stage, seed=0, kind=kind, **settings)
-    for step in range(2):
-        train_step(engine, step, rank, world_size)
+    engine = trained_for(rank, world_size, stage, **settings)
     engine.save_checkpoint(folder, tag=tag)
     return report_and_go_on(engine, 2, rank, world_size)
 
