@@ -345,8 +345,7 @@ def sampled(rank: int, world_size: int, *, stage: int) -> Any:
     """Train with samples of health in every step; return the report and the plan."""
     engine = make_engine(2, stage, params={"health": 1})
     deepspeed_muon.muon_optimizer(engine).recorder.matrices = 100
-    for step in range(2):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, 2, rank, world_size)
     return deepspeed_muon.health(engine), deepspeed_muon.plan_report(engine)
 
 

@@ -223,8 +223,7 @@ def loaded_weights(
     config = training.ds_config(stage, precision="bf16", zero={"load_from_fp32_weights": from_fp32})
     engine = training.make_engine(config, seed=0 if save else 7)
     if save:
-        for step in range(2):
-            training.run_step(engine, step, rank, world_size, 1)
+        training.train_steps(engine, 2, rank, world_size)
         engine.save_checkpoint(folder, tag="two")
     else:
         path, _ = engine.load_checkpoint(folder, tag="two", load_optimizer_states=with_state)

@@ -23,8 +23,7 @@ def poisoned_step(
 ) -> Any:
     """Two good steps, one with the loss or a ``matrix``'s gradient times ``factor`` on the last rank, one good step."""
     engine = training.make_engine(training.ds_config(stage, precision=precision, **options))
-    for step in range(2):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, 2, rank, world_size)
     before = tensors_of(engine)
     loss, scale = engine(*batch(2, rank)), factor if rank == world_size - 1 else 1.0
     if matrix:

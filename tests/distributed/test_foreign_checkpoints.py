@@ -76,8 +76,7 @@ def scheduled(rank: int, world_size: int, *, folder: str, kind: str) -> dict[str
         engine = training.make_engine(training.ds_config(1, params={"muon_lr": rate}))
         engine.lr_scheduler = made(engine.basic_optimizer)
         if rate == 0.02:
-            for step in range(2):
-                training.run_step(engine, step, rank, world_size, 1)
+            training.train_steps(engine, 2, rank, world_size)
             found["saved"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
             consolidate(engine, folder)
         else:

@@ -43,8 +43,7 @@ def watch(
         stage, accumulation=accumulation, params={"health": health}, extra=extra, **settings
     )
     engine = training.make_engine(config, kind, exact=settings.get("precision", "fp32") == "fp32")
-    for step in range(4):
-        training.run_step(engine, step, rank, world_size, accumulation)
+    training.train_steps(engine, 4, rank, world_size, accumulation)
     report = deepspeed_muon.health(engine)
     samples = engine.global_samples
     return {"report": report, "samples": samples}
@@ -144,8 +143,7 @@ def broken(
             return result
 
         placement._orthogonalize = orthogonalize
-    for step in range(STEPS):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, STEPS, rank, world_size)
     return {
         "params": training.full_masters(engine),
         "report": deepspeed_muon.health(engine),

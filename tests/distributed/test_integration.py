@@ -44,8 +44,7 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
         "callable": lambda: lambda params: Muon(params, model=model, **settings),
     }[how]()
     engine = training.initialize(model, config, optimizer=optimizer)
-    for step in range(STEPS):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, STEPS, rank, world_size)
     params = training.full_masters(engine)
     tags = [
         tag for p in engine.module.parameters() for tag in ("use_muon", "muon_num_heads") if hasattr(p, tag)
@@ -206,8 +205,7 @@ def warmed_up(rank: int, world_size: int, *, params: dict[str, Any], group: dict
     model = build("toy")
     groups = [{"params": list(model.parameters()), **group}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
-    for step in range(3):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, 3, rank, world_size)
     return [group["lr"] for group in engine.basic_optimizer.param_groups]
 
 
@@ -310,8 +308,7 @@ def train_head(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
     )
-    for step in range(3):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, 3, rank, world_size)
     return {
         "params": training.full_masters(engine),
         "kinds": [list(kind) for kind in kinds(deepspeed_muon.muon_optimizer(engine))],

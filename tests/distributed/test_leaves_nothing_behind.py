@@ -172,8 +172,7 @@ def ties(rank: int, world_size: int, *, stage: int, precision: str) -> dict[str,
     config = training.ds_config(stage, precision=precision, clipping=0.5 if stage else 0.0)
     model = build("toy")
     engine = training.initialize(model, config)
-    for step in range(2):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, 2, rank, world_size)
     optimizer, wrapper = engine.basic_optimizer, engine.optimizer
     watched = {"engine": engine, "wrapper": wrapper, "optimizer": optimizer}
     replaced = {

@@ -20,8 +20,7 @@ def train_with(rank: int, world_size: int, *, section: str, settings: dict[str, 
     """Train under a monitor; return the last report, and what wandb holds of the run on this rank."""
     config = training.ds_config(2, params={"health": EVERY}, extra={section: {"enabled": True, **settings}})
     engine = training.make_engine(config)
-    for step in range(STEPS):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, STEPS, rank, world_size)
     batch_size = engine.global_samples // STEPS
     # wandb closes a row when the next one begins: DeepSpeed's own events of this step do that.
     training.run_step(engine, STEPS, rank, world_size, 1)

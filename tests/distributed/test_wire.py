@@ -67,8 +67,7 @@ def test_overlap_changes_nothing(ranks: Any, stage: int, world: int) -> None:
 def sampled(rank: int, world_size: int, *, wire: str) -> dict[str, Any]:
     params = {"wire_dtype": wire, "health": 2}
     engine = training.make_engine(training.ds_config(3, params=params))
-    for step in range(2):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, 2, rank, world_size)
     return deepspeed_muon.health(engine)
 
 

@@ -30,8 +30,7 @@ def engine_of(mpu: Any, config: dict[str, Any], *, seed: int = 0) -> Any:
 
 
 def trained(engine: Any, rank: int, ranks: int, steps: int = 3) -> dict[str, torch.Tensor]:
-    for step in range(steps):
-        training.run_step(engine, step, rank, ranks, 1)
+    training.train_steps(engine, steps, rank, ranks)
     weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     return weights
 

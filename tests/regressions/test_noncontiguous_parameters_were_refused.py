@@ -120,8 +120,7 @@ def strided_engine(rank: int, world_size: int, *, stage: int, strided: bool) -> 
             block.up.weight.data = padded(block.up.weight.detach())
     config = training.ds_config(stage)
     engine = training.initialize(toy, config)
-    for step in range(2):
-        training.run_step(engine, step, rank, world_size, 1)
+    training.train_steps(engine, 2, rank, world_size)
     return training.full_masters(engine)
 
 

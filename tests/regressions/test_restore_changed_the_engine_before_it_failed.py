@@ -48,8 +48,7 @@ def engine_with(scheduler: str, *, seed: int, stage: int = 2, steps: int = 0, **
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config, **keywords
     )
-    for step in range(steps):
-        training.run_step(engine, step, 0, 1, 1)
+    training.train_steps(engine, steps, 0, 1)
     return engine
 
 

@@ -220,8 +220,7 @@ def save_other(
         engine = training.make_engine(config, kind, exact=precision == "fp32")
         # DeepSpeed compiles its iteration, which takes longer than all else here.
         with torch._dynamo.config.patch(disable=True):
-            for step in range(2):
-                training.run_step(engine, step, rank, world_size, 1)
+            training.train_steps(engine, 2, rank, world_size)
         engine.save_checkpoint(folder)
         result: dict[str, Any] = {"fp32": {}, "momentum": {}, "exp_avg_sq": {}}
         for name, param in engine.module.named_parameters():

@@ -103,8 +103,14 @@ def train_steps(engine: Any, steps: int, rank: int, world_size: int, accumulatio
     norms = []
     for step in range(steps):
         run_step(engine, step, rank, world_size, accumulation)
-        norms.append(float(engine.get_global_grad_norm()))
+        norms.append(norm_of(engine))
     return norms
+
+
+def norm_of(engine: Any) -> Any:
+    """Return the norm of the last step's gradients, or ``None`` where DeepSpeed computes none."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None else float(norm)
 
 
 def refusal(
@@ -217,8 +223,7 @@ def train(
             engine.module.use_idle = step >= idle_from
         optimizer.stats.reset()
         losses.append(run_step(engine, step, rank, world_size, accumulation))
-        norm = engine.get_global_grad_norm()
-        norms.append(None if norm is None else float(norm))
+        norms.append(norm_of(engine))
     report = {
         "params": full_masters(engine),
         "momentum": full_states(engine, "momentum_buffer"),

@@ -20,7 +20,7 @@ from deepspeed_muon.transport.agreement import agree
 from deepspeed_muon.transport.ranks import Ranks
 from tests.support.contract import STEPS
 from tests.support.models import build
-from tests.support.training import ds_config, full_masters, full_states, run_step
+from tests.support.training import ds_config, full_masters, full_states, train_steps
 
 # What deepspeed_muon/engine would not need with the patch.
 DELETED = {
@@ -119,16 +119,13 @@ def train_on_patched(
             assert (getattr(owner, name) is before) != registered, f"{owner.__name__}.{name}"
         for each in (engine, engine.optimizer):
             assert not {name for _, name in functions} & set(vars(each))
-        norms = []
-        for step in range(STEPS):
-            run_step(engine, step, rank, world_size, accumulation)
-            norms.append(engine.get_global_grad_norm())
+        norms = train_steps(engine, STEPS, rank, world_size, accumulation)
         if engine.optimizer is not optimizer:
             assert optimizer.inner_steps == STEPS * len(engine.optimizer.partitions_of_calls)
         report = {
             "params": full_masters(engine),
             "momentum": full_states(engine, "momentum_buffer"),
-            "norms": [None if norm is None else float(norm) for norm in norms],
+            "norms": norms,
             "wrapper": type(engine.optimizer).__name__,
         }
         engine.destroy()
