@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import pytest
 from torch import Tensor
 
@@ -96,11 +95,9 @@ def train_by_hand(
     model = build("toy", exact=precision == "fp32")
     for name, param in model.named_parameters():
         param.requires_grad_(name not in frozen)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=[param for param in model.parameters() if param.requires_grad],
-        config=training.ds_config(stage, precision=precision, extra=extra),
-    )
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = training.ds_config(stage, precision=precision, extra=extra)
+    engine = training.initialize(model, config, model_parameters=trained)
     norms = []
     for step in range(STEPS):
         loss = engine(*batch(step, rank))

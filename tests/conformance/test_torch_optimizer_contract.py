@@ -359,14 +359,8 @@ def test_with_qk_clip_the_copy_watches_the_copied_model() -> None:
 
 def managed(rank: int, world_size: int) -> str:
     """Copy the optimizer of an engine."""
-    engine = training.make_engine(training.ds_config(2), "single")
-    try:
-        copy.deepcopy(deepspeed_muon.muon_optimizer(engine))
-    except deepspeed_muon.BindingError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-    return "copied"
+    optimizer = deepspeed_muon.muon_optimizer(training.make_engine(training.ds_config(2), "single"))
+    return training.refusal(lambda: copy.deepcopy(optimizer), BindingError)
 
 
 def test_a_managed_one_says_why_not(ranks: Any) -> None:

@@ -364,7 +364,7 @@ def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
     """Put an infinity into the gradient of the second expert of rank 0."""
     engine = make_engine(2, stage, params={"nonfinite_grad": mode})
     training.run_step(engine, 0, rank, world_size, 1)
-    before, said = training.full_masters(engine), ""
+    before = training.full_masters(engine)
 
     def spoil(grad: torch.Tensor) -> torch.Tensor:
         return grad.index_fill(0, torch.tensor([1]), float("inf"))
@@ -374,10 +374,9 @@ def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
 
     if rank == 0:
         engine.module.model.layers[0].mlp.experts.register_forward_pre_hook(listen)
-    try:
-        training.run_step(engine, 1, rank, world_size, 1)
-    except deepspeed_muon.NonFiniteGradientError as error:
-        said = str(error)
+    said = training.refusal(
+        lambda: training.run_step(engine, 1, rank, world_size, 1), deepspeed_muon.NonFiniteGradientError
+    )
     after = training.full_masters(engine)
     return {
         "said": said,

@@ -292,10 +292,7 @@ def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, l
         nonlocal message, acted
         if reached == stage and rank == 0 and not acted:
             acted = True  # the second save reaches the same stages
-            try:
-                consolidate_files(f"{folder}-saved", folder)
-            except CheckpointError as error:
-                message = str(error)
+            message = training.refusal(lambda: consolidate_files(f"{folder}-saved", folder), CheckpointError)
 
     original = fcntl.flock
 

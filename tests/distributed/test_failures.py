@@ -31,11 +31,7 @@ def poisoned_step(
     engine.backward(loss if matrix else loss * scale)
     if matrix:
         handle.remove()
-    error = ""
-    try:
-        engine.step()
-    except deepspeed_muon.NonFiniteGradientError as caught:
-        error = str(caught)
+    error = training.refusal(engine.step, deepspeed_muon.NonFiniteGradientError)
     unchanged = not changed(before, tensors_of(engine))
     engine.zero_grad()
     if not error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import types
@@ -80,10 +81,8 @@ def scheduled(rank: int, world_size: int, *, folder: str, kind: str) -> dict[str
             found["saved"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
             consolidate(engine, folder)
         else:
-            try:
-                restore(engine, folder, hyperparameters=False)
-            except CheckpointError as error:
-                found["refused"] = str(error)
+            load = functools.partial(restore, engine, folder, hyperparameters=False)
+            found["refused"] = training.refusal(load, CheckpointError)
             found["restored"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
             found["bases"] = engine.lr_scheduler.base_lrs
         engine.destroy()
@@ -264,11 +263,8 @@ TAG = "global_step2"
 
 def convert(main: Any, source: Path, target: Path) -> str:
     """Return the error of a conversion, or an empty text."""
-    try:
-        main(converter_options(source, target))
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}".replace(str(target), "TARGET")
-    return ""
+    said = training.refusal(lambda: main(converter_options(source, target)), BaseException)
+    return said.replace(str(target), "TARGET")
 
 
 def both_ways(source: Path, folder: Path) -> tuple[str, str]:

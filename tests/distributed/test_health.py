@@ -44,9 +44,7 @@ def watch(
     )
     engine = training.make_engine(config, kind, exact=settings.get("precision", "fp32") == "fp32")
     training.train_steps(engine, 4, rank, world_size, accumulation)
-    report = deepspeed_muon.health(engine)
-    samples = engine.global_samples
-    return {"report": report, "samples": samples}
+    return {"report": deepspeed_muon.health(engine), "samples": engine.global_samples}
 
 
 def read_events(folder: Path) -> dict[str, list[list[str]]]:
@@ -102,9 +100,7 @@ def overflowing(rank: int, world_size: int) -> Any:
     config["fp16"].update(initial_scale_power=32, hysteresis=1)
     engine = training.make_engine(config, exact=False)
     training.run_step(engine, 0, rank, world_size, 1)
-    report = deepspeed_muon.health(engine)
-    skipped = engine.skipped_steps
-    return {"report": report, "skipped": skipped}
+    return {"report": deepspeed_muon.health(engine), "skipped": engine.skipped_steps}
 
 
 def test_a_skipped_step_hangs_nobody(ranks: Any) -> None:

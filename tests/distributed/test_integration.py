@@ -45,11 +45,10 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
     }[how]()
     engine = training.initialize(model, config, optimizer=optimizer)
     training.train_steps(engine, STEPS, rank, world_size)
-    params = training.full_masters(engine)
     tags = [
         tag for p in engine.module.parameters() for tag in ("use_muon", "muon_num_heads") if hasattr(p, tag)
     ]
-    return {"params": params, "tags": tags}
+    return {"params": training.full_masters(engine), "tags": tags}
 
 
 @pytest.mark.compat
@@ -76,7 +75,7 @@ def unnamed_client(rank: int, world_size: int, *, only_matrices: bool) -> str:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=Muon(params, **training.MUON_PARAMS), config=config
         )
-    except deepspeed_muon.RoutingError as error:
+    except RoutingError as error:
         return str(error)
     return ",".join(route.name for route in deepspeed_muon.routes(engine))
 
@@ -146,17 +145,13 @@ def scheduled(rank: int, world_size: int, *, stage: int, name: str) -> Any:
         )
     else:
         config["scheduler"] = {"type": name, "params": SCHEDULERS[name]}
-    model = build("toy")
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, **arguments
-    )
+    engine = training.initialize(build("toy"), config, **arguments)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     rates = []
     for step in range(5):
         rates.append([group["lr"] for group in optimizer.param_groups])
         training.run_step(engine, step, rank, world_size, 1)
-    algorithms = [group["algorithm"] for group in optimizer.param_groups]
-    return {"rates": rates, "algorithms": algorithms}
+    return {"rates": rates, "algorithms": [group["algorithm"] for group in optimizer.param_groups]}
 
 
 @pytest.mark.compat
@@ -300,14 +295,11 @@ def test_a_head_alone_warns_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def train_head(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     """Train the head of a frozen model."""
-    import deepspeed
-
     model = build("toy")
     head_only(model)
     config = training.ds_config(stage, clipping=0.5)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = training.initialize(model, config, model_parameters=trained)
     training.train_steps(engine, 3, rank, world_size)
     return {
         "params": training.full_masters(engine),

@@ -186,11 +186,8 @@ def resume(rank: int, world_size: int, *, folder: str, **more: Any) -> dict[str,
     norms = []
     with small_swaps():
         engine = training.make_engine(settings(f"{folder}/disk2", **more), seed=1)
-        refused = ""
-        try:
-            engine.load_checkpoint(f"{folder}/saved", tag="last")
-        except deepspeed_muon.MuonError as error:
-            refused = str(error)
+        load = engine.load_checkpoint
+        refused = training.refusal(lambda: load(f"{folder}/saved", tag="last"))
         engine.load_checkpoint(f"{folder}/saved")
         for step in (2, 3):
             training.run_step(engine, step, rank, world_size, 1)
@@ -198,11 +195,7 @@ def resume(rank: int, world_size: int, *, folder: str, **more: Any) -> dict[str,
         engine.save_checkpoint(f"{folder}/saved", tag="last")
         engine.destroy()
         engine = training.make_engine(settings(f"{folder}/disk2", **more))
-        again = ""
-        try:
-            engine.load_checkpoint(f"{folder}/saved")
-        except deepspeed_muon.MuonError as error:
-            again = str(error)
+        again = training.refusal(lambda: engine.load_checkpoint(f"{folder}/saved"))
         engine.destroy()
     return {"norms": norms, "refused": refused, "again": again}
 

@@ -19,6 +19,13 @@ from tests.support import training
 from tests.support.counting import count_a_step, counted
 from tests.support.thinning import full, pairwise
 
+
+def assert_as_predicted(result: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        really, predicted = result[key]
+        assert really == predicted, (key, result)
+
+
 # Every stage and number of ranks up to four once or twice; the rest, and eight ranks, are the long matrix.
 CORE = {(3, 1), (0, 2), (1, 2), (2, 4), (3, 4)}
 
@@ -34,11 +41,7 @@ CORE = {(3, 1), (0, 2), (1, 2), (2, 4), (3, 4)}
 def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
     method = "gram" if (stage + world) % 2 else "standard"
     for result in ranks(world).run(count_a_step, stage=stage, method=method):
-        counted_owners, predicted_owners = result["owners"]
-        assert counted_owners == predicted_owners
-        for key in ("flops", "exchange"):
-            really, predicted = result[key]
-            assert really == predicted, (key, result)
+        assert_as_predicted(result, "owners", "flops", "exchange")
         reserved, bound = result["buffers"]
         assert reserved <= bound, result
         # ZeRO pads flat buffers and shards, and sends flags and norms: parts of a percent of 14 thousand elements.
@@ -63,11 +66,7 @@ def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params:
     found = ranks(world).run(count_a_step, stage=stage, method="standard", kind=kind, params=params)
     assert found[0]["pieces"] > len(found[0]["owners"][0]), "something is in pieces"
     for result in found:
-        counted_owners, predicted_owners = result["owners"]
-        assert counted_owners == predicted_owners
-        for key in ("flops", "exchange"):
-            really, predicted = result[key]
-            assert really == predicted, (key, result)
+        assert_as_predicted(result, "owners", "flops", "exchange")
 
 
 @pytest.mark.parametrize(

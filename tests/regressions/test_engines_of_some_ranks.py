@@ -83,20 +83,17 @@ def test_it_trains_as_if_it_were_the_program(ranks: Any, stage: int, parts: list
 def refused(rank: int, world_size: int, *, folder: str) -> list[str]:
     """Ask for what needs all ranks of the program: consolidated checkpoints."""
     mpu = SomeRanks([0, 1])
-    said: list[str] = []
     if rank == 2:
-        return said
-    try:
-        engine_of(mpu, training.ds_config(2, params={"consolidate_on_save": True}))
-    except deepspeed_muon.UnsupportedConfigError as error:
-        said.append(str(error))
+        return []
+    config = training.ds_config(2, params={"consolidate_on_save": True})
+    said = training.refusal(lambda: engine_of(mpu, config), deepspeed_muon.UnsupportedConfigError)
     engine = engine_of(mpu, training.ds_config(2))
-    for call in (deepspeed_muon.checkpoint.consolidate, deepspeed_muon.checkpoint.restore):
-        try:
-            call(engine, folder)
-        except deepspeed_muon.CheckpointError as error:
-            said.append(str(error))
-    return said
+    calls = (deepspeed_muon.checkpoint.consolidate, deepspeed_muon.checkpoint.restore)
+    refusals = (
+        training.refusal(lambda call=call: call(engine, folder), deepspeed_muon.CheckpointError)
+        for call in calls
+    )
+    return [said, *refusals]
 
 
 def test_what_needs_all_ranks_is_refused_with_the_reason(ranks: Any, tmp_path: Path) -> None:

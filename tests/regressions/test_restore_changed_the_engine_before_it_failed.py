@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 
@@ -44,10 +43,7 @@ def engine_with(scheduler: str, *, seed: int, stage: int = 2, steps: int = 0, **
     else:
         kind = getattr(torch.optim.lr_scheduler, scheduler)
         keywords["lr_scheduler"] = lambda optimizer: kind(optimizer, **SCHEDULERS[scheduler])
-    model = build("toy", seed=seed)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, **keywords
-    )
+    engine = training.initialize(build("toy", seed=seed), config, **keywords)
     training.train_steps(engine, steps, 0, 1)
     return engine
 

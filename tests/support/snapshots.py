@@ -11,6 +11,7 @@ from torch import Tensor
 
 import deepspeed_muon
 from deepspeed_muon.errors import CheckpointError
+from tests.support.training import refusal
 
 
 def tensors_of(engine: Any) -> dict[str, Tensor]:
@@ -63,9 +64,5 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def attempted(engine: Any, load: Callable[[], object]) -> tuple[str, list[str]]:
     """Load a checkpoint; return why it was refused, or ``""``, and what is not bit-identical afterwards."""
-    before, message = snapshot(engine), ""
-    try:
-        load()
-    except CheckpointError as error:
-        message = str(error)
+    before, message = snapshot(engine), refusal(load, CheckpointError)
     return message, differences(before, snapshot(engine))

@@ -312,8 +312,7 @@ def _engine(
     else:
         mpu = Mpu(tensor_size)
         model = megatron_model(mpu.tensor, mark=mark, dead=dead)
-    engine = training.initialize(model, config, mpu=mpu)
-    return engine
+    return training.initialize(model, config, mpu=mpu)
 
 
 def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:

@@ -70,11 +70,9 @@ def make_engine(config: dict[str, Any], kind: str = "toy", *, zero_init: bool = 
 
 
 def initialize(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
-    """Return an engine that trains all parameters of a model."""
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config, **kwargs
-    )
-    return engine
+    """Return an engine that trains all parameters of a model, unless ``model_parameters`` says which."""
+    kwargs.setdefault("model_parameters", list(model.parameters()))
+    return deepspeed.initialize(model=model, config=config, **kwargs)[0]
 
 
 def load_unpartitioned(model: nn.Module, kind: str, kwargs: dict[str, Any]) -> None:
@@ -115,7 +113,7 @@ def norm_of(engine: Any) -> Any:
 
 def refusal(
     call: Callable[[], object],
-    kinds: type[Exception] | tuple[type[Exception], ...] = deepspeed_muon.MuonError,
+    kinds: type[BaseException] | tuple[type[BaseException], ...] = deepspeed_muon.MuonError,
 ) -> str:
     """Return class and text of the error that a call raises, or an empty text."""
     try:
