@@ -17,7 +17,7 @@ from torch import nn
 import deepspeed_muon
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonError, RoutingError
 from tests.support import training
-from tests.support.models import batch, build
+from tests.support.models import build, train_alone
 
 # Every input of torch's own table for Muon and AdamW (torch.testing._internal.common_optimizers, CPU), in our words;
 # a text is what the refusal says. `test_the_table_is_torchs` compares the names with the table.
@@ -290,34 +290,26 @@ def by_torch(value: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    model(*batch(step, 0)).backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_copy_goes_on_like_the_original(copied: Any, steps: int) -> None:
     """Before the first step and after some, the copy of model and optimizer takes the same next step."""
     model = build("toy")
     optimizer = Muon(model, variant="normuon", **SETTINGS)
-    for step in range(steps):
-        train_step(model, optimizer, step)
+    train_alone(model, optimizer, steps)
     optimizer.param_groups[0]["lr"] = 0.05
     other, twin = copied((model, optimizer))
     assert isinstance(twin, Muon) and twin.config == optimizer.config and twin.routes == optimizer.routes
     assert not {id(p) for p in model.parameters()} & {id(p) for g in twin.param_groups for p in g["params"]}
-    for step in range(steps, steps + 2):
-        train_step(model, optimizer, step)
-        train_step(other, twin, step)
+    train_alone(model, optimizer, 2, first=steps)
+    train_alone(other, twin, 2, first=steps)
     assert equal(model, other)
 
 
 def test_an_optimizer_alone_is_copied_with_its_parameters() -> None:
     model = build("toy")
     optimizer = Muon(model, **SETTINGS)
-    train_step(model, optimizer, 0)
+    train_alone(model, optimizer, 1)
     before = [p.detach().clone() for p in model.parameters()]
     twin = copy.deepcopy(optimizer)
     for group in twin.param_groups:
@@ -329,8 +321,8 @@ def test_an_optimizer_alone_is_copied_with_its_parameters() -> None:
     assert all(state["step"] == 1 for state in optimizer.state.values())
     shallow = copy.copy(optimizer)
     assert shallow.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
-    train_step(model, shallow, 1)
-    train_step(model, optimizer, 2)
+    train_alone(model, shallow, 1, first=1)
+    train_alone(model, optimizer, 1, first=2)
 
 
 def test_frozen_parameters_and_names_survive() -> None:
@@ -348,10 +340,10 @@ def test_with_qk_clip_the_copy_watches_the_copied_model() -> None:
     torch.manual_seed(0)
     model = MODELS["grouped"]()
     optimizer = Muon(model, qk_clip={"threshold": 2.0}, **SETTINGS)
-    train_step(model, optimizer, 0)
+    train_alone(model, optimizer, 1)
     other, twin = copy.deepcopy((model, optimizer))
-    train_step(model, optimizer, 1)
-    train_step(other, twin, 1)
+    train_alone(model, optimizer, 1, first=1)
+    train_alone(other, twin, 1, first=1)
     assert twin.qk_clip is not optimizer.qk_clip and twin.qk_clip.report == optimizer.qk_clip.report
     assert twin.qk_clip.report.clipped > 0
     assert equal(model, other)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_muon
-from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.rules import route_parameters
@@ -30,8 +29,7 @@ from tests.support.autoep_models import (
     with_plain_linears,
 )
 from tests.support.contract import assert_norms, train_reference
-from tests.support.counting import counted
-from tests.support.models import batch
+from tests.support.counting import count_second_step
 from tests.support.moe_hugging_face import EXPERTS as HF_EXPERTS
 from tests.support.moe_hugging_face import HIDDEN as HF_HIDDEN
 from tests.support.moe_hugging_face import INNER as HF_INNER
@@ -311,27 +309,9 @@ def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any
 def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dict[str, Any]:
     """Train two steps; return what the second one computed and sent, beside what the plan says of the whole model."""
     engine = make_engine(ep_size, stage, params={"ns_backend": "torch", "ns_method": "standard"})
-    optimizer = deepspeed_muon.muon_optimizer(engine)
-    training.run_step(engine, 0, rank, world_size, 1)
-    optimizer.stats.reset()
-    engine.backward(engine(*batch(1, rank)))
-    with counted() as inside:
-        engine.step()
-    settings = PlanSettings(
-        world_size,
-        stage,
-        expert_parallel=ep_size,
-        config=optimizer.config,
-        device=torch.device("cpu"),
-        model_dtype=torch.float32,
-    )
     whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
-    exchange = exchange_of(whole, settings)
-    sent = 4.0 * float(exchange.gather_elements[rank] + exchange.scatter_elements[rank])
-    return {
-        "flops": (inside.flops, float(exchange.flops[rank])),
-        "sent": (optimizer.stats.bytes_sent, sent),
-    }
+    found = count_second_step(engine, rank, world_size, stage, whole, expert_parallel=ep_size)
+    return {key: found[key] for key in ("flops", "exchange")}
 
 
 @pytest.mark.parametrize(("stage", "ep_size"), [(3, 2), (1, 4), full(2, 2)])

@@ -98,8 +98,15 @@ def count_a_step(
     config = training.ds_config(stage, params={"ns_backend": "torch", "ns_method": method, **(params or {})})
     if shape is None:
         shape = {"width": WIDTH, "hidden": HIDDEN} if kind == "toy" else {}
-    engine = training.make_engine(config, kind, **shape)
+    return count_second_step(training.make_engine(config, kind, **shape), rank, world_size, stage)
+
+
+def count_second_step(
+    engine: Any, rank: int, world_size: int, stage: int, routes: Any = None, **settings: Any
+) -> dict[str, Any]:
+    """Train two steps; ``routes`` are those of the whole model where an engine has a share of it."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
+    routes = routes or optimizer.routes
     training.run_step(engine, 0, rank, world_size, 1)
     optimizer.stats.reset()
     tokens, targets = training.batch(1, rank)
@@ -108,19 +115,16 @@ def count_a_step(
         engine.backward(loss)
     with counted() as inside:
         engine.step()
-    settings = PlanSettings(
-        world_size,
-        stage,
-        config=optimizer.config,
-        device=torch.device("cpu"),
-        model_dtype=torch.float32,
+    device = torch.device("cpu")
+    plan = PlanSettings(
+        world_size, stage, config=optimizer.config, device=device, model_dtype=torch.float32, **settings
     )
-    exchange = exchange_of(optimizer.routes, settings)
+    exchange = exchange_of(routes, plan)
     owners: dict[str, int] = {}
     for runner in optimizer._runners:
         for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
             owners.setdefault(matrix.name, owner)
-    names = [route.name for route in optimizer.routes if route.algorithm == "muon"]
+    names = [route.name for route in routes if route.algorithm == "muon"]
     # A variant's row state travels on top of what the planner counts.
     exchanges = [runner._rows for runner in optimizer._runners if runner._rows is not None]
     rows = sum(each.sent_bytes for each in exchanges)
@@ -134,10 +138,10 @@ def count_a_step(
         ),
         "buffers": (
             float(optimizer.exchange_buffers.reserved_bytes),
-            forecast(optimizer.routes, settings, exchange)["muon"]["memory"]["exchange_buffers"],
+            forecast(routes, plan, exchange)["muon"]["memory"]["exchange_buffers"],
         ),
         "pieces": sum(len(runner.plan.matrices) for runner in optimizer._runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
-        "zero": (around.zero + inside.zero - broadcasts, zero_bytes(optimizer.routes, settings)),
+        "zero": (around.zero + inside.zero - broadcasts, zero_bytes(routes, plan)),
         "collectives": str((around.sent, inside.sent)),
     }

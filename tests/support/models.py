@@ -433,6 +433,14 @@ def build(kind: str, *, seed: int = 0, **kwargs: object) -> Toy:
     return MODELS[kind](**kwargs)  # type: ignore[arg-type]
 
 
+def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    """Take steps from number ``first`` on in this process, without DeepSpeed."""
+    for step in range(first, first + steps):
+        model.zero_grad()
+        model(*batch(step, 0)).backward()
+        optimizer.step()
+
+
 def batch(step: int, micro: int, rows: int = 4, length: int = 12) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of one micro-batch: number ``micro`` of all ranks together in ``step``."""
     generator = torch.Generator().manual_seed(10_000 * step + micro)

@@ -29,7 +29,7 @@ from deepspeed_muon.ops.reference import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
-from tests.support.models import batch, build
+from tests.support.models import build, train_alone
 from tests.support.reference_math import reference_health
 
 QUINTIC = resolve_schedule("quintic")
@@ -331,10 +331,7 @@ def test_plain_optimizer_reports() -> None:
     optimizer = Muon(model, health=2, ns_dtype="fp32")
     optimizer.recorder.matrices = 100
     assert optimizer.health() == {"redone": 0, "failed": 0}
-    for step in range(3):
-        model.zero_grad()
-        model(*batch(step, 0)).backward()
-        optimizer.step()
+    train_alone(model, optimizer, 3)
     report = optimizer.health()
     assert report["step"] == 2 and len(report["matrices"]) == 8
     assert 0 < report["time_newton_schulz"] < 1 and report["seconds"] > 0
@@ -344,11 +341,7 @@ def test_plain_optimizer_reports() -> None:
 def test_sampling_changes_no_weight() -> None:
     models = [build("toy") for _ in range(2)]
     for model, health in zip(models, (1, False), strict=True):
-        optimizer = Muon(model, health=health)
-        for step in range(2):
-            model.zero_grad()
-            model(*batch(step, 0)).backward()
-            optimizer.step()
+        train_alone(model, Muon(model, health=health), 2)
     for first, second in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(first, second)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -37,6 +39,16 @@ def ops() -> Any:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,13 +110,9 @@ def test_batches_and_storage_orders_give_the_single_result(ops: Any, method: str
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_batch_on_several_threads(ops: Any, threads: int) -> None:
-    before = torch.get_num_threads()
     batch = torch.randn(5, 70, 90)
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         result = run(ops, batch, "standard", torch.float32)
-    finally:
-        torch.set_num_threads(before)
     for index in range(5):
         expected = reference_orthogonalize(batch[index], resolve_schedule("quintic"))
         torch.testing.assert_close(result[index].double(), expected, rtol=1e-3, atol=1e-4)
@@ -300,9 +308,7 @@ def test_a_table_of_fragments(
         passes.momentum_pack_([wide], [grad], [made], whole(numel), numbers[number : number + 1])
         own.copy_(wide)
         expected[2][out].narrow(0, place, numel).copy_(made)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with on_threads(threads):
         passes.momentum_pack_(bufs, grads, outs, table, numbers)
         for mine, right in zip((bufs, grads, outs), expected, strict=True):
             assert all(map(torch.equal, mine, right))
@@ -313,8 +319,6 @@ def test_a_table_of_fragments(
             own.copy_(wide)
         passes.unpack_apply_(bufs, outs, table, numbers)
         assert all(map(torch.equal, bufs, expected[0])) and all(map(torch.equal, outs, expected[2]))
-    finally:
-        torch.set_num_threads(before)
 
 
 class Operations(TorchDispatchMode):
@@ -397,16 +401,11 @@ def test_frobenius_norms_beyond_fp32_squares(ops: Any) -> None:
     x = torch.tensor([[[1e30, 0.0]], [[3e-30, 4e-30]], [[math.inf, 1.0]], [[math.nan, 1.0]]])
     norms = ops.frobenius_norms(x)
     assert norms[0] == 1e30 and math.isinf(norms[2]) and math.isnan(norms[3])
-    threads = torch.get_num_threads()
-    try:
-        large = torch.randn(3, 300, 700)
-        results = []
-        for count in (1, 2):
-            torch.set_num_threads(count)
+    large, results = torch.randn(3, 300, 700), []
+    for count in (1, 2):
+        with on_threads(count):
             results.append(ops.frobenius_norms(large))
-        assert torch.equal(*results), "the same bits with any number of threads"
-    finally:
-        torch.set_num_threads(threads)
+    assert torch.equal(*results), "the same bits with any number of threads"
 
 
 def samples() -> list[tuple[str, tuple[Any, ...]]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_muon import Muon
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
 from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes, to_codes
-from tests.support.models import batch, build
+from tests.support.models import build, train_alone
 from tests.support.reference import in_8_bits
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -138,13 +138,6 @@ def test_what_is_not_finite_stays_so(backend: NsBackend) -> None:
     assert kept[1].isnan().all() and kept[::2].isfinite().all()
 
 
-def train(optimizer: Muon, model: torch.nn.Module, first: int) -> None:
-    for step in range(first, first + 2):
-        model.zero_grad()
-        model(*batch(step, 0)).backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize(("before", "after"), [("int8", "int8"), ("int8", "fp32"), ("bf16", "int8")])
 def test_state_dicts(before: str, after: str, caplog: pytest.LogCaptureFixture) -> None:
     """Codes stay as they are; to and from other dtypes the values go on, with one warning."""
@@ -153,7 +146,7 @@ def test_state_dicts(before: str, after: str, caplog: pytest.LogCaptureFixture) 
         Muon(model, lr=0.02, momentum_dtype=dtype)  # type: ignore[arg-type]
         for model, dtype in zip(models, (before, after), strict=True)
     )
-    train(first, models[0], 0)
+    train_alone(models[0], first, 2)
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     told = [record for record in caplog.records if "momentum_dtype" in record.message]
@@ -162,8 +155,8 @@ def test_state_dicts(before: str, after: str, caplog: pytest.LogCaptureFixture) 
         for own, loaded in zip(first.state.values(), second.state.values(), strict=True):
             for key in ("momentum_buffer", "momentum_scale"):
                 assert key not in own or torch.equal(own[key], loaded[key])
-    train(first, models[0], 2)
-    train(second, models[1], 2)
+    train_alone(models[0], first, 2, first=2)
+    train_alone(models[1], second, 2, first=2)
     for param, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         if before == after:
             assert torch.equal(param, other)

@@ -13,7 +13,7 @@ from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
 from deepspeed_muon.step.state import torch_step
 from tests.support.fragments import momentum_pack, unpack_apply
-from tests.support.models import batch, build
+from tests.support.models import build, train_alone
 from tests.support.training import state_bytes
 
 BLOCK = 1 << 10  # of ops/csrc/cpu/flat.cpp: lengths on both sides of it
@@ -111,10 +111,7 @@ def test_state_dict_keeps_the_dtypes() -> None:
     """Torch casts state to the parameter's dtype when it loads: bf16 momentum would come back as fp32."""
     model, other = build("toy"), build("toy", seed=1)
     optimizer, fresh = (Muon(m, lr=0.02, momentum_dtype="bf16") for m in (model, other))
-    for step in range(2):
-        model.zero_grad()
-        model(*batch(step, 0)).backward()
-        optimizer.step()
+    train_alone(model, optimizer, 2)
     fresh.load_state_dict(optimizer.state_dict())
     for own, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
         for key, value in own.items():
