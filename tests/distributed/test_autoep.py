@@ -451,21 +451,19 @@ def train_hugging_face(rank: int, world_size: int, *, family: str, stage: int, e
 def hugging_face_reference(family: str, world: int) -> tuple[Any, Any, list[float]]:
     """Train in float64 in this process."""
     model = build_hugging_face(family, listed=False)
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    model = model.double()
     names = muon_names(family, listed=False)
     stacks = {name for name, stacked in names.items() if stacked}
     fused = {name for name in stacks if name.endswith("gate_up_proj")}
     cuts = {name: ([HF_INNER] * 2 * HF_EXPERTS, [HF_HIDDEN], False) for name in fused}
     oracle = Oracle(set(names), clipping=0.5, experts=stacks, cuts=cuts, eps=HF_EPS)
-    norms = []
-    for step in range(STEPS):
+
+    def gradients(step: int) -> None:
         model.zero_grad()
         for rank in range(world):
             tokens = hugging_face_tokens(step, rank)
             (model(input_ids=tokens, labels=tokens).loss / world).backward()
-        norms.append(oracle.update(model))
-    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+    return train_reference(model, oracle, world, STEPS, gradients=gradients)
 
 
 @pytest.mark.parametrize(

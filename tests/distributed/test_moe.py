@@ -14,7 +14,7 @@ import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.contract import assert_norms, backward, params_of
+from tests.support.contract import assert_norms, backward, params_of, train_reference
 from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
 from tests.support.reference import Oracle, in_8_bits, relative
 from tests.support.tensor_parallel import Mpu
@@ -94,17 +94,15 @@ def reference(
 ) -> tuple[Any, Any, list[float]]:
     """Train the plain model in float64 in this process."""
     model = build_plain()
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    model = model.double()
     oracle = Oracle(MOE_MATRICES, clipping=clipping, variant=variant)
     if momentum == "int8":
         oracle.keep = in_8_bits
-    norms = []
-    for step in range(STEPS):
+
+    def gradients(step: int) -> None:
         backward(model, step, micro_batches)
         assert all(param.grad.any() for param in model.parameters()), "every expert gets a token"
-        norms.append(oracle.update(model))
-    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
+
+    return train_reference(model, oracle, micro_batches, STEPS, gradients=gradients)
 
 
 def compare(results: list[Any], micro_batches: int, clipping: float, variant: str = "muon") -> None:

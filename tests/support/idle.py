@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from typing import Any
 
 import deepspeed
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import training
-from tests.support.contract import ADAM_TOLERANCE, HALF_TOLERANCE, MUON_TOLERANCE
+from tests.support.contract import HALF_TOLERANCE, compare_paths
 from tests.support.models import MATRICES, Branches, batch, build
-from tests.support.reference import Oracle, relative, worst
+from tests.support.reference import Oracle
 
 MANNERS = (
     "by hand",  # the program sets the accumulation boundary and calls step() once a step
@@ -173,21 +174,16 @@ def compare(results: list[dict[str, Any]], schedule: list[list[str]], *, precisi
             idle = overflows or (name.startswith("branches.") and name.split(".")[1] not in "".join(micros))
             stayed = torch.equal(param, before[name])
             assert stayed or not idle, f"{name} moved in step {step}, without a gradient"
-    errors = {}
-    for name, param in expected["end"].items():
-        errors[name] = relative(paths[-1][name], param, expected["start"][name])
-    muon = {name: error for name, error in errors.items() if name in MATRICES["switched"]}
-    others = {name: error for name, error in errors.items() if name not in muon}
     finite = [number for number, norm in enumerate(expected["norms"]) if norm != float("inf")]
     norms = torch.tensor([expected["norms"][number] for number in finite])
     for result in results:
         own = torch.tensor([result["norms"][number] for number in finite])
         torch.testing.assert_close(own, norms, rtol=1e-6 if precision == "fp32" else 2e-2, atol=0)
+    both = expected["start"], expected["end"], MATRICES["switched"]
     if precision != "fp32":
-        assert worst(list(muon.values())) <= HALF_TOLERANCE[precision], muon
+        compare_paths(paths[-1], *both, (HALF_TOLERANCE[precision], math.inf))
         return
-    assert worst(list(muon.values())) <= MUON_TOLERANCE, muon
-    assert worst(list(others.values())) <= ADAM_TOLERANCE, others
+    compare_paths(paths[-1], *both)
     for name, momentum in expected["momentum"].items():
         error = float((results[0]["momentum"][name] - momentum).norm() / momentum.norm())
         assert error <= 1e-6, (name, error)
