@@ -15,7 +15,7 @@ from tests.support import training
 from tests.support.contract import ADAM_TOLERANCE, MUON_TOLERANCE, compare, train_reference
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
-from tests.support.thinning import full
+from tests.support.thinning import full, usual
 
 STEPS = 3
 
@@ -45,10 +45,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "method", "path", "accumulation"),
-    [pytest.param(*case, marks=() if case in CORE else pytest.mark.full) for case in CASES],
-)
+@pytest.mark.parametrize(("stage", "method", "path", "accumulation"), usual(CASES, CORE))
 def test_a_cut_matrix_gets_the_update_of_its_whole_gradient(
     ranks: Any, stage: int, method: str, path: str, accumulation: int
 ) -> None:

@@ -38,7 +38,7 @@ from tests.support.moe_hugging_face import build as build_hugging_face
 from tests.support.moe_hugging_face import muon_names
 from tests.support.reference import Oracle, relative
 from tests.support.tensor_parallel import AUTOTP
-from tests.support.thinning import each_value, full
+from tests.support.thinning import each_value, full, usual
 
 STEPS = 4
 
@@ -210,9 +210,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init", "stage3-muown"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", usual(VARIANTS, USUAL))
 def test_variants(ranks: Any, name: str) -> None:
     variant = VARIANTS[name]
     results = ranks(4).run(train, ep_size=2, accumulation=2, clipping=0.5, **variant)

@@ -17,7 +17,7 @@ from deepspeed_muon.engine import supported
 from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, STEPS, compare, compare_matrices
 from tests.support.models import MATRICES, batch, build
-from tests.support.thinning import full
+from tests.support.thinning import full, usual
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 FULL = {"stage3-hpz-zero-init", "stage1-not-contiguous"}
 
 
-@pytest.mark.parametrize("name", [full(name) if name in FULL else name for name in VARIANTS])
+@pytest.mark.parametrize("name", usual(VARIANTS, VARIANTS.keys() - FULL))
 def test_variant_matches_the_reference(ranks: Any, name: str) -> None:
     world = 4 if "hpz" in name else 2
     results = ranks(world).run(training.train, accumulation=2, clipping=0.5, **VARIANTS[name])

@@ -10,6 +10,7 @@ import pytest
 from tests.support import training
 from tests.support.contract import compare
 from tests.support.models import MATRICES
+from tests.support.thinning import usual
 
 CASES = list(itertools.product((0, 1, 2, 3), (1, 2, 3, 4), (1, 2), (0.0, 0.5)))
 # The fast core: every stage with every world size once, accumulation and clipping alternating (pairwise).
@@ -21,10 +22,7 @@ CORE = {
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    ("stage", "world", "accumulation", "clipping"),
-    [pytest.param(*case, marks=() if case in CORE else pytest.mark.full) for case in CASES],
-)
+@pytest.mark.parametrize(("stage", "world", "accumulation", "clipping"), usual(CASES, CORE))
 def test_matches_the_reference(
     ranks: Any, stage: int, world: int, accumulation: int, clipping: float
 ) -> None:

@@ -25,7 +25,7 @@ from tests.support.harness import free_port, run_command
 from tests.support.models import SMALL_DECODER
 from tests.support.native_ops import REPOSITORY
 from tests.support.reference import Oracle, relative
-from tests.support.thinning import full
+from tests.support.thinning import full, usual
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -299,13 +299,7 @@ def settings_of(case: str, folder: Path) -> dict[str, Any]:
     return {"config": config, "folder": str(folder), **settings}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(n, marks=pytest.mark.full if n in ("stage0-linear", "stage2-client") else ())
-        for n in CASES
-    ],
-)
+@pytest.mark.parametrize("case", usual(CASES, CASES.keys() - {"stage0-linear", "stage2-client"}))
 def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
     """The curve is the reference's, resuming continues it bit by bit, and ``save_model`` writes the weights."""
     settings = settings_of(case, tmp_path)

@@ -27,7 +27,7 @@ from tests.support.moe_hugging_face import (
     tokens_of,
 )
 from tests.support.reference import Oracle, relative, worst
-from tests.support.thinning import each_value, full
+from tests.support.thinning import each_value, full, usual
 
 MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -197,11 +197,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "2-last-layer": {"stage": 2, "trained": "layers.1.mlp."},
     "3-last-layer": {"stage": 3, "trained": "layers.1.mlp."},
 }
-VARIANT_CASES = [
-    pytest.param(name, listed, marks=() if (name, listed) == ("3-last-layer", False) else pytest.mark.full)
-    for name in VARIANTS
-    for listed in (True, False)
-]
+VARIANT_CASES = usual(product(VARIANTS, (True, False)), {("3-last-layer", False)})
 
 
 @pytest.mark.parametrize(("variant", "listed"), VARIANT_CASES)

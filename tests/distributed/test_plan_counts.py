@@ -17,7 +17,7 @@ from deepspeed_muon.step import bound
 from deepspeed_muon.step.bound import _read_together
 from tests.support import training
 from tests.support.counting import count_a_step, counted
-from tests.support.thinning import full, pairwise
+from tests.support.thinning import full, pairwise, usual
 
 
 def assert_as_predicted(result: dict[str, Any], *keys: str) -> None:
@@ -30,14 +30,7 @@ def assert_as_predicted(result: dict[str, Any], *keys: str) -> None:
 CORE = {(3, 1), (0, 2), (1, 2), (2, 4), (3, 4)}
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"),
-    [
-        pytest.param(stage, world, marks=() if (stage, world) in CORE else pytest.mark.full)
-        for stage in (0, 1, 2, 3)
-        for world in (1, 2, 4, 8)
-    ],
-)
+@pytest.mark.parametrize(("stage", "world"), usual(product((0, 1, 2, 3), (1, 2, 4, 8)), CORE))
 def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
     method = "gram" if (stage + world) % 2 else "standard"
     for result in ranks(world).run(count_a_step, stage=stage, method=method):

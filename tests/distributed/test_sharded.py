@@ -15,6 +15,7 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 from deepspeed_muon.transport import sharded
 from tests.support.matrices import TOLERANCE, matrix
+from tests.support.thinning import usual
 from tests.support.training import refusal
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,10 +89,7 @@ CORE = {(2, dtype, "gram") for dtype in DTYPES} | {(4, dtype, "standard") for dt
 CORE |= {(1, "fp32", "gram"), (3, "fp32", "gram")}
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype", "method"),
-    [pytest.param(*case, marks=() if case in CORE else pytest.mark.full) for case in CASES],
-)
+@pytest.mark.parametrize(("world", "dtype", "method"), usual(CASES, CORE))
 def test_shards_give_the_whole_matrix_s_result(ranks: Any, world: int, dtype: str, method: str) -> None:
     """Uneven and empty shards, both sides, wide and tall, batches, tiny and huge scales."""
     for errors in ranks(world).run(compare_all, dtype=dtype, method=method, count=2 * len(SHAPES)):

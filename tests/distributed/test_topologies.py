@@ -21,7 +21,7 @@ from tests.support import topologies
 from tests.support.checkpoints import tensors_of
 from tests.support.layout_records import inner_state
 from tests.support.reference import relative
-from tests.support.thinning import full
+from tests.support.thinning import full, usual
 from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, at
 
 CORE: dict[str, Any] = {
@@ -80,10 +80,7 @@ def test_the_same_bits_at_another_topology(
             assert relative(after[name], value, saved["fp32"][name]) <= NEXT_STEP, name
 
 
-@pytest.mark.parametrize(
-    "change",
-    [pytest.param(n, marks=[] if n == "experts over 1 to 4" else [pytest.mark.full]) for n in UNIVERSAL],
-)
+@pytest.mark.parametrize("change", usual(UNIVERSAL, {"experts over 1 to 4"}))
 def test_universal_checkpoints(ranks: Any, tmp_path: Path, change: str) -> None:
     (size, topology), (to_size, to_topology) = UNIVERSAL[change]
     saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology))

@@ -17,7 +17,7 @@ from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, compare, compare_matrices, reference
 from tests.support.harness import RankPool
 from tests.support.native_ops import REPOSITORY
-from tests.support.thinning import full
+from tests.support.thinning import full, usual
 from tests.support.upstream import deleted_lines, train_on_patched
 
 PATCH = REPOSITORY / "scripts" / "upstream.patch"
@@ -59,10 +59,7 @@ EXACT = list(itertools.product((0, 1, 2, 3), (1, 2, 3, 4), (1, 4), (0.0, 0.5)))
 CORE = {(1, 2, 4, 0.5), (3, 2, 4, 0.5)}
 
 
-@pytest.mark.parametrize(
-    ("stage", "world", "accumulation", "clipping"),
-    [pytest.param(*case, marks=() if case in CORE else pytest.mark.full) for case in EXACT],
-)
+@pytest.mark.parametrize(("stage", "world", "accumulation", "clipping"), usual(EXACT, CORE))
 def test_matches_the_reference_in_fp32(
     run: Any, stage: int, world: int, accumulation: int, clipping: float
 ) -> None:

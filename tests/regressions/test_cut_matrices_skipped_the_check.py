@@ -80,7 +80,6 @@ def train_scaled(
     finally:
         strategy.orthogonalize_sharded = original
     report = deepspeed_muon.health(engine)
-    engine.destroy()
     counts = {"redone": report["redone"], "failed": report["failed"]}
     return {"masters": masters, **counts, "messages": messages, "error": error}
 

@@ -26,6 +26,7 @@ from tests.support import training
 from tests.support.harness import RanksFailed, run_ranks
 from tests.support.models import batch
 from tests.support.rank_worker import GROUP_TIMEOUT_VARIABLE
+from tests.support.thinning import usual
 
 SILENT = 1
 # Long enough for ranks that come on a busy machine. The silent rank comes never: without the time-out the harness would
@@ -100,10 +101,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "where", "said"),
-    [pytest.param(*case, marks=[] if case is CASES[0] else [pytest.mark.full]) for case in CASES],
-)
+@pytest.mark.parametrize(("stage", "where", "said"), usual(CASES, CASES[:1]))
 def test_the_wait_ends_as_the_time_out_says(tmp_path: Path, stage: int, where: str, said: str) -> None:
     """The error names what the ranks were doing and who gave no sign."""
     # Collectives that broke leave nothing that the harness could clean up.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +14,15 @@ _Part = tuple[tuple[int, str], ...]
 def full(*values: Any) -> Any:
     """Return a case that runs in the long matrices only."""
     return pytest.param(*values, marks=pytest.mark.full)
+
+
+def usual(cases: Iterable[Any], core: Container[Any]) -> list[Any]:
+    """Return the cases, tuples or single values, of which only those in ``core`` run in every test run."""
+    found = []
+    for case in cases:
+        param = pytest.param if case in core else full
+        found.append(param(*case) if isinstance(case, tuple) else param(case))
+    return found
 
 
 def each_value(cases: Iterable[Any]) -> list[Any]:
