@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.idle import (
     lead,
 )
 from tests.support.models import batch
-from tests.support.thinning import full
+from tests.support.thinning import full, usual
 
 # For each step the branches that each of its micro-batches uses; "!" marks a step with an infinite gradient.
 SCHEDULES: dict[str, list[list[str]]] = {
@@ -118,12 +119,7 @@ OLD_DEEPSPEED_TOO: set[tuple[str, ...]] = CORE - {
 }
 
 
-def marked(case: tuple[str, ...], core: set[Any]) -> Any:
-    marks = [] if case in core else [pytest.mark.full]
-    return pytest.param(*case, marks=[pytest.mark.compat, *marks] if case in OLD_DEEPSPEED_TOO else marks)
-
-
-@pytest.mark.parametrize(("setting", "schedule"), [marked(case, CORE) for case in CASES])
+@pytest.mark.parametrize(("setting", "schedule"), usual(CASES, CORE, OLD_DEEPSPEED_TOO))
 def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
     settings = SETTINGS[setting]
     results = ranks(2).run(lead, schedule=SCHEDULES[schedule], **settings)
@@ -132,14 +128,11 @@ def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "manner"),
-    [
-        marked(
-            (setting, manner),
-            {("3", "checkpointed"), ("3-offload", "unmanaged"), ("2-offload", "by hand")},
-        )
-        for setting in ("1-offload", "2", "2-offload", "3", "3-offload")
-        for manner in MANNERS
-    ],
+    usual(
+        product(("1-offload", "2", "2-offload", "3", "3-offload"), MANNERS),
+        {("3", "checkpointed"), ("3-offload", "unmanaged"), ("2-offload", "by hand")},
+        OLD_DEEPSPEED_TOO,
+    ),
 )
 def test_whatever_the_loop(ranks: Any, setting: str, manner: str) -> None:
     results = ranks(2).run(lead, schedule=SCHEDULES["micro"], manner=manner, **SETTINGS[setting])
@@ -168,7 +161,7 @@ APART_CORE = {
 OLD_DEEPSPEED_TOO |= APART_CORE
 
 
-@pytest.mark.parametrize(("setting", "touch", "manner"), [marked(case, APART_CORE) for case in APART_CASES])
+@pytest.mark.parametrize(("setting", "touch", "manner"), usual(APART_CASES, APART_CORE, OLD_DEEPSPEED_TOO))
 def test_ranks_that_use_different_branches(ranks: Any, setting: str, touch: str, manner: str) -> None:
     """The remedies of ``docs/configurations.md``; without one the ranks of DeepSpeed's own reduction part."""
     settings = SETTINGS[setting]

@@ -18,7 +18,7 @@ from tests.support.contract import assert_norms, backward, params_of, train_refe
 from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
 from tests.support.reference import Oracle, in_8_bits, relative
 from tests.support.tensor_parallel import Mpu
-from tests.support.thinning import each_value, full
+from tests.support.thinning import each_value, full, usual
 
 STEPS = 3
 
@@ -133,8 +133,7 @@ CORE = {CASES[1], CASES[3], CASES[4], CASES[5], CASES[7]}
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "ep_size", "accumulation", "clipping"),
-    [pytest.param(*case, marks=pytest.mark.compat if case in CORE else pytest.mark.full) for case in CASES],
+    ("stage", "world", "ep_size", "accumulation", "clipping"), usual(CASES, CORE, compat=CORE)
 )
 def test_matches_the_reference(
     ranks: Any, stage: int, world: int, ep_size: int, accumulation: int, clipping: float

@@ -13,7 +13,7 @@ from tests.support import tensor_parallel
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, compare_matrices, reference
 from tests.support.models import MATRICES, build
 from tests.support.reference import relative
-from tests.support.thinning import full
+from tests.support.thinning import full, usual
 
 CASES = list(itertools.product((0, 1, 2, 3), ("gather", "distributed"), ((2, 2), (4, 2), (4, 4))))
 OLD_DEEPSPEED_TOO = {(1, "gather", (4, 2)), (3, "distributed", (4, 2))}
@@ -25,15 +25,7 @@ CORE = OLD_DEEPSPEED_TOO | {
 }
 
 
-def marks(case: tuple[int, str, tuple[int, int]]) -> list[Any]:
-    return ([] if case in CORE else [pytest.mark.full]) + (
-        [pytest.mark.compat] if case in OLD_DEEPSPEED_TOO else []
-    )
-
-
-@pytest.mark.parametrize(
-    ("stage", "mode", "ranks_and_size"), [pytest.param(*case, marks=marks(case)) for case in CASES]
-)
+@pytest.mark.parametrize(("stage", "mode", "ranks_and_size"), usual(CASES, CORE, OLD_DEEPSPEED_TOO))
 def test_megatron_style(ranks: Any, stage: int, mode: str, ranks_and_size: tuple[int, int]) -> None:
     """Column- and row-parallel matrices, cut along short and long sides, and one that all ranks hold."""
     world, size = ranks_and_size

@@ -9,7 +9,7 @@ import pytest
 from tests.support import training
 from tests.support.contract import HALF_TOLERANCE, compare, compare_matrices
 from tests.support.models import MATRICES
-from tests.support.thinning import each_value, full
+from tests.support.thinning import each_value, full, usual
 
 # Each row changes one thing of a stage; tests/conformance has the ways of gradients at stages 1 and 2.
 # The matrices of the toy model have 80 to 768 elements.
@@ -53,11 +53,7 @@ FULL = {
 }
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.compat] * (name in OLD_DEEPSPEED_TOO) + [pytest.mark.full] * (name in FULL)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in VARIANTS])
+@pytest.mark.parametrize("name", usual(VARIANTS, VARIANTS.keys() - FULL, OLD_DEEPSPEED_TOO))
 @pytest.mark.parametrize("world", [full(2), 3])
 def test_variant_matches_the_reference(ranks: Any, name: str, world: int) -> None:
     settings = {"accumulation": 2, "clipping": 0.5, **VARIANTS[name]}

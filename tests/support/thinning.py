@@ -16,12 +16,15 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def usual(cases: Iterable[Any], core: Container[Any]) -> list[Any]:
-    """Return the cases, tuples or single values, of which only those in ``core`` run in every test run."""
+def usual(cases: Iterable[Any], core: Container[Any], compat: Container[Any] = ()) -> list[Any]:
+    """Return the cases, tuples or single values, of which only those in ``core`` run in every test run.
+
+    Those in ``compat`` run under the oldest supported DeepSpeed too.
+    """
     found = []
     for case in cases:
-        param = pytest.param if case in core else full
-        found.append(param(*case) if isinstance(case, tuple) else param(case))
+        marks = [pytest.mark.compat] * (case in compat) + [pytest.mark.full] * (case not in core)
+        found.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks))
     return found
 
 
