@@ -66,7 +66,7 @@ class Layers(nn.Module):
         self.layers = nn.Sequential(*(Layer(together, width) for _ in range(count // together)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x / 16).square().mean()
+        return self.layers(x).square().mean()
 
 
 def measure(

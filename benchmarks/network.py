@@ -123,7 +123,7 @@ def refusal() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root: run it as root, for example with sudo"
     if missing := [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name) is None]:
-        return f"{' and '.join(missing)} not found: it needs Linux and iproute2 (apt-get install iproute2)"
+        return f"{' and '.join(missing)} not found: it needs Linux, util-linux and iproute2 (apt-get install iproute2)"
     try:
         with host_network(1) as trial:
             limit_rate(trial.ends, 1e9)

@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-times", action="store_true", help="only measure memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     links = (
-        "of every rank's link, in each direction: unlimited 1gbit 200mbit; unlimited is what predictions need"
+        "of every rank's link in each direction, for times alone: unlimited 1gbit; predictions need unlimited"
     )
     parser.add_argument("--rates", nargs="+", type=rate_of, default=[], help=links)
     parser.add_argument(

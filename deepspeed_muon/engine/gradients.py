@@ -145,12 +145,16 @@ def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwarg
     try:
         if view.optimizer.config.nonfinite_grad == "error":
             _refuse_failed(view.optimizer)
-        if isinstance(view, Zero3View):
-            view.look_for_overflow()
         return original(*args, **kwargs)
     finally:
         bound.forget_flags()
         view.memory.norms = []
+
+
+def look_for_overflow_first(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> Any:
+    """Set ``overflow`` of the wrapper before a step that looks for it in fp16 only. Must be called by all ranks."""
+    view.look_for_overflow()
+    return original(*args, **kwargs)
 
 
 def norm_groups(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> Any:

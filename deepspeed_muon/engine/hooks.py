@@ -164,6 +164,9 @@ ENGINE_HOOKS = (
     Hook(Zero3View, "destroy", stages.release_destroyed),
     # A mend: ZeRO updates the scale first and unscales by the new one.
     Hook((ZeroView, HalfView), "step", scaling.grow_after_step, _HAS_DYNAMIC_SCALE),
+    # A mend: sub-groups with finite gradients would be updated in a step that is skipped. Inside of the next row: the
+    # flags answer.
+    Hook(Zero3View, "step", gradients.look_for_overflow_first, views.overlooks_overflow),
     # The ranks would exchange flags once for each group, besides ZeRO's overflow check. Inside of the next row: the
     # gradients must be complete.
     Hook(ZeroView, "step", gradients.exchange_flags_first),

@@ -138,8 +138,8 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
     """Release our working memory, and let the wrapper move our optimizer's state.
 
     Stage 3 moves two tensors of ``FusedAdam``'s state only, and keeps copies of them in it. So our class stands in for
-    ``FusedAdam`` during the call, and what stages 1 and 2 move any state with stands in for that. And it
-    would look for the weights in the order of the model and for frozen ones too, which are not in its buffer.
+    ``FusedAdam`` during the call, and the function with which stages 1 and 2 move any state for stage 3's own. Stage 3
+    would also look for the weights in the order of the model, and for frozen ones, which are not in its buffer.
     """
 
     def places(_: Any) -> Any:

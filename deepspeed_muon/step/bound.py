@@ -339,7 +339,7 @@ def _numbers_of(flags: Sequence[int]) -> set[int]:
 
 
 def _read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of one device on the CPU, copied as one; types of more bytes come first."""
+    """Return tensors of one device on the CPU, copied as one; wider types must come first, for alignment."""
     raw = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors]).cpu()
     pieces = raw.split([each.nbytes for each in tensors])
     return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]

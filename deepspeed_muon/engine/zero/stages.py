@@ -240,9 +240,8 @@ class Zero3View(ZeroView):
         return list(type(self.wrapper)._get_norm_groups(self.wrapper))
 
     def look_for_overflow(self) -> None:
-        """Set ``overflow`` where ``step`` looks for it in fp16 only: DeepSpeed 0.19.2. Must be called by all ranks."""
-        if not hasattr(self.wrapper, "_loss_scale_update_and_overflow_cleanup"):
-            self.wrapper.check_overflow()
+        """Set ``overflow`` of the wrapper. Must be called by all ranks."""
+        self.wrapper.check_overflow()
 
     def group(self, index: int) -> dist.ProcessGroup | None:
         # Up to 0.19.2 one process group divides all sub-groups.

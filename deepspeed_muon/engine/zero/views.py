@@ -209,6 +209,11 @@ class Bf16View(FlatView):
         self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
 
 
+def overlooks_overflow(view: View) -> bool:
+    """Return whether ZeRO 3 looks for overflow in fp16 only: DeepSpeed 0.19.2."""
+    return not hasattr(view.wrapper, "_loss_scale_update_and_overflow_cleanup")
+
+
 def link_states(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
     """Link the parameters to their optimizer state once every partition has one, not after the first one's step."""
     if all(view.optimizer.state.get(master) for master in view.masters):
