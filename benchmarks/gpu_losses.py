@@ -89,6 +89,7 @@ def main() -> None:
         rows = support.merged(rows, [row], lambda each: list(OPTIMIZERS).index(each["optimizer"]))
         support.write(arguments.out, {"rows": rows}, page(rows, arguments))
     print("\n".join(page(rows, arguments)))
+    step_ranks.leave()
 
 
 if __name__ == "__main__":

@@ -218,7 +218,9 @@ class _OnGpu:
         return reports
 
     def close(self) -> None:
-        pass
+        from benchmarks import step_ranks
+
+        step_ranks.leave()
 
 
 def place(row: Row) -> tuple[Any, ...]:

@@ -156,6 +156,13 @@ def join(device: str) -> None:
         deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
 
 
+def leave() -> None:
+    """Leave the process group, if there is one: no rank does while another one still uses it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def decoder(model: str) -> Decoder:
     """Return a model of ``MODELS`` with the same weights on every rank and in every run."""
     torch.manual_seed(0)

@@ -1,11 +1,12 @@
 """Walks the README from top to bottom in a fresh clone, and executes every block.
 
-    scripts/walk_readme.py [--python .venv/bin/python] [--skip-make]
+    scripts/walk_readme.py [--python .venv/bin/python] [--skip-make] [--repeat 20]
 
 The clone is that of the commit that is checked out. A JSON block becomes ``ds_config.json``, a Python block
 ``train.py``. The lines of a console block run one by one, and the first that fails ends the walk. Without ``--python``
 the clone makes an environment of its own (``make setup``). ``--skip-make`` leaves out the lines that call ``make``:
-they take minutes, and CI runs ``make test`` anyway.
+they take minutes, and CI runs ``make test`` anyway. ``--repeat`` then starts the script that many times on two
+ranks: a rank that leaves while another one still uses the process group ends a program with -6 in some runs only.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def main() -> int:
         "--python", type=Path, help="the interpreter of an environment that has all that is needed"
     )
     parser.add_argument("--skip-make", action="store_true", help="leave out the lines that call make")
+    parser.add_argument(
+        "--repeat", type=int, default=0, metavar="N", help="run train.py N more times, on two ranks"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
@@ -40,7 +44,7 @@ def main() -> int:
             subprocess.run(["make", "setup"], cwd=clone, check=True)
         programs = clone / ".venv" / "bin" if options.python is None else options.python.absolute().parent
         env = dict(os.environ, PYTHONPATH=str(clone), PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
-        return walk(clone, env, skip_make=options.skip_make)
+        return walk(clone, env, skip_make=options.skip_make) or repeat(clone, env, options.repeat)
 
 
 def walk(clone: Path, env: dict[str, str], *, skip_make: bool) -> int:
@@ -70,6 +74,22 @@ def walk(clone: Path, env: dict[str, str], *, skip_make: bool) -> int:
                 print(done.stdout[-4000:], done.stderr[-4000:], f"exit status {done.returncode}", sep="\n")
                 return 1
     return 0
+
+
+def repeat(clone: Path, env: dict[str, str], times: int) -> int:
+    """Run the README's script on two ranks, again and again; return 1 if a run failed."""
+    failures = 0
+    for number in range(1, times + 1):
+        command = ["deepspeed", "--num_accelerators", "2", "train.py"]
+        done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
+        if done.returncode:
+            failures += 1
+            print(f"FAILED  run {number} of {times} on two ranks", done.stderr[-2000:], sep="\n", flush=True)
+    if times:
+        print(
+            f"{'FAILED ' if failures else 'ran    '} train.py on two ranks: {failures} of {times} runs failed"
+        )
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import traceback
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -138,7 +139,9 @@ def check(texts: list[list[str]]) -> None:
             "pytest": pytest,
         }
         given |= {"engine": engine, "model": model(page)}
-        exec(compile(tree, "block", "exec"), {"__name__": "block", **given})
+        # The blocks that follow need the process group, which a whole script destroys at its end.
+        with mock.patch.object(torch.distributed, "destroy_process_group"):
+            exec(compile(tree, "block", "exec"), {"__name__": "block", **given})
     engine.destroy()
 
 

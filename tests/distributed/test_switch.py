@@ -26,6 +26,8 @@ engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters
 loss = engine(torch.ones(2, 8)).square().mean()
 engine.backward(loss)
 engine.step()
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 kind = type(engine.basic_optimizer)
 print(f"RESULT {kind.__module__}.{kind.__name__} {engine.basic_optimizer.param_groups[0]['lr']}", flush=True)
 """

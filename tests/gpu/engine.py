@@ -77,6 +77,7 @@ def main() -> int:
         except Exception:  # every case is worth its own line
             wrong += 1
             print(f"FAILED  {name}:\n{traceback.format_exc(limit=4)}", flush=True)
+    torch.distributed.destroy_process_group()
     return 1 if wrong else 0
 
 

@@ -22,3 +22,5 @@ for step in range(8):
     fabric.strategy.model.step()
     if fabric.global_rank == 0:
         print(f"step {step} loss: {loss.item():.4f}", flush=True)
+fabric.barrier()  # no rank leaves while another one still uses the process group
+torch.distributed.destroy_process_group()

@@ -39,3 +39,5 @@ trainer = lightning.Trainer(
     logger=False,
 )
 trainer.fit(Model(), torch.utils.data.DataLoader(data, batch_size=4))
+trainer.strategy.barrier()  # no rank leaves while another one still uses the process group
+torch.distributed.destroy_process_group()

@@ -23,3 +23,5 @@ for step in range(8):
     engine.step()
     if engine.global_rank == 0:
         print(f"step {step} loss: {loss.item():.4f}", flush=True)
+torch.distributed.barrier()  # no rank leaves while another one still uses the process group
+torch.distributed.destroy_process_group()

@@ -33,3 +33,6 @@ trainer = Trainer(
 )
 trainer.train()
 trainer.save_model()
+# No rank leaves while another one still uses the process group.
+trainer.accelerator.wait_for_everyone()
+trainer.accelerator.end_training()
