@@ -6,7 +6,7 @@ test that fails. First the named tests must pass without a defect. The working t
     .venv/bin/python scripts/planted_defects.py
     .venv/bin/python scripts/planted_defects.py --only 3 17
     .venv/bin/python scripts/planted_defects.py --all-tests --only 3
-    .venv/bin/python scripts/planted_defects.py --table benchmarks/results/planted_defects.md
+    .venv/bin/python scripts/planted_defects.py --table planted_defects.md
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def first_failure(output: str) -> str:
 
 def as_table(defects: dict[int, Defect], caught: dict[int, bool]) -> str:
     """Return the results as Markdown."""
-    command = "`.venv/bin/python scripts/planted_defects.py --table benchmarks/results/planted_defects.md`"
+    command = "`.venv/bin/python scripts/planted_defects.py`"
     lines = [
         "# Planted defects",
         "",

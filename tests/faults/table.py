@@ -1,6 +1,6 @@
 """Keeps what is left after each fault.
 
-``python -m tests.faults.table`` writes ``benchmarks/results/save_faults.json`` and ``.md``; with ``--results`` it takes
+``python -m tests.faults.table`` writes ``benchmarks/results/save_faults.md``; with ``--results`` it takes
 what ``python -m tests.faults.runner WORK --full`` wrote before, instead of running it.
 """
 
@@ -44,7 +44,7 @@ of another run at the same step and tag. Either rank is killed, at each call bel
 call marks, in the middle of what torch writes. The cell says what `restore` of the folder found, and in brackets what
 `checkpoint consolidate` made of each tag's own files: files of two saves must be **refused**.
 
-Command: `python -m tests.faults.table`; raw results in `save_faults.json`.
+Command: `python -m tests.faults.table`.
 
 {summary}
 """
@@ -107,11 +107,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             run_command([sys.executable, "-m", "tests.faults.runner", folder, "--full"], timeout=7200)
             results = json.loads((Path(folder) / "results.json").read_text())
-    lines = ",\n".join(json.dumps(case) for case in results["cases"])
-    without = json.dumps(results["without a fault"])
-    arguments.out.with_suffix(".json").write_text(
-        f'{{"without a fault": {without},\n"cases": [\n{lines}\n]}}\n'
-    )
     arguments.out.with_suffix(".md").write_text(render(results))
 
 
