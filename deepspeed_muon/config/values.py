@@ -62,30 +62,10 @@ _ELSEWHERE = {
     "cautious_wd": "write weight_decay_mode: 'cautious'",
     "distributed_mesh": "leave it out: DeepSpeed's process groups are used",
     "pg_collection": "leave it out: DeepSpeed's process groups are used",
+    "per_head_muon": 'write "matrices": {"*": {"heads": "config"}}',
+    "torch_adam": "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
     "adamw_params": "leave it out: one optimizer has all parameters, and include and exclude choose",
 }
-
-REMOVED = {
-    "torch_adam": "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
-    "ns_eps": "leave it out: a norm below 1e-12 counts as 1e-12",
-    "min_muon_params": "leave it out: a warning says when no parameter goes to Muon, routes(engine) says why",
-    "network": "leave it out: measured at 50 and 200 Mbit/s, the number of chunks changed nothing",
-    "ranks_per_node": "leave it out: at stage 0 owners broadcast their updates, whatever the machines",
-    "share_matrices": "leave it out: a matrix has one owner; tensor_parallel_mode: distributed stays",
-    "order": "leave it out: ZeRO 1 and 2 always lay the matrices out so that the ranks have equal work",
-    "health.every": 'write the number of steps: "health": 100',
-    "health.check": 'leave it out: "health": false switches checks and samples off',
-    "health.matrices": "leave it out: a sample measures four matrices, other ones each time",
-    "split": 'write "matrices": {pattern: {"split": ...}}',
-    "heads": 'write "matrices": {pattern: {"heads": ...}}',
-    "per_head_muon": 'write "matrices": {"*": {"heads": "config"}}',
-    "transposed": 'write "matrices": {pattern: {"transposed": true}}',
-    "restore_from.hyperparameters": "it follows progress; deepspeed_muon.restore(engine, path, hyperparameters=...) "
-    "takes it alone",
-    "restore_from.scheduler": "call deepspeed_muon.restore(engine, path, scheduler=...) instead",
-    "restore_from.allow_nonfinite": "call deepspeed_muon.restore(engine, path, allow_nonfinite=...) instead",
-}
-"""Settings of version 0.2 that are gone, after the key of their section, and what to do instead."""
 
 # Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
 _ALLOWED = {
@@ -106,21 +86,17 @@ _BOUNDS = {
 }
 
 
-def unknown_key_message(key: str, known: Any, where: str = "", *, section: str = "") -> str:
+def unknown_key_message(key: str, known: Any, where: str = "") -> str:
     """Return the text of an error about an unknown key, with what to write instead where that is known.
 
     Args:
         key: The unknown key.
         known: The keys that there are.
         where: What the text begins with.
-        section: The setting whose object holds the key; empty at the top.
     """
     where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
-    path = f"{section}.{key}" if section else key
-    if path in REMOVED:
-        return f"{where}{path!r} is no longer a setting; {REMOVED[path]}"
     if key in _ELSEWHERE:
         return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
     names = sorted(str(name) for name in known)
@@ -205,10 +181,7 @@ def pair(value: Any) -> Any:
 def steps_between_samples(value: Any) -> Any:
     """Return the steps between two samples of health: 0 for ``False``, the default for ``True`` and ``None``."""
     if isinstance(value, Mapping):
-        gone = [
-            unknown_key_message(str(key), (), section="health") for key in value if f"health.{key}" in REMOVED
-        ]
-        raise ValueError("; ".join(gone) or "must be the steps between two samples, or true or false")
+        raise ValueError("must be the steps between two samples, or true or false")
     if value is None or value is True:
         return HEALTH_EVERY
     return 0 if value is False else _number(value)
@@ -262,7 +235,7 @@ class _Section(BaseModel):
             [str(key) for key in value if key not in cls.model_fields] if isinstance(value, Mapping) else []
         )
         if unknown:
-            texts = [unknown_key_message(key, cls.model_fields, section=cls.key) for key in unknown]
+            texts = [unknown_key_message(key, cls.model_fields) for key in unknown]
             raise ValueError("; ".join(texts))
         return value
 
