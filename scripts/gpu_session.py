@@ -1,29 +1,31 @@
 #!/usr/bin/env python3
-"""An hour on a machine with one GPU, in five parts, each well below ten minutes: what is right, how fast, what trains.
+"""Builds, checks and times the CUDA code on one GPU, in five parts: what is right, how fast, what trains.
 
-    python3 scripts/gpu_session.py wheels .whl        # here, where packages can be had; git must ignore the folder
-    python3 scripts/gpu_session.py --dry-run          # here: rehearses all parts
-    OUT=out python3 scripts/gpu_session.py check --wheels .whl/base --half .whl/1   # every kernel against float64
-    OUT=out python3 scripts/gpu_session.py engine --wheels .whl/base --half .whl/2  # ZeRO 0 to 3, memcheck
-    OUT=out python3 scripts/gpu_session.py time --wheels .whl/base    # kernels, iteration and steps beside the peers
-    OUT=out python3 scripts/gpu_session.py train --wheels .whl/base   # losses of 350M and 1.3B beside FusedAdam
-    OUT=out python3 scripts/gpu_session.py race --wheels .whl/base    # racecheck, which is slow and so comes last
+    python scripts/gpu_session.py check     # every kernel against float64, the self-test
+    python scripts/gpu_session.py engine    # training at ZeRO 0 to 3; memcheck
+    python scripts/gpu_session.py time      # kernels, iteration and steps beside the peers
+    python scripts/gpu_session.py train     # losses of 350M and 1.3B parameters beside FusedAdam
+    python scripts/gpu_session.py race      # racecheck
+    python scripts/gpu_session.py --dry-run # anywhere: what would run, whether the programs start
 
-Run from any folder, by an interpreter with a CUDA torch and pytest, with nvcc. A step that fails or takes too long is
-noted, and the next one runs. Each part writes PART.log and PART.json to ``$OUT``, with its tables eight files at most.
-``--resume DIR`` runs only the steps that are not "ok" in the PART.json of an earlier run, and what they need.
+It needs Linux, an NVIDIA GPU (80 GB for the 1.3B model), nvcc, compute-sanitizer, and an interpreter with a CUDA build
+of torch, this package's dependencies and pytest. A step that fails or takes too long is recorded, and the next one
+runs. Each part writes PART.log, PART.json and its tables to ``--out``. ``--limit`` ends a part after some seconds, and
+``--resume DIR`` runs only the steps that are not "ok" in the PART.json of an earlier run, and what they need. No
+setting of the card is changed.
 
-The machine takes 64 MiB a call, less than quack's compiler alone. So the wheels of quack and gram-newton-schulz are cut
-into two halves; two calls that follow each other while the machine stays warm bring them. Nothing is installed into the
-interpreter, and no setting of the card is changed. ``--dry-run`` says what would run, checks that the wheels install,
-and parses the arguments of each benchmark.
+On a machine without a network, make a folder of wheels elsewhere and name it there; nothing is installed into the
+interpreter:
+
+    python scripts/gpu_session.py wheels FOLDER --python 3.12          # where packages can be downloaded
+    python scripts/gpu_session.py check --wheels FOLDER [FOLDER ...]   # on the machine with the GPU
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -38,21 +40,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = Path(tempfile.gettempdir()) / "deepspeed_muon_gpu"
-"""Builds and installed wheels; the parts share it while they run on one machine."""
+"""Builds and unpacked wheels, which the parts share."""
 
-PART_SECONDS = 560.0
+WHEELS = [
+    "deepspeed==0.19.8",
+    "hjson",
+    "annotated-types",
+    "typing-inspection",
+    # pydantic needs one very version of its core.
+    "pydantic==2.14.4",
+    "pydantic-core==2.50.5",
+]
+"""What DeepSpeed and this package need beside torch and what comes with it."""
 
-WHEELS = ["deepspeed==0.19.8", "hjson", "annotated-types", "typing-inspection"]
-WHEELS += ["pydantic==2.14.4", "pydantic-core==2.50.5"]
-"""What the machine lacks of what DeepSpeed and this project need (its image has torch, pytest, ninja, einops, ...).
-pydantic needs one very version of its core."""
-
-PEERS = ["gram-newton-schulz==0.1.6", "quack-kernels==0.5.0", "nvidia-cutlass-dsl-libs-cu13==4.5.2"]
-PEERS += ["apache-tvm-ffi>=0.1.6,<0.2", "torch-c-dlpack-ext"]
-"""What gram-newton-schulz needs besides; libs-cu13 replaces all of nvidia-cutlass-dsl-libs-base."""
-
-CALL_BYTES = 58_000_000
-"""What a call carries besides the repository: 64 MiB less its 5 MB and some to spare."""
+PEERS = [
+    "gram-newton-schulz==0.1.6",
+    "quack-kernels==0.5.0",
+    "nvidia-cutlass-dsl-libs-cu13==4.5.2",  # replaces all of nvidia-cutlass-dsl-libs-base
+    "apache-tvm-ffi>=0.1.6,<0.2",
+    "torch-c-dlpack-ext",
+]
+"""Peers in ``benchmarks/newton_schulz.py``, and what they need."""
 
 PYTHON = sys.executable
 LIBRARY = WORK / "libmuon_cuda.so"
@@ -111,7 +119,7 @@ OPTIMIZERS = ["ours", "DeepSpeed AdamW", "DeepSpeed Muon, standard"]
 class Step:
     """A command and the seconds that it may take.
 
-    What one that ``prepares`` makes lies on the machine, so a resumed part runs it again.
+    A resumed part repeats those that ``prepares``: the later steps need what they build.
     """
 
     name: str
@@ -185,13 +193,18 @@ def trainings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]
 
 
 def run_part(
-    steps: list[Step], log: Path, site: Path | None, done: Collection[str] = ()
+    steps: list[Step],
+    log: Path,
+    site: Path | None,
+    done: Collection[str] = (),
+    limit: float = math.inf,
 ) -> list[dict[str, object]]:
     """Run the steps one after the other, whatever becomes of each; return what became of them.
 
-    Those that are ``done`` stay "ok" and are not run again, unless they prepare others.
+    Those that are ``done`` stay "ok" and are not run again, unless they prepare others. After ``limit`` seconds no
+    step is running.
     """
-    deadline = time.monotonic() + PART_SECONDS
+    deadline = time.monotonic() + limit
     found: list[dict[str, object]] = []
     finished = all(step.name in done for step in steps if not step.prepares)
     with log.open("w") as output:
@@ -251,34 +264,8 @@ def run_step(step: Step, seconds: float, output: int, site: Path | None) -> str:
             child.wait()
 
 
-def collect_wheels(folder: Path, version: str) -> bool:
-    """Put the wheels for the machine into ``base``, the two halves of the peers' into ``1`` and ``2``.
-
-    Returns:
-        Whether ``base`` and a half fit into one call.
-    """
-    base = folder / "base"
-    download(WHEELS, base, version)
-    sizes = [sum(wheel.stat().st_size for wheel in base.iterdir())]
-    with tempfile.TemporaryDirectory() as temporary:
-        wheels, together = Path(temporary, "wheels"), Path(temporary, "peers.zip")
-        download(PEERS, wheels, version)
-        with zipfile.ZipFile(together, "w") as archive:
-            for wheel in wheels.iterdir():
-                archive.write(wheel, wheel.name)
-        whole = together.read_bytes()
-    middle = len(whole) // 2
-    for number, half in enumerate((whole[:middle], whole[middle:]), 1):
-        (folder / str(number)).mkdir(exist_ok=True)
-        (folder / str(number) / f"peers.{number}").write_bytes(half)
-        sizes.append(len(half))
-    told = [f"{name} {size / 1e6:.1f} MB" for name, size in zip(("base", "1", "2"), sizes, strict=True)]
-    print(f"{folder}: {', '.join(told)}; base and a half may have {CALL_BYTES / 1e6:.0f} MB")
-    return sizes[0] + max(sizes[1:]) <= CALL_BYTES
-
-
 def download(names: list[str], folder: Path, version: str) -> None:
-    """Put the wheels of packages for the machine (Linux on x86-64, CPython of that version) into a folder."""
+    """Put the wheels of packages (Linux on x86-64, CPython of that version) into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tags = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1")
     binary = ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp"]
@@ -295,27 +282,13 @@ def download(names: list[str], folder: Path, version: str) -> None:
             shutil.move(wheel, folder / wheel.name)
 
 
-def install(wheels: Path, site: Path) -> bool:
-    """Install carried wheels into a folder of their own; return whether that went well."""
-    if site.exists():
-        return True
-    options = ["-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
-    command = [PYTHON, "-m", "pip", "install", *options, *map(str, sorted(wheels.glob("*.whl")))]
-    return subprocess.run(command, check=False).returncode == 0
-
-
-def add_half(half: Path, site: Path) -> None:
-    """Keep a carried half of the peers' wheels; the second one to come completes and unpacks them."""
-    kept = WORK / "halves"
-    kept.mkdir(exist_ok=True)
-    for file in half.glob("peers.*"):
-        shutil.copy(file, kept)
-    halves = sorted(kept.iterdir())
-    if len(halves) == 2:
-        together = io.BytesIO(b"".join(each.read_bytes() for each in halves))
-        with zipfile.ZipFile(together) as archive:
-            for wheel in archive.namelist():
-                zipfile.ZipFile(io.BytesIO(archive.read(wheel))).extractall(site)
+def unpack(folders: list[Path], site: Path) -> None:
+    """Unpack the wheels of some folders into one, those that are not there yet."""
+    for wheel in sorted(wheel for folder in folders for wheel in folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+            if not (site / record).exists():
+                archive.extractall(site)
 
 
 def rehearse(chosen: dict[str, list[Step]], site: Path | None) -> bool:
@@ -340,34 +313,34 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", nargs="?", choices=["wheels", *parts(Path())])
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(".whl"), help="for wheels")
-    parser.add_argument("--python", default="3.12", help="for wheels: the machine's version (3.12)")
-    parser.add_argument("--wheels", type=Path, help="carried wheels: the folder base")
-    parser.add_argument("--half", type=Path, help="a carried half of the peers' wheels: the folder 1 or 2")
+    parser.add_argument("folder", nargs="?", type=Path, help="for wheels: where they go")
+    parser.add_argument("--python", default="3.12", help="for wheels: the version of the interpreter (3.12)")
+    parser.add_argument("--wheels", type=Path, nargs="+", metavar="FOLDER", help="wheels to use")
+    parser.add_argument("--out", type=Path, default=WORK / "out", help=f"results ({WORK / 'out'})")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="of a part")
     parser.add_argument("--resume", type=Path, help="folder with the PART.json of an earlier run")
     parser.add_argument("--dry-run", action="store_true", help="rehearse a part, without one all of them")
     arguments = parser.parse_args()
     if arguments.part == "wheels":
-        return 0 if collect_wheels(arguments.folder, arguments.python) else 1
+        if arguments.folder is None:
+            parser.error("wheels needs a folder")
+        download([*WHEELS, *PEERS], arguments.folder, arguments.python)
+        return 0
     if arguments.part is None and not arguments.dry_run:
         parser.error("name a part, or give --dry-run to rehearse all of them")
-    if arguments.half and not arguments.wheels:
-        parser.error("--half needs --wheels")
-    out = Path(os.environ.get("OUT", WORK / "out")).resolve()
+    out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     WORK.mkdir(parents=True, exist_ok=True)
     site = WORK / "site" if arguments.wheels else None
-    if site and not install(arguments.wheels, site):
-        print("the wheels do not install", file=sys.stderr)
-        return 2
-    if site and arguments.half:
-        add_half(arguments.half, site)
+    if site:
+        unpack(arguments.wheels, site)
     known = parts(out)
     if arguments.dry_run:
         chosen = [arguments.part] if arguments.part else list(known)
         return 0 if rehearse({part: known[part] for part in chosen}, site) else 1
     done = done_earlier(arguments.resume / f"{arguments.part}.json") if arguments.resume else []
-    found = run_part(known[arguments.part], out / f"{arguments.part}.log", site, done)
+    log = out / f"{arguments.part}.log"
+    found = run_part(known[arguments.part], log, site, done, arguments.limit)
     return 0 if all(each["ended"] == "ok" for each in found) else 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -49,15 +48,11 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_part(session: ModuleType, t
 
 
 @pytest.mark.full
-def test_no_part_takes_ten_minutes(
-    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert session.PART_SECONDS < 600
-    monkeypatch.setattr(session, "PART_SECONDS", 6.0)
+def test_a_limit_ends_a_part(session: ModuleType, tmp_path: Path) -> None:
     steps = [
         session.Step(str(n), session.python("-c", "import time; time.sleep(600)"), 60.0) for n in range(2)
     ]
-    found = session.run_part(steps, tmp_path / "part.log", None)
+    found = session.run_part(steps, tmp_path / "part.log", None, limit=6.0)
     assert [each["ended"] for each in found] == ["took too long", "not started: no time left"]
 
 
@@ -97,35 +92,24 @@ def test_the_tests_come_before_the_gate_and_racecheck_last(session: ModuleType, 
     assert all(len(set(names)) == len(names) for names in parts.values())  # a report is by name
 
 
-def test_the_peers_wheels_travel_in_two_halves(
-    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def download(names: list[str], folder: Path, version: str) -> None:
-        folder.mkdir(parents=True)
-        for name in names:
-            with zipfile.ZipFile(folder / f"{name[:5]}.whl", "w") as wheel:
-                wheel.writestr(f"{name[:5]}/__init__.py", name)
-
-    monkeypatch.setattr(session, "download", download)
-    monkeypatch.setattr(session, "WORK", tmp_path)
-    wheels, site = tmp_path / ".whl", tmp_path / "site"
-    assert session.collect_wheels(wheels, "3.12")
-    session.add_half(wheels / "2", site)
-    assert not site.exists()
-    session.add_half(wheels / "1", site)
-    assert sorted(each.parent.name for each in site.glob("*/__init__.py")) == sorted(
-        name[:5] for name in session.PEERS
-    )
-    size = (wheels / "1" / "peers.1").stat().st_size
-    monkeypatch.setattr(session, "CALL_BYTES", size)  # and nothing is left for the other wheels
-    shutil.rmtree(wheels)
-    assert not session.collect_wheels(wheels, "3.12")
+def test_wheels_of_several_folders_are_unpacked_once(session: ModuleType, tmp_path: Path) -> None:
+    site, folders = tmp_path / "site", [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        with zipfile.ZipFile(folder / f"{folder.name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"namespace/{folder.name}.py", "")
+            wheel.writestr(f"{folder.name}-1.dist-info/RECORD", "")
+    session.unpack(folders[:1], site)
+    (site / "namespace" / "first.py").write_text("changed")
+    session.unpack(folders, site)
+    assert {path.name for path in (site / "namespace").iterdir()} == {"first.py", "second.py"}
+    assert (site / "namespace" / "first.py").read_text() == "changed"
 
 
 def test_rehearsal(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--dry-run"],
-        env={"PATH": "/usr/bin:/bin", "OUT": str(tmp_path), "HOME": str(tmp_path)},
+        [sys.executable, str(SCRIPT), "--dry-run", "--out", str(tmp_path)],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=280,
