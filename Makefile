@@ -67,7 +67,7 @@ nvcc-check: ## compile the CUDA sources for all architectures; needs no GPU
 kernel-defects: $(VENV)/.ready ## plant every defect of the CUDA kernels on the CPU bench, which must find all
 	$(BIN)/python -m pytest -q --full tests/unit/test_ops_kernels_on_bench.py
 
-wheel-check: ## build the wheel, install it into an empty environment and run it there
+wheel-check: ## build the wheel, install it into an empty environment and train there, with and without a compiler
 	scripts/wheel_check.sh $(DEEPSPEED_VERSION)
 
 docs: $(DOCS_VENV)/.ready ## build the site of the documentation, with warnings as errors, and check its links

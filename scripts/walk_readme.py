@@ -1,6 +1,7 @@
 """Walks the README from top to bottom in a fresh clone, and executes every block.
 
     scripts/walk_readme.py [--python .venv/bin/python] [--skip-make] [--repeat 20]
+    scripts/walk_readme.py --extract FOLDER      # only write ds_config.json and train.py
 
 The clone is that of the commit that is checked out. A JSON block becomes ``ds_config.json``, a Python block
 ``train.py``. The lines of a console block run one by one, and the first that fails ends the walk. Without ``--python``
@@ -36,7 +37,13 @@ def main() -> int:
     parser.add_argument(
         "--repeat", type=int, default=0, metavar="N", help="run train.py N more times, on two ranks"
     )
+    parser.add_argument("--extract", type=Path, metavar="FOLDER", help="only write the README's files there")
     options = parser.parse_args()
+    if options.extract:
+        for language, text in blocks(ROOT / "README.md"):
+            if language in FILES:
+                (options.extract / FILES[language]).write_text(text)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
@@ -47,11 +54,14 @@ def main() -> int:
         return walk(clone, env, skip_make=options.skip_make) or repeat(clone, env, options.repeat)
 
 
+def blocks(readme: Path) -> list[tuple[str, str]]:
+    """Return the language and the text of each block of a README."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", readme.read_text(), re.M | re.S)
+
+
 def walk(clone: Path, env: dict[str, str], *, skip_make: bool) -> int:
     """Execute the blocks of a clone's README; return 1 if one failed."""
-    for language, text in re.findall(
-        r"^```(\w*)\n(.*?)^```$", (clone / "README.md").read_text(), re.M | re.S
-    ):
+    for language, text in blocks(clone / "README.md"):
         if language in FILES:
             (clone / FILES[language]).write_text(text)
             print(f"wrote   {FILES[language]}")

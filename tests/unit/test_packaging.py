@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import zipfile
 from importlib import import_module, metadata
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -24,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             REPOSITORY / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(REPOSITORY / name, folder)
     return folder
 
@@ -106,3 +109,57 @@ def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp
             cwd=tmp_path,
         )
         assert f"before {on} False" in done.stdout and f"after {on}" in done.stdout, (value, done.stdout)
+
+
+def script(name: str) -> ModuleType:
+    """Return a script of the repository as a module."""
+    specification = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_citation_and_changelog_have_the_version_of_the_code(tmp_path: Path) -> None:
+    faults = script("release_version").faults
+    assert not faults(REPOSITORY)
+    assert faults(REPOSITORY, "v0.0.1")[0].startswith("the tag is v0.0.1")
+    for name in ("deepspeed_muon/version.py", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    (tmp_path / "deepspeed_muon" / "version.py").write_text('__version__ = "9.9"\n')
+    assert [fault.split()[0] for fault in faults(tmp_path)] == ["CITATION.cff", "the"]
+
+
+def test_links_of_the_readme_work_on_pypi() -> None:
+    page = script("absolute_links").absolute(
+        (REPOSITORY / "README.md").read_text(), "https://github.com/a/b", "v1"
+    )
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert "](https://github.com/a/b/raw/v1/docs/demo.png)" in page
+    assert "](https://github.com/a/b/blob/v1/docs/usage.md#versions)" in page
+
+
+def test_a_wheel_made_from_the_archive_is_that_of_the_tree(source: Path, wheel: Path, tmp_path: Path) -> None:
+    """The archive has real files where the repository has a link, and the sources of the operators."""
+    build = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
+    run_command(["python", "-c", build, tmp_path], cwd=source)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    command = [
+        "python",
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        unpacked,
+    ]
+    run_command(command)
+    (of_archive,) = tmp_path.glob("*.whl")
+    assert not script("compare_wheels").faults(str(archive), str(of_archive), str(wheel))
