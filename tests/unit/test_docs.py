@@ -34,6 +34,15 @@ def test_the_index_names_every_page() -> None:
     assert pages - {"README.md"} <= set(links(folder / "README.md"))
 
 
+def test_every_kept_result_is_quoted() -> None:
+    """By a page, or it is the raw output of a table that a page quotes."""
+    folder = ROOT / "benchmarks" / "results"
+    linked = {Path(target).name for page in PAGES for target in links(page)}
+    quoted = {path for path in folder.iterdir() if path.name in linked}
+    tables = {path.stem for path in quoted}
+    assert not {path.name for path in folder.iterdir() if path.stem not in tables}
+
+
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
     said = {
         re.sub(r"%\w", "", text)
