@@ -7,6 +7,7 @@ it takes the variants' float64 references alone.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,17 @@ def rounded_polar(u: Tensor, errors: rounding.Errors, steps: int = 5) -> Tensor:
     return x.T if u.shape[0] > u.shape[1] else x
 
 
+def iteration_limit(x: Tensor, dtype: torch.dtype) -> float:
+    """Return how far a kernel's orthogonalised matrix may lie from the polynomial in float64, relative to its norm."""
+    exact = polar(x)
+    arithmetic = rounding.Arithmetic(products=dtype, exchanged=torch.float32)
+    largest = 0.0
+    for order, seed in itertools.product(rounding.ORDERS, range(rounding.SEEDS)):
+        errors = rounding.Errors(arithmetic, order, torch.Generator().manual_seed(seed))
+        largest = max(largest, float((rounded_polar(x, errors) - exact).norm() / exact.norm()))
+    return min(rounding.LARGEST, rounding.SPARE * largest)
+
+
 @dataclass
 class Oracle:
     """Muon on matrices, AdamW on the rest, of one float64 model."""
@@ -103,8 +115,11 @@ class Oracle:
     def update(self, model: nn.Module) -> float:
         """Apply one step to ``model`` from its ``.grad`` and return the norm of the raw gradients."""
         self.step += 1
-        grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
         errors = rounding.current()
+        if errors and self.step == 1:
+            for param in model.parameters():
+                param.data.copy_(errors.rounded(param.data, errors.arithmetic.start))
+        grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
         if errors:
             # Each micro-batch's, then the sum over micro-batches and ranks and their mean.
             dtype = errors.arithmetic.gradients
@@ -132,6 +147,10 @@ class Oracle:
         u = (1 - self.momentum) * grad + self.momentum * buf if nesterov else buf
         if errors := rounding.current():
             buf, u = errors.rounded(buf, times=2), errors.rounded(u, times=2)
+            if errors.arithmetic.momentum == torch.int8:
+                buf = buf + buf.abs().max() / 254 * errors.random(buf)
+            else:
+                buf = errors.rounded(buf, errors.arithmetic.momentum)
         self.state[name] = (self.keep(buf),)
         update = self._by_block(name, variant.reference, param, u)
         decay = 0.0 if variant.apply is not None else self.weight_decay

@@ -64,6 +64,8 @@ class Arithmetic:
         masters: The dtype of the weights that the optimizer updates.
         products: The dtype of the iteration.
         exchanged: The dtype of the directions and updates that ranks exchange.
+        momentum: The dtype of momentum between steps; of int8 codes half of one in 127 of the largest element.
+        start: The dtype of the weights before the first step.
     """
 
     model: float = 0.0
@@ -71,11 +73,15 @@ class Arithmetic:
     masters: torch.dtype = torch.float32
     products: torch.dtype = torch.float32
     exchanged: torch.dtype = torch.float32
+    momentum: torch.dtype = torch.float32
+    start: torch.dtype = torch.float64
 
 
 FP32 = Arithmetic()
 # Sums of up to 64 terms; the backward pass multiplies once more.
 FP32_MODEL = Arithmetic(model=math.sqrt(2 * 64) * 2.0**-24)
+# A gate that computes in fp32 whatever the model does: exponential, sum and quotient, and as many backward.
+FP32_GATE = Arithmetic(model=math.sqrt(6) * 2.0**-24)
 # Input, weight and output of a layer are rounded, sums are in fp32; the backward pass rounds as often again.
 BF16_MODEL = Arithmetic(model=math.sqrt(6) * UNIT[torch.bfloat16], gradients=torch.bfloat16)
 FP16_MODEL = Arithmetic(model=math.sqrt(6) * UNIT[torch.float16], gradients=torch.float16)
@@ -90,22 +96,23 @@ class Errors:
     order: str
     generator: torch.Generator
 
-    def _random(self, x: Tensor) -> Tensor:
+    def random(self, x: Tensor) -> Tensor:
+        """Return numbers in [-1, 1] of the shape of ``x``."""
         return torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
 
     def rounded(self, x: Tensor, dtype: torch.dtype = torch.float32, times: int = 1) -> Tensor:
         """Return values as after ``times`` independent roundings to ``dtype``."""
         # Below the normal numbers of fp16 the distance between neighbours no longer shrinks.
         size = x.abs().clamp_min(2.0**-14) if dtype == torch.float16 else x
-        return x + size * (UNIT[dtype] * math.sqrt(times)) * self._random(x)
+        return x + size * (UNIT[dtype] * math.sqrt(times)) * self.random(x)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a product of the iteration."""
         exact, size = a @ b, a.abs() @ b.abs()
-        error = UNIT[torch.float32] * math.sqrt(a.shape[1]) * size * self._random(exact)
+        error = UNIT[torch.float32] * math.sqrt(a.shape[1]) * size * self.random(exact)
         if self.arithmetic.products != torch.float32:
             # Half formats are added up in fp32, and the result is rounded.
-            error = error + UNIT[self.arithmetic.products] * exact.abs() * self._random(exact)
+            error = error + UNIT[self.arithmetic.products] * exact.abs() * self.random(exact)
         if torch.equal(exact, exact.mT):
             # Of X X^T a kernel computes both halves in one order of terms.
             error = error.triu() + error.triu(1).mT
@@ -128,7 +135,7 @@ def making(errors: Errors) -> Iterator[None]:
 
     def blur(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point() and output.ndim:
-            return output * (1 + factor * errors._random(output)).to(output.dtype)
+            return output * (1 + factor * errors.random(output)).to(output.dtype)
         return output
 
     hook = torch.nn.modules.module.register_module_forward_hook(blur) if factor else None
@@ -182,16 +189,21 @@ def limits(train: Callable[..., Any], *args: Any, arithmetic: Arithmetic = FP32,
 
 @functools.lru_cache(maxsize=256)
 def _limits(
-    train: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    arithmetic: Arithmetic,
+    train: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], arithmetic: Arithmetic
 ) -> Limits:
-    start, end, norms, *momentum = train(*args, **dict(kwargs))
+    exact = train(*args, **dict(kwargs))
+    return measured_limits(lambda: train.__wrapped__(*args, **dict(kwargs)), exact, arithmetic)
+
+
+def measured_limits(
+    run: Callable[[], Any], exact: Any, arithmetic: Arithmetic = FP32, *, seeds: int = SEEDS
+) -> Limits:
+    """Return the limits for comparisons with ``exact``, which ``run`` returns when it makes no errors."""
+    start, end, norms, *momentum = exact
     result = Limits()
-    for order, seed in itertools.product(ORDERS, range(SEEDS)):
+    for order, seed in itertools.product(ORDERS, range(seeds)):
         with making(Errors(arithmetic, order, torch.Generator().manual_seed(seed))):
-            _, other, other_norms, *other_momentum = train.__wrapped__(*args, **dict(kwargs))  # type: ignore[attr-defined]
+            _, other, other_norms, *other_momentum = run()
         for name, expected in end.items():
             path = expected - start[name]
             _raise(result.paths, name, _distance(other[name], expected, path))
@@ -204,7 +216,11 @@ def _limits(
             result.rows[name] = [
                 min(LARGEST, max(old, SPARE * new)) for old, new in zip(before, rows, strict=True)
             ]
-        ratios = (abs(one / two - 1) for one, two in zip(other_norms, norms, strict=True) if two)
+        ratios = (
+            abs(one / two - 1)
+            for one, two in zip(other_norms, norms, strict=True)
+            if two and math.isfinite(two)
+        )
         result.norms = max(result.norms, *(SPARE * ratio for ratio in ratios), 0.0)
         for name, expected in (momentum[0] if momentum else {}).items():
             _raise(result.momentum, name, _distance(other_momentum[0][name], expected, expected))
