@@ -60,7 +60,9 @@ class Arithmetic:
     Attributes:
         model: Relative error of a module's output and of the gradient that passes through it; 0 where the model
             multiplies in float64, as most models of the tests do.
-        gradients: The dtype in which gradients reach the optimizer.
+        weights: The dtype of the weights that the forward pass sees. That rounding is no random one: all micro-batches
+            of a step see the same weights, so it does not average out.
+        gradients: The dtype of gradients until the optimizer widens them.
         masters: The dtype of the weights that the optimizer updates.
         products: The dtype of the iteration.
         exchanged: The dtype of the directions and updates that ranks exchange.
@@ -69,6 +71,7 @@ class Arithmetic:
     """
 
     model: float = 0.0
+    weights: torch.dtype = torch.float64
     gradients: torch.dtype = torch.float32
     masters: torch.dtype = torch.float32
     products: torch.dtype = torch.float32
@@ -78,13 +81,16 @@ class Arithmetic:
 
 
 FP32 = Arithmetic()
+EXACT = Arithmetic(
+    gradients=torch.float64, masters=torch.float64, products=torch.float64, exchanged=torch.float64
+)
 # Sums of up to 64 terms; the backward pass multiplies once more.
 FP32_MODEL = Arithmetic(model=math.sqrt(2 * 64) * 2.0**-24)
 # A gate that computes in fp32 whatever the model does: exponential, sum and quotient, and as many backward.
 FP32_GATE = Arithmetic(model=math.sqrt(6) * 2.0**-24)
-# Input, weight and output of a layer are rounded, sums are in fp32; the backward pass rounds as often again.
-BF16_MODEL = Arithmetic(model=math.sqrt(6) * UNIT[torch.bfloat16], gradients=torch.bfloat16)
-FP16_MODEL = Arithmetic(model=math.sqrt(6) * UNIT[torch.float16], gradients=torch.float16)
+# Input and output of a layer are rounded, sums are in fp32; the backward pass rounds as often again.
+BF16_MODEL = Arithmetic(2 * UNIT[torch.bfloat16], torch.bfloat16, torch.bfloat16)
+FP16_MODEL = Arithmetic(2 * UNIT[torch.float16], torch.float16, torch.float16)
 HALF_MODEL = {"bf16": BF16_MODEL, "fp16": FP16_MODEL}
 
 
@@ -95,6 +101,21 @@ class Errors:
     arithmetic: Arithmetic
     order: str
     generator: torch.Generator
+    # Of each parameter, while a forward pass sees other weights.
+    masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def round_weights(self, module: nn.Module, _: Any) -> None:
+        """Have the module compute with rounded weights until :meth:`restore_weights`."""
+        for param in module.parameters():
+            if param not in self.masters:
+                self.masters[param] = param.data
+                param.data = param.data.to(self.arithmetic.weights).to(param.dtype)
+
+    def restore_weights(self) -> None:
+        """Give the parameters the values that the optimizer updates."""
+        for param, master in self.masters.items():
+            param.data = master
+        self.masters.clear()
 
     def random(self, x: Tensor) -> Tensor:
         """Return numbers in [-1, 1] of the shape of ``x``."""
@@ -109,6 +130,8 @@ class Errors:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a product of the iteration."""
         exact, size = a @ b, a.abs() @ b.abs()
+        if self.arithmetic.products == torch.float64:
+            return exact
         error = UNIT[torch.float32] * math.sqrt(a.shape[1]) * size * self.random(exact)
         if self.arithmetic.products != torch.float32:
             # Half formats are added up in fp32, and the result is rounded.
@@ -138,13 +161,15 @@ def making(errors: Errors) -> Iterator[None]:
             return output * (1 + factor * errors.random(output)).to(output.dtype)
         return output
 
-    hook = torch.nn.modules.module.register_module_forward_hook(blur) if factor else None
+    hooks = [torch.nn.modules.module.register_module_forward_hook(blur)] if factor else []
+    if errors.arithmetic.weights != torch.float64:
+        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(errors.round_weights))
     _current = errors
     try:
         yield
     finally:
         _current = None
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
 
 
