@@ -14,6 +14,7 @@ from types import FrameType
 import pytest
 
 from tests.support.comparisons import NEAR, Comparison, take_nearest
+from tests.support.kernels import forced_kernel, take_kernels
 
 # Before anything imports DeepSpeed: on a machine with a GPU it would pick that one for the CPU tests too.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -45,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long matrices unless asked for, put long tests first, and skip GPU tests where there is no GPU."""
+    if forced_kernel():
+        take_kernels()
     if not config.getoption("--full") and not config.getoption("markexpr"):
         left_out = [item for item in items if item.get_closest_marker("full")]
         if left_out:

@@ -46,6 +46,7 @@ CASES = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("stage", "method", "path", "accumulation"), usual(CASES, CORE))
 def test_a_cut_matrix_gets_the_update_of_its_whole_gradient(
     ranks: Any, stage: int, method: str, path: str, accumulation: int

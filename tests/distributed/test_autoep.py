@@ -223,6 +223,7 @@ def test_variants(ranks: Any, name: str) -> None:
     compare(results, 8, 0.5, variant=kind)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("stage", "ep_size", "last"),
     each_value([(stage, ep, last) for stage in (3, 2, 1) for ep in (4, 2, 1) for last in ("idle", "rare")]),

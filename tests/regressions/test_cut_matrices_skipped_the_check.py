@@ -109,6 +109,7 @@ def test_an_overflowing_wire_spoils_nothing(ranks: Any, mode: str) -> None:
     assert len(said) == 1 and "(16 x 16)" in said[0] and "wire_dtype fp16" in said[0]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES)
 def test_one_wrong_result_is_redone(ranks: Any, mode: str) -> None:
     """Where a matrix stays cut, the ranks come to one verdict, also where only one of them sees the NaN."""

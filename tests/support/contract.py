@@ -12,7 +12,7 @@ from deepspeed_muon.variants import VARIANTS
 from tests.support.comparisons import all_within, within
 from tests.support.models import CUTS, MATRICES, batch, build
 from tests.support.reference import Oracle, relative
-from tests.support.rounding import FP32, Arithmetic, Limits, limits
+from tests.support.rounding import USUAL, Arithmetic, Limits, limits
 
 STEPS = 3
 """Of a run that is compared: the first has no momentum, the second begins from one, the third from what that left."""
@@ -94,7 +94,7 @@ def compare(
     micro_batches: int,
     clipping: float,
     *,
-    arithmetic: Arithmetic = FP32,
+    arithmetic: Arithmetic = USUAL,
     **variant: str,
 ) -> None:
     """Check the first rank's assembled parameters and every rank's gradient norms against the reference."""

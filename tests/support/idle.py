@@ -18,7 +18,7 @@ from tests.support.comparisons import within
 from tests.support.contract import compare_norms, compare_paths
 from tests.support.models import MATRICES, Branches, batch, build
 from tests.support.reference import Oracle
-from tests.support.rounding import FP32, HALF_MODEL, limits
+from tests.support.rounding import HALF_MODEL, USUAL, limits
 
 MANNERS = (
     "by hand",  # the program sets the accumulation boundary and calls step() once a step
@@ -176,7 +176,7 @@ def compare(results: list[dict[str, Any]], schedule: list[list[str]], *, precisi
             stayed = torch.equal(param, before[name])
             assert stayed or not idle, f"{name} moved in step {step}, without a gradient"
     finite = [number for number, norm in enumerate(expected_norms) if norm != float("inf")]
-    arithmetic = FP32 if precision == "fp32" else HALF_MODEL[precision]
+    arithmetic = USUAL if precision == "fp32" else HALF_MODEL[precision]
     allowed = limits(reference, json.dumps(schedule), len(results), arithmetic=arithmetic)
     norms = [expected_norms[number] for number in finite]
     for result in results:

@@ -34,6 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_muon.math.newton_schulz import DTYPES
+from tests.support.kernels import forced_dtype
+
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 0.0}
 """Unit roundoffs: half the distance between neighbours above 1."""
 
@@ -64,7 +67,7 @@ class Arithmetic:
             of a step see the same weights, so it does not average out.
         gradients: The dtype of gradients until the optimizer widens them.
         masters: The dtype of the weights that the optimizer updates.
-        products: The dtype of the iteration.
+        products: The dtype of the iteration: what :mod:`tests.support.kernels` forces, unless a test sets its own.
         exchanged: The dtype of the directions and updates that ranks exchange.
         momentum: The dtype of momentum between steps; of int8 codes half of one in 127 of the largest element.
         start: The dtype of the weights before the first step.
@@ -74,13 +77,13 @@ class Arithmetic:
     weights: torch.dtype = torch.float64
     gradients: torch.dtype = torch.float32
     masters: torch.dtype = torch.float32
-    products: torch.dtype = torch.float32
+    products: torch.dtype = DTYPES[forced_dtype()]
     exchanged: torch.dtype = torch.float32
     momentum: torch.dtype = torch.float32
     start: torch.dtype = torch.float64
 
 
-FP32 = Arithmetic()
+USUAL = Arithmetic()
 EXACT = Arithmetic(
     gradients=torch.float64, masters=torch.float64, products=torch.float64, exchanged=torch.float64
 )
@@ -199,7 +202,7 @@ def _distance(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
     return float((actual.double() - expected.double()).norm()) / norm if norm else 0.0
 
 
-def limits(train: Callable[..., Any], *args: Any, arithmetic: Arithmetic = FP32, **kwargs: Any) -> Limits:
+def limits(train: Callable[..., Any], *args: Any, arithmetic: Arithmetic = USUAL, **kwargs: Any) -> Limits:
     """Return the limits for comparisons with a reference run.
 
     Args:
@@ -221,7 +224,7 @@ def _limits(
 
 
 def measured_limits(
-    run: Callable[[], Any], exact: Any, arithmetic: Arithmetic = FP32, *, seeds: int = SEEDS
+    run: Callable[[], Any], exact: Any, arithmetic: Arithmetic = USUAL, *, seeds: int = SEEDS
 ) -> Limits:
     """Return the limits for comparisons with ``exact``, which ``run`` returns when it makes no errors."""
     start, end, norms, *momentum = exact

@@ -26,6 +26,8 @@ from tests.support.matrices import DTYPES, matrix
 from tests.support.reference import iteration_limit, polar
 from tests.support.thinning import pairwise
 
+pytestmark = pytest.mark.kernels
+
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
 
 
