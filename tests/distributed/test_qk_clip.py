@@ -14,7 +14,7 @@ from torch import Tensor
 import deepspeed_muon
 from tests.support import pipelines, tensor_parallel, training
 from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
-from tests.support.comparisons import within
+from tests.support.comparisons import close, within
 from tests.support.contract import backward, compare_norms
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
@@ -197,8 +197,8 @@ def test_clip_reaches_masters_and_low_precision(ranks: Any, wrapper: str) -> Non
     q, k = before["attn.q_proj.weight"], before["attn.k_proj.weight"]
     for values in result["largest"]:
         q, k = reference_clip(q, k, values, key_heads=KEY_HEADS, **CLIP)
-    torch.testing.assert_close(after["attn.q_proj.weight"], q, rtol=1e-6, atol=0)
-    torch.testing.assert_close(after["attn.k_proj.weight"], k, rtol=1e-6, atol=0)
+    close(after["attn.q_proj.weight"], q, rtol=1e-6, atol=0)
+    close(after["attn.k_proj.weight"], k, rtol=1e-6, atol=0)
     for name, weight in result["forward"].items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight.double(), after[name].bfloat16().double()), name
@@ -322,9 +322,7 @@ def test_hugging_face_models(ranks: Any, kind: str, stage: int, attention: str) 
     result = ranks(2).run(hugging_face, kind=kind, stage=stage, attention=attention, timeout=120)[0]
     assert result["implementation"] == f"qk_clip_{attention}"
     # fp32 logits of fp32 weights against float64 products of the same queries and keys.
-    torch.testing.assert_close(
-        torch.tensor(result["largest"]), torch.tensor(result["expected"]), rtol=1e-5, atol=1e-5
-    )
+    close(torch.tensor(result["largest"]), torch.tensor(result["expected"]), rtol=1e-5, atol=1e-5)
     assert max(max(layer) for layer in result["expected"]) > 1.0
     before, after = result["before"], dict(result["after"])
     for layer, largest in enumerate(result["expected"]):
@@ -341,8 +339,8 @@ def test_hugging_face_models(ranks: Any, kind: str, stage: int, attention: str) 
             new = reference_clip_latent(before[q], before[k], largest, nope=NOPE, rope=ROPE, **settings)
             pairs = [(q, k, new)]
         for q, k, (new_q, new_k) in pairs:
-            torch.testing.assert_close(_rows(after.pop(q)), new_q, rtol=2e-5, atol=1e-7)
-            torch.testing.assert_close(_rows(after.pop(k)), new_k, rtol=2e-5, atol=1e-7)
+            close(_rows(after.pop(q)), new_q, rtol=2e-5, atol=1e-7)
+            close(_rows(after.pop(k)), new_k, rtol=2e-5, atol=1e-7)
     for name, weight in after.items():
         assert torch.equal(weight, before[name]), name
 

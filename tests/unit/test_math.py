@@ -20,7 +20,7 @@ from deepspeed_muon.math.newton_schulz import (
 )
 from deepspeed_muon.math.updates import update_scale
 from deepspeed_muon.ops.reference import momentum_pack_, unpack_apply_
-from tests.support.comparisons import within
+from tests.support.comparisons import close, within
 from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.matrices import DTYPES, matrix
 from tests.support.reference import iteration_limit, polar
@@ -57,9 +57,7 @@ def test_orthogonalize_matches_float64(
 def test_the_two_references_agree() -> None:
     for rows, cols in SHAPES:
         x = matrix("gaussian", rows, cols)
-        torch.testing.assert_close(
-            reference_orthogonalize(x, resolve_schedule("quintic")), polar(x), rtol=1e-9, atol=1e-12
-        )
+        close(reference_orthogonalize(x, resolve_schedule("quintic")), polar(x), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])
@@ -69,10 +67,8 @@ def test_batches_and_views_give_the_single_result(method: str) -> None:
     settings_ = NsSettings(resolve_schedule("quintic"), method)  # type: ignore[arg-type]
     together = orthogonalize(batch, settings=settings_)
     for index in range(4):
-        torch.testing.assert_close(
-            together[index], orthogonalize(batch[index], settings=settings_), rtol=1e-4, atol=1e-5
-        )
-    torch.testing.assert_close(
+        close(together[index], orthogonalize(batch[index], settings=settings_), rtol=1e-4, atol=1e-5)
+    close(
         orthogonalize(batch[0].T, settings=settings_),
         orthogonalize(batch[0], settings=settings_).T,
         rtol=1e-4,
@@ -178,11 +174,9 @@ def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
     kept = grad.clone()
     out = torch.empty(100, dtype=dtype)
     momentum_pack(momentum_pack_, buf, grad, out, 0.9, nesterov)
-    torch.testing.assert_close(buf.double(), expected, rtol=1e-5, atol=1e-6)
+    close(buf.double(), expected, rtol=1e-5, atol=1e-6)
     direction = 0.1 * grad.double() + 0.9 * expected if nesterov else expected
-    torch.testing.assert_close(
-        out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3
-    )
+    close(out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3)
     assert torch.equal(grad, kept), "at stage 0 the gradient is the caller's"
 
 
@@ -190,7 +184,7 @@ def test_apply() -> None:
     param, update = torch.randn(100), torch.randn(100)
     expected = 0.99 * param.double() - 0.3 * update.double()
     unpack_apply(unpack_apply_, param, update, 0.3, 0.99)
-    torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
+    close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize, restart_steps
 from deepspeed_muon.ops import library, reference
-from tests.support.comparisons import within
+from tests.support.comparisons import close, within
 from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
 from tests.support.matrices import DTYPES, matrix
 from tests.support.reference import iteration_limit
@@ -110,7 +110,7 @@ def test_batches_and_storage_orders_give_the_single_result(ops: Any, method: str
         for j in range(3):
             single = run(ops, batch[i, j], method, torch.float32)
             for other in (together[i, j], turned[i, j].mT, strided[i, j]):
-                torch.testing.assert_close(other, single, rtol=1e-4, atol=1e-5)
+                close(other, single, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -219,7 +219,7 @@ def test_sym_gemm(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         # products in another order differ by some ten roundings of numbers up to 4.
         eps = torch.finfo(dtype).eps
         atol = 64 * eps if dtype == torch.float32 else 8 * eps
-        torch.testing.assert_close(result.double(), expected.double(), rtol=2 * eps, atol=atol)
+        close(result.double(), expected.double(), rtol=2 * eps, atol=atol)
 
 
 def test_sym_gemm_of_two_different_factors(ops: Any) -> None:
@@ -228,7 +228,7 @@ def test_sym_gemm_of_two_different_factors(ops: Any) -> None:
     s = (s + s.T) / 60
     square = (s @ s + (s @ s).T) / 2
     result = ops.sym_gemm(square, s, s, 1.0, 0.5, 0.0)
-    torch.testing.assert_close(result, square @ s + 0.5 * s, rtol=1e-4, atol=1e-6)
+    close(result, square @ s + 0.5 * s, rtol=1e-4, atol=1e-6)
     assert torch.equal(result, result.T)
 
 
@@ -243,8 +243,8 @@ def test_momentum_pack(ops: Any, numel: int, dtype: torch.dtype, momentum: float
     momentum_pack(reference.momentum_pack_, expected_buf, grad, expected, momentum, nesterov)
     momentum_pack(ops.momentum_pack_, buf, grad, out, momentum, nesterov)
     # The same formula, with or without fused multiply-add: the last bit of sums of numbers of size 4.
-    torch.testing.assert_close(buf, expected_buf, rtol=3e-7, atol=1e-6)
-    torch.testing.assert_close(out, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    close(buf, expected_buf, rtol=3e-7, atol=1e-6)
+    close(out, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert torch.equal(grad, kept), "at stage 0 the gradient is the caller's"
 
 
@@ -274,7 +274,7 @@ def test_unpack_apply(ops: Any, numel: int, dtype: torch.dtype) -> None:
     expected, kept = param.clone(), update.clone()
     unpack_apply(reference.unpack_apply_, expected, update, 0.02, 0.99)
     unpack_apply(ops.unpack_apply_, param, update, 0.02, 0.99)
-    torch.testing.assert_close(param, expected, rtol=3e-7, atol=1e-6)
+    close(param, expected, rtol=3e-7, atol=1e-6)
     assert torch.equal(update, kept)
 
 
@@ -369,7 +369,7 @@ def test_a_table_of_fragments_in_torch(ops: Any, state: torch.dtype) -> None:
         for one, other in zip(mine, right, strict=True):
             # As in test_momentum_pack; a rounded direction may fall on the other side.
             eps = torch.finfo(state).eps
-            torch.testing.assert_close(one, other, rtol=2 * eps, atol=max(2e-6, eps / 16))
+            close(one, other, rtol=2 * eps, atol=max(2e-6, eps / 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -398,10 +398,10 @@ def test_frobenius_norms(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -
     expected = torch.linalg.matrix_norm(x.double()).float()
     for stored in (x, x.mT, x.repeat_interleave(2, dim=-1)[..., ::2]):
         norms = ops.frobenius_norms(stored)
-        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+        close(norms, expected, rtol=1e-6, atol=0)
         # torch sums all of a matrix in fp32 and rounds the norm to the matrix's dtype.
         loose = max(5e-6, 2 * torch.finfo(dtype).eps)
-        torch.testing.assert_close(norms, reference.frobenius_norms(stored), rtol=loose, atol=0)
+        close(norms, reference.frobenius_norms(stored), rtol=loose, atol=0)
 
 
 def test_frobenius_norms_beyond_fp32_squares(ops: Any) -> None:

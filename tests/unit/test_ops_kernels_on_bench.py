@@ -17,7 +17,7 @@ from deepspeed_muon.ops.checks import product_shapes
 from deepspeed_muon.ops.dispatch import flat_passes
 from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
-from tests.support.comparisons import within
+from tests.support.comparisons import close, within
 from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
 from tests.support.cuda_cases import Inputs
 from tests.support.cuda_library import DEVICE, FLAT_ROWS, MISALIGNED, OK, ApplyRow, PackRow, gram, product_of
@@ -230,7 +230,7 @@ def beyond_2_31(kernels: Bench, kernel: str) -> None:
     assert kernels.sym_gemm(kernel, a, a, c, d, alpha=0.5, beta=2.0) == OK
     exact = 0.5 * a[1, -128:].double() @ a[1, -256:].double().mT + 2.0 * c[1, -128:, -256:].double()
     for found in (d[1, -128:, -256:], d[1, -256:, -128:].mT):
-        torch.testing.assert_close(found.double(), exact, rtol=2.0**-10, atol=1e-3)
+        close(found.double(), exact, rtol=2.0**-10, atol=1e-3)
 
 
 def more_tiles_than_2_31(kernels: Bench, kernel: str) -> None:
@@ -274,7 +274,7 @@ def long_fragments(kernels: Bench, _: str = "") -> None:
         kernels.configure(processors=n // 4096, blocks=(n // 4096 - 1, 1))
         assert run() == OK
     lerped = torch.lerp(before, direction, 0.1)
-    torch.testing.assert_close(out[-4096:].float(), lerped, rtol=2.0**-7, atol=1e-6)
+    close(out[-4096:].float(), lerped, rtol=2.0**-7, atol=1e-6)
     torch.testing.assert_close(momentum[-4096:], 0.5 * lerped - 0.25 * direction)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepspeed_muon import Muon
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
 from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes, to_codes
+from tests.support.comparisons import close
 from tests.support.models import build, train_alone
 from tests.support.reference import in_8_bits
 
@@ -45,7 +46,7 @@ def test_values_of_codes_have_the_same_codes(numbers: list[float], exponent: int
         # Half a code, and the scale's 17 bits over 127 codes.
         bound = 0.5 * scales.double() * (1 + 2**-8)
         assert bool(((found.double() - values.double()).abs() <= bound).all())
-        torch.testing.assert_close(found.double(), in_8_bits(values), rtol=2**-16, atol=1.01 * scales.item())
+        close(found.double(), in_8_bits(values), rtol=2**-16, atol=1.01 * scales.item())
     else:
         assert not codes.any() and float(values.abs().max()) < 128 * 2.0**-126
 
