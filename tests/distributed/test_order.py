@@ -79,9 +79,8 @@ def test_same_update_and_no_more_bytes(ranks: Any, stage: int, world: int, preci
     assert sum(r["sent"] for r in balanced) <= sum(r["sent"] for r in other) * (0.5 if world == 4 else 1.0)
     assert balanced[0]["busiest"] <= max(other[0]["busiest"] + 1e-9, 1.05)
     start = {name: param.detach() for name, param in build("toy", **MODEL).named_parameters()}
-    # In fp32 the orders differ by the rounding of the gradient norm, which clipping brings into every direction. In bf16
-    # that makes single elements of the direction round to the other neighbour, which is 2^-8 away, in each of three
-    # steps.
+    # In fp32 the orders differ by the rounding of the gradient norm, which clipping brings into every direction. In
+    # bf16 that makes single elements round to the other neighbour, which is 2^-8 away, in each of three steps.
     allowed = limits(reference, world).paths
     for name, expected in other[0]["params"].items():
         # Each is within the limit of the reference.

@@ -1,11 +1,17 @@
 """Which kernels the tests run: the expected ones of this machine, or those that ``TESTS_KERNEL`` forces.
 
+``python -m tests.support.kernels`` runs the tests marked ``kernels`` with each kernel and each arithmetic of other
+machines in turn; with arguments with those settings only, such as ``torch-gram,ATEN_CPU_CAPABILITY=default``.
+
 No module of torch or of this package is imported before a function needs it.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +22,17 @@ KERNEL_VARIABLE = "TESTS_KERNEL"
 """Forces a kernel: one of :data:`KERNELS`, or empty for the expected ones."""
 
 KERNELS = (
-    "ops gram", "ops standard", "torch gram", "torch standard", "no compiler",
-    "ops gram bf16", "ops standard bf16", "torch gram bf16", "torch standard bf16",
+    "ops-gram", "ops-standard", "torch-gram", "torch-standard", "no-compiler",
+    "ops-gram-bf16", "ops-standard-bf16", "torch-gram-bf16", "torch-standard-bf16",
 )  # fmt: skip
 """Library, order of the products and, unless it is fp32, the dtype of the iteration.
 
-``torch`` has torch's flat passes and norms too. With ``no compiler`` the native library cannot be built, so everything
+``torch`` has torch's flat passes and norms too. With ``no-compiler`` the native library cannot be built, so everything
 runs as on such a machine.
 """
+
+MACHINES = ("ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "MKL_CBWR=COMPATIBLE")
+"""Variables by which torch and MKL round as on processors without AVX512, or without fused multiply-adds."""
 
 
 def forced_kernel() -> str:
@@ -51,7 +60,7 @@ def take_kernels() -> None:
     from deepspeed_muon.ops import dispatch, library, toolchain
     from deepspeed_muon.ops.autotune import Choice, Tuner
 
-    wanted = kernel.removesuffix(" bf16")
+    wanted = kernel.removesuffix("-bf16").replace("-", " ")
 
     def choose(_: Tuner, key: str, problem: Any, candidates: Sequence[Any], device: Any) -> Choice:
         names = [candidate.name for candidate in candidates]
@@ -64,6 +73,26 @@ def take_kernels() -> None:
         dispatch.in_fp32 = lambda problem: None  # small matrices too
     if wanted.startswith("torch"):
         dispatch._operators = lambda backend: library.load() if backend == "ops" else None
-    if kernel == "no compiler":
+    if kernel == "no-compiler":
         toolchain.cxx_compiler = lambda: None
         library.built_path = lambda wanted: None
+
+
+def main(settings: Sequence[str]) -> int:
+    """Run the core with each setting; return the exit status."""
+    failed = []
+    for setting in settings or (*KERNELS, *MACHINES):
+        print(f"\n==== {setting}", flush=True)
+        variables = dict(
+            part.split("=", 1) if "=" in part else (KERNEL_VARIABLE, part) for part in setting.split(",")
+        )
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "kernels and not full"]
+        command += shlex.split(os.environ.get("PYTEST_ARGS", ""))
+        if subprocess.run(command, env={**os.environ, **variables}, check=False).returncode:
+            failed.append(setting)
+    print(f"\nfailed with {', '.join(failed)}" if failed else "\npassed with all settings")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -24,6 +24,8 @@ from tests.support.matrices import DTYPES, matrix
 from tests.support.reference import iteration_limit
 from tests.support.thinning import pairwise
 
+pytestmark = pytest.mark.kernels(native=True)
+
 METHODS = [
     base + variant
     for base in ("standard", "gram")

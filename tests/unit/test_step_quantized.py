@@ -19,6 +19,8 @@ from tests.support.comparisons import close
 from tests.support.models import build, train_alone
 from tests.support.reference import in_8_bits
 
+pytestmark = pytest.mark.kernels(native=True)
+
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
