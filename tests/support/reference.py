@@ -133,7 +133,7 @@ class Oracle:
             errors.restore_weights()
         if errors and self.step == 1:
             for param in model.parameters():
-                param.data.copy_(errors.rounded(param.data, errors.arithmetic.start))
+                param.data.copy_(param.data.to(errors.arithmetic.start))
         grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
         if errors:
             # Each micro-batch's, then the sum over micro-batches and ranks and their mean.

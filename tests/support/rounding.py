@@ -70,7 +70,7 @@ class Arithmetic:
         products: The dtype of the iteration: what :mod:`tests.support.kernels` forces, unless a test sets its own.
         exchanged: The dtype of the directions and updates that ranks exchange.
         momentum: The dtype of momentum between steps; of int8 codes half of one in 127 of the largest element.
-        start: The dtype of the weights before the first step.
+        start: The dtype of the weights from which masters are made.
     """
 
     model: float = 0.0
@@ -91,9 +91,12 @@ EXACT = Arithmetic(
 FP32_MODEL = Arithmetic(model=math.sqrt(2 * 64) * 2.0**-24)
 # A gate that computes in fp32 whatever the model does: exponential, sum and quotient, and as many backward.
 FP32_GATE = Arithmetic(model=math.sqrt(6) * 2.0**-24)
-# Input and output of a layer are rounded, sums are in fp32; the backward pass rounds as often again.
-BF16_MODEL = Arithmetic(2 * UNIT[torch.bfloat16], torch.bfloat16, torch.bfloat16)
-FP16_MODEL = Arithmetic(2 * UNIT[torch.float16], torch.float16, torch.float16)
+# Input and output of a layer are rounded, sums are in fp32; the backward pass rounds as often again. DeepSpeed makes the
+# fp32 masters of weights that it has rounded already.
+BF16_MODEL, FP16_MODEL = (
+    Arithmetic(2 * UNIT[dtype], weights=dtype, gradients=dtype, start=dtype)
+    for dtype in (torch.bfloat16, torch.float16)
+)
 HALF_MODEL = {"bf16": BF16_MODEL, "fp16": FP16_MODEL}
 
 
@@ -202,7 +205,9 @@ def _distance(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
     return float((actual.double() - expected.double()).norm()) / norm if norm else 0.0
 
 
-def limits(train: Callable[..., Any], *args: Any, arithmetic: Arithmetic = USUAL, **kwargs: Any) -> Limits:
+def limits(
+    train: Callable[..., Any], *args: Any, arithmetic: Arithmetic = USUAL, seeds: int = SEEDS, **kwargs: Any
+) -> Limits:
     """Return the limits for comparisons with a reference run.
 
     Args:
@@ -210,17 +215,22 @@ def limits(train: Callable[..., Any], *args: Any, arithmetic: Arithmetic = USUAL
             parameters before and after, the gradient norms and, if it has it, the momentum.
         *args: Its arguments.
         arithmetic: What the run that is compared rounds.
+        seeds: Random runs of each order; fewer where a run takes seconds.
         **kwargs: Its keyword arguments.
     """
-    return _limits(train, args, tuple(sorted(kwargs.items())), arithmetic)
+    return _limits(train, args, tuple(sorted(kwargs.items())), arithmetic, seeds)
 
 
 @functools.lru_cache(maxsize=256)
 def _limits(
-    train: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], arithmetic: Arithmetic
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    arithmetic: Arithmetic,
+    seeds: int,
 ) -> Limits:
     exact = train(*args, **dict(kwargs))
-    return measured_limits(lambda: train.__wrapped__(*args, **dict(kwargs)), exact, arithmetic)
+    return measured_limits(lambda: train.__wrapped__(*args, **dict(kwargs)), exact, arithmetic, seeds=seeds)
 
 
 def measured_limits(
