@@ -254,7 +254,9 @@ def momentum_pack_int8(
     for found, expected in ((arrays[0], codes), (arrays[1], grads), (arrays[2], outs)):
         for part, other in zip(found.parts, expected, strict=True):
             assert torch.equal(part.isnan().cpu(), other.isnan())
-            assert torch.equal(part.cpu().nan_to_num(), other.nan_to_num())
+            # Subnormal products are rounded.
+            difference = part.cpu().nan_to_num().double() - other.nan_to_num().double()
+            assert bool((difference.abs() <= 2.0**-148).all())
         found.assert_rest_unchanged()
     for part, other, cut in zip(coded.scales.parts, scales, coded.cut, strict=True):
         assert bool(part.cpu()[cut].isnan().all()), "nobody may write the scale of a cut block"

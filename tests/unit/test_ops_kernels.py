@@ -371,7 +371,7 @@ def test_a_table_of_fragments_in_torch(ops: Any, state: torch.dtype) -> None:
         for one, other in zip(mine, right, strict=True):
             # As in test_momentum_pack; a rounded direction may fall on the other side.
             eps = torch.finfo(state).eps
-            close(one, other, rtol=2 * eps, atol=max(2e-6, eps / 16))
+            torch.testing.assert_close(one, other, rtol=2 * eps, atol=max(2e-6, eps / 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
