@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 # ranks of its own: some 5 GB of memory.
 JOBS ?= 3
 CLIENTS ?=
+KERNELS ?=
 VERSIONS ?=
 
 VENV := .venv
@@ -23,7 +24,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-old versions lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
+.PHONY: help demo test test-kernels test-full test-old versions lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +35,10 @@ demo: $(VENV)/.ready ## train on real text with AdamW, DeepSpeed's Muon and this
 test: $(VENV)/.ready ## run the tests, without the long matrices
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-kernels: $(VENV)/.ready ## run the core with every kernel forced, and with the arithmetic of other machines; KERNELS="torch-gram" picks
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
+	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) PYTEST_ARGS="-n $(JOBS) --dist loadfile $(PYTEST_ARGS)" $(BIN)/python -m tests.support.kernels $(KERNELS)
 
 test-full: $(VENV)/.ready ## run all tests
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops

@@ -13,6 +13,9 @@ from types import FrameType
 
 import pytest
 
+from tests.support.comparisons import NEAR, Comparison, take_nearest
+from tests.support.kernels import forced_kernel, take_kernels
+
 # Before anything imports DeepSpeed: on a machine with a GPU it would pick that one for the CPU tests too.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +27,10 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get(
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds for one test with its fixtures' calls; ``@pytest.mark.time_limit(seconds)`` sets another."""
+
+
+NEAREST = "nearest comparison"
+"""The user property of a test's report with name, error and limit; pytest-xdist sends it to the main process."""
 
 
 class TestTimedOut(Exception):
@@ -39,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long matrices unless asked for, put long tests first, and skip GPU tests where there is no GPU."""
+    if forced_kernel():
+        take_kernels()
+    if forced_kernel() == "no-compiler":
+        for item in items:
+            if (marker := item.get_closest_marker("kernels")) and marker.kwargs.get("native"):
+                item.add_marker(pytest.mark.skip(reason="needs the native library"))
     if not config.getoption("--full") and not config.getoption("markexpr"):
         left_out = [item for item in items if item.get_closest_marker("full")]
         if left_out:
@@ -77,11 +90,46 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
     previous = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, limit)
+    take_nearest()
     try:
         return (yield)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        if nearest := take_nearest():
+            item.user_properties.append((NEAREST, [nearest.what, nearest.error, nearest.limit]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the five tests whose comparisons with float64 came nearest to their limits, and all that came too near."""
+    reports = (report for key in ("passed", "failed") for report in terminalreporter.getreports(key))
+    rows = sorted(
+        (
+            (comparison.ratio, report.nodeid, comparison)
+            for report in reports
+            for comparison in _comparisons(report)
+        ),
+        key=lambda row: -row[0],
+    )
+    if not rows:
+        return
+    near = sum(ratio > NEAR for ratio, *_ in rows)
+    terminalreporter.section(f"nearest of {len(rows)} tests that compare with float64")
+    for ratio, test, comparison in rows[: max(5, near)]:
+        terminalreporter.line(
+            f"{ratio:.2f} of the limit: {comparison.error:.2e} of {comparison.limit:.2e} {comparison.what} {test}"
+        )
+    if near:
+        terminalreporter.line(
+            f"{near} above {NEAR:g} of the limit: argue that limit anew (CONTRIBUTING.md, Tolerances)",
+            yellow=True,
+        )
+
+
+def _comparisons(report: pytest.TestReport) -> list[Comparison]:
+    """Return the nearest comparison of a test, if it has one: a planted defect may fail one in a test that passes."""
+    comparisons = [Comparison(*value) for name, value in report.user_properties if name == NEAREST]
+    return [one for one in comparisons if report.when == "call" and (one.ratio <= 1 or report.failed)]
 
 
 @pytest.fixture(scope="session")

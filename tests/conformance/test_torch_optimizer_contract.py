@@ -17,6 +17,7 @@ from torch import nn
 import deepspeed_muon
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonError, RoutingError
 from tests.support import training
+from tests.support.comparisons import within
 from tests.support.models import build, train_alone
 
 # Every input of torch's own table for Muon and AdamW (torch.testing._internal.common_optimizers, CPU), in our words;
@@ -266,7 +267,7 @@ def test_parameters_in_other_dtypes(dtype: torch.dtype) -> None:
     bound = max(6 * torch.finfo(dtype).eps, 1e-5)
     for param, expected in zip(net.parameters(), exact.parameters(), strict=True):
         assert param.dtype == dtype
-        assert float((param - expected).detach().double().abs().max()) <= bound
+        within(float((param - expected).detach().double().abs().max()), bound, "weights")
 
 
 def test_repr_names_every_group() -> None:

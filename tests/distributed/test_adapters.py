@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support import training
 from tests.support.contract import compare_paths
 from tests.support.models import SMALL_DECODER
 from tests.support.reference import Oracle
+from tests.support.rounding import FP32_MODEL, Limits, measured_limits
 from tests.support.thinning import full
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
@@ -24,10 +26,6 @@ VOCAB = 61
 STEPS = 3
 EXPERTS = 3
 
-# peft computes the adapters in the dtype of their weights, so gradients differ from float64's by some 1e-6: the bounds
-# of tests/distributed/test_hugging_face.py, which argues them.
-MUON_TOLERANCE = 5e-4
-ADAM_TOLERANCE = 1e-3
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "down_proj", "lm_head"]},
@@ -113,21 +111,30 @@ def train(rank: int, world_size: int, *, stage: int, kind: str) -> dict[str, Any
     }
 
 
-def reference(
-    rank: int, world_size: int, *, kind: str, muon: list[str], micros: int
-) -> list[dict[str, Tensor]]:
-    """Train the same model in one process, in float64 if it can; return the trained parameters before and after."""
+def reference(rank: int, world_size: int, *, kind: str, muon: list[str], micros: int) -> list[dict[str, Any]]:
+    """Return the trained parameters before and after the reference run, and the limits of their paths."""
+    run = functools.partial(train_reference, kind, muon, micros)
+    start, end, norms = run()
+    # peft computes the adapters in the dtype of their weights.
+    allowed = measured_limits(run, (start, end, norms), FP32_MODEL, seeds=2)
+    return [start, end, allowed.paths]
+
+
+def train_reference(kind: str, muon: list[str], micros: int) -> tuple[Any, Any, list[float]]:
+    """Train the same model in one process, in float64 if it can; return parameters before and after, and norms."""
     model = Adapted(kind)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     start = {name: param.detach().clone() for name, param in trained.items()}
     model = model if kind == "nf4" else model.double()
     oracle = Oracle(set(muon), clipping=0.5, eps=1e-6)
+    norms = []
     for step in range(STEPS):
         model.zero_grad()
         for micro in range(micros):
             (model(*batch(step, micro)) / micros).backward()
-        oracle.update(model)
-    return [start, {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}]
+        norms.append(oracle.update(model))
+    end = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
+    return start, end, norms
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,6 @@ def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None
     assert {routes[name][1] for name in routes if "lm_head" in name} <= {"head"}
     assert ("lora_magnitude_vector" in " ".join(routes)) == (kind == "dora")
 
-    start, end = ranks(1).run(reference, kind=kind, muon=muon, micros=2)[0]
+    start, end, paths = ranks(1).run(reference, kind=kind, muon=muon, micros=2)[0]
     assert end.keys() == found["params"].keys() == routes.keys()
-    compare_paths(found["params"], start, end, set(muon), (MUON_TOLERANCE, ADAM_TOLERANCE))
+    compare_paths(found["params"], start, end, Limits(paths=paths))

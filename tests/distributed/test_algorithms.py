@@ -11,6 +11,7 @@ from tests.support.contract import compare
 from tests.support.thinning import full
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("stage", "world", "kind", "variant", "mode"),
     [

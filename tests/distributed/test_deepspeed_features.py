@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_muon
 from deepspeed_muon.engine import supported
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, STEPS, compare, compare_matrices
+from tests.support.contract import STEPS, compare, compare_matrices
 from tests.support.models import MATRICES, batch, build
+from tests.support.rounding import BF16_MODEL
 from tests.support.thinning import full, usual
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -167,7 +168,7 @@ def test_compiled_models(ranks: Any, feature: str, stage: int) -> None:
 def test_a_model_that_is_cast_to_bf16(ranks: Any, stage: int, precision: str) -> None:
     """With the section bf16 or, where ZeRO keeps fp32 masters, without it; the masters begin as rounded weights."""
     results = ranks(2).run(with_feature, feature="model.to(bf16)", stage=stage, precision=precision)
-    compare_matrices(results, "toy", 2, 0.5, HALF_TOLERANCE["bf16"], norms_rtol=2e-2)
+    compare_matrices(results, "toy", 2, 0.5, BF16_MODEL)
 
 
 def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:

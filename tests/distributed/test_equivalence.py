@@ -22,6 +22,7 @@ CORE = {
 
 
 @pytest.mark.compat
+@pytest.mark.kernels
 @pytest.mark.parametrize(("stage", "world", "accumulation", "clipping"), usual(CASES, CORE))
 def test_matches_the_reference(
     ranks: Any, stage: int, world: int, accumulation: int, clipping: float

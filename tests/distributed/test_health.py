@@ -18,8 +18,10 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 from deepspeed_muon.variants.normuon import MOMENTS, reference_finish
 from tests.support import training
+from tests.support.comparisons import close, within
 from tests.support.contract import STEPS, compare
 from tests.support.models import MATRICES
+from tests.support.reference import iteration_limit
 from tests.support.thinning import full
 from tests.support.training import EVENTS
 
@@ -239,9 +241,9 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
             optimizer.step()
         polar = reference_orthogonalize(gradient, resolve_schedule("quintic"))
         expected, moments = reference_finish(polar, moments, beta2=BETA2)
-        # fp32 against float64, as in the tests of the iteration.
-        assert float((-weight.detach() - expected).norm() / expected.norm()) <= 1e-4
-        torch.testing.assert_close(optimizer.state[weight][MOMENTS].double(), moments, rtol=1e-4, atol=0)
+        error = float((-weight.detach() - expected).norm() / expected.norm())
+        within(error, iteration_limit(gradient, torch.float32), "update")
+        close(optimizer.state[weight][MOMENTS].double(), moments, rtol=1e-4, atol=0)
     assert optimizer.health() == {"redone": 1, "failed": 0}
     assert caplog.text.count("layer.weight") == 1 and "row moments" in caplog.text
 

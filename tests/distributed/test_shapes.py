@@ -10,8 +10,9 @@ import pytest
 from deepspeed_muon.checkpoint.index import load_index
 from tests.support import training
 from tests.support.checkpoints import assert_equal, load, save
-from tests.support.contract import HALF_TOLERANCE, compare, compare_matrices
+from tests.support.contract import compare, compare_matrices
 from tests.support.models import FUSED_PARAMS, FUSED_SPLITS, MATRICES
+from tests.support.rounding import BF16_MODEL
 from tests.support.thinning import full
 
 WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
@@ -57,7 +58,7 @@ def test_bf16_optimizer_splits_too(ranks: Any) -> None:
         params=FUSED_PARAMS,
         extra={"data_types": {"grad_accum_dtype": "fp32"}},
     )
-    compare_matrices(results, "fused", 2, 0.0, HALF_TOLERANCE["bf16"])
+    compare_matrices(results, "fused", 2, 0.0, BF16_MODEL)
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), full(1, 3), full(2, 2), (3, 4)])

@@ -14,9 +14,10 @@ import deepspeed
 import pytest
 
 from tests.support import training
-from tests.support.contract import HALF_TOLERANCE, compare, compare_matrices, reference
+from tests.support.contract import compare, compare_matrices, reference
 from tests.support.harness import RankPool
 from tests.support.native_ops import REPOSITORY
+from tests.support.rounding import HALF_MODEL
 from tests.support.thinning import full, usual
 from tests.support.upstream import deleted_lines, train_on_patched
 
@@ -100,7 +101,7 @@ def test_matches_the_reference_in_half_precision(
         **more,
     )
     assert not wrapper or results[0]["wrapper"] == wrapper
-    compare_matrices(results, "toy", world * accumulation, 0.5, HALF_TOLERANCE[precision])
+    compare_matrices(results, "toy", world * accumulation, 0.5, HALF_MODEL[precision])
 
 
 @pytest.mark.parametrize("stage", [0, *(full(stage) for stage in (1, 2)), 3])

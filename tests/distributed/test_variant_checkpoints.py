@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.offline import convert_to_universal, export_to_torch
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
+from tests.support.comparisons import close
 from tests.support.contract import STEPS, compare, params_of
 from tests.support.models import FUSED_PARAMS, MATRICES
 from tests.support.thinning import each_value, full
@@ -172,9 +172,7 @@ def test_a_set_of_a_variant_that_keeps_something_else(ranks: Any, tmp_path: Path
     assert f"{ROW_STATE['row_second_moment'].what} are dropped" in told[0]
     name = "blocks.0.up.weight"
     norm = saved["params"][name].norm()
-    torch.testing.assert_close(
-        result["rows"][name], norm.expand(len(result["rows"][name])), rtol=1e-6, atol=0
-    )
+    close(result["rows"][name], norm.expand(len(result["rows"][name])), rtol=1e-6, atol=0)
 
 
 # Hyperball keeps one number of a block, and sets and DeepSpeed's files have it for each row: after a change of
@@ -208,5 +206,5 @@ def test_hyperball_of_other_blocks(ranks: Any, tmp_path: Path, stage: int) -> No
     assert any("radii of hyperball start anew for" in line for line in results[0]["log"])
     for found in results:
         # The iteration and the weights are fp32: some roundings of the norm.
-        torch.testing.assert_close(found["after"], found["before"], rtol=1e-5, atol=0)
+        close(found["after"], found["before"], rtol=1e-5, atol=0)
         assert "other places" in found["refused"] and "matrices" in found["refused"]

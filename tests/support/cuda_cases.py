@@ -240,7 +240,9 @@ def momentum_pack_int8(
         cut = coded.cut[number]
         if number % 7 == 6 and len(cut) and not cut[(coded.rows[number][0] + middle) // CODE_BLOCK]:
             grad[middle] = math.inf if number % 2 else math.nan
-    decays = [0.95 - 0.5 * (number % 2) for number in range(len(lengths))]
+    # Products with powers of two are exact, so the bits do not depend on fused multiply-adds, which some builds of
+    # torch and some processors do not have. There is a formula for each half of the unit interval.
+    decays = [0.25 if number % 2 else 0.875 for number in range(len(lengths))]
     codes, grads, outs, scales = ([x.cpu().clone() for x in each.parts] for each in (*arrays, coded.scales))
     table = torch.tensor([(i, 0, i, 0, n, i) for i, n in enumerate(lengths)])
     rates = torch.tensor([(decay, float(nesterov)) for decay in decays], dtype=torch.float64)
@@ -252,7 +254,9 @@ def momentum_pack_int8(
     for found, expected in ((arrays[0], codes), (arrays[1], grads), (arrays[2], outs)):
         for part, other in zip(found.parts, expected, strict=True):
             assert torch.equal(part.isnan().cpu(), other.isnan())
-            assert torch.equal(part.cpu().nan_to_num(), other.nan_to_num())
+            # Subnormal products are rounded.
+            difference = part.cpu().nan_to_num().double() - other.nan_to_num().double()
+            assert bool((difference.abs() <= 2.0**-148).all())
         found.assert_rest_unchanged()
     for part, other, cut in zip(coded.scales.parts, scales, coded.cut, strict=True):
         assert bool(part.cpu()[cut].isnan().all()), "nobody may write the scale of a cut block"

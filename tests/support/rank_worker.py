@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+from tests.support.kernels import take_kernels
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _STATEFUL_MODULES = (
@@ -36,9 +38,6 @@ _STATEFUL_MODULES = (
 
 GROUP_TIMEOUT_VARIABLE = "TESTS_GROUP_TIMEOUT"
 """Seconds of the process group's time-out, for tests of ranks that do not answer."""
-
-EXPECTED_KERNELS_VARIABLE = "TESTS_EXPECTED_KERNELS"
-"""Set if a rank does not choose its kernels by measuring them; tests/conftest.py sets it, benchmarks do not."""
 
 _PLAIN = (type(None), bool, int, float, str, dict, list)
 
@@ -208,16 +207,6 @@ def remember_cpu_info() -> Callable[[], object]:
     return cpuinfo.get_cpu_info
 
 
-def take_expected_kernels() -> None:
-    """Have the optimizer take the kernels that are expected to be fastest, without measuring any."""
-    from deepspeed_muon.ops.autotune import Choice, Tuner
-
-    def expected(_: Tuner, key: str, problem: Any, candidates: Sequence[Any], device: Any) -> Choice:
-        return Choice(candidates[0].name, "expected")
-
-    setattr(Tuner, "_decide", expected)  # noqa: B010 - mypy allows no assignment to a method
-
-
 def join_group(*, shm_all_reduce: bool) -> None:
     """Initialise DeepSpeed's and torch's process group under gloo."""
     import deepspeed
@@ -249,8 +238,8 @@ def call(job: dict[str, str], state: ProcessState) -> None:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     function = resolve(job["function"])
     # Some functions test what the import of the package changes, and import it themselves.
-    if os.environ.get(EXPECTED_KERNELS_VARIABLE) and "deepspeed_muon" in sys.modules:
-        take_expected_kernels()
+    if "deepspeed_muon" in sys.modules:
+        take_kernels()
     torch.save(portable(function(rank, world_size, **args)), job["result"])
 
 

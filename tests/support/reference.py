@@ -6,6 +6,8 @@ it takes the variants' float64 references alone.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from deepspeed_muon.math.newton_schulz import restart_steps
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.variant import Reference, ReferenceRates
+from tests.support import rounding
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -32,6 +36,63 @@ def polar(u: Tensor, steps: int = 5) -> Tensor:
             s = x.T @ x
             x = a * x + b * (x @ s) + c * ((x @ s) @ s)
     return x
+
+
+Rows = Sequence[tuple[float, float, float]]
+
+
+def rounded_polar(u: Tensor, errors: rounding.Errors, rows: Rows = (QUINTIC,) * 5) -> Tensor:
+    """Return :func:`polar` with the errors of a kernel that rounds every product and every result."""
+    products, exchanged = errors.arithmetic.products, errors.arithmetic.exchanged
+    u = errors.rounded(u.double(), exchanged)
+    x = errors.rounded(u / u.norm().clamp_min(1e-300), products)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    if errors.order == "standard":
+        for a, b, c in rows:
+            s = errors.product(x, x.T)
+            t = errors.rounded(b * s + c * errors.product(s, s), products)
+            x = errors.rounded(a * x + errors.product(t, x), products)
+    else:
+        restarts = restart_steps(len(rows), products)
+        r, q = errors.product(x, x.T), None
+        for done, (a, b, c) in enumerate(rows, start=1):
+            z = errors.rounded(b * r + c * errors.product(r, r), products)
+            if q is None:
+                q = errors.rounded(a * torch.eye(len(z), dtype=z.dtype) + z, products)
+            else:
+                q = errors.rounded(a * q + errors.product(q, z), products)
+            if done in restarts:
+                x = errors.product(q, x)
+                r, q = errors.product(x, x.T), None
+            else:
+                rz = errors.rounded(a * r + errors.product(r, z), products)
+                r = errors.rounded(a * rz + errors.product(z, rz), products)
+        assert q is not None
+        x = errors.product(q, x)
+    x = errors.rounded(x, exchanged)
+    return x.T if u.shape[0] > u.shape[1] else x
+
+
+def iteration_limit(
+    x: Tensor, dtype: torch.dtype, orders: Sequence[str] = rounding.ORDERS, rows: Rows = (QUINTIC,) * 5
+) -> float:
+    """Return how far a kernel's orthogonalised matrix may lie from the polynomial in float64, relative to its norm.
+
+    Args:
+        x: The matrix.
+        dtype: Of the iteration and of its result.
+        orders: Of the products, ``gram`` or ``standard``.
+        rows: The coefficients.
+    """
+    exact = rounded_polar(x, rounding.Errors(rounding.EXACT, "standard", torch.Generator()), rows)
+    arithmetic = rounding.Arithmetic(products=dtype)
+    largest = 0.0
+    # The norm over many elements is the same in every run.
+    seeds = rounding.SEEDS if x.numel() < 1 << 15 else 1
+    for order, seed in itertools.product(orders, range(seeds)):
+        errors = rounding.Errors(arithmetic, order, torch.Generator().manual_seed(seed))
+        largest = max(largest, float((rounded_polar(x, errors, rows) - exact).norm() / exact.norm()))
+    return min(rounding.LARGEST, rounding.SPARE * largest)
 
 
 @dataclass
@@ -67,10 +128,25 @@ class Oracle:
     def update(self, model: nn.Module) -> float:
         """Apply one step to ``model`` from its ``.grad`` and return the norm of the raw gradients."""
         self.step += 1
+        errors = rounding.current()
+        if errors:
+            errors.restore_weights()
+        if errors and self.step == 1:
+            for param in model.parameters():
+                param.data.copy_(param.data.to(errors.arithmetic.start))
         grads = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+        if errors:
+            # Each micro-batch's, then the sum over micro-batches and ranks and their mean.
+            dtype = errors.arithmetic.gradients
+            grads = {
+                name: errors.rounded(errors.rounded(g, dtype), dtype, times=3) for name, g in grads.items()
+            }
         norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
         # DeepSpeed divides by (norm + 1e-6) / limit where that exceeds 1.
         factor = max(1.0, (norm + 1e-6) / self.clipping) if self.clipping else 1.0
+        if errors:
+            # A sum of some thousand squares in blocks, and the root.
+            norm = float(errors.rounded(torch.tensor(norm, dtype=torch.float64), times=64))
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if name in grads:
@@ -86,6 +162,12 @@ class Oracle:
         buf = self.momentum * buf + (1 - self.momentum) * grad
         nesterov = variant.defaults.get("nesterov", True) if self.nesterov is None else self.nesterov
         u = (1 - self.momentum) * grad + self.momentum * buf if nesterov else buf
+        if errors := rounding.current():
+            buf, u = errors.rounded(buf, times=2), errors.rounded(u, times=2)
+            if errors.arithmetic.momentum == torch.int8:
+                buf = buf + buf.abs().max() / 254 * errors.random(buf)
+            else:
+                buf = errors.rounded(buf, errors.arithmetic.momentum)
         self.state[name] = (self.keep(buf),)
         update = self._by_block(name, variant.reference, param, u)
         decay = 0.0 if variant.apply is not None else self.weight_decay
@@ -108,8 +190,9 @@ class Oracle:
 
     def _block(self, place: tuple[object, ...], function: Reference, weights: Tensor, u: Tensor) -> Tensor:
         settings = {each.name: each.default for each in VARIANTS[self.variant].settings} | self.settings
+        errors = rounding.current()
         rates = ReferenceRates(
-            polar,
+            functools.partial(rounded_polar, errors=errors) if errors else polar,
             self.lr,
             self.scale(*u.shape),
             settings,
@@ -121,7 +204,12 @@ class Oracle:
         return function(weights, u, self.kept.setdefault(place, {}), rates)
 
     def _apply(self, param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
-        param.copy_(decayed_step(param, update, lr=lr, weight_decay=weight_decay, mode=self.decay_mode))
+        after = decayed_step(param, update, lr=lr, weight_decay=weight_decay, mode=self.decay_mode)
+        if errors := rounding.current():
+            # Decay, step and the result; the update has some roundings of its own.
+            after = errors.rounded(after + lr * (update - errors.rounded(update, times=8)), times=3)
+            after = errors.rounded(after, errors.arithmetic.masters)
+        param.copy_(after)
 
     def _cut(
         self,
@@ -147,6 +235,8 @@ class Oracle:
         m, v = self.state.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
         b1, b2 = self.betas
         m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
+        if errors := rounding.current():
+            m, v = errors.rounded(m, times=2), errors.rounded(v, times=2)
         self.state[name] = (self.keep_moments(m), self.keep_moments(v))
         root = (v / (1 - b2**self.step)).sqrt() + self.eps
         self._apply(param, (m / (1 - b1**self.step)) / root, self.adam_lr, self.weight_decay)

@@ -16,6 +16,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.variants import VARIANTS
 from tests.support.contract import STEPS
+from tests.support.kernels import forced_dtype
 from tests.support.models import batch, build
 
 MUON_PARAMS = {
@@ -24,7 +25,7 @@ MUON_PARAMS = {
     "weight_decay": 0.1,
     "betas": [0.9, 0.95],
     "eps": 1e-8,
-    "ns_dtype": "fp32",
+    "ns_dtype": forced_dtype(),
     "wire_dtype": "fp32",
 }
 

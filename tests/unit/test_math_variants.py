@@ -20,6 +20,7 @@ from deepspeed_muon.plan.placement import (
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
 from deepspeed_muon.variants.variant import Sums
+from tests.support.comparisons import close
 from tests.support.layouts import fragments_of
 from tests.support.reference import decayed_step
 
@@ -36,8 +37,8 @@ def test_rows_match_the_reference(shape: tuple[int, int, int], dtype: torch.dtyp
     for number in range(shape[0]):
         update, moment = reference_finish(updates[number], expected_moments[number], beta2=0.9)
         # A dozen fp32 roundings (6e-8) of sums of positive numbers.
-        torch.testing.assert_close(result[number].double(), update, rtol=1e-6, atol=0)
-        torch.testing.assert_close(moments[number].double(), moment, rtol=1e-6, atol=0)
+        close(result[number].double(), update, rtol=1e-6, atol=0)
+        close(moments[number].double(), moment, rtol=1e-6, atol=0)
 
 
 def test_rows_keep_the_norm_and_zero_stays_zero() -> None:
@@ -47,7 +48,7 @@ def test_rows_keep_the_norm_and_zero_stays_zero() -> None:
     updates[1] = 0.0
     moments = torch.zeros(2, 6)
     result = finish(updates, {MOMENTS: moments}, {"beta2": torch.full((2, 1), 0.95)}, Sums())
-    torch.testing.assert_close(result[0].norm(), updates[0].norm(), rtol=1e-6, atol=0)
+    close(result[0].norm(), updates[0].norm(), rtol=1e-6, atol=0)
     assert not result[0, 2].any() and not result[1].any()
     first = result[0].norm(dim=-1)
     assert float(first[first > 0].max() / first[first > 0].min()) == pytest.approx(1.0, abs=1e-5)
@@ -64,7 +65,7 @@ def test_adam_decays_by_its_mode(mode: str) -> None:
     update = m / (1 - 0.9**3) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
     expected = decayed_step(param, update, lr=0.1, weight_decay=0.3, mode=mode)
     adam_step_([(param, grad, first, second)], settings=settings)
-    torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
+    close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_cautious_apply_matches_the_reference() -> None:
@@ -77,7 +78,7 @@ def test_cautious_apply_matches_the_reference() -> None:
     rates = torch.tensor([[0.2, 0.05]], dtype=torch.float64)
     expected[100] = param[100]
     cautious_apply_([param], [update], table, rates)
-    torch.testing.assert_close(param.double(), expected, rtol=1e-6, atol=1e-6)
+    close(param.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def covered(layouts: tuple[RowPlaces, ...], rank: int) -> list[tuple[int, int]]:
@@ -132,7 +133,7 @@ def test_a_group_of_the_caller_may_set_its_own() -> None:
     optimizer.step()
     first, second = (optimizer.state[param]["row_second_moment"] for _, param in named)
     # Both matrices run in one batch and have the same rows, of which 1 - beta2 is taken: 0.5 and 0.05.
-    torch.testing.assert_close(first, second * 10, rtol=1e-5, atol=0)
+    close(first, second * 10, rtol=1e-5, atol=0)
     old = {**optimizer.state_dict()}
     old["param_groups"] = [
         {k: v for k, v in group.items() if k not in ("beta2", "weight_decay_mode")}
@@ -194,6 +195,6 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
         moments.append(moment)
         scale = max(1.0, len(part) / 6) ** 0.5
         # Newton-Schulz in fp32 on Gaussian matrices: 1e-5 at most.
-        torch.testing.assert_close(moved.double(), 0.1 * scale * expected, rtol=1e-3, atol=1e-5)
+        close(moved.double(), 0.1 * scale * expected, rtol=1e-3, atol=1e-5)
     kept = optimizer.state[weight]["row_second_moment"]
-    torch.testing.assert_close(kept.double(), torch.cat(moments), rtol=1e-4, atol=0)
+    close(kept.double(), torch.cat(moments), rtol=1e-4, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from typing import Any
@@ -14,32 +15,38 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deepspeed_muon
 from deepspeed_muon import Muon, MuonError
+from tests.support.contract import backward, compare_paths, train_reference
+from tests.support.kernels import forced_dtype
 from tests.support.models import MATRICES, batch, build
-from tests.support.reference import Oracle, relative
+from tests.support.reference import Oracle
+from tests.support.rounding import limits
 
-SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": "fp32"}
+SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": forced_dtype()}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("rule", ["original", "match_rms_adamw", "unit_rms_norm"])
 def test_matches_the_reference(nesterov: bool, rule: str) -> None:
+    ours = build("toy")
+    optimizer = Muon(ours, nesterov=nesterov, adjust_lr_fn=rule, **SETTINGS)  # type: ignore[arg-type]
+    for step in range(5):
+        backward(ours, step, 1)
+        optimizer.step()
+    start, end, _ = reference(nesterov, rule)
+    params = {name: param.detach() for name, param in ours.named_parameters()}
+    compare_paths(params, start, end, limits(reference, nesterov, rule))
+
+
+@functools.lru_cache
+def reference(nesterov: bool, rule: str) -> tuple[Any, Any, list[float]]:
     scales = {
         "original": lambda r, c: math.sqrt(max(1, r / c)),
         "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
         "unit_rms_norm": lambda r, c: math.sqrt(r / c),
     }
-    ours, theirs = build("toy"), build("toy").double()
-    start = {name: param.detach().clone() for name, param in ours.named_parameters()}
-    optimizer = Muon(ours, nesterov=nesterov, adjust_lr_fn=rule, **SETTINGS)  # type: ignore[arg-type]
     oracle = Oracle(MATRICES["toy"], nesterov=nesterov, scale=scales[rule])
-    for step in range(5):
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(*batch(step, 0)).backward()
-        optimizer.step()
-        oracle.update(theirs)
-    for (name, actual), (_, expected) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert relative(actual.detach(), expected.detach(), start[name]) <= 2.5e-5, name
+    return train_reference(build("toy"), oracle, 1, 5)
 
 
 def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) -> None:

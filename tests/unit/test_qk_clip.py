@@ -15,6 +15,7 @@ from deepspeed_muon.qk_clip import recorder as qk_clip
 from deepspeed_muon.qk_clip.clip import clip_factor, head_runs
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRows, logit_bounds, max_logits
 from tests.support.attention_models import THRESHOLD, AttendingToy
+from tests.support.comparisons import close
 from tests.support.models import batch, build
 from tests.support.reference_math import reference_clip, reference_max_logits
 
@@ -27,7 +28,7 @@ def test_logits_in_blocks(monkeypatch: Any, block: int, causal: bool) -> None:
     query, key = torch.randn(2, 6, 7, 5), torch.randn(2, 3, 7, 5)
     found = max_logits(query, key, scale=0.3, causal=causal)
     expected = reference_max_logits(query, key, scale=0.3, causal=causal)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -42,7 +43,7 @@ def test_masks_hide_logits(monkeypatch: Any, additive: bool, per_head: bool) -> 
     if additive:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     found = max_logits(query, key, scale=1.0, causal=False, mask=mask)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_half_precision_does_not_overflow() -> None:
@@ -106,8 +107,8 @@ def test_without_deepspeed() -> None:
         threshold=THRESHOLD,
         alpha=0.5,
     )
-    torch.testing.assert_close(model.attn.q_proj.weight.double(), q, rtol=1e-6, atol=0)
-    torch.testing.assert_close(model.attn.k_proj.weight.double(), k, rtol=1e-6, atol=0)
+    close(model.attn.q_proj.weight.double(), q, rtol=1e-6, atol=0)
+    close(model.attn.k_proj.weight.double(), k, rtol=1e-6, atol=0)
     model.eval()
     with torch.no_grad():
         model(*batch(0, 0))

@@ -14,6 +14,7 @@ from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import AttentionShape, leaf_name, split_output
+from tests.support.comparisons import close
 from tests.support.models import build
 from tests.support.reference import polar
 
@@ -193,7 +194,7 @@ def test_the_scale_is_that_of_the_layer(transposed: bool) -> None:
     optimizer.step()
     moved = (model.a.weight.detach() - start).T if transposed else model.a.weight.detach() - start
     # sqrt(12 / 3) = 2; fp32 rounding of the weight (6e-8) against a step of 0.2.
-    torch.testing.assert_close(moved.double(), -0.2 * polar(gradient), rtol=0, atol=2e-6)
+    close(moved.double(), -0.2 * polar(gradient), rtol=0, atol=2e-6)
 
 
 def test_hugging_face_models() -> None:

@@ -15,6 +15,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import strategies
 from deepspeed_muon.step.passes import ChunkTable, Rates, Step, apply, pack
+from tests.support.comparisons import close
 
 
 def plan_of(rows: int, count: int, ranks: int = 1) -> ExchangePlan:
@@ -170,7 +171,7 @@ def test_a_large_stack_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert once == [(5, 6, 4)]
     assert parts == [(2, 6, 4), (2, 6, 4), (1, 6, 4)]
     # The same products in batches of other sizes, whose sums round differently; five steps in fp32.
-    torch.testing.assert_close(apart, together, rtol=0, atol=1e-5)
+    close(apart, together, rtol=0, atol=1e-5)
 
 
 def test_stacks_with_room_between_them_run_together() -> None:
@@ -188,4 +189,4 @@ def test_stacks_with_room_between_them_run_together() -> None:
         optimizer.step()
     for param, other in zip(together, alone, strict=True):
         # Batches of other sizes round differently; five steps in fp32.
-        torch.testing.assert_close(param, other, rtol=0, atol=1e-5)
+        close(param, other, rtol=0, atol=1e-5)

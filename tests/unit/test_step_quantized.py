@@ -15,8 +15,11 @@ from torch import Tensor
 from deepspeed_muon import Muon
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
 from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes, to_codes
+from tests.support.comparisons import close
 from tests.support.models import build, train_alone
 from tests.support.reference import in_8_bits
+
+pytestmark = pytest.mark.kernels(native=True)
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -45,7 +48,7 @@ def test_values_of_codes_have_the_same_codes(numbers: list[float], exponent: int
         # Half a code, and the scale's 17 bits over 127 codes.
         bound = 0.5 * scales.double() * (1 + 2**-8)
         assert bool(((found.double() - values.double()).abs() <= bound).all())
-        torch.testing.assert_close(found.double(), in_8_bits(values), rtol=2**-16, atol=1.01 * scales.item())
+        close(found.double(), in_8_bits(values), rtol=2**-16, atol=1.01 * scales.item())
     else:
         assert not codes.any() and float(values.abs().max()) < 128 * 2.0**-126
 
@@ -67,7 +70,8 @@ def pack(
     codes = to_codes(whole, old.unsqueeze(1)).view(-1)[: len(values)].clone()
     moved = from_codes(codes, old, 0)
     passes = flat_passes(backend)
-    rates = torch.tensor([(0.9, float(nesterov))], dtype=torch.float64)
+    # A product with 1/8 is exact: the bits do not depend on fused multiply-adds, which torch may lack.
+    rates = torch.tensor([(0.875, float(nesterov))], dtype=torch.float64)
     everything = torch.tensor([(0, 0, 0, 0, len(values), 0)])
     passes.momentum_pack([moved], [grad], [torch.empty_like(moved)], everything, rates)
     largest = torch.nn.functional.pad(moved, (0, -len(values) % BLOCK)).view(-1, BLOCK).abs().amax(1)

@@ -1,0 +1,268 @@
+"""How far rounding may take a training run from the float64 reference: measured on the reference itself.
+
+A limit that is fitted to one machine fails on the next, whose kernels add up in another order. So the reference is
+trained again, still in float64, with a random error wherever the fast path rounds (Monte Carlo arithmetic, Parker
+1997), and the distance between the two is the scale of the limit. It knows the spectrum of every matrix of the test,
+the steps before, weights near zero, clipping and the variant, because it goes through all of them.
+
+What is rounded, with unit roundoff ``u`` (2^-24 in fp32):
+
+* every stored value (weights, gradients, momentum, what is normalised): ``x (1 + u r)`` with a random ``r`` in [-1, 1];
+* every product ``A B`` of the iteration over ``k`` terms: ``A B + u sqrt(k) |A| |B| r`` elementwise. An algorithm may
+  add in any order: ``u k |A| |B|`` is the bound of all orders, ``sqrt(k)`` what independent roundings of any
+  order come to (Higham and Mary 2019). Kernels with fused multiply-adds or several accumulators err by less;
+* a product of a layer, where the model does not multiply in float64: the same, on the output of every module.
+
+The iteration multiplies an error by the divided differences of its polynomial, up to 3.4445^5 = 485 in the direction
+of a singular value near 0. The Gram order errs more than the standard one: it rounds ``R = X X^T`` by u relative to its
+largest eigenvalue, and ``Q``, a polynomial of ``R``, has the slope ``b (a^2 + a^4 + a^6)`` = -8,700 at 0 before the
+restart after step 3. On an 8 x 16 matrix with sigma_min = 0.026 of its norm that is 1.0e-5 of the update's norm, ten
+times the standard order's. Both orders are among the random runs, for all matrices, since a machine chooses between
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_muon.math.newton_schulz import DTYPES
+from tests.support.kernels import forced_dtype
+
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 0.0}
+"""Unit roundoffs: half the distance between neighbours above 1."""
+
+ORDERS = ("standard", "gram")
+"""The orders of the iteration's products that a machine may choose."""
+
+SEEDS = 4
+"""Random runs of each order."""
+
+SPARE = 3.0
+"""Factor of a limit above the largest error of the random runs.
+
+One and a half, because a kernel may be as unlucky as the unluckiest of many more runs than eight; and two to spare.
+"""
+
+LARGEST = 0.9
+"""No limit exceeds this: a missing, doubled or reversed update is off by 1 or 2.
+
+Only half precision comes near it, where most directions of a matrix are noise: the cast alone puts 2^-9 into them.
+"""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a run rounds.
+
+    Attributes:
+        model: Relative error of a module's output and of the gradient that passes through it; 0 where the model
+            multiplies in float64, as most models of the tests do.
+        weights: The dtype of the weights that the forward pass sees. That rounding is no random one: all micro-batches
+            of a step see the same weights, so it does not average out.
+        gradients: The dtype of gradients until the optimizer widens them.
+        masters: The dtype of the weights that the optimizer updates.
+        products: The dtype of the iteration: what :mod:`tests.support.kernels` forces, unless a test sets its own.
+        exchanged: The dtype of the directions and updates that ranks exchange.
+        momentum: The dtype of momentum between steps; of int8 codes half of one in 127 of the largest element.
+        start: The dtype of the weights from which masters are made.
+    """
+
+    model: float = 0.0
+    weights: torch.dtype = torch.float64
+    gradients: torch.dtype = torch.float32
+    masters: torch.dtype = torch.float32
+    products: torch.dtype = DTYPES[forced_dtype()]
+    exchanged: torch.dtype = torch.float32
+    momentum: torch.dtype = torch.float32
+    start: torch.dtype = torch.float64
+
+
+USUAL = Arithmetic()
+EXACT = Arithmetic(
+    gradients=torch.float64, masters=torch.float64, products=torch.float64, exchanged=torch.float64
+)
+# Sums of up to 64 terms; the backward pass multiplies once more.
+FP32_MODEL = Arithmetic(model=math.sqrt(2 * 64) * 2.0**-24)
+# A gate that computes in fp32 whatever the model does: exponential, sum and quotient, and as many backward.
+FP32_GATE = Arithmetic(model=math.sqrt(6) * 2.0**-24)
+# Input and output of a layer are rounded, sums are in fp32; the backward pass rounds as often again. DeepSpeed makes
+# fp32 masters of weights that it has rounded already.
+BF16_MODEL, FP16_MODEL = (
+    Arithmetic(2 * UNIT[dtype], weights=dtype, gradients=dtype, start=dtype)
+    for dtype in (torch.bfloat16, torch.float16)
+)
+HALF_MODEL = {"bf16": BF16_MODEL, "fp16": FP16_MODEL}
+
+
+@dataclass
+class Errors:
+    """The random errors of one run."""
+
+    arithmetic: Arithmetic
+    order: str
+    generator: torch.Generator
+    # Of each parameter, while a forward pass sees other weights.
+    masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def round_weights(self, module: nn.Module, _: Any) -> None:
+        """Have the module compute with rounded weights until :meth:`restore_weights`."""
+        for param in module.parameters():
+            if param not in self.masters:
+                self.masters[param] = param.data
+                param.data = param.data.to(self.arithmetic.weights).to(param.dtype)
+
+    def restore_weights(self) -> None:
+        """Give the parameters the values that the optimizer updates."""
+        for param, master in self.masters.items():
+            param.data = master
+        self.masters.clear()
+
+    def random(self, x: Tensor) -> Tensor:
+        """Return numbers in [-1, 1] of the shape of ``x``."""
+        return torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+
+    def rounded(self, x: Tensor, dtype: torch.dtype = torch.float32, times: int = 1) -> Tensor:
+        """Return values as after ``times`` independent roundings to ``dtype``."""
+        # Below the normal numbers of fp16 the distance between neighbours no longer shrinks.
+        size = x.abs().clamp_min(2.0**-14) if dtype == torch.float16 else x
+        return x + size * (UNIT[dtype] * math.sqrt(times)) * self.random(x)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a product of the iteration."""
+        exact, size = a @ b, a.abs() @ b.abs()
+        if self.arithmetic.products == torch.float64:
+            return exact
+        error = UNIT[torch.float32] * math.sqrt(a.shape[1]) * size * self.random(exact)
+        if self.arithmetic.products != torch.float32:
+            # Half formats are added up in fp32, and the result is rounded.
+            error = error + UNIT[self.arithmetic.products] * exact.abs() * self.random(exact)
+        if torch.equal(exact, exact.mT):
+            # Of X X^T a kernel computes both halves in one order of terms.
+            error = error.triu() + error.triu(1).mT
+        return exact + error
+
+
+_current: Errors | None = None
+
+
+def current() -> Errors | None:
+    """Return the errors that the run in progress has to make."""
+    return _current
+
+
+@contextlib.contextmanager
+def making(errors: Errors) -> Iterator[None]:
+    """Have :class:`tests.support.reference.Oracle` and the modules of a model make these errors."""
+    global _current
+    factor = errors.arithmetic.model
+
+    def blur(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.ndim:
+            return output * (1 + factor * errors.random(output)).to(output.dtype)
+        return output
+
+    hooks = [torch.nn.modules.module.register_module_forward_hook(blur)] if factor else []
+    if errors.arithmetic.weights != torch.float64:
+        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(errors.round_weights))
+    _current = errors
+    try:
+        yield
+    finally:
+        _current = None
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class Limits:
+    """How far each result may lie from the reference's, as :func:`limits` found.
+
+    Attributes:
+        paths: Distance of two paths relative to the path, by name of the parameter (:func:`.reference.relative`).
+        rows: The same for each slice of a parameter along its first dimension.
+        norms: Relative, of the gradient norms.
+        momentum: Relative, by name.
+    """
+
+    paths: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, list[float]] = field(default_factory=dict)
+    norms: float = 0.0
+    momentum: dict[str, float] = field(default_factory=dict)
+
+
+def _raise(limits: dict[str, float], name: str, error: float) -> None:
+    limits[name] = min(LARGEST, max(limits.get(name, 0.0), SPARE * error))
+
+
+def _distance(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
+    norm = float(scale.double().norm())
+    return float((actual.double() - expected.double()).norm()) / norm if norm else 0.0
+
+
+def limits(
+    train: Callable[..., Any], *args: Any, arithmetic: Arithmetic = USUAL, seeds: int = SEEDS, **kwargs: Any
+) -> Limits:
+    """Return the limits for comparisons with a reference run.
+
+    Args:
+        train: A function with ``functools.lru_cache`` that trains a float64 model by an ``Oracle``, and returns the
+            parameters before and after, the gradient norms and, if it has it, the momentum.
+        *args: Its arguments.
+        arithmetic: What the run that is compared rounds.
+        seeds: Random runs of each order; fewer where a run takes seconds.
+        **kwargs: Its keyword arguments.
+    """
+    return _limits(train, args, tuple(sorted(kwargs.items())), arithmetic, seeds)
+
+
+@functools.lru_cache(maxsize=256)
+def _limits(
+    train: Any,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    arithmetic: Arithmetic,
+    seeds: int,
+) -> Limits:
+    exact = train(*args, **dict(kwargs))
+    return measured_limits(lambda: train.__wrapped__(*args, **dict(kwargs)), exact, arithmetic, seeds=seeds)
+
+
+def measured_limits(
+    run: Callable[[], Any], exact: Any, arithmetic: Arithmetic = USUAL, *, seeds: int = SEEDS
+) -> Limits:
+    """Return the limits for comparisons with ``exact``, which ``run`` returns when it makes no errors."""
+    start, end, norms, *momentum = exact
+    result = Limits()
+    for order, seed in itertools.product(ORDERS, range(seeds)):
+        with making(Errors(arithmetic, order, torch.Generator().manual_seed(seed))):
+            _, other, other_norms, *other_momentum = run()
+        for name, expected in end.items():
+            path = expected - start[name]
+            _raise(result.paths, name, _distance(other[name], expected, path))
+            rows = (
+                [_distance(*row) for row in zip(other[name], expected, path, strict=True)]
+                if path.ndim
+                else []
+            )
+            before = result.rows.get(name, [0.0] * len(rows))
+            result.rows[name] = [
+                min(LARGEST, max(old, SPARE * new)) for old, new in zip(before, rows, strict=True)
+            ]
+        ratios = (
+            abs(one / two - 1)
+            for one, two in zip(other_norms, norms, strict=True)
+            if two and math.isfinite(two)
+        )
+        result.norms = max(result.norms, *(SPARE * ratio for ratio in ratios), 0.0)
+        for name, expected in (momentum[0] if momentum else {}).items():
+            _raise(result.momentum, name, _distance(other_momentum[0][name], expected, expected))
+    return result
