@@ -131,7 +131,14 @@ ENGINE_HOOKS = (
     Hook(Zero3View, "partition_grads", gradients.partition_grads),
     # A mend: ZeRO 3 would add to gradients that the program has thrown away.
     Hook(Zero3View, "zero_grad", gradients.zero_grad),
+    # A mend: ZeRO 1 and 2 would take a second backward pass after one forward pass for a later phase of the first.
+    Hook(DeepSpeedEngine, "backward", gradients.begin_backward, lambda view: isinstance(view, Zero12View)),
+    # A mend: of several backward passes before a step ZeRO 1 and 2 would use the last one only.
+    Hook(Zero12View, "independent_gradient_partition_epilogue", gradients.add_to_earlier_backward),
+    # The row above would add gradients that the program has thrown away.
+    Hook(Zero12View, "zero_grad", gradients.zero_grad),
     # A mend: ZeRO 1 and 2 with offload add the first gradient of a parameter to that of the last step, as ZeRO 3 does.
+    # And of several backward passes they would use the last one only.
     Hook(Zero12View, "copy_grads_in_partition", gradients.copy_grads_in_partition, _KEEPS_GRADIENTS),
     # A mend: what a backward pass did not reduce must be zero before anybody reads it.
     Hook(
@@ -158,7 +165,8 @@ ENGINE_HOOKS = (
     Hook(DeepSpeedEngine, "scale", scaling.scale, scaling.loss_is_not_scaled),
     # A mend: BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did.
     Hook(Bf16View, "get_grads_for_norm", scaling.grads_for_norm),
-    # A mend: the plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
+    # A mend: the plain engine throws the norm away, and counts one stage of a pipeline, one rank's experts, and
+    # parameters that the optimizer was not given.
     Hook(DeepSpeedEngine, "clip_fp32_gradients", scaling.clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
     # A mend: an engine of stage 3 stays in memory after engine.destroy(), with all that it holds.
     Hook(Zero3View, "destroy", stages.release_destroyed),
