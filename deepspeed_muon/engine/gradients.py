@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import Original, View
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.optimizer import Muon
 
 _MARK = "_z3_leaf"
@@ -112,6 +112,13 @@ def add_to_earlier_backward(original: Original, view: Zero12View, *args: Any, **
 def zero_grad(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Let the next backward pass forget earlier gradients, as in DeepSpeed; a step before it still uses them."""
     view.memory.restart = True
+    if view.holds_sums() and not view.memory.warned:
+        view.memory.warned = True
+        warn(
+            "deepspeed_muon: zero_grad between the micro-steps of an accumulation discards nothing at ZeRO 2, which "
+            "reduces gradients in every micro-step, but the earlier micro-steps at ZeRO 0, 1 and 3. DeepSpeed clears "
+            "gradients after each step: remove the call"
+        )
     return original(*args, **kwargs)
 
 
@@ -173,6 +180,8 @@ def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwarg
     Must be called by all ranks.
     """
     bound = view.optimizer._bound_steps
+    # Gradients that a step leaves because it raises are not added to those of the next one.
+    view.memory.restart = True
     view.memory.norms = bound.exchange_flags(view.gradients(), view.norms())
     try:
         if view.optimizer.config.nonfinite_grad == "error":

@@ -100,6 +100,10 @@ class ZeroView(View):
         finally:
             self.wrapper.micro_step_id = number
 
+    def holds_sums(self) -> bool:
+        """Return whether gradients of earlier micro-steps are where ``zero_grad`` does not reach them."""
+        return False
+
     def is_undelivered(self, param: Tensor) -> bool:
         """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
         return self.wrapper.get_param_id(param) not in self.wrapper.norm_for_param_grads
@@ -160,6 +164,9 @@ class Zero12View(FlatView, ZeroView):
         super().prepare(autocast=autocast)
         # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
         self.wrapper.check_grad_overflow = True
+
+    def holds_sums(self) -> bool:
+        return any(grads is not None for grads in self.wrapper.all_grad_tensors.values())
 
     def begin_backward(self) -> None:
         """Separate a backward pass from the last one: DeepSpeed does so in forward passes only."""
@@ -397,11 +404,12 @@ _READ: dict[type[View], tuple[str, ...]] = {
         "fp32_groups_has_gradients", "real_dp_process_group",
     ),
     Zero12View: (
-        *_READ_OF_ZERO, "_epilogue_ran_this_backward", "bit16_groups", "bit16_groups_flat", "check_grad_overflow",
-        "clear_backward_seen_flag", "clip_grad", "copy_grads_in_partition", "cpu_offload", "get_gradient_for_reduction",
-        "ignore_unused_parameters", "overlap_comm", "parallel_partitioned_bit16_groups", "params_in_partition",
-        "partition_gradients", "real_dp_process_group", "reduce_independent_p_g_buckets_and_remove_grads",
-        "single_partition_of_fp32_groups", "use_grad_accum_attribute",
+        *_READ_OF_ZERO, "_epilogue_ran_this_backward", "all_grad_tensors", "bit16_groups", "bit16_groups_flat",
+        "check_grad_overflow", "clear_backward_seen_flag", "clip_grad", "copy_grads_in_partition", "cpu_offload",
+        "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm", "parallel_partitioned_bit16_groups",
+        "params_in_partition", "partition_gradients", "real_dp_process_group",
+        "reduce_independent_p_g_buckets_and_remove_grads", "single_partition_of_fp32_groups",
+        "use_grad_accum_attribute",
     ),
     Zero3View: (
         *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters", "check_overflow",
