@@ -48,8 +48,8 @@ def main() -> int:
     digests: dict[str, dict[str, dict[str, str]]] = {}
     for source in [*options.sources, *sources]:
         with folder_of(source) as folder:
-            found = read(folder)
-        digests.setdefault(found.pop("release"), found)
+            release_facts = read(folder)
+        digests.setdefault(release_facts.pop("release"), release_facts)
     TABLE.write_text(json.dumps(merged(digests), indent=1) + "\n")
     print(f"{TABLE.relative_to(ROOT)}: {', '.join(sorted(digests, key=Version))}")
     return 0
@@ -79,8 +79,8 @@ def read(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    release_facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return release_facts
 
 
 def facts() -> dict[str, Any]:
@@ -90,11 +90,11 @@ def facts() -> dict[str, Any]:
     from deepspeed_muon.engine import fingerprints, hooks
 
     functions = hooks.followed_functions()
-    files = sorted({file for each in functions if (file := fingerprints.file_of(*each)) is not None})
+    files = sorted({file for pair in functions if (file := fingerprints.file_of(*pair)) is not None})
     return {
         "release": Version(deepspeed.__version__).base_version,
         "files": {file: fingerprints.digest_of_file(file) for file in files},
-        "functions": {fingerprints.name_of(*each): fingerprints.digest_of(*each) for each in functions},
+        "functions": {fingerprints.name_of(*pair): fingerprints.digest_of(*pair) for pair in functions},
     }
 
 

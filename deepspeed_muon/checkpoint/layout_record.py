@@ -317,9 +317,11 @@ def _weight_keys(state: LiveState) -> dict[str, str]:
         return {}
     # Experts with another number in the whole model have files of their own, with that number in the keys.
     parameters = {
-        each.name: each.bound.tensor for each in state.parameters.values() if each.name == each.own_name
+        parameter.name: parameter.bound.tensor
+        for parameter in state.parameters.values()
+        if parameter.name == parameter.own_name
     }
-    saved = {key: each for key, each in engine.module.state_dict().items() if isinstance(each, Tensor)}
+    saved = {key: tensor for key, tensor in engine.module.state_dict().items() if isinstance(tensor, Tensor)}
     key_at = {_address(tensor): key for key, tensor in saved.items()}
     addresses = set(map(_address, parameters.values()))
     keys = {}

@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import io
 import json
+import os
 import token
 import tokenize
 from collections import defaultdict
@@ -87,15 +88,15 @@ def unknown(followed: Iterable[Followed]) -> list[str]:
     in_file: dict[str | None, list[Followed]] = defaultdict(list)
     for owner, name in followed:
         in_file[file_of(owner, name)].append((owner, name))
-    found = []
+    names = []
     for file, functions in in_file.items():
         if file is not None and digest_of_file(file) in known["files"].get(file, {}).values():
             continue
         for owner, name in functions:
             key = name_of(owner, name)
             if digest_of(owner, name) not in known["functions"].get(key, {}).values():
-                found.append(key)
-    return found
+                names.append(key)
+    return names
 
 
 def name_of(owner: Any, name: str) -> str:
@@ -105,7 +106,8 @@ def name_of(owner: Any, name: str) -> str:
 
 def function_of(owner: Any, name: str) -> Any:
     """Return a function of DeepSpeed as it is written there, under what replaces and decorates it; ``None`` if none."""
-    function: Any = inspect.unwrap(getattr(owner, name, None))
+    attribute: Any = getattr(owner, name, None)
+    function = inspect.unwrap(attribute)
     # DeepSpeed's decorator for NVTX ranges hides it in a closure. The class is a prefix of names with two underscores.
     cells = getattr(function, "__closure__", None) or ()
     hidden = (inspect.unwrap(cell.cell_contents) for cell in cells)
@@ -115,9 +117,9 @@ def function_of(owner: Any, name: str) -> Any:
 def file_of(owner: Any, name: str) -> str | None:
     """Return the path in the package of the file that has a function; ``None`` if another package has replaced it."""
     code = getattr(function_of(owner, name), "__code__", None)
-    root = Path(deepspeed.__file__).parent
-    path = Path("" if code is None else code.co_filename)
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else None
+    root = f"{Path(deepspeed.__file__).parent}{os.sep}"
+    path = "" if code is None else str(code.co_filename)
+    return path.removeprefix(root).replace(os.sep, "/") if path.startswith(root) else None
 
 
 def source_of(owner: Any, name: str) -> str:
@@ -159,31 +161,31 @@ def tokens_of(source: str) -> Iterator[str]:
     ] = []  # where those begin that are open (Python 3.12 divides them into tokens)
     starts = {getattr(token, name, None) for name in ("FSTRING_START", "TSTRING_START")}
     ends = {getattr(token, name, None) for name in ("FSTRING_END", "TSTRING_END")}
-    for each in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
-        text = each.string
-        if each.type in starts:
-            f_strings.append(each.start)
+    for lexeme in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
+        text = lexeme.string
+        if lexeme.type in starts:
+            f_strings.append(lexeme.start)
             continue
-        if each.type in ends:
-            (row, column), (end_row, end_column) = f_strings.pop(), each.end
+        if lexeme.type in ends:
+            (row, column), (end_row, end_column) = f_strings.pop(), lexeme.end
             rows = lines[row - 1 : end_row]
             rows[-1] = rows[-1][:end_column]
             rows[0] = rows[0][column:]
             text = "".join(rows)
-        if f_strings or each.type in (token.COMMENT, token.NL, token.ENCODING, token.ENDMARKER):
+        if f_strings or lexeme.type in (token.COMMENT, token.NL, token.ENCODING, token.ENDMARKER):
             continue
-        if each.type == token.NEWLINE:
+        if lexeme.type == token.NEWLINE:
             if not string_alone:
                 yield ";"
             starts_statement, string_alone = True, ""  # a statement that is a string only is a docstring
             continue
-        if each.type in (token.INDENT, token.DEDENT):
-            yield "{" if each.type == token.INDENT else "}"
+        if lexeme.type in (token.INDENT, token.DEDENT):
+            yield "{" if lexeme.type == token.INDENT else "}"
             continue
         if string_alone:
             yield string_alone
             string_alone = ""
-        if starts_statement and each.type == token.STRING:
+        if starts_statement and lexeme.type == token.STRING:
             string_alone = text
         else:
             yield text

@@ -102,10 +102,14 @@ def begin_backward(original: Original, engine: Any, *args: Any, **kwargs: Any) -
 
 def add_to_earlier_backward(original: Original, view: Zero12View, *args: Any, **kwargs: Any) -> Any:
     """End a backward pass, then add to its gradients those of earlier backward passes of the same step."""
-    earlier = {} if view.memory.restart else view.finished_gradients()
+    memory = view.memory
+    if memory.restart:
+        memory.earlier = {}
+    elif not view.is_later_phase:
+        memory.earlier = view.finished_gradients()
     result = original(*args, **kwargs)
-    view.memory.restart = False
-    view.add_gradients(earlier)
+    memory.restart = False
+    view.add_gradients(memory.earlier)
     return result
 
 
@@ -181,7 +185,7 @@ def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwarg
     """
     bound = view.optimizer._bound_steps
     # Gradients that a step leaves because it raises are not added to those of the next one.
-    view.memory.restart = True
+    view.memory.restart, view.memory.earlier = True, {}
     view.memory.norms = bound.exchange_flags(view.gradients(), view.norms())
     try:
         if view.optimizer.config.nonfinite_grad == "error":

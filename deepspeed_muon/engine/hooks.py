@@ -359,7 +359,7 @@ def followed_functions() -> list[fingerprints.Followed]:
         for wrapper, view in WRAPPERS.items()
         for name in (*stages._READ[view], *stages._READ_WITH_OFFLOAD, *_OF_SOME_RELEASES)
     ]
-    return [each for each in dict.fromkeys(followed) if inspect.isroutine(getattr(*each, None))]
+    return [pair for pair in dict.fromkeys(followed) if inspect.isroutine(getattr(*pair, None))]
 
 
 def differences() -> list[str]:

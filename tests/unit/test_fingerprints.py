@@ -72,6 +72,16 @@ def test_the_table_has_every_function_of_the_installed_release() -> None:
         assert {f"{owner.__name__}.{hook.attribute}" for owner in owners} <= names
 
 
+def test_the_releases_of_the_table_were_tested() -> None:
+    results = json.loads((REPOSITORY / "benchmarks" / "results" / "versions.json").read_text())
+    trained = {
+        key.split("DeepSpeed ")[1].split(",")[0]
+        for key, result in results.items()
+        if result["as expected"] and result["outcome"] != "refused"
+    }
+    assert set(fingerprints.table()["releases"]) <= trained
+
+
 def test_all_that_is_called_is_followed() -> None:
     """A name in the lists that no tested release has would be followed by nobody."""
     rows = fingerprints.table()["functions"]

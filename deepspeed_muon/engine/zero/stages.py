@@ -170,20 +170,23 @@ class Zero12View(FlatView, ZeroView):
 
     def begin_backward(self) -> None:
         """Separate a backward pass from the last one: DeepSpeed does so in forward passes only."""
-        if self.wrapper._epilogue_ran_this_backward:
+        if self.is_later_phase:
             self.wrapper.clear_backward_seen_flag()
 
-    def finished_gradients(self) -> dict[int, Any]:
-        """Return the gradients of each partition that earlier backward passes left for the step.
+    @property
+    def is_later_phase(self) -> bool:
+        """Whether a part of the running backward pass has ended before (reentrant checkpointing).
 
-        Later phases of one backward pass (reentrant checkpointing) end with the gradients of all of them by themselves.
+        Its next part ends with the gradients of the whole pass.
         """
-        if self.wrapper._epilogue_ran_this_backward:
-            return {}
+        return bool(self.wrapper._epilogue_ran_this_backward)
+
+    def finished_gradients(self) -> dict[int, Any]:
+        """Return the gradients of each partition that earlier backward passes left for the step."""
         return {index: grads for index, grads in self.wrapper.averaged_gradients.items() if grads is not None}
 
     def add_gradients(self, earlier: Mapping[int, Any]) -> None:
-        """Add what :meth:`finished_gradients` returned before the backward pass that has just ended."""
+        """Add what :meth:`finished_gradients` returned before the backward pass, or the phase of it, that has ended."""
         for index, earlier_grads in earlier.items():
             grads = self.wrapper.averaged_gradients[index]
             # Gradients that are accumulated in fp32 have a buffer, which has the sum already.
@@ -206,7 +209,7 @@ class Zero12View(FlatView, ZeroView):
         if has_buffer(group):
             return None
         self.wait_for_copies()
-        grad: Tensor = self.masters[group].grad  # type: ignore[assignment]
+        grad: Tensor = self.masters[group].grad
         return grad.view(-1).narrow(0, int(offset), int(numel))
 
     def add_delivered(self, param: Tensor, delivered: Tensor, earlier: Tensor) -> None:

@@ -35,6 +35,7 @@ class Memory:
         restart: Whether the next gradient is the first of a step (after ``zero_grad``, and after a step).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
         norms: What :meth:`ZeroView.norms` returned for the running step, on the CPU.
+        earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
         warned: Whether a warning was logged that ``zero_grad`` does not discard what it should.
     """
 
@@ -44,6 +45,7 @@ class Memory:
     restart: bool = False
     waiting: frozenset[int] = frozenset()
     norms: list[Tensor] = field(default_factory=list)
+    earlier: dict[int, Any] = field(default_factory=dict)
     warned: bool = False
 
 
