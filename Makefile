@@ -11,6 +11,7 @@ JOBS ?= 3
 CLIENTS ?=
 KERNELS ?=
 VERSIONS ?=
+RELEASES ?=
 
 VENV := .venv
 OLD_VENV := .venv-old
@@ -24,7 +25,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-full test-old versions lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
+.PHONY: help demo test test-kernels test-full test-old versions fingerprints lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +51,9 @@ test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest s
 
 versions: $(VENV)/.ready ## run the "compat" tests and the README's example under every DeepSpeed release; an environment each, minutes each
 	$(BIN)/python scripts/versions.py $(VERSIONS)
+
+fingerprints: $(VENV)/.ready ## add releases of DeepSpeed to the table of tested functions; RELEASES="0.19.9" names them
+	$(BIN)/python scripts/fingerprints.py $(RELEASES)
 
 lint: $(VENV)/.ready ## check style, formatting and the direction of imports
 	$(BIN)/ruff check

@@ -161,7 +161,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         ]
 
     def _check_names(self, model: nn.Module) -> None:
-        """Take the model's names for parameters that were given without; refuse routes that the names contradict.
+        """Take the model's names for all parameters; refuse routes that the names of unnamed ones contradict.
 
         Args:
             model: The module whose parameters this optimizer has.

@@ -6,8 +6,8 @@
     scripts/canary.py --source ... --guard-only           without the tests, which take minutes
 
 Makes an environment (``--folder``, kept for the next time), installs the DeepSpeed that is tested there, then the other
-one, and prints the difference of the functions that are replaced or called and of the lines that set the attributes
-that are read. Ends with 1 if the guard refuses it or a test fails.
+one, and prints the difference of the functions that are replaced, called or relied on and of the lines that set the
+attributes that are read. Ends with 1 if the guard refuses it or a test fails.
 """
 
 from __future__ import annotations
@@ -135,31 +135,20 @@ def facts() -> dict[str, Any]:
         import deepspeed_muon  # noqa: F401
     except Exception as error:  # then its modules are there, but not the package
         guard = f"{type(error).__name__}: {error}"
-    hooks, stages = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in ("hooks", "zero.stages"))
-    if hooks is None or stages is None:
+    modules = ("hooks", "fingerprints", "zero.stages")
+    hooks, fingerprints, stages = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in modules)
+    if hooks is None or fingerprints is None or stages is None:
         raise SystemExit(guard)
-    texts = {}
-    for owner, name, _ in hooks.replaced_functions():
-        texts[f"{owner.__name__}.{name}"] = source(owner, name)
-    for owner, names in hooks._CALLED:
-        texts.update({f"{owner.__name__}.{name}": source(owner, name) for name in names})
+    texts = {
+        fingerprints.name_of(*each): fingerprints.source_of(*each) for each in hooks.followed_functions()
+    }
     for wrapper, view in stages.WRAPPERS.items():
-        code = "".join(source(each) for each in wrapper.__mro__ if each.__module__.startswith("deepspeed."))
+        classes = (each for each in wrapper.__mro__ if each.__module__.startswith("deepspeed."))
+        code = "".join(map(inspect.getsource, classes))
         for name in (*stages._READ[view], *stages._READ_WITH_OFFLOAD):
             uses = rf".*(?:self\.{name}\b[^=\n()]*=[^=]|def {name}\b).*\n"
             texts[f"{wrapper.__name__}: {name}"] = "".join(sorted(set(re.findall(uses, code))))
     return {"version": deepspeed.__version__, "guard": guard, "facts": texts}
-
-
-def source(owner: Any, name: str = "") -> str:
-    """Return the source of a class, or of a function in it; empty if there is none."""
-    from deepspeed_muon.engine.hooks import undecorated
-
-    thing = getattr(owner, name, None) if name else owner
-    try:
-        return inspect.getsource(undecorated(inspect.unwrap(thing), name))
-    except (TypeError, OSError):
-        return ""
 
 
 def differences(known: dict[str, Any], found: dict[str, Any]) -> list[str]:

@@ -67,6 +67,7 @@ class DeepSpeedFiles(TagFolder):
         super().__init__(folder, trust=trust, verify=verify)
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
             self._whole_momentum: Mapping[tuple[str, int], int] = {}
+            self._weight_keys: Mapping[str, str] = {}
             optimizer: Mapping[str, Any] = {}
             lossy: list[str] = []
             if self.kind != "AdamW" and (include or exclude):
@@ -76,7 +77,7 @@ class DeepSpeedFiles(TagFolder):
                 )
             if self.kind == OURS:
                 contents = [inner.get(RECORD_KEY) for inner in self.inner]
-                optimizer, held = read_records(contents, str(self.files[0]))
+                optimizer, held, self._weight_keys = read_records(contents, str(self.files[0]))
                 if self.stage and any(each.placement.replicated for each in held):
                     raise CheckpointError(
                         f"{self.files[0]}: its layout record is not one of ZeRO stage {self.stage}"
@@ -121,7 +122,8 @@ class DeepSpeedFiles(TagFolder):
         from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
         try:
             if key == "fp32":
-                saved = self.master(number, held.partition, held.name)
+                key_of_weights = self._weight_keys.get(held.name, held.name)
+                saved = self.master(number, held.partition, key_of_weights)
             else:
                 saved = state["exp_avg" if from_adam else key]
         except (KeyError, IndexError) as error:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.index import checked
@@ -52,6 +53,8 @@ class _Entry(ParameterRecord):
         cut: Which part of the whole tensor the ranks hold, as dimension and ranges of a
             :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for all of it.
         blocks: Rows and columns of the part's blocks, where the variant keeps numbers of its rows.
+        weight_key: The key of its weights in the model's ``state_dict()`` where that is not its name, empty where it is
+            not in there; only at stage 0 in fp32, whose files have the weights nowhere else.
     """
 
     name: str
@@ -59,6 +62,7 @@ class _Entry(ParameterRecord):
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
     blocks: tuple[Blocks, Blocks] | None = None
+    weight_key: str | None = None
 
     @property
     def placement(self) -> Placement:
@@ -191,7 +195,9 @@ def save_of(content: Any) -> str | None:
     return None if found is None else str(found)
 
 
-def read_records(contents: Sequence[Any], where: str) -> tuple[dict[str, Any], list[HeldParameter]]:
+def read_records(
+    contents: Sequence[Any], where: str
+) -> tuple[dict[str, Any], list[HeldParameter], dict[str, str]]:
     """Check what the files hold under :data:`RECORD_KEY`.
 
     Args:
@@ -199,7 +205,8 @@ def read_records(contents: Sequence[Any], where: str) -> tuple[dict[str, Any], l
         where: The first file, for errors.
 
     Returns:
-        The settings of the optimizer, and what the files hold of every parameter, before any step.
+        The settings of the optimizer, what the files hold of every parameter, before any step, and the keys of weights
+        that are not those of their parameters, by the names of these.
 
     Raises:
         CheckpointError: If it is no record, or describes what cannot be.
@@ -236,7 +243,9 @@ def read_records(contents: Sequence[Any], where: str) -> tuple[dict[str, Any], l
             found += first.held(files)
     if not found:
         raise CheckpointError(f"{where}: layout record refused: no parameters")
-    return records[0].optimizer, found
+    entries = (entry for record in records for group in record.groups for entry in group.parameters)
+    weight_keys = {entry.name: entry.weight_key for entry in entries if entry.weight_key is not None}
+    return records[0].optimizer, found, weight_keys
 
 
 def add_record_to_state_dict(engine: Any) -> None:
@@ -287,13 +296,51 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
     """Return what this rank's record says of the parameters."""
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
+    weight_keys = _weight_keys(state)
     return {
         "optimizer": state.optimizer.config.model_dump(mode="json"),
-        "groups": [_record_of_group(state, held) for held in state.groups],
+        "groups": [_record_of_group(state, held, weight_keys) for held in state.groups],
     }
 
 
-def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[str, Any]:
+def _weight_keys(state: LiveState) -> dict[str, str]:
+    """Return the key of each parameter in the model's ``state_dict()``, where that is not its name.
+
+    A model may override ``state_dict``: a value head around a language model leaves out the prefix of the latter. The
+    tensors are the parameters' own, so their addresses identify them.
+
+    Returns:
+        Names to keys; an empty key for a parameter that the ``state_dict()`` does not hold.
+    """
+    engine = state.host.engine
+    if engine.optimizer is not state.optimizer:  # a wrapper saves masters by number
+        return {}
+    # Experts with another number in the whole model have files of their own, with that number in the keys.
+    parameters = {
+        parameter.name: parameter.bound.tensor
+        for parameter in state.parameters.values()
+        if parameter.name == parameter.own_name
+    }
+    saved = {key: tensor for key, tensor in engine.module.state_dict().items() if isinstance(tensor, Tensor)}
+    key_at = {_address(tensor): key for key, tensor in saved.items()}
+    addresses = set(map(_address, parameters.values()))
+    keys = {}
+    for name, tensor in parameters.items():
+        under_name = None if name not in saved else _address(saved[name])
+        # A state_dict of copies is believed to use the names.
+        if under_name is None or (under_name != _address(tensor) and under_name in addresses):
+            keys[name] = key_at.get(_address(tensor), "")
+    return keys
+
+
+def _address(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Return what tells two tensors apart that do not overlap."""
+    return tensor.data_ptr(), tensor.shape
+
+
+def _record_of_group(
+    state: LiveState, held: Sequence[LiveParameter], weight_keys: Mapping[str, str]
+) -> dict[str, Any]:
     """Return what this rank's file says of one data-parallel group."""
     order = {name: number for number, name in enumerate(state.host.described)}
     described = sorted(held, key=lambda each: order[each.own_name])
@@ -301,11 +348,15 @@ def _record_of_group(state: LiveState, held: Sequence[LiveParameter]) -> dict[st
         "name": Scope.among(held[0].holders, held[0].rank).name,
         "rank": held[0].rank,
         "world_size": len(held[0].holders),
-        "parameters": [_entry(each) for each in described if each.rank == 0 or each.placement.replicated],
+        "parameters": [
+            _entry(parameter, weight_keys)
+            for parameter in described
+            if parameter.rank == 0 or parameter.placement.replicated
+        ],
     }
 
 
-def _entry(parameter: LiveParameter) -> dict[str, Any]:
+def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str, Any]:
     part = parameter.part
     layout = ParameterRecord.of(parameter.record, group=parameter.record.group)
     entry = {
@@ -318,4 +369,6 @@ def _entry(parameter: LiveParameter) -> dict[str, Any]:
         entry["cut"] = [part.dim, list(map(list, part.ranges))]
     if parameter.row_places is not None:
         entry["blocks"] = list(map(list, parameter.row_places.matrix.grid))
+    if parameter.name in weight_keys:
+        entry["weight_key"] = weight_keys[parameter.name]
     return entry

@@ -301,14 +301,14 @@ class TagFolder:
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         return list(self.wrappers[rank][key])
 
-    def master(self, rank: int, partition: int, name: str) -> Any:
-        """Return the master partition of a rank; at stage 0 that of the parameter of a name."""
+    def master(self, rank: int, partition: int, key: str) -> Any:
+        """Return the master partition of a rank; at stage 0 the weights with that key."""
         if self.stage:
             return self.masters(rank)[partition]
         wrapper = self.wrappers[rank]
         if "fp32_groups" in wrapper:
             return [tensor for group in wrapper["fp32_groups"] for tensor in group][partition]
-        return self._weights(rank)[name]
+        return self._weights(rank)[key]
 
     @functools.cache  # noqa: B019 - lives as long as the files
     def _weights(self, number: int) -> Mapping[str, Tensor]:

@@ -110,7 +110,8 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
 
     DeepSpeed sets counters and schedule first: they are put back if a universal checkpoint is refused.
     """
-    given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs).arguments
+    call = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs)
+    given = call.arguments
     with_state = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
     universal = bool(engine.load_universal_checkpoint())
     saved: Glance | None = None
@@ -119,12 +120,20 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
             _tag_to_load(given.get("load_dir"), given.get("tag"), "latest_universal")
     else:
         saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
+    if (
+        given.get("load_module_only", False)
+        and engine.zero_optimization_partition_weights()
+        and not universal
+    ):
+        # A mend: ZeRO 3 gathers its weights to load into them only where it knows that no optimizer state will follow.
+        # With load_module_only alone it would load nothing and report success.
+        given["load_optimizer_states"] = False
     before = Before(engine)
     # A mend: without the optimizer's state ZeRO 3 takes weights of the tag that `latest` names, not of the given one.
     weights_of_tag = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=given.get("tag"))
     try:
         with stands_for(weights_of_tag, deepspeed_engine, get_fp32_state_dict_from_zero_checkpoint.__name__):
-            path, client_state = original(*args, **kwargs)
+            path, client_state = original(*call.args[1:], **call.kwargs)
         if saved is not None:
             load_the_rest(engine, given.get("load_dir"), saved.folder.name)
     except Exception as error:

@@ -10,13 +10,14 @@ import contextlib
 import functools
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import configure_moe_param_groups
+from deepspeed.runtime.zero.partition_parameters import Init
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.live import Host, collect, require_all_ranks
@@ -24,7 +25,7 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.offload import adopt
+from deepspeed_muon.engine.offload import adopt, stands_for
 from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
@@ -73,9 +74,43 @@ _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 def broadcast_model(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Compare the ranks' models before one of them is broadcast."""
-    if _wants_muon(engine, engine.client_optimizer):
-        _agree(ranks_of(engine), model_facts(engine))
-    return original(engine, *args, **kwargs)
+    if not _wants_muon(engine, engine.client_optimizer):
+        return original(engine, *args, **kwargs)
+    _agree(ranks_of(engine), model_facts(engine))
+    with _flat_and_contiguous(engine):
+        return original(engine, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _flat_and_contiguous(engine: Any) -> Iterator[None]:
+    """Let scalars and weights of other strides (``channels_last``) have one dimension, and then their own layout again.
+
+    DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which makes
+    all weights contiguous, those of other strides stay so: they are broadcast once more.
+    """
+    params = [param for param in engine.module.parameters() if not (param.dim() and param.is_contiguous())]
+    tensors = [(param, param.data) for param in params]
+    for param, tensor in tensors:
+        param.data = tensor.reshape(-1)  # a scalar's own memory, a copy of other strides
+    try:
+        yield
+    finally:
+        for param, tensor in tensors:
+            if engine.zero_optimization_stage() == 3:
+                param.data = param.data.view(tensor.shape)
+                continue
+            if param.data_ptr() != tensor.data_ptr():
+                tensor.copy_(param.data.view(tensor.shape))
+            param.data = tensor
+
+
+def _divide_scalar(original: Original, init: Any, param: Any) -> None:
+    """Let ZeRO 3 divide a parameter; scalars, which were broadcast, without another broadcast, which takes none."""
+    if param.dim():
+        original(init, param)
+    else:
+        init._convert_to_deepspeed_param(param)
+        param.partition()
 
 
 def configure_expert_parallel(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +185,9 @@ def _admitted(
             vars(param).pop(tag, None)
     if engine.zero_optimization_stage() == 3:
         prepare_inputs(engine.module)
+        original = Init._zero_init_param
+        divide = lambda init, param: _divide_scalar(original, init, param)  # noqa: E731
+        wrapping.enter_context(stands_for(divide, Init, "_zero_init_param"))
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
         ranks = dist.get_world_size(engine.seq_data_parallel_group)

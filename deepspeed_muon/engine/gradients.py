@@ -15,6 +15,9 @@ backward pass did not reduce gets a gradient of zero, through the same functions
 all readers of the buffers (overflow check, norm, clipping, ``safe_get_full_grad``) find the right numbers. Nothing is
 communicated: the ranks that reduce a parameter together all know whether they did.
 
+**Several backward passes in the last micro-step**, such as one for each of two losses. ZeRO 1 and 2 replace the
+gradients of the earlier ones. Here they are added up, as at stages 0 and 3 and in torch.
+
 **MoE layers whose ranks run different experts in the same micro-batch.** ZeRO 3 gathers the weights of a module when it
 runs, and compares the order of modules between the ranks. ZeRO 1, 2 and 3 reduce gradients in the order in which a
 backward pass gives them. Ranks that run different experts gather and reduce different tensors: they abort, hang, or add
@@ -43,9 +46,9 @@ import torch
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
-from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView
+from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import Original, View
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.optimizer import Muon
 
 _MARK = "_z3_leaf"
@@ -89,9 +92,37 @@ def only_gradients_of_the_step(original: Original, view: ZeroView, *args: Any, *
         view.forget_gradients()
 
 
+def begin_backward(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass, which is another one than the last also where no forward pass came between them."""
+    view = view_of(engine.optimizer)
+    assert isinstance(view, Zero12View)
+    view.begin_backward()
+    return original(*args, **kwargs)
+
+
+def add_to_earlier_backward(original: Original, view: Zero12View, *args: Any, **kwargs: Any) -> Any:
+    """End a backward pass, then add to its gradients those of earlier backward passes of the same step."""
+    memory = view.memory
+    if memory.restart:
+        memory.earlier = {}
+    elif not view.is_later_phase:
+        memory.earlier = view.finished_gradients()
+    result = original(*args, **kwargs)
+    memory.restart = False
+    view.add_gradients(memory.earlier)
+    return result
+
+
 def zero_grad(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
     """Let the next backward pass forget earlier gradients, as in DeepSpeed; a step before it still uses them."""
     view.memory.restart = True
+    if view.holds_sums() and not view.memory.warned:
+        view.memory.warned = True
+        warn(
+            "deepspeed_muon: zero_grad between the micro-steps of an accumulation discards nothing at ZeRO 2, which "
+            "reduces gradients in every micro-step, but the earlier micro-steps at ZeRO 0, 1 and 3. DeepSpeed clears "
+            "gradients after each step: remove the call"
+        )
     return original(*args, **kwargs)
 
 
@@ -120,11 +151,23 @@ def partition_grads(
 
 
 def copy_grads_in_partition(
-    original: Original, view: ZeroView, param: Tensor, *args: Any, **kwargs: Any
+    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Copy the first gradient of ``param`` in the step, and add later ones (ZeRO 1 and 2 with offload)."""
-    with view.in_micro_step(first=_is_new(view, param)):
-        return original(param, *args, **kwargs)
+    """Copy the first gradient of ``param`` in the step, and add later ones (ZeRO 1 and 2 with offload).
+
+    Also to the sum that an earlier backward pass has already written to the master's gradient.
+    """
+    delivered = view.delivered(param)
+    is_new = _is_new(view, param)
+    if delivered is None:
+        with view.in_micro_step(first=is_new):
+            return original(param, *args, **kwargs)
+    earlier = delivered.clone()
+    with view.in_micro_step(first=True):
+        result = original(param, *args, **kwargs)
+    if not view.memory.restart:
+        view.add_delivered(param, delivered, earlier)
+    return result
 
 
 def _is_new(view: View, param: Tensor) -> bool:
@@ -141,6 +184,8 @@ def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwarg
     Must be called by all ranks.
     """
     bound = view.optimizer._bound_steps
+    # Gradients that a step leaves because it raises are not added to those of the next one.
+    view.memory.restart, view.memory.earlier = True, {}
     view.memory.norms = bound.exchange_flags(view.gradients(), view.norms())
     try:
         if view.optimizer.config.nonfinite_grad == "error":

@@ -29,10 +29,16 @@ from typing import Any
 import deepspeed
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops.adam import fused_adam
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import groups
 from packaging.version import Version
@@ -40,6 +46,7 @@ from packaging.version import Version
 from deepspeed_muon.engine import (
     checkpointing,
     configure,
+    fingerprints,
     gradients,
     muon_of,
     offload,
@@ -89,6 +96,7 @@ def _configure_optimizer(
         original, engine, client_optimizer, model_parameters, *args, **kwargs
     )
     if muon_of(engine) is not None:
+        fingerprints.warn_of_unknown(followed_functions)
         hook_engine(engine)
         if (trainer := running.trainer_callbacks()) is not None:
             # The rate that the Trainer logs is Muon's alone.
@@ -99,11 +107,11 @@ def _configure_optimizer(
 # The first release that trains right with torch 2.13 and has all functions below: 0.17 and 0.18 lose gradients at
 # ZeRO 2 with accumulation, or raise in their own all-gather at stages 1 and 2, with AdamW too.
 OLDEST = "0.19.2"
-NEWEST = "0.19.8"  # tested
 
 # Above each row: what would be wrong without it.
 HOOKS = (
-    # DeepSpeed's broadcast aborts or hangs if the ranks' models differ. Ours compares them first.
+    # DeepSpeed's broadcast aborts or hangs if the ranks' models differ. Ours compares them first. And it takes neither
+    # scalars nor weights of other strides (channels_last).
     Hook(DeepSpeedEngine, "_broadcast_model", configure.broadcast_model),
     # The type Muon would make DeepSpeed's own optimizer. It would communicate before anybody compares the ranks'
     # settings, and our optimizer would not be bound to the wrapper.
@@ -131,7 +139,14 @@ ENGINE_HOOKS = (
     Hook(Zero3View, "partition_grads", gradients.partition_grads),
     # A mend: ZeRO 3 would add to gradients that the program has thrown away.
     Hook(Zero3View, "zero_grad", gradients.zero_grad),
+    # A mend: ZeRO 1 and 2 would take a second backward pass after one forward pass for a later phase of the first.
+    Hook(DeepSpeedEngine, "backward", gradients.begin_backward, lambda view: isinstance(view, Zero12View)),
+    # A mend: of several backward passes before a step ZeRO 1 and 2 would use the last one only.
+    Hook(Zero12View, "independent_gradient_partition_epilogue", gradients.add_to_earlier_backward),
+    # The row above would add gradients that the program has thrown away.
+    Hook(Zero12View, "zero_grad", gradients.zero_grad),
     # A mend: ZeRO 1 and 2 with offload add the first gradient of a parameter to that of the last step, as ZeRO 3 does.
+    # And of several backward passes they would use the last one only.
     Hook(Zero12View, "copy_grads_in_partition", gradients.copy_grads_in_partition, _KEEPS_GRADIENTS),
     # A mend: what a backward pass did not reduce must be zero before anybody reads it.
     Hook(
@@ -158,7 +173,8 @@ ENGINE_HOOKS = (
     Hook(DeepSpeedEngine, "scale", scaling.scale, scaling.loss_is_not_scaled),
     # A mend: BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did.
     Hook(Bf16View, "get_grads_for_norm", scaling.grads_for_norm),
-    # A mend: the plain engine throws the norm away, and counts one stage of a pipeline and one rank's experts.
+    # A mend: the plain engine throws the norm away, and counts one stage of a pipeline, one rank's experts, and
+    # parameters that the optimizer was not given.
     Hook(DeepSpeedEngine, "clip_fp32_gradients", scaling.clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
     # A mend: an engine of stage 3 stays in memory after engine.destroy(), with all that it holds.
     Hook(Zero3View, "destroy", stages.release_destroyed),
@@ -222,12 +238,40 @@ ENGINE_HOOKS = (
 # Private names of DeepSpeed that are called or read, and not replaced.
 _CALLED = (
     (PartitionedParameterCoordinator, (stages.RELEASED,)),
-    (DeepSpeedEngine, ("_get_ckpt_name", "_get_zero_ckpt_name")),
+    (DeepSpeedEngine, ("_get_ckpt_name", "_get_zero_ckpt_name", "_load_zero_checkpoint")),
+    (Init, ("_convert_to_deepspeed_param", "_zero_init_param")),
     (groups, ("_get_expert_parallel_group", "_get_expert_data_parallel_group")),
     (stage3, ("DeepSpeedCPUAdam",)),
     (stage_1_and_2, ("DeepSpeedCPUAdam",)),
     (fused_adam, ("FusedAdam",)),
 )
+
+# Functions whose order of calls, or whose result, replaced ones take for granted.
+_RELIED_ON = (
+    (
+        DeepSpeedEngine,
+        (
+            "_backward_epilogue", "_backward_prologue", "_common_checkpoint_state", "_configure_basic_optimizer",
+            "_configure_bf16_optimizer", "_configure_fp16_optimizer", "_configure_zero_optimizer", "_load_checkpoint",
+            "_save_checkpoint", "_save_zero_checkpoint", "allreduce_gradients", "is_gradient_accumulation_boundary",
+            "step", "zero_grad",
+        ),
+    ),
+    (PipelineEngine, ("_exec_optimizer_step", "_exec_reduce_grads")),
+    (engine_module, ("get_fp32_state_dict_from_zero_checkpoint",)),
+    (stage3, ("offload_adam_states", "reload_adam_states", "get_mapping_to_flat_buffer")),
+    (
+        DeepSpeedZeroOptimizer,
+        ("get_flat_partition", "reset_cpu_buffers", "reduce_ipg_grads", "get_all_grad_tensors"),
+    ),
+    (DeepSpeedZeroOptimizer_Stage3, ("_optimizer_step", "independent_gradient_partition_epilogue")),
+    (BF16_Optimizer, ("step",)),
+    (FP16_UnfusedOptimizer, ("step",)),
+)  # fmt: skip
+# Of stages.py, where a release may lack them.
+_OF_SOME_RELEASES = (
+    "_get_sub_group_process_group", "_use_compact_grad_partition_buffer", "_wait_for_offload_copies",
+)  # fmt: skip
 
 _INSTALLED: dict[Hook, tuple[Any, Any]] = {}
 """Each hook that is in place, with the original and its replacement."""
@@ -257,7 +301,8 @@ def register() -> None:
     if unknown := differences():
         raise RegistrationError(
             f"DeepSpeed {deepspeed.__version__} differs from the tested releases, so Muon could train wrong: "
-            f"{'; '.join(unknown)}. Tested are {OLDEST} to {NEWEST}: install one of them, or a newer deepspeed_muon"
+            f"{'; '.join(unknown)}. Tested are {', '.join(fingerprints.table()['releases'])}: install one of them, or "
+            f"a newer deepspeed_muon"
         )
     for hook in HOOKS:
         _install(hook)
@@ -305,6 +350,18 @@ def replaced_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
     ]
 
 
+def followed_functions() -> list[fingerprints.Followed]:
+    """Return the functions of DeepSpeed whose insides matter here: replaced, called or relied on, those that exist."""
+    followed = [(owner, name) for owner, name, _ in replaced_functions()]
+    followed += [(owner, name) for owner, names in (*_CALLED, *_RELIED_ON) for name in names]
+    followed += [
+        (wrapper, name)
+        for wrapper, view in WRAPPERS.items()
+        for name in (*stages._READ[view], *stages._READ_WITH_OFFLOAD, *_OF_SOME_RELEASES)
+    ]
+    return [pair for pair in dict.fromkeys(followed) if inspect.isroutine(getattr(*pair, None))]
+
+
 def differences() -> list[str]:
     """Return in what this DeepSpeed differs from what the replaced functions expect, a phrase each.
 
@@ -321,15 +378,9 @@ def differences() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def undecorated(function: Any, name: str) -> Any:
-    """Return the function of that name which DeepSpeed's decorator for NVTX ranges hides, or ``function`` itself."""
-    hidden = (each.cell_contents for each in getattr(function, "__closure__", None) or ())
-    return next((each for each in hidden if getattr(each, "__name__", "") == name), function)
-
-
 def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> list[str]:
     """Return one phrase if ``function`` cannot take what the function of DeepSpeed takes that it replaces."""
-    original = undecorated(getattr(owner, name), name)
+    original = fingerprints.function_of(owner, name)
     is_method = isinstance(owner, type)
     taken = list(inspect.signature(original).parameters.values())[is_method:]
     ours = list(inspect.signature(function).parameters.values())[1 + is_method :]

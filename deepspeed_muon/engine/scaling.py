@@ -16,7 +16,8 @@ DeepSpeed's own ``DynamicLossScaler`` does all of this right, so it takes the pl
 by a flag of the process whether it uses one: an engine made after one with ``torch_autocast`` gets a ``GradScaler``
 too, which then hides its own loss scale.
 
-**The norm at ZeRO 0.** The plain engine throws it away; that of a pipeline or of experts counts only a part of them.
+**The norm at ZeRO 0.** The plain engine throws it away, and counts parameters that the optimizer was not given; that of
+a pipeline or of experts counts only a part of them.
 """
 
 from __future__ import annotations
@@ -105,11 +106,14 @@ def scale(original: Original, engine: Any, loss: Tensor, *args: Any, **kwargs: A
 
 
 def clip_fp32_gradients(original: Original, engine: Any) -> None:
-    """Clip the plain engine's gradients and keep their norm, which DeepSpeed discards."""
+    """Clip the gradients of the optimizer's parameters and keep their norm, which DeepSpeed discards.
+
+    DeepSpeed would count all parameters of the model, also those that the optimizer was not given.
+    """
     limit = engine.gradient_clipping()
     norm = _exact_norm(engine)
     if norm is None:
-        norm = clip_grad_norm_(parameters=engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
+        norm = clip_grad_norm_(parameters=_params(engine), max_norm=limit, mpu=engine.mpu)
     else:
         torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
     engine.basic_optimizer._global_grad_norm = norm
@@ -136,7 +140,7 @@ def total_norm(reference: weakref.ref[Any]) -> Tensor:
     if tensor_parallel_group(engine) is None:
         return torch.nn.utils.get_total_norm(_gradients(engine))
     # DeepSpeed's clipping counts shards on every rank and copies once; clipping to infinity changes no gradient.
-    measured: Tensor = clip_grad_norm_(engine.module.parameters(), max_norm=float("inf"), mpu=engine.mpu)
+    measured: Tensor = clip_grad_norm_(_params(engine), max_norm=float("inf"), mpu=engine.mpu)
     return measured
 
 
@@ -151,7 +155,7 @@ def _gradients(engine: Any) -> list[Tensor]:
 def _exact_norm(engine: Any) -> Tensor | None:
     """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
     if is_divided(engine.module):
-        pairs = ((param, param.grad) for param in engine.module.parameters())
+        pairs = ((param, param.grad) for param in _params(engine))
         return _norm_over(engine, pairs, engine.mpu.get_model_parallel_group())
     if engine.has_moe_layers:
         return _norm_of_all_experts([(param, param.grad) for param in _params(engine)])

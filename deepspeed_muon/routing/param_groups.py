@@ -264,21 +264,29 @@ def _checked_settings(group: _CallerGroup, config: MuonConfig) -> MuonConfig:
 
 
 def with_names_of(model: nn.Module, routed: RoutedGroups) -> RoutedGroups:
-    """Return routes with the model's names in place of those made from shapes.
+    """Return routes with the model's names in place of those that parameters were given with, or made from shapes.
 
-    Ranks compare names, and messages refer to them. Routes that were made with names are returned as they are.
+    Ranks compare names, messages refer to them, and checkpoints find the weights in DeepSpeed's files by them. An
+    optimizer that was made from a model inside of ``model`` (a loss around it, ``torch.compile``, the language model of
+    a larger one) knows its parameters by shorter names.
 
     Args:
         model: The module whose parameters were routed.
         routed: Their groups and routes.
 
     Raises:
-        RoutingError: Naming the first parameter that would go elsewhere by its name.
+        RoutingError: Naming the first parameter that was given without a name and would go elsewhere by its name.
     """
-    if not routed.unnamed:
-        return routed
-    named = model_parameters_by_name(model)
-    members = [member for key, member in named.items() if key in routed.by_id]
+    if routed.unnamed:
+        _refuse_contradictions(model, routed)
+    names = {id(param): name for name, param in model.named_parameters()}
+    renamed = {key: replace(route, name=names.get(key, route.name)) for key, route in routed.by_id.items()}
+    return replace(routed, by_id=renamed, unnamed=False)
+
+
+def _refuse_contradictions(model: nn.Module, routed: RoutedGroups) -> None:
+    """Raise for the first parameter that was routed without its name and would go elsewhere by it."""
+    members = [member for key, member in model_parameters_by_name(model).items() if key in routed.by_id]
     for member, better in zip(members, route_parameters(members), strict=True):
         route = routed.by_id[id(member.param)]
         if better.algorithm != route.algorithm and route.rule != "group":
@@ -287,8 +295,3 @@ def with_names_of(model: nn.Module, routed: RoutedGroups) -> RoutedGroups:
                 f"{route.algorithm}; by name it belongs to {better.algorithm} ({better.reason}). Pass "
                 f"model.named_parameters() to deepspeed_muon.Muon instead of model.parameters()"
             )
-    renamed = {
-        key: replace(route, name=named[key].name) if key in named else route
-        for key, route in routed.by_id.items()
-    }
-    return RoutedGroups(routed.groups, renamed, unnamed=False)

@@ -217,8 +217,19 @@ def test_sequence_parallel_by_mesh_is_refused(ranks: Any) -> None:
         assert "mesh_param" in message and "parallel_state_sp" in message
 
 
+WITHOUT_STATE = {"load_optimizer_states": False}
+MODULE_ONLY = {"load_module_only": True}
+
+
 def loaded_weights(
-    rank: int, world_size: int, *, stage: int, folder: str, save: bool, from_fp32: bool, with_state: bool
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    folder: str,
+    save: bool,
+    from_fp32: bool,
+    options: dict[str, bool],
 ) -> dict[str, Any]:
     """Save after two steps, or load that into an engine with other weights; then train one step."""
     config = training.ds_config(stage, precision="bf16", zero={"load_from_fp32_weights": from_fp32})
@@ -227,7 +238,7 @@ def loaded_weights(
         training.train_steps(engine, 2, rank, world_size)
         engine.save_checkpoint(folder, tag="two")
     else:
-        path, _ = engine.load_checkpoint(folder, tag="two", load_optimizer_states=with_state)
+        path, _ = engine.load_checkpoint(folder, tag="two", **options)
         assert path is not None
     masters = training.full_masters(engine)
     training.run_step(engine, 2, rank, world_size, 1)
@@ -242,14 +253,28 @@ def loaded_weights(
 
 
 @pytest.mark.parametrize(
-    ("stage", "from_fp32", "with_state"),
-    [(1, True, False), (1, False, True), full(2, True, True), (3, True, False), full(3, True, True)],
+    ("stage", "from_fp32", "options"),
+    [
+        (1, True, WITHOUT_STATE),
+        (1, False, {}),
+        full(1, True, MODULE_ONLY),
+        full(2, True, {}),
+        (3, True, WITHOUT_STATE),
+        (3, False, MODULE_ONLY),
+        full(3, True, {}),
+    ],
 )
-def test_loading_weights(ranks: Any, stage: int, from_fp32: bool, with_state: bool, tmp_path: Path) -> None:
-    """``load_from_fp32_weights`` takes the saved masters; without it, or without the state, their bf16 copies count."""
-    arguments = {"stage": stage, "folder": str(tmp_path), "from_fp32": from_fp32, "with_state": with_state}
+def test_loading_weights(
+    ranks: Any, stage: int, from_fp32: bool, options: dict[str, bool], tmp_path: Path
+) -> None:
+    """``load_from_fp32_weights`` takes the saved masters; without it, or without the state, their bf16 copies count.
+
+    With ``load_module_only`` ZeRO 3 loaded nothing and returned a path all the same.
+    """
+    arguments = {"stage": stage, "folder": str(tmp_path), "from_fp32": from_fp32, "options": options}
     saved = ranks(2).run(loaded_weights, save=True, **arguments)[0]
     loaded = ranks(2).run(loaded_weights, save=False, **arguments)[0]
+    with_state = not options
     for name, master in saved["loaded"].items():
         expected = master if from_fp32 and with_state else master.bfloat16().double()
         assert torch.equal(loaded["loaded"][name], expected), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,14 @@ class ZeroView(View):
         """The data-parallel ranks of everything that is no expert."""
         return self.wrapper.dp_process_group
 
-    def gradients(self) -> dict[int, list[Tensor]]:
-        """Return this rank's gradient of each partition that has one, as flat tensors that follow each other."""
+    def wait_for_copies(self) -> None:
+        """Wait for copies of gradients to the CPU."""
         if hasattr(self.wrapper, "_wait_for_offload_copies"):  # DeepSpeed 0.19.2 copies at once
             self.wrapper._wait_for_offload_copies()
+
+    def gradients(self) -> dict[int, list[Tensor]]:
+        """Return this rank's gradient of each partition that has one, as flat tensors that follow each other."""
+        self.wait_for_copies()
         found = {index: self.gradient(index) for index in range(len(self.masters))}
         return {index: parts for index, parts in found.items() if parts}
 
@@ -95,6 +99,10 @@ class ZeroView(View):
             yield
         finally:
             self.wrapper.micro_step_id = number
+
+    def holds_sums(self) -> bool:
+        """Return whether gradients of earlier micro-steps are where ``zero_grad`` does not reach them."""
+        return False
 
     def is_undelivered(self, param: Tensor) -> bool:
         """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
@@ -156,6 +164,60 @@ class Zero12View(FlatView, ZeroView):
         super().prepare(autocast=autocast)
         # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
         self.wrapper.check_grad_overflow = True
+
+    def holds_sums(self) -> bool:
+        return any(grads is not None for grads in self.wrapper.all_grad_tensors.values())
+
+    def begin_backward(self) -> None:
+        """Separate a backward pass from the last one: DeepSpeed does so in forward passes only."""
+        if self.is_later_phase:
+            self.wrapper.clear_backward_seen_flag()
+
+    @property
+    def is_later_phase(self) -> bool:
+        """Whether a part of the running backward pass has ended before (reentrant checkpointing).
+
+        Its next part ends with the gradients of the whole pass.
+        """
+        return bool(self.wrapper._epilogue_ran_this_backward)
+
+    def finished_gradients(self) -> dict[int, Any]:
+        """Return the gradients of each partition that earlier backward passes left for the step."""
+        return {index: grads for index, grads in self.wrapper.averaged_gradients.items() if grads is not None}
+
+    def add_gradients(self, earlier: Mapping[int, Any]) -> None:
+        """Add what :meth:`finished_gradients` returned before the backward pass, or the phase of it, that has ended."""
+        for index, earlier_grads in earlier.items():
+            grads = self.wrapper.averaged_gradients[index]
+            # Gradients that are accumulated in fp32 have a buffer, which has the sum already.
+            for grad, earlier_grad in (
+                zip(grads, earlier_grads, strict=True) if grads is not earlier_grads else ()
+            ):
+                grad.add_(earlier_grad)
+
+    def delivered(self, param: Tensor) -> Tensor | None:
+        """Return the sum of an offloaded parameter's gradients in this rank's part of the gradient of its master.
+
+        ``None`` before a backward pass has written it, and where DeepSpeed's own buffer has the sum.
+        """
+        wrapper = self.wrapper
+        # Of 0.19.8 and later.
+        has_buffer = getattr(wrapper, "_use_compact_grad_partition_buffer", lambda group: False)
+        if self.is_undelivered(param):
+            return None
+        group, _, offset, numel = wrapper.grad_position[wrapper.get_param_id(param)]
+        if has_buffer(group):
+            return None
+        self.wait_for_copies()
+        grad: Tensor = self.masters[group].grad
+        return grad.view(-1).narrow(0, int(offset), int(numel))
+
+    def add_delivered(self, param: Tensor, delivered: Tensor, earlier: Tensor) -> None:
+        """Add earlier gradients to what :meth:`delivered` returned, and correct the norm that DeepSpeed keeps of it."""
+        self.wait_for_copies()
+        delivered.add_(earlier)
+        norms, number = self.wrapper.norm_for_param_grads, self.wrapper.get_param_id(param)
+        norms[number] = delivered.to(norms[number]).norm(2)
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -334,7 +396,7 @@ _READ_OF_ZERO = (
     "is_gradient_accumulation_boundary", "loss_scaler", "micro_step_id", "model_parallel_group", "overflow",
     "reset_cpu_buffers", "torch_autocast_gradscaler",
 )  # fmt: skip
-_READ_WITH_OFFLOAD = ("norm_for_param_grads",)
+_READ_WITH_OFFLOAD = ("grad_position", "norm_for_param_grads")
 
 # What each view reads or calls of its wrapper.
 _READ: dict[type[View], tuple[str, ...]] = {
@@ -345,11 +407,12 @@ _READ: dict[type[View], tuple[str, ...]] = {
         "fp32_groups_has_gradients", "real_dp_process_group",
     ),
     Zero12View: (
-        *_READ_OF_ZERO, "bit16_groups", "bit16_groups_flat", "check_grad_overflow", "clip_grad",
-        "copy_grads_in_partition", "cpu_offload", "get_gradient_for_reduction", "ignore_unused_parameters",
-        "overlap_comm", "parallel_partitioned_bit16_groups", "params_in_partition", "partition_gradients",
-        "real_dp_process_group", "reduce_independent_p_g_buckets_and_remove_grads",
-        "single_partition_of_fp32_groups", "use_grad_accum_attribute",
+        *_READ_OF_ZERO, "_epilogue_ran_this_backward", "all_grad_tensors", "bit16_groups", "bit16_groups_flat",
+        "check_grad_overflow", "clear_backward_seen_flag", "clip_grad", "copy_grads_in_partition", "cpu_offload",
+        "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm", "parallel_partitioned_bit16_groups",
+        "params_in_partition", "partition_gradients", "real_dp_process_group",
+        "reduce_independent_p_g_buckets_and_remove_grads", "single_partition_of_fp32_groups",
+        "use_grad_accum_attribute",
     ),
     Zero3View: (
         *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters", "check_overflow",

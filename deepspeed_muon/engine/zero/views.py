@@ -32,9 +32,11 @@ class Memory:
         engine: The wrapper's engine, referred to weakly.
         reduced: ``id`` of every parameter whose gradient was reduced since the last step.
         queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
-        restart: Whether the next gradient is the first of a step (after ``zero_grad``).
+        restart: Whether the next gradient is the first of a step (after ``zero_grad``, and after a step).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
         norms: What :meth:`ZeroView.norms` returned for the running step, on the CPU.
+        earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
+        warned: Whether a warning was logged that ``zero_grad`` does not discard what it should.
     """
 
     engine: weakref.ref[Any]
@@ -43,6 +45,8 @@ class Memory:
     restart: bool = False
     waiting: frozenset[int] = frozenset()
     norms: list[Tensor] = field(default_factory=list)
+    earlier: dict[int, Any] = field(default_factory=dict)
+    warned: bool = False
 
 
 class View:

@@ -1,0 +1,192 @@
+"""Which functions of the installed DeepSpeed are not those of any tested release.
+
+``fingerprints.json`` has the digest of every function of DeepSpeed that this package replaces, calls or relies on, for
+each tested release; ``scripts/fingerprints.py`` writes it. A new release that keeps names and parameters, and changes
+what a function does, would otherwise be noticed by nobody.
+
+Python's own representations of a function (bytecode, syntax tree) differ between its versions, and text between
+formatters. So the digest is that of the tokens, without comments, docstrings and line breaks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import io
+import json
+import os
+import token
+import tokenize
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+
+import deepspeed
+import torch.distributed as dist
+
+from deepspeed_muon.logs import warn
+
+TABLE = Path(__file__).with_suffix(".json")
+
+Followed = tuple[Any, str]
+"""A class or module of DeepSpeed, and the name of a function in it."""
+
+
+class Table(TypedDict):
+    """What ``fingerprints.json`` holds.
+
+    Attributes:
+        releases: The tested releases, the oldest first.
+        files: Path in the package to the digests of the file; each by the first release that has it.
+        functions: The same of functions, as :func:`name_of` names them.
+    """
+
+    releases: list[str]
+    files: dict[str, dict[str, str]]
+    functions: dict[str, dict[str, str]]
+
+
+@functools.cache
+def table() -> Table:
+    """Return the digests of the tested releases."""
+    content: Table = json.loads(TABLE.read_text())
+    return content
+
+
+@functools.cache
+def warn_of_unknown(followed: Callable[[], Iterable[Followed]]) -> None:
+    """Warn, once in a process and on the first rank, of functions that no tested release has.
+
+    Args:
+        followed: Returns the functions.
+    """
+    if dist.is_initialized() and dist.get_rank():
+        return
+    functions = list(followed())
+    if names := unknown(functions):
+        releases = table()["releases"]
+        warn(
+            "deepspeed_muon: DeepSpeed %s was not tested, and %d of the %d functions that are replaced or relied on "
+            "are those of no tested release (%s): %s. Training may differ in silence: install a tested release or a "
+            "newer deepspeed_muon, or compare a short run with one under a tested release",
+            deepspeed.__version__,
+            len(names),
+            len(functions),
+            ", ".join(releases),
+            ", ".join(names),
+        )
+
+
+def unknown(followed: Iterable[Followed]) -> list[str]:
+    """Return the names of functions that are not those of any tested release.
+
+    Functions are only looked at in files that are not those of a tested release either, as that takes much longer.
+    """
+    known = table()
+    in_file: dict[str | None, list[Followed]] = defaultdict(list)
+    for owner, name in followed:
+        in_file[file_of(owner, name)].append((owner, name))
+    names = []
+    for file, functions in in_file.items():
+        if file is not None and digest_of_file(file) in known["files"].get(file, {}).values():
+            continue
+        for owner, name in functions:
+            key = name_of(owner, name)
+            if digest_of(owner, name) not in known["functions"].get(key, {}).values():
+                names.append(key)
+    return names
+
+
+def name_of(owner: Any, name: str) -> str:
+    """Return what messages and the table call a function."""
+    return f"{owner.__name__}.{name}"
+
+
+def function_of(owner: Any, name: str) -> Any:
+    """Return a function of DeepSpeed as it is written there, under what replaces and decorates it; ``None`` if none."""
+    attribute: Any = getattr(owner, name, None)
+    function = inspect.unwrap(attribute)
+    # DeepSpeed's decorator for NVTX ranges hides it in a closure. The class is a prefix of names with two underscores.
+    cells = getattr(function, "__closure__", None) or ()
+    hidden = (inspect.unwrap(cell.cell_contents) for cell in cells)
+    return next((inner for inner in hidden if name.endswith(getattr(inner, "__name__", "") or "?")), function)
+
+
+def file_of(owner: Any, name: str) -> str | None:
+    """Return the path in the package of the file that has a function; ``None`` if another package has replaced it."""
+    code = getattr(function_of(owner, name), "__code__", None)
+    root = f"{Path(deepspeed.__file__).parent}{os.sep}"
+    path = "" if code is None else str(code.co_filename)
+    return path.removeprefix(root).replace(os.sep, "/") if path.startswith(root) else None
+
+
+def source_of(owner: Any, name: str) -> str:
+    """Return the source of a function, empty if there is none."""
+    try:
+        return inspect.getsource(function_of(owner, name))
+    except (TypeError, OSError):
+        return ""
+
+
+def digest_of(owner: Any, name: str) -> str:
+    """Return the digest of a function's tokens."""
+    return _digest("\n".join(tokens_of(source_of(owner, name))).encode())
+
+
+def digest_of_file(file: str) -> str:
+    """Return the digest of a file of the package, empty if it cannot be read."""
+    try:
+        return _digest((Path(deepspeed.__file__).parent / file).read_bytes())
+    except OSError:
+        return ""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def tokens_of(source: str) -> Iterator[str]:
+    """Yield the tokens of a function or class, equal for all versions of Python.
+
+    Comments, docstrings and line breaks inside of statements are left out.
+    """
+    lines = source.splitlines(keepends=True)
+    if lines and lines[0][:1].isspace():
+        lines.insert(0, "if True:\n")  # a method, whose first line is indented
+    starts_statement, string_alone = True, ""
+    f_strings: list[
+        tuple[int, int]
+    ] = []  # where those begin that are open (Python 3.12 divides them into tokens)
+    starts = {getattr(token, name, None) for name in ("FSTRING_START", "TSTRING_START")}
+    ends = {getattr(token, name, None) for name in ("FSTRING_END", "TSTRING_END")}
+    for lexeme in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
+        text = lexeme.string
+        if lexeme.type in starts:
+            f_strings.append(lexeme.start)
+            continue
+        if lexeme.type in ends:
+            (row, column), (end_row, end_column) = f_strings.pop(), lexeme.end
+            rows = lines[row - 1 : end_row]
+            rows[-1] = rows[-1][:end_column]
+            rows[0] = rows[0][column:]
+            text = "".join(rows)
+        if f_strings or lexeme.type in (token.COMMENT, token.NL, token.ENCODING, token.ENDMARKER):
+            continue
+        if lexeme.type == token.NEWLINE:
+            if not string_alone:
+                yield ";"
+            starts_statement, string_alone = True, ""  # a statement that is a string only is a docstring
+            continue
+        if lexeme.type in (token.INDENT, token.DEDENT):
+            yield "{" if lexeme.type == token.INDENT else "}"
+            continue
+        if string_alone:
+            yield string_alone
+            string_alone = ""
+        if starts_statement and lexeme.type == token.STRING:
+            string_alone = text
+        else:
+            yield text
+        starts_statement = False

@@ -1,0 +1,103 @@
+"""Which parameters an engine gets, and in which form: a part of the model's, scalars, weights with other strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed_muon
+from tests.support import training
+from tests.support.models import batch, build
+from tests.support.thinning import full
+
+CLIPPING = 0.05
+
+
+def train_blocks(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
+    """Train the blocks alone; embedding and head get gradients, and no optimizer has them."""
+    model = build("toy")
+    config = training.ds_config(stage, clipping=CLIPPING)
+    engine = training.initialize(model, config, model_parameters=list(model.blocks.parameters()))
+    norms = training.train_steps(engine, 2, rank, world_size)
+    return {"norms": norms, "params": training.full_masters(engine)}
+
+
+@pytest.mark.parametrize("stage", [0, full(1), full(2), 3])
+def test_the_norm_is_that_of_the_optimizers_parameters(ranks: Any, stage: int) -> None:
+    """ZeRO 0 counted all parameters of the model and clipped by another factor than the other stages."""
+    model = build("toy").double()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = deepspeed_muon.Muon(list(model.blocks.parameters()), model=model, **training.MUON_PARAMS)
+    norms = []
+    for step in range(2):
+        model.zero_grad()
+        for rank in range(2):
+            (model(*batch(step, rank)) / 2).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.blocks.parameters(), CLIPPING)))
+        optimizer.step()
+    trained = ranks(2).run(train_blocks, stage=stage)[0]
+    assert trained["norms"] == pytest.approx(norms, rel=1e-5)
+    for name, param in model.named_parameters():
+        if name in trained["params"]:
+            error = (trained["params"][name] - param).norm() / (param - start[name]).norm()
+            # fp32 gradients and updates against float64's, as in test_equivalence.py; another factor changes AdamW's
+            # gains little, and the momentum of a matrix only together with its later gradients.
+            assert error < 1e-4, (name, float(error))
+
+
+class Filters(nn.Module):
+    """A convolution, a linear layer and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.head = nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head(self.conv(x).mean((2, 3))).logsumexp(1) * self.scale).square().mean()
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 4, 6, 6, generator=generator)
+
+
+def filters(seed: int) -> Filters:
+    torch.manual_seed(seed)
+    model = Filters().to(memory_format=torch.channels_last)
+    assert not model.conv.weight.is_contiguous()
+    return model
+
+
+def train_filters(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
+    """Every rank begins with other weights: those of the first must be broadcast."""
+    model = filters(seed=rank)
+    engine = training.initialize(model, training.ds_config(stage))
+    strides = model.conv.weight.stride()
+    for step in range(2):
+        engine.backward(engine(inputs(step, rank)))
+        engine.step()
+    return {"params": training.full_masters(engine), "strides": list(strides)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, full(2), 3])
+def test_scalars_and_other_strides(ranks: Any, stage: int) -> None:
+    """DeepSpeed's broadcast raised a RuntimeError for both."""
+    model = filters(seed=0).double()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = deepspeed_muon.Muon(model, **training.MUON_PARAMS)
+    for step in range(2):
+        model.zero_grad()
+        for rank in range(2):
+            (model(inputs(step, rank).double()) / 2).backward()
+        optimizer.step()
+    for trained in ranks(2).run(train_filters, stage=stage):
+        assert stage or trained["strides"] == list(model.conv.weight.stride())
+        for name, param in model.named_parameters():
+            error = (trained["params"][name] - param).norm() / (param - start[name]).norm()
+            # Forward and backward passes in fp32, whose roundings Adam divides by the size of the gradient.
+            assert error < 1e-3, (name, float(error))

@@ -1,0 +1,155 @@
+"""Several backward passes before one step: their gradients are added up, at every stage, as in torch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed_muon
+from deepspeed_muon.logs import logger
+from tests.support import training
+from tests.support.models import Toy, batch
+from tests.support.thinning import full, usual
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "0-bf16": {"stage": 0, "precision": "bf16"},
+    "1": {"stage": 1},
+    "1-bf16-fp32-sums": {"stage": 1, "precision": "bf16", "extra": FP32_SUMS},
+    "1-round-robin": {"stage": 1, "zero": {"round_robin_gradients": True, "overlap_comm": True}},
+    "2": {"stage": 2},
+    "2-all-reduce": {"stage": 2, "zero": {"reduce_scatter": False, "contiguous_gradients": False}},
+    "2-offload": {"stage": 2, "zero": OFFLOAD},
+    "2-bf16": {"stage": 2, "precision": "bf16"},
+    "2-bf16-fp32-sums": {"stage": 2, "precision": "bf16", "extra": FP32_SUMS},
+    "3": {"stage": 3},
+    "3-offload": {"stage": 3, "zero": OFFLOAD},
+}
+MANNERS = ["forward of each", "both forwards first", "one forward", "loss.backward"]
+FORGET = "zero_grad between"
+CORE = {(setting, "forward of each") for setting in SETTINGS if setting != "0-bf16"} | {
+    ("1", "one forward"),
+    ("2", "both forwards first"),
+    ("2-bf16-fp32-sums", "one forward"),
+    ("2", "loss.backward"),
+    ("2", FORGET),
+    ("3", FORGET),
+}
+
+
+class TwoLosses(Toy):
+    """Returns the loss for the tokens as they are, and for the targets in reverse."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        return super().forward(tokens, targets), super().forward(tokens, targets.flip(0))
+
+
+def losses_of(model: nn.Module, manner: str, step: int, rank: int) -> list[Tensor]:
+    """Return two losses of one step, of one forward pass or of two."""
+    if manner == "one forward":
+        return list(model(*batch(step, rank)))
+    return [model(*batch(step, 2 * number + rank))[number] for number in range(2)]
+
+
+def train(rank: int, world_size: int, *, setting: str, manner: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    norms = []
+    exact = "bf16" not in setting
+    engine = training.initialize(
+        TwoLosses(exact=exact), training.ds_config(clipping=0.5, **SETTINGS[setting])
+    )
+    for step in range(2):
+        if manner == "loss.backward":
+            for number in range(2):
+                engine(*batch(step, 2 * number + rank))[number].backward()
+        elif manner in ("both forwards first", "one forward"):
+            losses = losses_of(engine, manner, step, rank)
+            engine.backward(losses[0], retain_graph=True)
+            engine.backward(losses[1])
+        else:
+            for number in range(2):
+                engine.backward(engine(*batch(step, 2 * number + rank))[number])
+                if manner == FORGET and number == 0:
+                    engine.optimizer.zero_grad()
+        engine.step()
+        norms.append(training.norm_of(engine))
+    return {"norms": norms, "params": training.full_masters(engine)}
+
+
+def expected(manner: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Train in float64 in one process, with the mean of the ranks' gradients; return norms, weights, first weights."""
+    torch.manual_seed(0)
+    model = TwoLosses().double()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = deepspeed_muon.Muon(model, **training.MUON_PARAMS)
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            losses = losses_of(model, manner, step, rank)
+            (sum(losses if manner != FORGET else losses[1:]) / 2).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    return norms, {name: param.detach() for name, param in model.named_parameters()}, start
+
+
+@pytest.mark.parametrize(
+    ("setting", "manner"),
+    usual([(setting, manner) for setting in SETTINGS for manner in (*MANNERS, FORGET)], CORE),
+)
+def test_gradients_are_added_up(ranks: Any, setting: str, manner: str) -> None:
+    """ZeRO 1 and 2 used the gradients of the last backward pass only."""
+    if setting.startswith("0") and manner == "loss.backward":
+        pytest.skip("DeepSpeed takes engine.backward only at stage 0")
+    if setting.endswith("fp32-sums") and manner == FORGET:
+        pytest.skip("DeepSpeed's buffer of fp32 sums keeps what zero_grad should forget")
+    trained = ranks(2).run(train, setting=setting, manner=manner)[0]
+    norms, params, start = expected(manner)
+    if (
+        "bf16" in setting
+    ):  # rounded to 8 bits all along; without one of the losses the norm is lower by a third
+        assert trained["norms"] == pytest.approx(norms, rel=0.05)
+        return
+    assert trained["norms"] == pytest.approx(norms, rel=1e-5)
+    for name, value in params.items():
+        # fp32 gradients and updates against float64's, relative to the update of two steps.
+        error = (trained["params"][name] - value).norm() / (value - start[name]).norm()
+        assert error < 1e-4, (name, float(error))
+
+
+def zero_grad_between(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
+    """Call ``zero_grad`` between two micro-steps, in two steps; return the norm of a step and the warnings."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    engine = training.initialize(TwoLosses(), training.ds_config(stage, accumulation=2, clipping=0.5))
+    for micro in range(4):
+        engine.backward(engine(*batch(0, rank))[micro % 2])
+        engine.step()
+        if micro % 2 == 0:
+            engine.optimizer.zero_grad()
+        if micro == 1:
+            norm = training.norm_of(engine)
+    logger.removeHandler(handler)
+    return {"norm": norm, "said": sum("zero_grad" in message for message in messages)}
+
+
+@pytest.mark.parametrize("stage", [full(0), 1, 2, 3])
+def test_zero_grad_between_micro_steps(ranks: Any, stage: int) -> None:
+    """It discards the first micro-step, but for ZeRO 2, which says so once."""
+    torch.manual_seed(0)
+    model = TwoLosses().double()
+    for rank in range(2):
+        losses = model(*batch(0, rank))
+        ((losses[1] if stage != 2 else sum(losses)) / 4).backward()
+    norm = float(nn.utils.get_total_norm([param.grad for param in model.parameters()]))
+    first, second = ranks(2).run(zero_grad_between, stage=stage)
+    assert first["norm"] == pytest.approx(norm, rel=1e-5)
+    assert (first["said"], second["said"]) == (int(stage == 2), 0)

@@ -1,0 +1,128 @@
+"""Functions of DeepSpeed that are those of no tested release: the table, and the warning at an engine's start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import deepspeed
+import pytest
+
+from deepspeed_muon.engine import fingerprints, hooks
+from deepspeed_muon.engine.hooks import ENGINE_HOOKS, HOOKS
+from deepspeed_muon.logs import logger
+from tests.support import training
+from tests.support.harness import run_ranks
+from tests.support.native_ops import REPOSITORY
+
+SOURCE = '''
+    @decorated(  # twice
+        "a", b=[1,
+                2],
+    )
+    def step(self, closure=None):
+        """Take a step."""
+        # The first one.
+        def inner(x):
+            "Inner."
+            return f"{x!r:>{self.width}} {'quoted'} {{braces}}" + """kept
+  as it is"""
+
+        return inner(closure) if closure else None
+'''
+SAME = '''
+  @decorated("a", b=[1, 2],)
+  def step(self, closure=None):
+
+          def inner(x):
+            return f"{x!r:>{self.width}} {'quoted'} {{braces}}" + """kept
+  as it is"""
+          return inner(closure) if closure else None  # at last
+'''
+
+
+@pytest.mark.compat
+def test_digests_are_those_of_tokens() -> None:
+    """Equal under every Python, whose tokens of f-strings differ; comments, docstrings and line breaks do not count."""
+    tokens = list(fingerprints.tokens_of(SOURCE.lstrip("\n")))
+    assert fingerprints._digest("\n".join(tokens).encode()) == "0ee6514f96cb286a"
+    assert "step" in tokens and not {"# twice", '"Inner."', '"""Take a step."""'} & set(tokens)
+    assert """f"{x!r:>{self.width}} {'quoted'} {{braces}}\"""" in tokens
+    assert list(fingerprints.tokens_of(SAME.lstrip("\n"))) == tokens
+    changed = list(fingerprints.tokens_of(SOURCE.replace("[1,", "[3,").lstrip("\n")))
+    assert len(changed) == len(tokens) and changed != tokens
+
+
+@pytest.mark.compat
+def test_the_table_has_every_function_of_the_installed_release() -> None:
+    followed = hooks.followed_functions()
+    assert fingerprints.unknown(followed) == []
+    table = fingerprints.table()
+    release = table["releases"].index(deepspeed.__version__.partition("+")[0])
+    for owner, name in followed:
+        row = table["functions"][fingerprints.name_of(owner, name)]
+        known = [digest for first, digest in row.items() if table["releases"].index(first) <= release]
+        assert fingerprints.digest_of(owner, name) in known, name
+    names = {fingerprints.name_of(*each) for each in followed}
+    for hook in (*HOOKS, *ENGINE_HOOKS):
+        owners = [hook.owner] if hook in HOOKS else hook.classes()
+        assert {f"{owner.__name__}.{hook.attribute}" for owner in owners} <= names
+
+
+def test_the_releases_of_the_table_were_tested() -> None:
+    results = json.loads((REPOSITORY / "benchmarks" / "results" / "versions.json").read_text())
+    trained = {
+        key.split("DeepSpeed ")[1].split(",")[0]
+        for key, result in results.items()
+        if result["as expected"] and result["outcome"] != "refused"
+    }
+    assert set(fingerprints.table()["releases"]) <= trained
+
+
+def test_all_that_is_called_is_followed() -> None:
+    """A name in the lists that no tested release has would be followed by nobody."""
+    rows = fingerprints.table()["functions"]
+    for owner, names in hooks._RELIED_ON:
+        for name in names:
+            assert fingerprints.name_of(owner, name) in rows
+
+
+def start_two_engines(rank: int, world_size: int) -> list[str]:
+    """Return what is logged about DeepSpeed's release."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    for _ in range(2):
+        training.make_engine(training.ds_config(1)).destroy()
+    return [message for message in messages if "no tested release" in message]
+
+
+def test_changed_functions_are_named_once(tmp_path: Path) -> None:
+    """A release that kept names and parameters of the functions and changed what they do was taken without a word."""
+    installed, copy = Path(deepspeed.__file__).parent, tmp_path / "deepspeed"
+    shutil.copytree(installed, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    path = copy / "runtime" / "zero" / "stage_1_and_2.py"
+    text = path.read_text()
+    path.unlink()
+    text = text.replace(
+        "def zero_grad(self, set_to_none=True):", "def zero_grad(self, set_to_none=False):", 1
+    )
+    text = text.replace("# FP32 grad should never exist.", "# Another comment.")
+    path.write_text(
+        text.replace("    def reset_cpu_buffers(self):", "    def reset_cpu_buffers(self):\n        pass")
+    )
+    paths = os.pathsep.join((str(tmp_path), str(REPOSITORY)))
+    first, second = run_ranks(start_two_engines, 2, env={"PYTHONPATH": paths})
+    (message,) = first
+    assert second == []
+    names = message.split("): ")[1].split(". Training")[0]
+    assert set(names.split(", ")) == {
+        "DeepSpeedZeroOptimizer.zero_grad",
+        "DeepSpeedZeroOptimizer.reset_cpu_buffers",
+    }
+    assert f"DeepSpeed {deepspeed.__version__} was not tested" in message
+    assert all(release in message for release in json.loads(fingerprints.TABLE.read_text())["releases"])
