@@ -49,6 +49,8 @@ class Route:
         rule: The rule that decided, for the code.
         shards: How tensor parallelism cuts the layer; :attr:`shape` and :attr:`parts` are then those of this rank's
             shard. ``None`` if it does not, or nobody has told.
+        certain: Whether a setting, the type or the shape of the weight, an accessor of the model or a documented name
+            decides. ``False`` where the route rests on a guess; :attr:`reason` says on which.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Route:
     per_head: bool = False
     rule: Rule = "hidden"
     shards: TensorShards | None = None
+    certain: bool = True
 
     @property
     def numel(self) -> int:
@@ -121,22 +124,25 @@ class Route:
 
 
 def format_routes(routes: Sequence[Route]) -> str:
-    """Return the routing table as text, one line per parameter."""
+    """Return the routing table as text, one line per parameter; guesses are marked."""
     width = max((len(route.name) for route in routes), default=0)
     return "\n".join(
-        f"{route.algorithm:<6} {route.name:<{width}} {'x'.join(map(str, route.shape)) or 'scalar':<14} {route.reason}"
+        f"{route.algorithm:<6} {route.name:<{width}} {'x'.join(map(str, route.shape)) or 'scalar':<14} "
+        f"{route.reason}{'' if route.certain else ' (guess)'}"
         for route in routes
     )
 
 
 def summarize_routes(routes: Sequence[Route]) -> str:
-    """Return in one line how many tensors and elements went to each algorithm."""
+    """Return in one line how many tensors and elements went to each algorithm, and how many routes are guesses."""
     totals = totals_of(routes)
-    return ", ".join(
+    parts = [
         f"{name} {totals[algorithm]['tensors']} tensors ({totals[algorithm]['elements']:,} elements)"
         for algorithm, name in (("muon", "Muon for"), ("adamw", "AdamW for"), ("frozen", "frozen:"))
         if algorithm in totals
-    )
+    ]
+    guesses = sum(not route.certain for route in routes)
+    return ", ".join(parts) + (f"; {guesses} of these routes rest on a guess" if guesses else "")
 
 
 def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
@@ -155,12 +161,13 @@ def rows_of(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, An
     for route in routes:
         name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
         row = rows.setdefault(
-            (name, route.shape, route.algorithm, route.reason),
+            (name, route.shape, route.algorithm, route.reason, route.certain),
             {
                 "name": name,
                 "shape": list(route.shape),
                 "algorithm": route.algorithm,
                 "reason": route.reason,
+                "certain": route.certain,
                 "tensors": 0,
                 "elements": 0,
             },
