@@ -156,14 +156,17 @@ def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
 
 
 def rows_of(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, Any]]:
-    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter."""
+    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter.
+
+    Numbers of layers are stars in the name of a row that stands for several parameters.
+    """
     rows: dict[Any, dict[str, Any]] = {}
     for route in routes:
         name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
         row = rows.setdefault(
             (name, route.shape, route.algorithm, route.reason, route.certain),
             {
-                "name": name,
+                "name": route.name,
                 "shape": list(route.shape),
                 "algorithm": route.algorithm,
                 "reason": route.reason,
@@ -174,6 +177,8 @@ def rows_of(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, An
         )
         row["tensors"] += 1
         row["elements"] += route.numel
+        if row["tensors"] > 1:
+            row["name"] = name
     return list(rows.values())
 
 
