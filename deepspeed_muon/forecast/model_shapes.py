@@ -244,7 +244,7 @@ def _module_of_stack(member: NamedParameter) -> str | None:
 def _projections(member: NamedParameter) -> Shapes:
     """Return the projections in a stack as (experts, output, input), by name: those of gate and up apart."""
     count, out, into = true_shape(member.param)
-    if "transposed" in member.module_kinds:
+    if member.layer is not None and member.layer.transposed:
         out, into = into, out
     last = member.name.rpartition(".")[2]
     if last == "gate_up_proj":

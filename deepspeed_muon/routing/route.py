@@ -21,7 +21,9 @@ Rule = Literal[
     "include",
     "shape",  # not a matrix
     "no_product",  # a matrix that multiplies nothing
+    "norm",
     "embedding",
+    "input",  # the first layer behind images, latents or audio
     "head",
     "tied",  # between the stages of a pipeline
     "bias",  # of stacked experts
@@ -51,6 +53,7 @@ class Route:
             shard. ``None`` if it does not, or nobody has told.
         certain: Whether a setting, the type or the shape of the weight, an accessor of the model or a documented name
             decides. ``False`` where the route rests on a guess; :attr:`reason` says on which.
+        experts: The number of matrices that a weight of the kind ``experts`` stacks.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Route:
     rule: Rule = "hidden"
     shards: TensorShards | None = None
     certain: bool = True
+    experts: int = 0
 
     @property
     def numel(self) -> int:
@@ -75,7 +79,7 @@ class Route:
         """Rows of each block of the stored matrix; empty for one block with all rows."""
         own = () if self.transposed else self.parts
         if self.kind == "experts":
-            return (own or (self.shape[1],)) * self.shape[0]
+            return (own or (self.matrix_shape[0] // self.experts,)) * self.experts
         return own
 
     @property
@@ -104,7 +108,7 @@ class Route:
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of the row-major matrix: convolutions are ``out x (in * kernel)``, experts are stacked."""
         if self.kind == "experts":
-            return self.shape[0] * self.shape[1], self.shape[2]
+            return math.prod(self.shape[:-1]), self.shape[-1]
         return self.shape[0], math.prod(self.shape[1:])
 
     def layout(self, partition: int, placement: Placement) -> MatrixLayout:
