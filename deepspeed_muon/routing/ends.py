@@ -7,7 +7,7 @@ output is none if another output reads what it makes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -21,6 +21,7 @@ from deepspeed_muon.routing.shapes import true_shape
 _FEW = 8
 # Images, latents and audio have at most so many channels; hidden layers have more.
 _CHANNELS = 4
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OUTPUT_KINDS = (None, "linear", "convolution", "weight", "bare")
 
 
@@ -30,15 +31,23 @@ class Places:
 
     Attributes:
         embeddings: ``get_input_embeddings()``.
-        heads: ``get_output_embeddings()``, ``get_classifier()``, the outputs of a task; with words.
+        inputs: The layers that read as many channels as the configuration says that the inputs have.
+        heads: ``get_output_embeddings()``, ``get_classifier()``, layers with as many outputs as the configuration says.
+        tasks: Projections to few outputs that a task adds to a base model.
         last: The matrix of the last layer, and whether containers with a known order say that it is the last.
+        last_is_task: Whether the last layer lies outside of a base model.
+        has_classifier: Whether the model names its classifier, so that nothing else of such a name is one.
         parallel: Paths of the modules whose children do not follow each other.
         whole: Whether the parameters are those of a whole model in its order, whose first and last are its ends.
     """
 
     embeddings: set[int] = field(default_factory=set)
-    heads: dict[int, str] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    heads: set[int] = field(default_factory=set)
+    tasks: set[int] = field(default_factory=set)
     last: tuple[int, bool] | None = None
+    last_is_task: bool = False
+    has_classifier: bool = False
     parallel: set[str] = field(default_factory=set)
     whole: bool = False
 
@@ -50,17 +59,19 @@ class Places:
             if isinstance(module, nn.ModuleDict):
                 places.parallel.add(holder_path(path + ".weight"))
             places._accessors(module)
-        places.last = _last_matrix(model) if whole else None
+            places._channels(module)
+        if whole:
+            places.last = _last_matrix(model)
+        for module in model.modules():
+            places._task(module)
         return places
 
     def _accessors(self, module: nn.Module) -> None:
         for accessor in ("get_output_embeddings", "get_classifier"):
-            result = call_quietly(module, accessor)
-            outputs = result.values() if isinstance(result, dict) else result
-            for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
-                if isinstance(output, nn.Module):
-                    for _, param in own_parameters(output):
-                        self.heads[id(param)] = "output head of the model"
+            for output in _modules_in(call_quietly(module, accessor)):
+                params = [id(param) for _, param in own_parameters(output)]
+                self.heads.update(params)
+                self.has_classifier |= accessor == "get_classifier" and bool(params)
         embedding = call_quietly(module, "get_input_embeddings")
         if isinstance(embedding, nn.Module):
             matrices = [p for _, p in own_parameters(embedding) if len(true_shape(p)) > 1]
@@ -68,16 +79,75 @@ class Places:
                 inner = [p for p in embedding.parameters() if len(true_shape(p)) > 1]
                 matrices = inner if len(inner) == 1 else []
             self.embeddings.update(map(id, matrices))
-        # What a task adds to a base model makes its outputs, if these are few.
+
+    def _channels(self, module: nn.Module) -> None:
+        """Find the first layer that reads the channels of the inputs, the last that makes those of the outputs.
+
+        diffusers' models have both numbers in their configuration; a patch has several pixels of each channel.
+        """
+        config = getattr(module, "config", None)
+        inputs = getattr(config, "in_channels", None)
+        if not isinstance(inputs, int) or isinstance(inputs, bool):
+            return
+        outputs = getattr(config, "out_channels", None)
+        outputs = outputs if isinstance(outputs, int) else inputs
+        sides = getattr(config, "patch_size", None)
+        sides = [sides] if isinstance(sides, int) else sides if isinstance(sides, (list, tuple)) else [1]
+        area = math.prod(sides) if len(sides) > 1 else sides[0] ** 2
+        depth = getattr(config, "patch_size_t", None)
+        pixels = {1, area, area * depth if isinstance(depth, int) else area}
+        layers = [
+            (path, layer)
+            for path, layer in module.named_modules()
+            if is_linear(layer) or isinstance(layer, _CONVOLUTIONS)
+            if not in_block(path.split(".")[:-1])
+        ]
+        readers = [
+            param
+            for _, layer in layers
+            for name, param in own_parameters(layer)
+            if name == "weight" and true_shape(param)[1] in {inputs * count for count in pixels}
+        ]
+        makers = [
+            param
+            for _, layer in layers
+            for name, param in own_parameters(layer)
+            if name == "weight" and true_shape(param)[0] in {outputs * count for count in pixels}
+        ]
+        self.inputs.update(map(id, readers[:1]))
+        if makers and makers[-1] is not (readers[0] if readers else None):
+            self.heads.add(id(makers[-1]))
+
+    def _task(self, module: nn.Module) -> None:
+        """Find what a task adds to a base model of transformers and makes few outputs."""
         prefix = getattr(module, "base_model_prefix", None)
         base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
-        if isinstance(base, nn.Module) and base is not module:
-            inside = {id(part) for part in base.modules()}
-            for part in module.modules():
-                if isinstance(part, nn.Linear) and id(part) not in inside:
-                    for name, param in own_parameters(part):
-                        if name == "weight" and _has_few_outputs(true_shape(param)):
-                            self.heads[id(param)] = "output head of the model"
+        if not isinstance(base, nn.Module) or base is module:
+            return
+        inside = {id(part) for part in base.modules()}
+        for path, part in module.named_modules():
+            if id(part) in inside or not (is_linear(part) or isinstance(part, _CONVOLUTIONS)):
+                continue
+            for name, param in own_parameters(part):
+                if name != "weight":
+                    continue
+                self.last_is_task |= self.last is not None and self.last[0] == id(param)
+                few = is_linear(part) and _has_few_outputs(true_shape(param))
+                if few and not in_block(path.split(".")[:-1]):
+                    self.tasks.add(id(param))
+
+
+def _modules_in(result: object) -> Iterator[nn.Module]:
+    """Yield the layers that an accessor returned: one, or several in a container."""
+    if isinstance(result, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        yield from result.children()
+    elif isinstance(result, nn.Module):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for output in result:
+            yield from _modules_in(output)
+    elif isinstance(result, dict):
+        yield from _modules_in(list(result.values()))
 
 
 def end_claims(members: Sequence[NamedParameter], places: Places) -> dict[int, list[Claim]]:
@@ -89,14 +159,14 @@ def end_claims(members: Sequence[NamedParameter], places: Places) -> dict[int, l
     """
     matrices = [member for member in members if len(member.whole_shape) > 1]
     claims: dict[int, list[Claim]] = {}
+    first_below: dict[str, int] = {}
     for member in matrices:
         mine = claims.setdefault(id(member.param), [])
         if id(member.param) in places.embeddings:
             mine.append(Claim("embedding", "weight of an embedding module"))
         elif (claim := _embedding_by_name(member)) is not None:
             mine.append(claim)
-        if (claim := _first_layer(member, matrices, places)) is not None:
-            mine.append(claim)
+        mine += _first_layer(member, matrices, places, first_below)
     for key, claim in _heads(matrices, places).items():
         claims.setdefault(key, []).append(claim)
     return claims
@@ -116,23 +186,35 @@ def _embedding_by_name(member: NamedParameter) -> Claim | None:
     return None
 
 
-def _first_layer(member: NamedParameter, matrices: Sequence[NamedParameter], places: Places) -> Claim | None:
-    """Return the claim of a layer that reads images, latents, audio or patches of them."""
+def _first_layer(
+    member: NamedParameter, matrices: Sequence[NamedParameter], places: Places, first_below: dict[str, int]
+) -> Iterator[Claim]:
+    """Yield the claims of a layer that reads images, latents, audio or patches of them.
+
+    Args:
+        member: The weight.
+        matrices: All weights of the model.
+        places: What its modules say.
+        first_below: Path of a module named like a first layer to the first weight below it; filled here.
+    """
     if member.kind not in ("convolution", "linear"):
-        return None
+        return
     shape = member.whole_shape
-    if member.kind == "convolution":
-        if shape[1] <= _CHANNELS and math.prod(shape[2:]) > 1:
-            return Claim("input", f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}")
-        if places.whole and member is matrices[0]:
-            return Claim("input", "first convolution, in the order of the modules", certain=False)
+    if member.kind == "convolution" and shape[1] <= _CHANNELS and math.prod(shape[2:]) > 1:
+        yield Claim("input", f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}")
+    elif id(member.param) in places.inputs:
+        yield Claim("input", "first layer: reads the channels of the inputs")
+    elif places.whole and member.kind == "convolution" and member is matrices[0]:
+        yield Claim("input", "first convolution, in the order of the modules", certain=False)
     for name in member.names:
         parts = holder_path(name).split(".")
         for position, part in enumerate(parts):
             entry = known(part, "input")
             if entry and named_below(parts, position) <= 1 and not in_block(parts[:position]):
-                return Claim("input", f"first layer by name ({part.lower()})", entry.certain)
-    return None
+                # Patches may pass several layers ("patch_embed.conv.3"), of which the first is none of the hidden ones.
+                first = first_below.setdefault(".".join(parts[: position + 1]), id(member.param))
+                if first == id(member.param):
+                    yield Claim("input", f"first layer by name ({part.lower()})", entry.certain)
 
 
 @dataclass(slots=True)
@@ -152,10 +234,16 @@ class _Candidate:
 
 def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Claim]:
     claims = {
-        id(member.param): Claim("head", places.heads[id(member.param)])
-        for member in matrices
-        if id(member.param) in places.heads
+        id(m.param): Claim("head", "output head of the model")
+        for m in matrices
+        if id(m.param) in places.heads
     }
+    for index, member in enumerate(matrices):
+        # What a later layer reads ("film_mul" of CLIPSeg) is no output.
+        if id(member.param) in places.tasks and not any(
+            later.sides[1] == member.sides[0] for later in matrices[index + 1 :]
+        ):
+            claims[id(member.param)] = Claim("head", "output head of the model")
     embeddings = [m.whole_shape for m in matrices if m.kind == "embedding" and len(m.whole_shape) == 2]
     largest = max(embeddings, default=None) if places.whole else None
     if largest is not None and largest[0] <= largest[1]:
@@ -174,7 +262,7 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
             at_end = places.last is not None and places.last[0] == key
             claims.setdefault(key, Claim("head", f"output head by name ({named})", entry.certain or at_end))
         elif candidate.is_direct:
-            reason = f"hidden matrix: named like an output ({named}), but another output reads what it makes"
+            reason = f"hidden matrix: named like an output ({named}), and none by its shape and place"
             claims.setdefault(key, Claim("hidden", reason, certain=False))
     if places.last is not None and places.last[0] not in claims:
         key, in_order = places.last
@@ -182,6 +270,9 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
         if member is not None and _has_few_outputs(member.sides):
             reason = "output head: the last layer, with few outputs"
             claims[key] = Claim("head", reason, certain=in_order)
+        elif member is not None and places.last_is_task and not places.heads:
+            reason = "output head: the last layer, outside of the base model"
+            claims[key] = Claim("head", reason, certain=False)
         elif member is not None and not any(claim.rule == "head" for claim in claims.values()):
             rows, cols = member.sides
             if rows != cols and not (member.names and in_block(holder_path(member.names[0]).split(".")[:-1])):
@@ -197,15 +288,14 @@ def _candidates(
     candidates: list[_Candidate] = []
     tied: set[str] = set()
     for index, member in enumerate(matrices):
-        if member.kind not in _OUTPUT_KINDS:
-            continue
         for name in member.names:
             path = holder_path(name)
             if (around := _head_around(path.split("."), places)) is not None:
-                candidates.append(_Candidate(member, index, path, *around))
                 if len(member.names) > 1:
                     tied.add(around[0])
-                break
+                if member.kind in _OUTPUT_KINDS:
+                    candidates.append(_Candidate(member, index, path, *around))
+                    break
     result = []
     for candidate in candidates:
         rows, cols = candidate.member.sides
@@ -229,9 +319,13 @@ def _candidates(
         elif candidate.container in tied:
             # Of a head whose last matrix is the embedding's, the others are hidden.
             is_output = len(candidate.member.names) > 1
+        elif places.has_classifier:
+            is_output = False  # the model names its own
         else:
             # As wide as its input: not what makes the outputs ("lm_head.dense" before the decoder).
-            is_output = not is_consumed and (rows != cols or candidate.is_direct)
+            is_output = not is_consumed and (
+                rows != cols or (candidate.is_direct and candidate.entry.certain)
+            )
         result.append((candidate, is_output))
     return result
 
@@ -269,7 +363,7 @@ def _last_matrix(model: nn.Module) -> tuple[int, bool] | None:
     ``None`` if the last layers are a block: their order inside it is not known.
     """
     module, in_order = model, True
-    while not (is_linear(module) or isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))):
+    while not (is_linear(module) or isinstance(module, _CONVOLUTIONS)):
         children = [c for c in module.children() if any(len(true_shape(p)) > 1 for p in c.parameters())]
         if not children or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return None

@@ -59,7 +59,8 @@ TABLE: tuple[KnownName, ...] = (
     KnownName("embedding", r".*emb", "nanoGPT and torchtune: tok_emb, pos_emb", certain=False),
     KnownName("embedding", r"(?!.*(proj|mapping|unembed|embed_out)).*embed.*", "many", certain=False),
     KnownName("input", r"patch_?embed(s|ding|dings|der)?", "timm, transformers"),
-    KnownName("input", r"x_embedder", "facebookresearch/DiT, diffusers", certain=False),
+    KnownName("input", r"(all_)?x_embedder|img_in", "facebookresearch/DiT, diffusers", certain=False),
+    KnownName("input", r"vision_embed_tokens", "Fuyu: patches of images"),
     KnownName("head", r"lm_heads?", "transformers; a list has one for each codebook: MusicGen"),
     KnownName("head", r"embed_out|unembed", "GPT-NeoX, TransformerLens"),
     KnownName("head", r"shared_head", "DeepSeek's layers that predict further tokens"),
@@ -72,6 +73,7 @@ TABLE: tuple[KnownName, ...] = (
     KnownName(
         "top-level head", r"generator|decoder|last_linear", "programs of PyTorch's tutorials", certain=False
     ),
+    KnownName("top-level head", r".*(bbox|class)_embed", "Deformable DETR and its successors"),
     KnownName("top-level head", r"output|heads?|fc|ff_out", "Llama, torchvision, timm, OLMo", certain=False),
     KnownName("top-level head", r"proj_out|conv_out", "diffusers", certain=False),
     KnownName(
