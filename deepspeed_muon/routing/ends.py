@@ -21,6 +21,8 @@ from deepspeed_muon.routing.shapes import true_shape
 _FEW = 8
 # Images, latents and audio have at most so many channels; hidden layers have more.
 _CHANNELS = 4
+# "in_channels" of a configuration is the width of a model, not that of its inputs, from so many on.
+_MAX_CHANNELS = 256
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OUTPUT_KINDS = (None, "linear", "convolution", "weight", "bare")
 
@@ -55,11 +57,14 @@ class Places:
     def read(cls, model: nn.Module, *, whole: bool) -> Places:
         """Read the accessors and the containers of a model, or of one stage of a pipeline."""
         places = cls(whole=whole)
+        outermost: list[str] = []
         for path, module in model.named_modules():
             if isinstance(module, nn.ModuleDict):
                 places.parallel.add(holder_path(path + ".weight"))
             places._accessors(module)
-            places._channels(module)
+            # What lies in a model is no end of it, whatever its own configuration says.
+            if not any(path.startswith(above) for above in outermost) and places._channels(module):
+                outermost.append(path and path + ".")
         if whole:
             places.last = _last_matrix(model)
         for module in model.modules():
@@ -69,7 +74,10 @@ class Places:
     def _accessors(self, module: nn.Module) -> None:
         for accessor in ("get_output_embeddings", "get_classifier"):
             for output in _modules_in(call_quietly(module, accessor)):
+                layers = [layer for layer in output.modules() if _is_layer(layer)]
                 params = [id(param) for _, param in own_parameters(output)]
+                if not params and layers:  # a norm or dropout and a projection
+                    params = [id(param) for _, param in own_parameters(layers[-1])]
                 self.heads.update(params)
                 self.has_classifier |= accessor == "get_classifier" and bool(params)
         embedding = call_quietly(module, "get_input_embeddings")
@@ -80,43 +88,39 @@ class Places:
                 matrices = inner if len(inner) == 1 else []
             self.embeddings.update(map(id, matrices))
 
-    def _channels(self, module: nn.Module) -> None:
+    def _channels(self, module: nn.Module) -> bool:
         """Find the first layer that reads the channels of the inputs, the last that makes those of the outputs.
 
-        diffusers' models have both numbers in their configuration; a patch has several pixels of each channel.
+        diffusers' models have both numbers in their configuration, with or without the pixels of a patch. Returns
+        whether the module has such a configuration.
         """
         config = getattr(module, "config", None)
         inputs = getattr(config, "in_channels", None)
-        if not isinstance(inputs, int) or isinstance(inputs, bool):
-            return
+        if not isinstance(inputs, int) or not 0 < inputs <= _MAX_CHANNELS:
+            return False
         outputs = getattr(config, "out_channels", None)
         outputs = outputs if isinstance(outputs, int) else inputs
         sides = getattr(config, "patch_size", None)
         sides = [sides] if isinstance(sides, int) else sides if isinstance(sides, (list, tuple)) else [1]
         area = math.prod(sides) if len(sides) > 1 else sides[0] ** 2
         depth = getattr(config, "patch_size_t", None)
-        pixels = {1, area, area * depth if isinstance(depth, int) else area}
-        layers = [
-            (path, layer)
+        weights = [
+            param
             for path, layer in module.named_modules()
-            if is_linear(layer) or isinstance(layer, _CONVOLUTIONS)
-            if not in_block(path.split(".")[:-1])
-        ]
-        readers = [
-            param
-            for _, layer in layers
+            if _is_layer(layer) and not in_block(path.split(".")[:-1])
             for name, param in own_parameters(layer)
-            if name == "weight" and true_shape(param)[1] in {inputs * count for count in pixels}
+            if name == "weight"
         ]
-        makers = [
-            param
-            for _, layer in layers
-            for name, param in own_parameters(layer)
-            if name == "weight" and true_shape(param)[0] in {outputs * count for count in pixels}
-        ]
-        self.inputs.update(map(id, readers[:1]))
-        if makers and makers[-1] is not (readers[0] if readers else None):
-            self.heads.add(id(makers[-1]))
+        for pixels in (1, area, area * depth if isinstance(depth, int) else area):
+            if readers := [param for param in weights if true_shape(param)[1] == inputs * pixels]:
+                self.inputs.add(id(readers[0]))
+                break
+        for pixels in (1, area, area * depth if isinstance(depth, int) else area):
+            makers = [param for param in weights if true_shape(param)[0] == outputs * pixels]
+            if makers and id(makers[-1]) not in self.inputs:
+                self.heads.add(id(makers[-1]))
+                break
+        return True
 
     def _task(self, module: nn.Module) -> None:
         """Find what a task adds to a base model of transformers and makes few outputs."""
@@ -126,7 +130,7 @@ class Places:
             return
         inside = {id(part) for part in base.modules()}
         for path, part in module.named_modules():
-            if id(part) in inside or not (is_linear(part) or isinstance(part, _CONVOLUTIONS)):
+            if id(part) in inside or not _is_layer(part):
                 continue
             for name, param in own_parameters(part):
                 if name != "weight":
@@ -135,6 +139,10 @@ class Places:
                 few = is_linear(part) and _has_few_outputs(true_shape(param))
                 if few and not in_block(path.split(".")[:-1]):
                     self.tasks.add(id(param))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return is_linear(module) or isinstance(module, _CONVOLUTIONS)
 
 
 def _modules_in(result: object) -> Iterator[nn.Module]:
@@ -244,6 +252,15 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
             later.sides[1] == member.sides[0] for later in matrices[index + 1 :]
         ):
             claims[id(member.param)] = Claim("head", "output head of the model")
+        path = holder_path(member.name).split(".") if member.names else []
+        outputs, inputs = member.sides
+        if (
+            member.kind == "convolution"
+            and outputs <= _CHANNELS
+            and inputs >= _FEW * outputs
+            and not any(part.isdigit() for part in path[:-1])
+        ):
+            claims.setdefault(id(member.param), Claim("head", f"output head: makes {outputs} channels"))
     embeddings = [m.whole_shape for m in matrices if m.kind == "embedding" and len(m.whole_shape) == 2]
     largest = max(embeddings, default=None) if places.whole else None
     if largest is not None and largest[0] <= largest[1]:
@@ -261,7 +278,7 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
         if is_output:
             at_end = places.last is not None and places.last[0] == key
             claims.setdefault(key, Claim("head", f"output head by name ({named})", entry.certain or at_end))
-        elif candidate.is_direct:
+        elif candidate.is_direct and not places.has_classifier:
             reason = f"hidden matrix: named like an output ({named}), and none by its shape and place"
             claims.setdefault(key, Claim("hidden", reason, certain=False))
     if places.last is not None and places.last[0] not in claims:
@@ -320,7 +337,8 @@ def _candidates(
             # Of a head whose last matrix is the embedding's, the others are hidden.
             is_output = len(candidate.member.names) > 1
         elif places.has_classifier:
-            is_output = False  # the model names its own
+            # The model names its own; others of the same outputs stand beside it for training alone.
+            is_output = any(m.sides[0] == rows for m in matrices if id(m.param) in places.heads)
         else:
             # As wide as its input: not what makes the outputs ("lm_head.dense" before the decoder).
             is_output = not is_consumed and (
@@ -334,19 +352,25 @@ def _head_around(parts: Sequence[str], places: Places) -> tuple[str, KnownName] 
     """Return the path of the output head that a module lies in, with at most one named module between."""
     for position, part in enumerate(parts):
         below = parts[position + 1 :]
-        pair = f"{part}.{below[0]}" if below else part
-        entry = known(pair, "head") or known(part, "head")
+        runs = [
+            ".".join(parts[position : position + length]) for length in (3, 2) if len(below) >= length - 1
+        ]
+        run = next((run for run in runs if known(run, "head")), part)
+        entry = known(run, "head")
         if entry is None and not in_block(parts[:position]):
             entry = known(part, "top-level head")
             if entry is not None and part.lower() in ("decoder", "generator") and below:
                 entry = None  # a whole decoder, not a projection
-        if entry is None or named_below(parts, position) > 1:
-            continue
-        container = ".".join(parts[: position + 1])
         # Each of several heads side by side is one: "lm_heads.3.weight" for each codebook, a ModuleDict of tasks.
-        if below and (part.lower() == "lm_heads" or container in places.parallel or known(pair, "head")):
-            container = ".".join(parts[: position + 2])
-        return container, entry
+        ends = [position + 1 + run.count(".")]
+        ends += [
+            end + 1
+            for end in range(position + 1, len(parts))
+            if ".".join(parts[:end]) in places.parallel or parts[end - 1].lower() == "lm_heads"
+        ]
+        if entry is None or named_below(parts, max(ends) - 1) > 1:
+            continue
+        return ".".join(parts[: max(ends)]), entry
     return None
 
 
@@ -363,7 +387,7 @@ def _last_matrix(model: nn.Module) -> tuple[int, bool] | None:
     ``None`` if the last layers are a block: their order inside it is not known.
     """
     module, in_order = model, True
-    while not (is_linear(module) or isinstance(module, _CONVOLUTIONS)):
+    while not _is_layer(module):
         children = [c for c in module.children() if any(len(true_shape(p)) > 1 for p in c.parameters())]
         if not children or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return None

@@ -65,7 +65,8 @@ TABLE: tuple[KnownName, ...] = (
     KnownName("head", r"embed_out|unembed", "GPT-NeoX, TransformerLens"),
     KnownName("head", r"shared_head", "DeepSeek's layers that predict further tokens"),
     KnownName("head", r"to_logits", "x-transformers"),
-    KnownName("head", r"final_layer\.linear", "facebookresearch/DiT and its successors"),
+    KnownName("head", r"(all_)?final_layer(\.[\d-]+)?\.linear", "facebookresearch/DiT and its successors"),
+    KnownName("head", r"aux\d\.fc2", "torchvision's GoogLeNet"),
     KnownName("top-level head", r"logits|logits_dense|logits_proj|.*_logits", "Dia, XLNet, torchvision"),
     KnownName("top-level head", r"score|qa_outputs|predictions", "transformers"),
     KnownName("top-level head", r"(?!pre).*classifiers?|classification_heads?", "transformers"),
@@ -76,6 +77,7 @@ TABLE: tuple[KnownName, ...] = (
     KnownName("top-level head", r".*(bbox|class)_embed", "Deformable DETR and its successors"),
     KnownName("top-level head", r"output|heads?|fc|ff_out", "Llama, torchvision, timm, OLMo", certain=False),
     KnownName("top-level head", r"proj_out|conv_out", "diffusers", certain=False),
+    KnownName("top-level head", r"predict_\w+|feat_out", "DecisionTransformer, SpeechT5", certain=False),
     KnownName(
         "top-level head",
         r"(?!pre|.*multi_?head).*(_heads?|_predictors?|_outputs|_score|_pred)",
