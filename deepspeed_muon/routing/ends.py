@@ -248,8 +248,9 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
     }
     for index, member in enumerate(matrices):
         # What a later layer reads ("film_mul" of CLIPSeg) is no output.
+        readers = [*matrices[index + 1 :], *(tied for tied in matrices if len(tied.names) > 1)]
         if id(member.param) in places.tasks and not any(
-            later.sides[1] == member.sides[0] for later in matrices[index + 1 :]
+            reader.sides[1] == member.sides[0] for reader in readers
         ):
             claims[id(member.param)] = Claim("head", "output head of the model")
         path = holder_path(member.name).split(".") if member.names else []

@@ -84,9 +84,8 @@ TABLE: tuple[KnownName, ...] = (
         "transformers, torchvision",
         certain=False,
     ),
-    KnownName(
-        "block", r".*attn.*|.*attention.*|.*multi_?head.*|.*mlp|.*ffn?|.*feed_?forward.*|.*block.*", "all"
-    ),
+    KnownName("block", r".*attn.*|.*attention.*|.*multi_?head.*|.*mlp|.*feed_?forward.*|.*block.*", "all"),
+    KnownName("block", r".*ffn?|.*ff_layer|transformer_in", "diffusers, TimesFM"),
     KnownName("router", r".*router.*", "transformers, Megatron"),
     KnownName("router", r"wg|shared_expert_gate", "DeepSpeed, Qwen2-MoE"),
     KnownName("router beside experts", r"gate|gating|w_gate|w_noise|switch", "Mixtral, GShard, noisy top-k"),

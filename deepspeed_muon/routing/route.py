@@ -146,7 +146,9 @@ def summarize_routes(routes: Sequence[Route]) -> str:
         if algorithm in totals
     ]
     guesses = sum(not route.certain for route in routes)
-    return ", ".join(parts) + (f"; {guesses} of these routes rest on a guess" if guesses else "")
+    return ", ".join(parts) + (
+        f"; {guesses} of these routes {'rests' if guesses == 1 else 'rest'} on a guess" if guesses else ""
+    )
 
 
 def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:

@@ -118,6 +118,7 @@ _GAINS = frozenset(
         "interpolate",
     }
 )
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 _MATMULS = frozenset(
     {
         "matmul",
@@ -195,6 +196,7 @@ class _Method:
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self.loads.setdefault(node.id, []).append(node)
+        self._find_activations(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_self(node.value):
                 for use in self.follow(_Reference(node)):
@@ -228,7 +230,7 @@ class _Method:
                 return
             elif isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.AugAssign)):
                 reference.derived = True
-                if isinstance(parent, ast.AugAssign):
+                if isinstance(parent, ast.AugAssign) or self._reads_activations(parent, but=node):
                     yield "no product"
                     return
                 reference.node = parent
@@ -255,6 +257,33 @@ class _Method:
                 yield "unknown"
                 return
 
+    def _reads_activations(self, expression: ast.AST, *, but: ast.AST) -> bool:
+        """Return whether an expression reads an activation elsewhere than in one of its parts."""
+        remaining = [expression]
+        while remaining:
+            node = remaining.pop()
+            if node is but or (isinstance(node, ast.Attribute) and node.attr in _METADATA):
+                continue
+            if isinstance(node, ast.Name) and node.id in self.activations:
+                return True
+            remaining.extend(ast.iter_child_nodes(node))
+        return False
+
+    def _find_activations(self, tree: ast.AST) -> set[str]:
+        """Return the arguments of the method and the names that are assigned from them."""
+        self.activations: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arguments):
+                arguments = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+                self.activations |= {argument.arg for argument in arguments} - {"self", "cls"}
+        assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        for _ in range(3):
+            for statement in assignments:
+                if self._reads_activations(_source(statement.value), but=tree):
+                    names = {n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+                    self.activations |= names - {"self"}
+        return self.activations
+
     def _called(self, attribute: ast.Attribute) -> ast.AST:
         """Return the call of a method, or the attribute where it is only read."""
         parent = self.parents.get(attribute)
@@ -279,6 +308,8 @@ class _Method:
         if function == "embedding" or function in _GAINS:
             return "no product"
         if function in _RESHAPES:
+            if function in _JOINS and self._reads_activations(call, but=node):
+                return "no product"
             reference.reshaped = True
             return None
         if function in _ELEMENTWISE:
@@ -311,6 +342,13 @@ class _Method:
                     )
         if reference.derived and not any(self.loads.get(name.id) for name in names):
             yield "no product"
+
+
+def _source(value: ast.AST) -> ast.AST:
+    """Return what an expression takes its values from: of ``self.weight.to(x.device)`` the weight."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME:
+        value = value.func.value
+    return value
 
 
 def _is_self(node: ast.AST) -> bool:
