@@ -91,8 +91,9 @@ clients: $(VENV)/.ready ## run programs such as TRL unchanged with this Muon; so
 
 setup: $(VENV)/.ready ## only make the environment
 
-$(VENV)/.ready: $(SETUP_INPUTS)
+$(VENV)/.ready: $(SETUP_INPUTS) tests/support/architectures.txt
 	scripts/setup_env.sh $(VENV) $(DEEPSPEED_VERSION) hf
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/architectures --requirement tests/support/architectures.txt
 	@touch $@
 
 $(OLD_VENV)/.ready: $(SETUP_INPUTS)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from deepspeed_muon.checkpoint import offline as checkpoints
 from deepspeed_muon.errors import MuonError
-from deepspeed_muon.forecast import rates
+from deepspeed_muon.forecast import rates, routes_table
 from deepspeed_muon.forecast import report as plan
 from deepspeed_muon.monitoring import page as health_page
 from deepspeed_muon.version import __version__
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     checkpoints.add_subcommands(commands)
     plan.add_subcommand(commands)
+    routes_table.add_subcommand(commands)
     rates.add_subcommand(commands)
     health_page.add_subcommand(commands)
     return parser

@@ -13,7 +13,7 @@ from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, with_names_of
 from deepspeed_muon.routing.route import Route, order_of_matrices
-from deepspeed_muon.routing.rules import warn_without_muon
+from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
 from deepspeed_muon.step.state import keep_saved_precision
 
 SMALL_MUON_LR = DEFAULT_MUON_LR / 10
@@ -52,6 +52,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
             )
         if not routed.partial:
             warn_without_muon(self.routes)
+            warn_of_large_guesses(self.routes)
         if (
             config.muon_lr is None
             and config.adjust_lr_fn == "original"

@@ -4,7 +4,7 @@ The files are pickles. torch's restricted unpickler (``weights_only``) reads the
 classes allowed. They are mapped into memory, so that the disk reads only what is copied.
 
 Files of ours have a record of the layout. For those of AdamW and of DeepSpeed's own Muon it is worked out as ZeRO lays
-parameters out, and :func:`~deepspeed_muon.routing.rules.route_saved` guesses their routes. Every guess is reported in
+parameters out, and :func:`~deepspeed_muon.routing.saved.route_saved` guesses their routes. Every guess is reported in
 words.
 """
 
@@ -30,7 +30,7 @@ from deepspeed_muon.checkpoint.tag_folder import TagFolder
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.routing.rules import route_saved
+from deepspeed_muon.routing.saved import route_saved
 from deepspeed_muon.step.quantized import SCALE_KEY, first_scales, read_codes
 
 
@@ -195,7 +195,7 @@ def repeat_in_run(
 
     Args:
         algorithms: Name of every parameter to the algorithm in the checkpoint.
-        routes: Of :func:`~deepspeed_muon.routing.rules.route_saved`, with the same patterns.
+        routes: Of :func:`~deepspeed_muon.routing.saved.route_saved`, with the same patterns.
         include: The patterns that were used.
         exclude: The patterns that were used.
 

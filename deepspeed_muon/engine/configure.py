@@ -43,7 +43,7 @@ from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
-from deepspeed_muon.routing.rules import check_routes, warn_without_muon
+from deepspeed_muon.routing.rules import check_routes, warn_of_large_guesses, warn_without_muon
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from deepspeed_muon.version import __version__
@@ -312,6 +312,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     whole = {route.name: route for routes, _ in stages for route in routes}
     check_routes([((name,), route) for name, route in whole.items()], optimizer.config)
     warn_without_muon(list(whole.values()))
+    warn_of_large_guesses(list(whole.values()))
 
 
 def _compute_device() -> torch.device:

@@ -1,11 +1,13 @@
-"""Parameter names and shapes without a model: from a preset, a Hugging Face config.json or a checkpoint.
+"""Parameter names and shapes without a model: from a preset, a configuration, a checkpoint or a function.
 
-Nothing is downloaded and no weight is read. transformers builds the model of a configuration on the meta device, so
-that routing decides about its parameters exactly as about those of a real model.
+Nothing is downloaded and no weight is read. A model is built on the meta device, so that routing decides about its
+parameters exactly as about those of a real model.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -84,35 +86,104 @@ _SAME_SHAPES = {"kimi_k2": "deepseek_v3"}
 """Architectures that are not in transformers, and one there with the same parameters."""
 
 
-def load_model(source: str) -> list[NamedParameter]:
-    """Return the parameters of a preset, a config.json or a checkpoint, on the meta device.
+MODEL_FORMS = (
+    f"a preset ({', '.join(PRESETS)}), a Hugging Face config.json, a folder with one or with a checkpoint, a class or "
+    f"model_type of transformers, a model in Hugging Face's cache, or MODULE:FUNCTION, which returns a module"
+)
+"""What names a model on the command line."""
+
+
+def load_model(source: str, device: str = "meta") -> list[NamedParameter]:
+    """Return the parameters of a model that a command line names.
 
     Args:
-        source: Name of a preset, a config.json, or a folder with a checkpoint or a config.json.
+        source: One of :data:`MODEL_FORMS`.
+        device: Where a function builds its model.
 
     Raises:
-        ConfigError: If it is none of these, or :func:`from_config` cannot build it.
+        ConfigError: If it is none of these, or the model cannot be built.
     """
     path = Path(source)
-    if source in PRESETS or (path.is_file() and path.suffix == ".json"):
-        return from_config(model_config(source))
     if path.is_dir():
         return _from_checkpoint(path)
-    raise ConfigError(
-        f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json nor a folder with a checkpoint"
-    )
+    if ":" in source and not path.exists():
+        return list(model_parameters_by_name(_from_function(source, device)).values())
+    return from_config(model_config(source))
 
 
 def model_config(source: str) -> dict[str, Any]:
-    """Return the Hugging Face configuration of a preset, of a config.json, or of a folder that has one.
+    """Return the Hugging Face configuration of one of :data:`MODEL_FORMS`.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If it has none.
     """
     path = Path(source)
-    return (
-        PRESETS[source] if source in PRESETS else read_object(path / "config.json" if path.is_dir() else path)
-    )
+    if source in PRESETS:
+        return PRESETS[source]
+    if path.is_dir():
+        return read_object(path / "config.json")
+    if path.is_file() and path.suffix == ".json":
+        return read_object(path)
+    config = _config_by_name(source)
+    if config is None:
+        raise ConfigError(
+            f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json, a folder with one or with a "
+            f"checkpoint, a class or model_type of transformers, a model in Hugging Face's cache, or MODULE:FUNCTION. "
+            f"Nothing is downloaded: of a model on the Hub pass its config.json"
+        )
+    return config
+
+
+def _config_by_name(name: str) -> dict[str, Any] | None:
+    """Return the configuration of a class or a ``model_type`` of transformers, or of a model in the Hub's cache."""
+    try:
+        import transformers
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    if name in transformers.CONFIG_MAPPING:
+        return {"model_type": name}
+    try:
+        config_class = getattr(transformers, name).config_class
+        return {"model_type": config_class.model_type, "architectures": [name]}
+    except (AttributeError, ImportError):  # transformers imports a class when it is asked for
+        pass
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of a repository
+        return None
+    return read_object(Path(cached)) if isinstance(cached, str) else None
+
+
+def _from_function(source: str, device: str) -> nn.Module:
+    """Return the model that ``MODULE:FUNCTION`` makes on a device.
+
+    Raises:
+        ConfigError: If it cannot be imported, fails or returns something else.
+    """
+    module, _, function = source.partition(":")
+    try:
+        made: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+    except Exception as error:  # of any kind: the caller's own module runs
+        raise ConfigError(
+            f"{source}: cannot be imported: {_in_one_line(error)}. Run the command in the folder of the module, and "
+            f"write MODULE:FUNCTION as in models.gpt:build"
+        ) from error
+    try:
+        with torch.device(device):
+            made = made if isinstance(made, nn.Module) else made()
+    except Exception as error:  # of any kind: the caller's own function runs
+        remedy = "It is called without arguments: write a function that needs none and returns the model"
+        if device == "meta" and not isinstance(error, TypeError):
+            remedy = "On the meta device tensors have no values: if it needs some, build it with --device cpu"
+        raise ConfigError(f"{source}: {_in_one_line(error)}. {remedy}") from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"{source} returned a {type(made).__name__}, expected a torch.nn.Module")
+    return made
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def as_autoep(members: Sequence[NamedParameter]) -> list[NamedParameter]:
@@ -173,7 +244,7 @@ def _module_of_stack(member: NamedParameter) -> str | None:
 def _projections(member: NamedParameter) -> Shapes:
     """Return the projections in a stack as (experts, output, input), by name: those of gate and up apart."""
     count, out, into = true_shape(member.param)
-    if "transposed" in member.module_kinds:
+    if member.layer is not None and member.layer.transposed:
         out, into = into, out
     last = member.name.rpartition(".")[2]
     if last == "gate_up_proj":

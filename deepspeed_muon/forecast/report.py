@@ -19,7 +19,7 @@ from deepspeed_muon.config.values import StatePolicy, shown
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast import predict
 from deepspeed_muon.forecast.model_shapes import (
-    PRESETS,
+    MODEL_FORMS,
     as_autoep,
     load_model,
     read_object,
@@ -322,8 +322,7 @@ def add_subcommand(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
     )
-    models = f"{', '.join(PRESETS)}, a Hugging Face config.json, or a folder with one or with a checkpoint"
-    parser.add_argument("model", metavar="MODEL", help=models)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_FORMS)
     option = parser.add_argument
     option("--world-size", type=int, default=8, help="GPUs, tensor-parallel ones counted (8)")
     option("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (3)")
@@ -344,11 +343,8 @@ def add_subcommand(subparsers: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    gpu, configuration = GPUS[arguments.gpu], _configuration(arguments.params)
-    params = configuration["optimizer"].get("params")
-    if isinstance(params, Mapping):  # no forecast depends on what the Trainer fills in
-        params = {key: value for key, value in params.items() if value != "auto"}
-    config = MuonConfig.from_params(params)
+    gpu, configuration = GPUS[arguments.gpu], read_configuration(arguments.params)
+    config = optimizer_config(configuration)
     bf16, rate = configuration.get("bf16", {}), arguments.network_gbit
     if rate is not None and not rate > 0:  # a NaN too
         raise ConfigError(f"--network-gbit {rate:g}: must be above 0")
@@ -377,8 +373,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _configuration(text: str) -> Mapping[str, Any]:
-    """Return the DeepSpeed configuration in a file, or ``optimizer.params`` as one that has nothing else."""
+def optimizer_config(configuration: Mapping[str, Any]) -> MuonConfig:
+    """Return the settings of a DeepSpeed configuration's optimizer, the defaults for those that are "auto"."""
+    params = configuration["optimizer"].get("params")
+    if isinstance(params, Mapping):  # neither routes nor forecasts depend on what the Trainer fills in
+        params = {key: value for key, value in params.items() if value != "auto"}
+    return MuonConfig.from_params(params)
+
+
+def read_configuration(text: str) -> Mapping[str, Any]:
+    """Return the DeepSpeed configuration in a file, or ``optimizer.params`` as one that has nothing else.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
     if text.lstrip().startswith("{"):
         try:
             content = json.loads(text)

@@ -21,7 +21,9 @@ Rule = Literal[
     "include",
     "shape",  # not a matrix
     "no_product",  # a matrix that multiplies nothing
+    "norm",
     "embedding",
+    "input",  # the first layer behind images, latents or audio
     "head",
     "tied",  # between the stages of a pipeline
     "bias",  # of stacked experts
@@ -49,6 +51,9 @@ class Route:
         rule: The rule that decided, for the code.
         shards: How tensor parallelism cuts the layer; :attr:`shape` and :attr:`parts` are then those of this rank's
             shard. ``None`` if it does not, or nobody has told.
+        certain: Whether a setting, the type or the shape of the weight, an accessor of the model or a documented name
+            decides. ``False`` where the route rests on a guess; :attr:`reason` says on which.
+        experts: The number of matrices that a weight of the kind ``experts`` stacks.
     """
 
     name: str
@@ -61,6 +66,8 @@ class Route:
     per_head: bool = False
     rule: Rule = "hidden"
     shards: TensorShards | None = None
+    certain: bool = True
+    experts: int = 0
 
     @property
     def numel(self) -> int:
@@ -72,7 +79,7 @@ class Route:
         """Rows of each block of the stored matrix; empty for one block with all rows."""
         own = () if self.transposed else self.parts
         if self.kind == "experts":
-            return (own or (self.shape[1],)) * self.shape[0]
+            return (own or (self.matrix_shape[0] // self.experts,)) * self.experts
         return own
 
     @property
@@ -101,7 +108,7 @@ class Route:
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of the row-major matrix: convolutions are ``out x (in * kernel)``, experts are stacked."""
         if self.kind == "experts":
-            return self.shape[0] * self.shape[1], self.shape[2]
+            return math.prod(self.shape[:-1]), self.shape[-1]
         return self.shape[0], math.prod(self.shape[1:])
 
     def layout(self, partition: int, placement: Placement) -> MatrixLayout:
@@ -121,21 +128,26 @@ class Route:
 
 
 def format_routes(routes: Sequence[Route]) -> str:
-    """Return the routing table as text, one line per parameter."""
+    """Return the routing table as text, one line per parameter; guesses are marked."""
     width = max((len(route.name) for route in routes), default=0)
     return "\n".join(
-        f"{route.algorithm:<6} {route.name:<{width}} {'x'.join(map(str, route.shape)) or 'scalar':<14} {route.reason}"
+        f"{route.algorithm:<6} {route.name:<{width}} {'x'.join(map(str, route.shape)) or 'scalar':<14} "
+        f"{route.reason}{'' if route.certain else ' (guess)'}"
         for route in routes
     )
 
 
 def summarize_routes(routes: Sequence[Route]) -> str:
-    """Return in one line how many tensors and elements went to each algorithm."""
+    """Return in one line how many tensors and elements went to each algorithm, and how many routes are guesses."""
     totals = totals_of(routes)
-    return ", ".join(
+    parts = [
         f"{name} {totals[algorithm]['tensors']} tensors ({totals[algorithm]['elements']:,} elements)"
         for algorithm, name in (("muon", "Muon for"), ("adamw", "AdamW for"), ("frozen", "frozen:"))
         if algorithm in totals
+    ]
+    guesses = sum(not route.certain for route in routes)
+    return ", ".join(parts) + (
+        f"; {guesses} of these routes {'rests' if guesses == 1 else 'rest'} on a guess" if guesses else ""
     )
 
 
@@ -150,23 +162,29 @@ def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
 
 
 def rows_of(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, Any]]:
-    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter."""
+    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter.
+
+    Numbers of layers are stars in the name of a row that stands for several parameters.
+    """
     rows: dict[Any, dict[str, Any]] = {}
     for route in routes:
         name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
         row = rows.setdefault(
-            (name, route.shape, route.algorithm, route.reason),
+            (name, route.shape, route.algorithm, route.reason, route.certain),
             {
-                "name": name,
+                "name": route.name,
                 "shape": list(route.shape),
                 "algorithm": route.algorithm,
                 "reason": route.reason,
+                "certain": route.certain,
                 "tensors": 0,
                 "elements": 0,
             },
         )
         row["tensors"] += 1
         row["elements"] += route.numel
+        if row["tensors"] > 1:
+            row["name"] = name
     return list(rows.values())
 
 

@@ -1,13 +1,15 @@
 """Which parameters Muon updates, which AdamW updates, and why.
 
-The layer's *true* shape (:func:`true_shape`) and its names decide. For a parameter with several names all of them
-count, so that a head that is tied to an embedding counts as the embedding.
+A setting of the caller decides first, then the layer's *true* shape (:func:`true_shape`), then what its module is,
+where it stands in the model, and only then its name. For a parameter with several names all of them count, so that a
+head that is tied to an embedding counts as the embedding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +19,11 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import MatricesConfig
 from deepspeed_muon.errors import ParameterTypeError, RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.parameters import ModelNames, NamedParameter, matches, rule_by_name
-from deepspeed_muon.routing.route import (
-    Algorithm,
-    MatrixKind,
-    Route,
-    Rule,
-)
+from deepspeed_muon.routing.ends import Places
+from deepspeed_muon.routing.evidence import Claim, NamedParameter
+from deepspeed_muon.routing.names import bare_name, known, matches, plain_name
+from deepspeed_muon.routing.parameters import claims_by_place
+from deepspeed_muon.routing.route import Algorithm, MatrixKind, Route, Rule, rows_of
 from deepspeed_muon.routing.shapes import (
     cut_into_heads,
     leaf_name,
@@ -32,8 +32,9 @@ from deepspeed_muon.routing.shapes import (
     true_shape,
 )
 
-# The longest kernel. A longer last dimension is more likely the input width of stacked matrices.
-_MAX_KERNEL = 64
+_FILTERS = ("convolution", "grouped convolution", "transposed convolution")
+# A matrix of AdamW is worth a warning from so many elements on, if only a guess sends it there.
+_LARGE = 65_536
 
 
 def route_parameters(
@@ -46,7 +47,7 @@ def route_parameters(
     """Decide the algorithm of every parameter.
 
     The first rule that applies decides: frozen; the caller's explicit choice; ``exclude``; ``include``; not a
-    matrix; embedding; output head; MoE router; otherwise Muon.
+    matrix; what claims it for AdamW (norm, embedding, output head, ...); otherwise Muon.
 
     Args:
         parameters: The parameters of all groups, in order.
@@ -65,9 +66,13 @@ def route_parameters(
     config = config or MuonConfig()
     for item in parameters:
         _refuse_untrainable(item)
-    shapes = [(item.names, _whole_shape(item)) for item in parameters]
-    model = ModelNames.read((names, shape) for names, shape in shapes if len(shape) > 1)
-    routes = [_route(item, config, explicit or {}, model) for item in parameters]
+    if any(item.layer is None for item in parameters):
+        by_name = claims_by_place(parameters, Places())
+        parameters = [
+            item if item.layer is not None else replace(item, claims=tuple(by_name.get(id(item.param), ())))
+            for item in parameters
+        ]
+    routes = [_route(item, config, explicit or {}) for item in parameters]
     if not partial:
         check_routes([(item.names, route) for item, route in zip(parameters, routes, strict=True)], config)
     return routes
@@ -82,14 +87,14 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
     names = [name for own, _ in routed for name in own]
     muon = [name for own, route in routed if route.algorithm == "muon" for name in own]
     no_name = "matches no parameter name; names look like"
-    for key, known, what in (
+    for key, candidates, what in (
         ("matrices", muon, "matches no parameter that goes to Muon; their names look like"),
         ("include", names, no_name),
         ("exclude", names, no_name),
     ):
         for pattern in getattr(config, key):
-            if not matches(pattern, known, key):
-                raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {what} {known[:3]}")
+            if not matches(pattern, candidates, key):
+                raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {what} {candidates[:3]}")
     by_config = [pattern for pattern, entry in config.matrices.items() if entry.heads == "config"]
     per_head = [name for own, route in routed if route.per_head for name in own]
     if by_config and not any(matches(pattern, per_head, "matrices") for pattern in by_config):
@@ -111,6 +116,30 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
         "Use 'include' patterns if that is not meant",
         len(routes),
         shapes,
+    )
+
+
+def warn_of_large_guesses(routes: Sequence[Route]) -> None:
+    """Warn of large matrices that go to AdamW because of a guess."""
+    large = [
+        route
+        for route in routes
+        if route.algorithm == "adamw"
+        and not route.certain
+        and route.numel >= _LARGE
+        and min(route.shape[-2:]) >= 16
+        and route.rule in ("shape", "no_product")
+    ]
+    if not large:
+        return
+    rows = rows_of(large)
+    shown = "; ".join(f"{row['name']} {row['shape']} ({row['reason']})" for row in rows[:5])
+    warn(
+        "deepspeed_muon: %s of many elements to AdamW because of a guess: %s%s. Name them in 'include' if they are "
+        "matrices (of three dimensions: stacks of them), in 'exclude' if not",
+        f"{len(large)} parameters go" if len(large) > 1 else "a parameter goes",
+        shown,
+        "; ..." if len(rows) > 5 else "",
     )
 
 
@@ -145,55 +174,78 @@ def _refuse_untrainable(item: NamedParameter) -> None:
         )
 
 
-def _route(
-    item: NamedParameter,
-    config: MuonConfig,
-    explicit: Mapping[int, Algorithm],
-    model: ModelNames,
-) -> Route:
+def _route(item: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algorithm]) -> Route:
     shape = true_shape(item.param)
-    kind = _matrix_kind(item, shape)
-    whole_shape = _whole_shape(item)
-    algorithm, rule, reason = _decide(item, kind, whole_shape, config, explicit, model)
-    if algorithm != "muon":
-        return Route(item.name, shape, algorithm, reason, rule=rule)
-    if kind is None:
-        raise RoutingError(
-            f"parameter {item.name} of shape {list(shape)} was sent to Muon ({reason}) but Muon orthogonalises "
-            f"matrices, plain convolutions and stacked experts, none of them empty; remove it from the pattern or group"
-        )
     asked = _asked(item, config)
-    transposed = kind != "convolution" and (
-        "transposed" in item.module_kinds if asked.transposed is None else asked.transposed
+    says_matrix = (
+        explicit.get(id(item.param)) == "muon"
+        or _chosen(item, config, "include") is not None
+        or asked.split is not None
+        or asked.transposed is not None
+        or isinstance(asked.heads, (int, list))
     )
+    kind = _matrix_kind(item, shape, asked=says_matrix)
+    algorithm, claim = _decide(item, kind, config, explicit)
+    if algorithm != "muon":
+        return Route(item.name, shape, algorithm, claim.reason, rule=claim.rule, certain=claim.certain)
+    if kind is None:
+        raise RoutingError(_no_matrix_message(item, shape, claim.reason))
+    transposed = kind != "convolution" and bool(
+        (item.layer.transposed if item.layer is not None else None)
+        if asked.transposed is None
+        else asked.transposed
+    )
+    experts = 0
+    reason = claim.reason
     if kind == "experts":
-        reason += f", {shape[0]} experts separately"
-    parts, per_head, how = _divide(item, whole_shape, kind, transposed, asked)
+        experts = item.layer.stack if len(shape) == 2 and item.layer is not None else math.prod(shape[:-2])
+        reason += f", {experts} {'experts' if _is_experts(item) else 'matrices'} separately"
+    parts, per_head, how = _divide(item, kind, experts, transposed, asked)
     shards = item.shards
     if shards is not None:
         fused = asked.split is not None
         parts, shards = share_of_blocks(parts, shards, name=item.name, fused=fused, transposed=transposed)
         how += f", {len(shards.sizes)} tensor-parallel ranks"
     parts = parts if len(parts) > 1 else ()
-    return Route(item.name, shape, algorithm, reason + how, parts, kind, transposed, per_head, rule, shards)
+    return Route(
+        item.name,
+        shape,
+        algorithm,
+        reason + how,
+        parts,
+        kind,
+        transposed,
+        per_head,
+        claim.rule,
+        shards,
+        claim.certain,
+        experts,
+    )
 
 
-def _whole_shape(item: NamedParameter) -> tuple[int, ...]:
-    """Return the shape of the layer's weight, also if this rank has a shard of it."""
-    shape = list(true_shape(item.param))
-    if item.shards is not None and item.shards.dim is not None:
-        shape[item.shards.dim] = sum(item.shards.sizes)
-    return tuple(shape)
+def _no_matrix_message(item: NamedParameter, shape: tuple[int, ...], reason: str) -> str:
+    text = f"parameter {item.name} of shape {list(shape)} was sent to Muon ({reason}) but "
+    if item.layer is None and len(shape) > 2 and min(shape) > 0:
+        return (
+            f"{text}nothing says whether it holds the filters of a convolution or a stack of matrices, or whether the "
+            f"convolution is in groups: pass the model, as deepspeed_muon.Muon(groups, model=model)"
+        )
+    return (
+        f"{text}Muon orthogonalises matrices, plain convolutions and stacks of matrices, none of them empty; remove it "
+        f"from the pattern or group"
+    )
 
 
 def _divide(
-    item: NamedParameter, shape: tuple[int, ...], kind: MatrixKind, transposed: bool, asked: MatricesConfig
+    item: NamedParameter, kind: MatrixKind, experts: int, transposed: bool, asked: MatricesConfig
 ) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes of the blocks along the output, whether heads are among them, and the words for the reason.
 
-    All of them are those of the whole layer, of this ``shape``, also if this rank has a shard of it.
+    All of them are those of the whole layer, also if this rank has a shard of it.
     """
-    output = shape[-1] if transposed else shape[1] if kind == "experts" else shape[0]
+    shape = item.whole_shape
+    rows = math.prod(shape[:-1]) // experts if kind == "experts" else shape[0]
+    output = shape[-1] if transposed else rows
     parts: tuple[int, ...] = (output,)
     how = ", stored as input x output" if transposed else ""
     if asked.split is not None:
@@ -202,13 +254,13 @@ def _divide(
             name=item.name,
             output=output,
             attention=item.attention,
-            interleaved="interleaved" in item.module_kinds,
+            interleaved=item.layer is not None and item.layer.interleaved,
         )
         how += f", split into {' + '.join(map(str, parts))}"
     attention = item.attention if asked.heads == "config" and kind == "matrix" else None
     counts: int | Sequence[int] = (1,) * len(parts)
     if attention is not None:
-        counts = attention.heads_of_parts(leaf_name(item.name), parts)
+        counts = attention.heads_of_parts(leaf_name(plain_name(item.name)), parts)
     elif isinstance(asked.heads, (int, list)):
         counts = asked.heads
     heads = cut_into_heads(parts, counts, name=item.name)
@@ -216,7 +268,7 @@ def _divide(
     if per_head:
         how += f", {' + '.join(map(str, heads))} heads separately"
     elif attention is not None:
-        doubt = attention.doubt(leaf_name(item.name), output)
+        doubt = attention.doubt(leaf_name(plain_name(item.name)), output)
         how += "" if doubt is None else f", {doubt}"
     blocks = tuple(size // count for size, count in zip(parts, heads, strict=True) for _ in range(count))
     return blocks, per_head, how
@@ -236,133 +288,130 @@ def _chosen(item: NamedParameter, config: MuonConfig, key: str) -> str | None:
     return next((pattern for pattern in getattr(config, key) if matches(pattern, item.names, key)), None)
 
 
-def _matrix_kind(item: NamedParameter, shape: tuple[int, ...]) -> MatrixKind | None:
-    """Return how the parameter can be read as a matrix, or ``None`` if it cannot."""
-    if len(shape) < 2 or min(shape) == 0:
+def _matrix_kind(item: NamedParameter, shape: tuple[int, ...], *, asked: bool) -> MatrixKind | None:
+    """Return how the parameter can be read as a matrix, or ``None`` if it cannot.
+
+    Args:
+        item: The parameter.
+        shape: Its shape.
+        asked: Whether a setting sends it to Muon. Then a stack of matrices needs no experts by name.
+    """
+    if len(shape) < 2 or min(shape) == 0 or item.kind == "LoRA of experts":
         return None
     if len(shape) == 2:
-        return None if "LoRA of experts" in item.module_kinds else "matrix"
-    if "convolution" in item.module_kinds:
+        return "experts" if item.layer is not None and item.layer.stack else "matrix"
+    if item.kind == "convolution":
         return "convolution"
-    # (experts, out, in), as Hugging Face's mixture-of-experts models keep them.
-    in_experts = "experts" in item.module_kinds or any("experts" in name.split(".") for name in item.names)
-    if len(shape) == 3 and in_experts:
+    if len(shape) == 3 and item.kind not in _FILTERS and _is_experts(item):
         return "experts"
-    return None
+    # Without the module, "weight" of a stack and of a convolution look alike.
+    is_stack = item.kind in ("weight", "bare", "experts", "linear") or (
+        item.layer is None and item.names and not any(name.endswith("weight") for name in item.names)
+    )
+    return "experts" if asked and is_stack else None
+
+
+def _is_experts(item: NamedParameter) -> bool:
+    """Return whether a stack is one of experts: (experts, out, in), as mixture-of-experts models keep them."""
+    return item.kind == "experts" or any("experts" in plain_name(name).split(".") for name in item.names)
+
+
+# The rules that claim a parameter, the first first. A hidden matrix is what none of the others claims.
+_ORDER: tuple[Rule, ...] = (
+    "norm",
+    "embedding",
+    "head",
+    "tied",
+    "bias",
+    "no_product",
+    "router",
+    "input",
+    "adapter",
+    "hidden",
+)
+_WORDS = {"matrix": "hidden matrix", "convolution": "filters of a convolution", "experts": "hidden matrices"}
 
 
 def _decide(
     item: NamedParameter,
     kind: MatrixKind | None,
-    shape: tuple[int, ...],
     config: MuonConfig,
     explicit: Mapping[int, Algorithm],
-    model: ModelNames,
-) -> tuple[Algorithm, Rule, str]:
-    """Return the algorithm, the first rule that applies, and its words."""
+) -> tuple[Algorithm, Claim]:
+    """Return the algorithm and the first rule that applies."""
     if not item.param.requires_grad:
-        return "frozen", "frozen", "requires_grad is False"
+        return "frozen", Claim("frozen", "requires_grad is False")
     if id(item.param) in explicit:
-        return explicit[id(item.param)], "group", "the caller's param group says so"
+        return explicit[id(item.param)], Claim("group", "the caller's param group says so")
     if (pattern := _chosen(item, config, "exclude")) is not None:
-        return "adamw", "exclude", f"exclude pattern {pattern!r}"
+        return "adamw", Claim("exclude", f"exclude pattern {pattern!r}")
     if (pattern := _chosen(item, config, "include")) is not None:
-        return "muon", "include", f"include pattern {pattern!r}"
+        return "muon", Claim("include", f"include pattern {pattern!r}")
+    if (
+        kind == "experts"
+        and len(item.whole_shape) > 2
+        and not _is_experts(item)
+        and 1 not in item.whole_shape
+    ):
+        return "muon", Claim("include", "a pattern of matrices says so")
+    shape = item.whole_shape
     if kind is None:
-        if "LoRA of experts" in item.module_kinds:
-            return "adamw", "adapter", "LoRA of stacked experts, whose matrices alternate in one tensor"
-        for other in ("grouped convolution", "transposed convolution"):
-            if other in item.module_kinds:
-                return "adamw", "shape", f"filters of a {other}"
-        what = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
-        return "adamw", "shape", what.get(len(shape), f"{len(shape)}-dimensional, not a matrix")
-    if 1 in (shape[1:] if kind == "experts" else (shape[0], math.prod(shape[1:]))):
-        return "adamw", "shape", "a matrix with a side of 1, which is a vector"
-    if "embedding" in item.module_kinds:
-        return "adamw", "embedding", "weight of an embedding module"
-    if "head" in item.module_kinds:
-        return "adamw", "head", "output head of the model"
-    if "tied" in item.module_kinds:
-        # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
-        return "adamw", "tied", "tied between the stages of a pipeline"
-    # The biases of stacked experts are a matrix with a row for each expert.
-    if kind == "matrix" and any(name.lower().endswith(("_bias", "_biases", ".bias")) for name in item.names):
-        return "adamw", "bias", "biases"
-    for name in item.names:
-        found = rule_by_name(name, model)
-        if found:
-            return "adamw", *found
-    if "adapter" in item.module_kinds:
-        return "adamw", "adapter", "an adapter of another kind than LoRA"
-    words = {
-        "matrix": "hidden matrix",
-        "convolution": "filters of a convolution",
-        "experts": "hidden matrices",
-    }
-    return "muon", "hidden", words[kind]
-
-
-def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Guess the kind of convolution whose filters a parameter is; ``None`` if it seems to be no filters.
-
-    Args:
-        name: Dotted name.
-        shape: Its shape.
-        shapes: Shapes of all parameters, among them the bias beside it.
-
-    Returns:
-        A kind of :class:`~deepspeed_muon.routing.parameters.NamedParameter`. Plain filters may be those of a grouped
-        convolution with wide groups, and one input may be that of a plain one: shapes do not tell.
-    """
-    parts = name.split(".")
-    if len(shape) not in (3, 4, 5) or parts[-1] != "weight" or "experts" in parts or shape[-1] > _MAX_KERNEL:
-        return None
-    bias = shapes.get(".".join((*parts[:-1], "bias")))
-    if bias is not None and tuple(bias) == (shape[1],) != (shape[0],):
-        return "transposed convolution"
-    return "grouped convolution" if shape[1] == 1 < shape[0] else "convolution"
-
-
-def route_saved(
-    shapes: Mapping[str, Sequence[int]],
-    aliases: Mapping[str, Iterable[str]],
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> dict[str, Route]:
-    """Route the parameters of a checkpoint as training would, as far as its files tell.
-
-    Training routes parameters by names, shapes and types of modules. Files know no modules, so shapes and biases must
-    tell which parameters are filters of convolutions.
-
-    Args:
-        shapes: Name of every trained parameter to its shape, in order.
-        aliases: Name to further names of the same parameter.
-        include: Patterns of names that go to Muon: filters among them are taken for plain ones, stacks for experts.
-        exclude: Patterns of names that stay with AdamW.
-
-    Raises:
-        RoutingError: If a pattern matches nothing, or Muon is asked for something that is no matrix.
-    """
-    kinds = {name: convolution_kind(name, shape, shapes) for name, shape in shapes.items()}
-    members = [
-        NamedParameter(
-            (name, *aliases.get(name, ())),
-            torch.nn.Parameter(torch.empty(tuple(shape), device="meta")),
-            frozenset(("convolution",) if kinds[name] else ("experts",) if len(shape) == 3 else ()),
+        return "adamw", _no_matrix(item, shape)
+    if 1 in (shape[-2:] if kind == "experts" else (shape[0], math.prod(shape[1:]))):
+        return "adamw", Claim("shape", "a matrix with a side of 1, which is a vector")
+    claims = sorted(item.claims, key=lambda claim: _ORDER.index(claim.rule))
+    if claims and claims[0].rule != "hidden":
+        return "adamw", claims[0]
+    if claims:
+        return "muon", claims[0]
+    if len(shape) == 2 and item.names and item.kind in (None, "bare", "experts"):
+        claim = _bare_matrix(item)
+        return ("muon" if claim.rule == "hidden" else "adamw"), claim
+    if item.layer is None:
+        return "muon", Claim(
+            "hidden", _WORDS[kind] + (" by name" if item.names else " by shape"), certain=False
         )
-        for name, shape in shapes.items()
-    ]
-    found = {}
-    for route in route_parameters(members, MuonConfig(include=tuple(include), exclude=tuple(exclude))):
-        kind = kinds[route.name]
-        # Where the caller's patterns name a parameter, they decide.
-        if route.rule == "hidden" and route.kind == "convolution" and kind != "convolution":
-            # A plain convolution can have a single input channel, too.
-            rule: Rule = "unsure" if kind == "grouped convolution" else "shape"
-            route = Route(route.name, route.shape, "adamw", f"filters of a {kind}", rule=rule)
-        elif route.rule == "hidden" and route.kind == "experts" and "experts" not in route.name.split("."):
-            reason = "3-dimensional, no experts by name"
-            route = Route(route.name, route.shape, "adamw", reason, rule="unsure")
-        found[route.name] = route
-    return found
+    if kind == "matrix" and item.kind == "weight" and not item.layer.product:
+        return "muon", Claim("hidden", "hidden matrix, by the name weight alone", certain=False)
+    return "muon", Claim("hidden", _WORDS[kind])
+
+
+def _no_matrix(item: NamedParameter, shape: tuple[int, ...]) -> Claim:
+    """Return the claim of a parameter that Muon cannot orthogonalise as it is."""
+    if item.kind == "LoRA of experts":
+        return Claim("adapter", "LoRA of stacked experts, whose matrices alternate in one tensor")
+    if item.kind in _FILTERS and item.kind != "convolution":
+        return Claim("shape", f"filters of a {item.kind}")
+    words = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
+    if len(shape) < 3 or min(shape) == 0:
+        return Claim("shape", words.get(len(shape), "an empty tensor"))
+    claims = sorted(item.claims, key=lambda claim: _ORDER.index(claim.rule))
+    if claims and claims[0].rule != "hidden":
+        return claims[0]
+    reason = f"{len(shape)}-dimensional, not a matrix"
+    # A table that is broadcast over a batch, for one, has a first dimension of 1.
+    if 1 in shape or any(known(bare_name(name), "bias") for name in item.names):
+        return Claim("shape", reason)
+    return Claim("shape", f"{reason} unless 'include' or 'matrices' says so", certain=False)
+
+
+def _bare_matrix(item: NamedParameter) -> Claim:
+    """Return the claim of a 2-dimensional parameter that is no layer's ``weight``: a table, unless something says more.
+
+    Without the module, the name of a parameter shows that much.
+    """
+    if item.layer is not None and item.layer.product:
+        return Claim("hidden", f"hidden matrix: {item.layer.product}")
+    if item.layer is None and any(name.rpartition(".")[2] == "weight" for name in item.names):
+        return Claim("hidden", "hidden matrix by name", certain=False)
+    last = next((bare_name(name) for name in item.names), "")
+    if any(known(part, "LoRA B") for part in item.names[0].lower().split(".")):
+        return Claim("hidden", "the half B of a LoRA adapter")
+    if any("experts" in plain_name(name).split(".") for name in item.names):
+        reason = "perhaps several experts in one matrix; how many is not known"
+        return Claim("no_product", reason, certain=False)
+    if known(last, "weight"):
+        return Claim("hidden", f"hidden matrix by name ({last})", certain=False)
+    return Claim(
+        "no_product", "a bare parameter, and nothing says that it multiplies activations", certain=False
+    )

@@ -12,7 +12,7 @@ import torch
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index, restore
 from deepspeed_muon.checkpoint.deepspeed_files import repeat_in_run
-from deepspeed_muon.routing.rules import convolution_kind, route_saved
+from deepspeed_muon.routing.saved import convolution_kind, route_saved
 from tests.support import training
 from tests.support.checkpoints import save_other
 from tests.support.models import MATRICES, build
@@ -45,16 +45,12 @@ def test_convolutions_go_where_training_sends_them(
     """The transposed one has as many inputs as outputs, which no file tells from a plain one: it is named."""
     save_adamw(ranks, tmp_path, stage=stage, kind=kind)
     arguments = ["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]
-    assert cli.main([*arguments, "--exclude", "others.1.weight", "--include", "plain.2.weight"]) == 0
+    assert cli.main([*arguments, "--exclude", "others.1.weight"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "taken for filters of plain convolutions, by their shapes: plain.0.weight, plain.1.weight;" in printed
-    )
+    plain = "plain.0.weight, plain.1.weight, plain.2.weight"
+    assert f"taken for filters of plain convolutions, by their shapes: {plain};" in printed
     params = needed(printed)
-    assert params == {
-        "include": ["plain.2.weight"],
-        "exclude": ["others.1.weight", "others.0.weight"],
-    }
+    assert params == {"exclude": ["others.1.weight"]}
     index = load_index(tmp_path / "out")
     assert any(NEEDED in line for line in index.lossy)
     muon = {name for name, record in index.parameters.items() if record.algorithm == "muon"}

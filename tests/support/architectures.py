@@ -1,14 +1,28 @@
-"""Architectures of transformers with their own sizes but few layers, and the table of their routes.
+"""Architectures of transformers, timm, diffusers and torchvision, and the table of their routes.
 
-The table says of each class what its configuration gets. Models are built on the meta device; nothing is downloaded.
-After a change of the rules, ``python -m tests.support.architectures`` writes the routes anew; read what changed before
-you commit it.
+Models have their own sizes but few layers, and are built on the meta device; nothing is downloaded. The first lines of
+the table say how it is written anew. Review what changed before you commit it.
+
+The libraries are installed in a folder of their own (:data:`LIBRARIES`), in the versions of ``architectures.txt``, and
+only a process that runs this module imports from it: beside a CPU build of torch, transformers and peft fail to import
+if they see PyPI's torchvision.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
 import json
 import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +30,60 @@ import torch
 from torch import nn
 
 from deepspeed_muon.routing.parameters import model_parameters_by_name
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
+from tests.support.native_ops import REPOSITORY
 
-TABLE = Path(__file__).resolve().parents[1] / "unit" / "routes_of_architectures.txt"
+TABLE = REPOSITORY / "tests" / "unit" / "routes_of_architectures.txt"
+LIBRARIES = Path(sys.prefix) / "architectures"
+"""Where ``make setup`` installs what ``architectures.txt`` lists."""
+
+_CHECKED_AT_IMPORT = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+"""Operators that torchvision asks for at import and does not have if it was built for another build of torch."""
+
+_LIBRARIES_OF_OPERATORS: list[torch.library.Library] = []
+"""An operator is gone with the library that defined it."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A heading of the table and the lines below it.
+
+    Attributes:
+        name: Library and class or model, as in ``transformers.LlamaForCausalLM``.
+        settings: What its configuration or its constructor gets, as JSON.
+        routes: The lines of its routes.
+    """
+
+    name: str
+    settings: str
+    routes: list[str]
+
+    @property
+    def library(self) -> str:
+        """The package that has the model."""
+        return self.name.partition(".")[0]
 
 
 def build(name: str, settings: dict[str, Any]) -> nn.Module:
-    """Return a model of the class ``name`` on the meta device, with the given settings of its configuration."""
-    import transformers
-
-    kind = getattr(transformers, name)
+    """Return the model ``LIBRARY.NAME`` on the meta device, with the given settings."""
+    library, _, model = name.partition(".")
+    module = importlib.import_module(library)
     with torch.device("meta"):
-        return kind(kind.config_class(**settings))
+        if library == "transformers":
+            kind = getattr(module, model)
+            return kind(kind.config_class(**settings))
+        if library == "timm":
+            return module.create_model(model, **settings)
+        if library == "torchvision":
+            builder = module.models.get_model_builder(model)
+            # The weights of a backbone would be downloaded.
+            keywords = {"weights", "weights_backbone"} & set(inspect.signature(builder).parameters)
+            return builder(**dict.fromkeys(keywords), **settings)
+        return getattr(module, model)(**settings)
 
 
 def routes_of(name: str, settings: dict[str, Any]) -> list[str]:
@@ -35,45 +91,160 @@ def routes_of(name: str, settings: dict[str, Any]) -> list[str]:
 
     Numbers in names are stars, equal siblings stand in braces, and vectors are only counted.
     """
-    routes = route_parameters(list(model_parameters_by_name(build(name, settings)).values()))
-    vectors = set()
-    found: dict[tuple[str, str], dict[tuple[str, str], dict[str, None]]] = {}
+    return _lines(route_parameters(list(model_parameters_by_name(build(name, settings)).values())))
+
+
+def _stars(routes: Sequence[Route]) -> dict[tuple[str, ...], str]:
+    """Return the last component of every path with stars for numbers, if several beside each other differ in them."""
+    numbered: dict[tuple[tuple[str, ...], str], set[str]] = {}
     for route in routes:
-        parts = ["*" if part.isdigit() else part for part in route.name.split(".")]
-        if len(route.shape) == 1 and route.algorithm != "frozen":
-            assert route.reason == "a vector", route
-            vectors.add(".".join(parts))
+        components = tuple(route.name.split("."))
+        for i, component in enumerate(components):
+            numbered.setdefault((components[:i], re.sub(r"\d+", "*", component)), set()).add(component)
+    return {
+        (*path, component): starred if len(components) > 1 or component.isdigit() else component
+        for (path, starred), components in numbered.items()
+        for component in components
+    }
+
+
+def _lines(routes: Sequence[Route]) -> list[str]:
+    star = _stars(routes)
+    vectors: set[str] = set()
+    names: set[str] = set()
+    guesses: set[str] = set()
+    # By heading, then by what stands before and after the one component in which siblings differ.
+    siblings: dict[str, dict[tuple[str, str], dict[str, None]]] = {}
+    for route in routes:
+        components = route.name.split(".")
+        leaf = 2 if components[-1] in ("weight", "bias") and len(components) > 1 else 1
+        containers = [star[tuple(components[: i + 1])] for i in range(len(components) - leaf)]
+        module = "*" if components[-leaf].isdigit() else components[-leaf]
+        rest = components[len(components) - leaf + 1 :]
+        starred = ".".join((*containers, module, *rest))
+        names.add(starred)
+        if not route.certain:
+            guesses.add(starred)
+        elif len(route.shape) == 1 and route.algorithm == "adamw":
+            vectors.add(starred)
             continue
-        last = 1 if parts[-1] not in ("weight", "bias") or len(parts) == 1 else 2
-        around = ".".join(parts[:-last]), ".".join(parts[len(parts) - last + 1 :])
-        siblings = found.setdefault((route.algorithm, route.reason), {}).setdefault(around, {})
-        siblings.setdefault(parts[-last])
+        # The names below say which of them the reason means: "(pos_embed)".
+        reason = re.sub(r" \(\S+\)", "", route.reason)
+        heading = f"{route.algorithm}, {reason}{'' if route.certain else ' (guess)'}"
+        around = ".".join(containers), ".".join(rest)
+        siblings.setdefault(heading, {}).setdefault(around, {}).setdefault(module)
     lines = []
-    for (algorithm, reason), groups in sorted(found.items(), key=lambda item: item[0]):
-        lines.append(f"  {algorithm}, {reason}:")
-        for (before, after), names in groups.items():
-            middle = next(iter(names)) if len(names) == 1 else "{" + ",".join(names) + "}"
+    for heading, groups in sorted(siblings.items()):
+        lines.append(f"  {heading}:")
+        for (before, after), modules in groups.items():
+            middle = next(iter(modules)) if len(modules) == 1 else "{" + ",".join(modules) + "}"
             lines.append("    " + ".".join(part for part in (before, middle, after) if part))
-    return [*lines, f"  adamw, a vector: {len(vectors)} names"]
+    lines.append(f"  adamw, a vector: {len(vectors)} names")
+    lines.append(f"  guessed: {len(guesses)} of {len(names)} names")
+    return lines
 
 
-def table() -> dict[str, tuple[str, list[str]]]:
-    """Return by class its settings as JSON and the lines of its routes."""
-    blocks = (block.strip("\n").split("\n") for block in TABLE.read_text().split("\n\n"))
-    heads = ((head.partition(" "), routes) for head, *routes in blocks if not head.startswith("=="))
-    return {name: (settings, routes) for (name, _, settings), routes in heads}
+@functools.cache
+def read_table() -> tuple[list[str], dict[str, list[Architecture]]]:
+    """Return the first lines of the table, and its architectures by section."""
+    first, *blocks = (block.strip("\n").split("\n") for block in TABLE.read_text().split("\n\n"))
+    sections: dict[str, list[Architecture]] = {}
+    for heading, *routes in blocks:
+        if heading.startswith("== "):
+            section = sections.setdefault(heading.strip("= "), [])
+        else:
+            name, _, settings = heading.partition(" ")
+            section.append(Architecture(name, settings, routes))
+    return first, sections
+
+
+@functools.cache
+def architectures() -> dict[str, Architecture]:
+    """Return the architectures of the table by name and settings."""
+    sections = read_table()[1]
+    return {f"{item.name} {item.settings}": item for section in sections.values() for item in section}
+
+
+@functools.cache
+def versions_of_table() -> dict[str, str]:
+    """Return the version of every library that the table was made with."""
+    line = next(line for line in read_table()[0] if line.startswith("# Made with "))
+    return dict(re.findall(r"(\w+) (\d[\w.]*\w)", line))
+
+
+@functools.cache
+def installed_versions() -> dict[str, str | None]:
+    """Return the version of each library of the table, ``None`` for one that is not installed."""
+    folders = [str(LIBRARIES), *sys.path]
+    return {
+        library: next(
+            (found.version for found in importlib.metadata.distributions(name=library, path=folders)), None
+        )
+        for library in versions_of_table()
+    }
+
+
+def routes_now() -> dict[str, list[str]]:
+    """Return what :func:`routes_of` gives for all architectures whose library is installed, or the error, by heading.
+
+    They are built in a new process.
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.support.architectures", "--json"]
+    answer = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, stdout=subprocess.PIPE)
+    routes: dict[str, list[str]] = json.loads(answer.stdout)
+    return routes
+
+
+def _import_libraries() -> None:
+    """Make the folder of libraries importable, torchvision also where its operators do not fit this build of torch."""
+    sys.path.insert(0, str(LIBRARIES))
+    specification = importlib.util.find_spec("torchvision")
+    if specification is None or specification.origin is None:
+        return
+    try:
+        torch.ops.load_library(str(Path(specification.origin).parent / "_C.so"))
+    except OSError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in _CHECKED_AT_IMPORT:
+            library.define(schema)
+        _LIBRARIES_OF_OPERATORS.append(library)
+
+
+def _all_routes() -> dict[str, list[str]]:
+    _import_libraries()
+    installed = installed_versions()
+    routes: dict[str, list[str]] = {}
+    for heading, architecture in architectures().items():
+        if installed[architecture.library] is None:
+            continue
+        started = time.perf_counter()
+        try:
+            routes[heading] = routes_of(architecture.name, json.loads(architecture.settings))
+        except Exception as error:  # the architecture's own code runs
+            routes[heading] = [f"  {type(error).__name__}: {error}"]
+        print(f"{time.perf_counter() - started:6.2f} s  {heading[:100]}", file=sys.stderr)
+    return routes
 
 
 def _write() -> None:
-    text = TABLE.read_text()
-    for name, (settings, routes) in table().items():
-        head = f"{name} {settings}"
-        text = text.replace(
-            "\n".join([head, *routes]), "\n".join([head, *routes_of(name, json.loads(settings))])
-        )
-    TABLE.write_text(text)
+    first, sections = read_table()
+    routes = _all_routes()
+    versions = installed_versions()
+    blocks = []
+    for section, members in sections.items():
+        blocks.append(f"== {section} ==")
+        for architecture in members:
+            heading = f"{architecture.name} {architecture.settings}"
+            blocks.append("\n".join([heading, *routes.get(heading, architecture.routes)]))
+    made_with = ", ".join(f"{library} {version}" for library, version in versions.items())
+    first = [f"# Made with {made_with}." if line.startswith("# Made with") else line for line in first]
+    TABLE.write_text("\n\n".join(["\n".join(first), *blocks]) + "\n")
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    _write()
+    if sys.argv[1:] == ["--json"]:
+        print(json.dumps(_all_routes()))
+    else:
+        _write()

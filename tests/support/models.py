@@ -278,7 +278,7 @@ class Convolutions(Toy):
 
     def __init__(self, **_: object) -> None:
         super().__init__(width=12, hidden=(), thin=False)
-        self.plain = nn.ModuleList((nn.Conv1d(12, 12, 3), nn.Conv2d(2, 5, 3), nn.Conv3d(1, 7, (1, 2, 3))))
+        self.plain = nn.ModuleList((nn.Conv1d(12, 12, 3), nn.Conv2d(6, 5, 3), nn.Conv3d(6, 7, (1, 2, 3))))
         self.others = nn.ModuleList((nn.Conv1d(12, 12, 3, groups=12), nn.ConvTranspose1d(12, 12, 3)))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -292,9 +292,7 @@ class Convolutions(Toy):
             if weight.ndim == 3:
                 x = x + torch.tanh(run(x.mT, weight, bias, padding=1, **groups)).mT
             else:
-                image = x.reshape(
-                    x.shape[0], weight.shape[1], *((12, -1) if weight.ndim == 4 else (4, 4, -1))
-                )
+                image = x.reshape(x.shape[0], weight.shape[1], *((4, -1) if weight.ndim == 4 else (1, 2, -1)))
                 total = total + torch.tanh(run(image, weight, bias)).square().mean()
         return F.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten()) + total
 

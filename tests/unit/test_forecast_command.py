@@ -86,7 +86,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for part in (
         "128 experts separately",
-        "MoE router by name",
+        "MoE router",
         "busiest rank",
         "optimizer step, ms",
         "memory, GB",

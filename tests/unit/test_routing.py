@@ -224,12 +224,13 @@ def test_hugging_face_accessors_tell_the_head() -> None:
 
 
 def test_matrix_shapes() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 5), nn.ConvTranspose2d(8, 4, 3), nn.Conv2d(4, 4, 3, groups=2))
-    routes = route_parameters(list(model_parameters_by_name(model).values()))
-    found = {r.name: (r.algorithm, r.kind) for r in routes if len(r.shape) > 1}
-    assert found["0.weight"] == ("muon", "convolution")
-    assert found["1.weight"][0] == found["2.weight"][0] == "adamw"
-    assert routes[0].matrix_shape == (8, 75)
+    model = nn.Sequential(
+        nn.Linear(7, 7), nn.Conv2d(6, 8, 5), nn.ConvTranspose2d(8, 4, 3), nn.Conv2d(4, 4, 3, groups=2)
+    )
+    routes = {r.name: r for r in route_parameters(list(model_parameters_by_name(model).values()))}
+    plain = routes["1.weight"]
+    assert (plain.algorithm, plain.kind, plain.matrix_shape) == ("muon", "convolution", (8, 150))
+    assert routes["2.weight"].algorithm == routes["3.weight"].algorithm == "adamw"
     experts = route("experts.w", 4, 6, 8)
     assert experts.matrix_shape == (24, 8) and experts.heads == 4
 

@@ -1,24 +1,49 @@
-"""The routes of more than sixty architectures of transformers are those of the table, which was read line by line."""
+"""The routes of architectures of transformers, timm, diffusers and torchvision are those of the reviewed table."""
 
 from __future__ import annotations
 
-import json
+import os
+from collections import Counter
 
 import pytest
 
-from tests.support.architectures import routes_of, table
-
-transformers = pytest.importorskip("transformers", minversion="5.0")
-
-
-def test_there_are_more_than_sixty() -> None:
-    assert len(table()) >= 60
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "routes"), [(name, *each) for name, each in table().items()], ids=list(table())
+from tests.support.architectures import (
+    Architecture,
+    architectures,
+    installed_versions,
+    routes_now,
+    versions_of_table,
 )
-def test_routes(name: str, settings: str, routes: list[str]) -> None:
-    assert routes_of(name, json.loads(settings)) == routes, (
-        f"transformers {transformers.__version__}; if the routes are right: python -m tests.support.architectures"
+
+
+@pytest.fixture(scope="module")
+def routes() -> dict[str, list[str]]:
+    """Route all architectures whose library is installed."""
+    return routes_now()
+
+
+def test_all_libraries_have_architectures() -> None:
+    numbers = Counter(architecture.library for architecture in architectures().values())
+    assert numbers.keys() == {"transformers", "timm", "diffusers", "torchvision"}
+    assert min(numbers.values()) >= 20
+    assert numbers.total() >= 150
+
+
+@pytest.mark.skipif("CI" not in os.environ, reason="other versions are skipped below")
+def test_ci_has_the_versions_of_the_table() -> None:
+    assert installed_versions() == versions_of_table(), "tests/support/architectures.txt has the versions"
+
+
+@pytest.mark.parametrize("heading", list(architectures()))
+def test_routes(heading: str, routes: dict[str, list[str]]) -> None:
+    architecture: Architecture = architectures()[heading]
+    made_with = versions_of_table()[architecture.library]
+    installed = installed_versions()[architecture.library]
+    if installed != made_with:
+        pytest.skip(
+            f"the table was made with {architecture.library} {made_with}, "
+            f"{'not installed' if installed is None else 'installed is ' + installed} (make setup)"
+        )
+    assert routes[heading] == architecture.routes, (
+        f"{architecture.library} {installed}; if the new routes are right: python -m tests.support.architectures"
     )

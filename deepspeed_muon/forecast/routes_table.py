@@ -1,0 +1,94 @@
+"""``python -m deepspeed_muon routes MODEL``: which algorithm updates which parameter, and why, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepspeed_muon.forecast.model_shapes import MODEL_FORMS, load_model
+from deepspeed_muon.forecast.report import optimizer_config, read_configuration
+from deepspeed_muon.routing.route import Route, rows_of, totals_of
+from deepspeed_muon.routing.rules import route_parameters
+
+_HEADINGS = ("parameter", "number", "shape", "algorithm", "certain", "reason")
+
+
+def add_subcommand(subparsers: Any) -> None:
+    """Add the command ``routes`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
+    parser = subparsers.add_parser("routes", help="Muon or AdamW for each parameter of a model, and why")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_FORMS)
+    option = parser.add_argument
+    option("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
+    pattern = "a further pattern of names for {} (may be given several times)"
+    option("--include", action="append", default=[], metavar="PATTERN", help=pattern.format("Muon"))
+    option("--exclude", action="append", default=[], metavar="PATTERN", help=pattern.format("AdamW"))
+    option("--all", action="store_true", help="one row for each parameter, not for equal ones of all layers")
+    option("--guesses", action="store_true", help="only the routes that rest on a guess")
+    option("--device", choices=("meta", "cpu"), default="meta", help="where MODULE:FUNCTION builds (meta)")
+    option("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_routes)
+
+
+def _routes(arguments: argparse.Namespace) -> int:
+    config = optimizer_config(read_configuration(arguments.params))
+    config = config.model_copy(
+        update={key: (*getattr(config, key), *getattr(arguments, key)) for key in ("include", "exclude")}
+    )
+    routes = route_parameters(load_model(arguments.model, arguments.device), config)
+    data = table(arguments.model, routes, each=arguments.all)
+    if arguments.guesses:
+        data["routes"] = [row for row in data["routes"] if not row["certain"]]
+    print(json.dumps(data, indent=1) if arguments.json else render(data))
+    return 0
+
+
+def table(model: str, routes: Sequence[Route], *, each: bool = False) -> dict[str, Any]:
+    """Return the routes and their counts as plain data that JSON can hold.
+
+    Args:
+        model: Its name in the table.
+        routes: Of every parameter.
+        each: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
+    """
+    guessed = [route for route in routes if not route.certain]
+    return {
+        "model": model,
+        "tensors": len(routes),
+        "elements": sum(route.numel for route in routes),
+        "algorithms": totals_of(routes),
+        "guesses": {"tensors": len(guessed), "elements": sum(route.numel for route in guessed)},
+        "routes": rows_of(routes, each=each),
+    }
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """Return what :func:`table` gives as text."""
+    cells = [
+        (
+            row["name"],
+            str(row["tensors"]),
+            "x".join(map(str, row["shape"])) or "scalar",
+            row["algorithm"],
+            "yes" if row["certain"] else "guess",
+            row["reason"],
+        )
+        for row in data["routes"]
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEADINGS, *cells, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_HEADINGS, *cells)
+    ]
+    lines.append(f"\n{data['model']}: {_count(data, data)}")
+    lines += [f"  {name:<8} {_count(total, data)}" for name, total in data["algorithms"].items()]
+    lines.append(f"  {'guessed':<8} {_count(data['guesses'], data)}")
+    if data["guesses"]["tensors"]:
+        lines.append("A guess that is wrong is put right by a pattern in include or exclude.")
+    return "\n".join(lines)
+
+
+def _count(total: Mapping[str, int], of: Mapping[str, int]) -> str:
+    share = total["elements"] / max(1, of["elements"])
+    return f"{total['tensors']:>6,} parameters  {total['elements']:>17,} elements  {share:7.2%}"

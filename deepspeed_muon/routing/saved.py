@@ -1,0 +1,86 @@
+"""Routes of the parameters of a checkpoint, whose files have names and shapes and no modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.routing.ends import Places
+from deepspeed_muon.routing.evidence import Layer, NamedParameter
+from deepspeed_muon.routing.parameters import claims_by_place
+from deepspeed_muon.routing.route import Route, Rule
+from deepspeed_muon.routing.rules import route_parameters
+
+# The longest kernel. A longer last dimension is more likely the input width of stacked matrices.
+_MAX_KERNEL = 64
+
+
+def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Guess the kind of convolution whose filters a parameter is; ``None`` if it seems to be no filters.
+
+    Args:
+        name: Dotted name.
+        shape: Its shape.
+        shapes: Shapes of all parameters, among them the bias beside it.
+
+    Returns:
+        A kind of :class:`~deepspeed_muon.routing.evidence.Layer`. Plain filters may be those of a grouped
+        convolution with wide groups, and one input may be that of a plain one: shapes do not tell.
+    """
+    parts = name.split(".")
+    if len(shape) not in (3, 4, 5) or parts[-1] != "weight" or "experts" in parts or shape[-1] > _MAX_KERNEL:
+        return None
+    bias = shapes.get(".".join((*parts[:-1], "bias")))
+    if bias is not None and tuple(bias) == (shape[1],) != (shape[0],):
+        return "transposed convolution"
+    return "grouped convolution" if shape[1] == 1 < shape[0] else "convolution"
+
+
+def route_saved(
+    shapes: Mapping[str, Sequence[int]],
+    aliases: Mapping[str, Iterable[str]],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> dict[str, Route]:
+    """Route the parameters of a checkpoint as training would, as far as its files tell.
+
+    Training routes parameters by names, shapes and types of modules. Files know no modules, so shapes and biases must
+    tell which parameters are filters of convolutions.
+
+    Args:
+        shapes: Name of every trained parameter to its shape, in order.
+        aliases: Name to further names of the same parameter.
+        include: Patterns of names that go to Muon: filters among them are taken for plain ones, stacks for experts.
+        exclude: Patterns of names that stay with AdamW.
+
+    Raises:
+        RoutingError: If a pattern matches nothing, or Muon is asked for something that is no matrix.
+    """
+    kinds = {name: convolution_kind(name, shape, shapes) for name, shape in shapes.items()}
+    members = [
+        NamedParameter(
+            (name, *aliases.get(name, ())),
+            torch.nn.Parameter(torch.empty(tuple(shape), device="meta")),
+            Layer("convolution") if kinds[name] else Layer("experts") if len(shape) == 3 else None,
+        )
+        for name, shape in shapes.items()
+    ]
+    claims = claims_by_place(members, Places())
+    members = [replace(member, claims=tuple(claims.get(id(member.param), ()))) for member in members]
+    found = {}
+    for route in route_parameters(members, MuonConfig(include=tuple(include), exclude=tuple(exclude))):
+        kind = kinds[route.name]
+        # Where the caller's patterns name a parameter, they decide.
+        if route.rule == "hidden" and route.kind == "convolution" and kind != "convolution":
+            # A plain convolution can have a single input channel, too.
+            rule: Rule = "unsure" if kind == "grouped convolution" else "shape"
+            route = Route(route.name, route.shape, "adamw", f"filters of a {kind}", rule=rule, certain=False)
+        elif route.rule == "hidden" and route.kind == "experts" and "experts" not in route.name.split("."):
+            reason = "3-dimensional, no experts by name"
+            route = Route(route.name, route.shape, "adamw", reason, rule="unsure", certain=False)
+        found[route.name] = route
+    return found

@@ -1,0 +1,389 @@
+"""How the methods of a module use a parameter that it holds itself: as the weight of a product, or otherwise.
+
+A module that holds bare parameters says nothing by its type. Its source does: ``x @ self.proj`` multiplies by a matrix
+that is stored as input x output, ``F.linear(x, self.proj)`` by one stored as output x input, and
+``x + self.scale_shift_table`` by none. Only plain patterns are read; whatever else happens to a parameter counts as
+unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Literal
+
+Use = Literal["input x output", "output x input", "product", "no product", "unknown"]
+
+# Methods and functions by what their result is: the same values, those of the transpose, the same values in another
+# shape, other values of the same elements.
+_SAME = frozenset(
+    {
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "contiguous",
+        "clone",
+        "cuda",
+        "cpu",
+        "detach",
+        "data",
+        "requires_grad_",
+    }
+)
+_TRANSPOSES = frozenset(
+    {
+        "T",
+        "mT",
+        "t",
+        "transpose",
+        "swapaxes",
+    }
+)
+_RESHAPES = frozenset(
+    {
+        "view",
+        "reshape",
+        "view_as",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "repeat",
+        "flatten",
+        "permute",
+        "broadcast_to",
+        "chunk",
+        "split",
+        "unbind",
+        "repeat_interleave",
+        "tile",
+        "narrow",
+        "index_select",
+        "rearrange",
+        "cat",
+        "stack",
+        "concat",
+        "concatenate",
+        "flip",
+        "roll",
+    }
+)
+_ELEMENTWISE = frozenset(
+    {
+        "exp",
+        "sigmoid",
+        "tanh",
+        "softplus",
+        "softmax",
+        "log",
+        "abs",
+        "neg",
+        "clamp",
+        "relu",
+        "silu",
+        "gelu",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "pow",
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "lerp",
+        "addcmul",
+        "where",
+        "cos",
+        "sin",
+        "logsigmoid",
+        "masked_fill",
+    }
+)
+_GAINS = frozenset(
+    {
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "batch_norm",
+        "instance_norm",
+        "normalize",
+        "interpolate",
+    }
+)
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
+_MATMULS = frozenset(
+    {
+        "matmul",
+        "mm",
+        "bmm",
+    }
+)
+# Reading these says nothing about the values.
+_METADATA = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "size",
+        "numel",
+        "ndim",
+        "dim",
+        "element_size",
+        "is_cuda",
+        "requires_grad",
+        "grad",
+        "is_meta",
+    }
+)
+
+
+@dataclass(slots=True)
+class _Reference:
+    """An expression whose value is a parameter's, or was made from it."""
+
+    node: ast.AST
+    turned: bool = False
+    reshaped: bool = False
+    derived: bool = False
+    depth: int = 0
+
+
+def uses_of(kind: type) -> dict[str, set[Use]]:
+    """Return for each attribute that the methods of a module's class read how they use it.
+
+    Args:
+        kind: The class. Methods of ``torch.nn`` and methods without source are left out.
+    """
+    uses: dict[str, set[Use]] = {}
+    seen: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.nn.modules"):
+            continue
+        for name, function in vars(base).items():
+            if name in seen or not isinstance(function, FunctionType):
+                continue
+            seen.add(name)
+            if name == "__init__" or "init" in name or name.startswith(("reset", "extra_repr")):
+                continue
+            for attribute, use in _Method(function, kind).uses():
+                uses.setdefault(attribute, set()).add(use)
+    return uses
+
+
+@dataclass
+class _Method:
+    function: Callable[..., object]
+    kind: type
+    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+
+    def uses(self) -> Iterator[tuple[str, Use]]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return
+        for parent in ast.walk(tree):
+            for child in ast.iter_child_nodes(parent):
+                self.parents[child] = parent
+        self.loads: dict[str, list[ast.Name]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self.loads.setdefault(node.id, []).append(node)
+        self._find_activations(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_self(node.value):
+                for use in self.follow(_Reference(node)):
+                    yield node.attr, use
+
+    def follow(self, reference: _Reference) -> Iterator[Use]:
+        """Yield the uses of one reference, through names that it is assigned to."""
+        while True:
+            node = reference.node
+            parent = self.parents.get(node)
+            if parent is None or isinstance(parent, (ast.Expr, ast.Compare, ast.BoolOp, ast.If)):
+                return
+            if isinstance(parent, ast.Attribute):
+                if parent.attr in _METADATA:
+                    return
+                if parent.attr in _TRANSPOSES:
+                    reference.turned = not reference.turned
+                elif parent.attr in _RESHAPES:
+                    reference.reshaped = True
+                elif parent.attr in _ELEMENTWISE:
+                    reference.derived = True
+                elif parent.attr in _MATMULS:
+                    yield _product(reference, left=True)
+                    return
+                elif parent.attr not in _SAME:
+                    yield "unknown"
+                    return
+                reference.node = self._called(parent)
+            elif isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.MatMult):
+                yield _product(reference, left=node is parent.left)
+                return
+            elif isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.AugAssign)):
+                reference.derived = True
+                if isinstance(parent, ast.AugAssign) or self._reads_activations(parent, but=node):
+                    yield "no product"
+                    return
+                reference.node = parent
+            elif isinstance(parent, ast.Subscript):
+                if node is not parent.value:
+                    return
+                reference.reshaped = True
+                reference.node = parent
+            elif isinstance(parent, (ast.Tuple, ast.List, ast.Starred, ast.IfExp)):
+                reference.node = parent
+            elif isinstance(parent, ast.Call):
+                use = self._argument(reference, parent)
+                if use is not None:
+                    yield use
+                    return
+                reference.node = parent
+            elif isinstance(parent, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
+                yield from self._assigned(reference, parent)
+                return
+            elif isinstance(parent, ast.Return) and reference.derived:
+                yield "no product"
+                return
+            else:
+                yield "unknown"
+                return
+
+    def _reads_activations(self, expression: ast.AST, *, but: ast.AST) -> bool:
+        """Return whether an expression reads an activation elsewhere than in one of its parts."""
+        remaining = [expression]
+        while remaining:
+            node = remaining.pop()
+            if node is but or (isinstance(node, ast.Attribute) and node.attr in _METADATA):
+                continue
+            if isinstance(node, ast.Name) and node.id in self.activations:
+                return True
+            remaining.extend(ast.iter_child_nodes(node))
+        return False
+
+    def _find_activations(self, tree: ast.AST) -> set[str]:
+        """Return the arguments of the method and the names that are assigned from them."""
+        self.activations: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arguments):
+                arguments = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+                self.activations |= {argument.arg for argument in arguments} - {"self", "cls"}
+        assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        for _ in range(3):
+            for statement in assignments:
+                if self._reads_activations(_source(statement.value), but=tree):
+                    names = {n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+                    self.activations |= names - {"self"}
+        return self.activations
+
+    def _called(self, attribute: ast.Attribute) -> ast.AST:
+        """Return the call of a method, or the attribute where it is only read."""
+        parent = self.parents.get(attribute)
+        return parent if isinstance(parent, ast.Call) and parent.func is attribute else attribute
+
+    def _argument(self, reference: _Reference, call: ast.Call) -> Use | None:
+        """Return what a call does with its argument; ``None`` if its result has the argument's elements."""
+        node = reference.node
+        function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        # A function of a module (torch.matmul) has its operands as arguments, a method (x.matmul) is the first operand.
+        is_method = isinstance(call.func, ast.Attribute) and not _is_namespace(call.func.value)
+        position = call.args.index(node) if node in call.args else None
+        if function in _MATMULS and position is not None:
+            return _product(reference, left=position == 0 and not is_method)
+        if function in ("addmm", "baddbmm") and position is not None:
+            return _product(reference, left=position == 1) if position else "no product"
+        if function == "linear":
+            flipped = _Reference(node, not reference.turned, reference.reshaped, reference.derived)
+            return _product(flipped, left=False) if position == 1 else "unknown"
+        if function == "einsum" and position and isinstance(call.args[0], ast.Constant):
+            return _einsum(reference, str(call.args[0].value), position - 1)
+        if function == "embedding" or function in _GAINS:
+            return "no product"
+        if function in _RESHAPES:
+            if function in _JOINS and self._reads_activations(call, but=node):
+                return "no product"
+            reference.reshaped = True
+            return None
+        if function in _ELEMENTWISE:
+            reference.derived = True
+            return None
+        if isinstance(call.func, ast.Attribute) and _is_self(call.func.value):
+            # A child module: the parameter is its input. A method of the class may do anything.
+            return "unknown" if hasattr(self.kind, function) else "no product"
+        return "unknown"
+
+    def _assigned(self, reference: _Reference, statement: ast.AST) -> Iterator[Use]:
+        targets = (
+            statement.targets if isinstance(statement, ast.Assign) else [statement.target]  # type: ignore[attr-defined]
+        )
+        names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        if reference.depth > 3 or any(isinstance(target, ast.Subscript) for target in targets):
+            yield "unknown" if reference.depth > 3 else "no product"
+            return
+        for name in names:
+            for load in self.loads.get(name.id, ()):
+                if load.lineno >= statement.lineno:  # type: ignore[attr-defined]
+                    yield from self.follow(
+                        _Reference(
+                            load,
+                            reference.turned,
+                            reference.reshaped,
+                            reference.derived,
+                            reference.depth + 1,
+                        )
+                    )
+        if reference.derived and not any(self.loads.get(name.id) for name in names):
+            yield "no product"
+
+
+def _source(value: ast.AST) -> ast.AST:
+    """Return what an expression takes its values from: of ``self.weight.to(x.device)`` the weight."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME:
+        value = value.func.value
+    return value
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _is_namespace(node: ast.AST) -> bool:
+    """Return whether an expression is a Python module by its usual name: ``torch``, ``F``, ``nn.functional``."""
+    return (isinstance(node, ast.Name) and node.id in ("torch", "F", "functional", "einops", "TF")) or (
+        isinstance(node, ast.Attribute) and node.attr in ("functional", "linalg")
+    )
+
+
+def _product(reference: _Reference, *, left: bool) -> Use:
+    """Return the use as an operand of a matrix product: ``x @ W`` stores input x output, ``W @ x`` output x input."""
+    if reference.derived:
+        return "unknown"
+    if reference.reshaped:
+        return "product"
+    return "output x input" if left != reference.turned else "input x output"
+
+
+def _einsum(reference: _Reference, equation: str, operand: int) -> Use:
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if not arrow or operand >= len(operands) or "..." in operands[operand]:
+        return "unknown"
+    letters = operands[operand]
+    others = {letter for position, text in enumerate(operands) if position != operand for letter in text}
+    summed = [letter for letter in letters if letter not in output and letter in others]
+    made = [letter for letter in letters if letter in output and letter not in others]
+    if not summed or not made:
+        return "no product"
+    if reference.derived:
+        return "unknown"
+    if len(letters) != 2 or reference.reshaped:
+        return "product"
+    return "output x input" if (letters[0] in made) != reference.turned else "input x output"

@@ -1,0 +1,375 @@
+"""What types, shapes, sources and places of modules decide, and which routes are guesses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.parameters import model_parameters_by_name
+from deepspeed_muon.routing.route import Route, format_routes, rows_of, summarize_routes
+from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.routing.uses import uses_of
+
+Linear = nn.Linear
+
+
+class Tree(nn.Module):
+    """A module with the given children and parameters."""
+
+    def __init__(self, **children: Any) -> None:
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+class Gain(nn.Module):
+    """A module whose type and source say nothing of its weight."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+class Bare(nn.Module):
+    """Bare parameters, whose use its methods show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("left", "right", "summed", "table", "gain", "looked_up", "unused", "fused_weight", "w1"):
+            setattr(self, name, nn.Parameter(torch.randn(6, 4)))
+        self.b1 = nn.Parameter(torch.randn(4))
+        self.cast_to = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        dtype = x.dtype
+        y = x @ self.right.to(dtype)
+        y = F.linear(y, self.left)
+        turned = self.cast_to.t()
+        y = y @ turned
+        y = torch.einsum("bi,io->bo", y, self.summed) + F.embedding(ids, self.looked_up)
+        scale, shift = (self.table[None] + y[:, None]).chunk(2, dim=1)
+        return torch.cat([self.gain * y, scale, shift])
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+def routes(model: nn.Module, **settings: Any) -> dict[str, Route]:
+    return {route.name: route for route in Muon(model, **settings).routes}
+
+
+def algorithms(model: nn.Module) -> dict[str, str]:
+    members = list(model_parameters_by_name(model).values())
+    return {route.name: route.algorithm for route in route_parameters(members) if len(route.shape) > 1}
+
+
+def blocks() -> nn.ModuleList:
+    return nn.ModuleList(Tree(fc1=Linear(64, 256), fc2=Linear(256, 64)) for _ in range(2))
+
+
+def test_gains_of_norms_by_type() -> None:
+    model = Tree(ln=nn.LayerNorm((4, 16)), rms=nn.RMSNorm((4, 16)), q_norm=RMSNorm(4, 16), fc=Linear(64, 64))
+    result = routes(model)
+    for name in ("ln.weight", "rms.weight", "q_norm.weight"):
+        assert (result[name].algorithm, result[name].rule, result[name].certain) == ("adamw", "norm", True)
+    assert result["fc.weight"].algorithm == "muon"
+
+
+def test_initial_values_support_a_guess() -> None:
+    model = Tree(scale=Gain(4, 16), fc=Linear(64, 64))
+    route = routes(model)["scale.weight"]
+    assert (route.algorithm, route.certain) == ("adamw", False) and "all 1" in route.reason
+    with torch.no_grad():
+        model.scale.weight.normal_()
+    assert (routes(model)["scale.weight"].algorithm, routes(model)["scale.weight"].certain) == ("muon", False)
+    with torch.device("meta"):
+        absent = Tree(scale=Gain(4, 16), fc=Linear(64, 64))
+    assert not next(r for r in Muon(absent).routes if r.name == "scale.weight").certain
+
+
+def test_values_that_a_rank_may_lack_are_not_read() -> None:
+    """ZeRO 3 leaves each rank a part of them, or none."""
+    model = Tree(scale=Gain(4, 16), fc=Linear(64, 64))
+    model.scale.weight.ds_id, model.scale.weight.ds_shape = 0, torch.Size((4, 16))
+    assert "all 1" not in routes(model)["scale.weight"].reason
+
+
+def test_the_source_of_a_module_shows_how_it_uses_its_parameters() -> None:
+    uses = uses_of(Bare)
+    assert uses["right"] == uses["summed"] == {"input x output"}
+    assert uses["left"] == uses["cast_to"] == {"output x input"}
+    assert uses["table"] == uses["gain"] == uses["looked_up"] == {"no product"}
+    assert "unused" not in uses
+    result = routes(Tree(bare=Bare(), fc=Linear(64, 64)))
+    expected = {
+        "right": ("muon", True, True),
+        "left": ("muon", False, True),
+        "table": ("adamw", False, True),
+        "looked_up": ("adamw", False, True),
+        "unused": ("adamw", False, False),
+        "fused_weight": ("muon", False, False),
+        "w1": ("muon", True, True),
+    }
+    for name, (algorithm, transposed, certain) in expected.items():
+        route = result[f"bare.{name}"]
+        assert (route.algorithm, route.transposed, route.certain) == (algorithm, transposed, certain), route
+
+
+@pytest.mark.parametrize(
+    "name", ["scale_shift_table", "r_k", "A_imag", "memory_tokens", "spatial_pos", "ctx", "cls"]
+)
+def test_bare_parameters_are_tables_unless_something_says_more(name: str) -> None:
+    model = Tree(blocks=nn.ModuleList([Tree(**{name: parameter(6, 64)})]), fc=Linear(64, 64))
+    route = routes(model)[f"blocks.0.{name}"]
+    assert (route.algorithm, route.certain) == ("adamw", False) and "nothing says" in route.reason
+
+
+def test_weights_of_torchs_own_modules() -> None:
+    model = Tree(attention=nn.MultiheadAttention(16, 2), recurrent=nn.LSTM(16, 8), fc=Linear(64, 64))
+    result = routes(model)
+    for name in ("attention.in_proj_weight", "recurrent.weight_ih_l0", "recurrent.weight_hh_l0"):
+        assert (result[name].algorithm, result[name].certain) == ("muon", True)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Tree(blocks=blocks(), final_layer=Tree(linear=Linear(64, 32))), "final_layer.linear.weight"),
+        (Tree(net=Tree(layers=blocks(), to_logits=Linear(64, 1000))), "net.to_logits.weight"),
+        (Tree(layers=blocks(), generator=Linear(64, 1000)), "generator.weight"),
+        (Tree(wte=nn.Embedding(1000, 64), blocks=blocks(), ff_out=Linear(64, 1000)), "ff_out.weight"),
+        (Tree(tokens=nn.Embedding(1000, 64), blocks=blocks(), back=Linear(64, 1000)), "back.weight"),
+        (Tree(body=blocks(), conv_out=nn.Conv2d(64, 16, 3)), "conv_out.weight"),
+        (Tree(body=blocks(), paint=nn.Conv2d(64, 3, 3)), "paint.weight"),
+        (Tree(first=Linear(64, 64), second=Linear(64, 4)), "second.weight"),
+    ],
+)
+def test_output_layers(model: nn.Module, name: str) -> None:
+    found = algorithms(model)
+    assert found[name] == "adamw"
+    assert all(algorithm == "muon" for other, algorithm in found.items() if "fc" in other and other != name)
+
+
+def test_the_classifier_that_a_model_names() -> None:
+    class Vision(Tree):
+        def get_classifier(self) -> nn.Module:
+            return self.last
+
+    model = Vision(
+        stem=nn.Conv2d(3, 64, 3), body=blocks(), conv_head=nn.Conv2d(64, 128, 1), last=Linear(128, 90)
+    )
+    found = algorithms(model)
+    assert found["last.weight"] == found["stem.weight"] == "adamw"
+    assert found["conv_head.weight"] == "muon"
+
+
+@pytest.mark.parametrize(
+    ("heads", "names"),
+    [
+        (
+            {"heads": nn.ModuleDict({"a": Linear(64, 64), "b": Linear(64, 7)})},
+            ["heads.b"],
+        ),
+        ({"classifiers": nn.ModuleList([Linear(64, 5), Linear(64, 7)])}, ["classifiers.0", "classifiers.1"]),
+        (
+            {"box_predictor": Tree(cls_score=Linear(64, 91), bbox_pred=Linear(64, 364))},
+            ["box_predictor.cls_score", "box_predictor.bbox_pred"],
+        ),
+    ],
+)
+def test_heads_side_by_side(heads: dict[str, nn.Module], names: list[str]) -> None:
+    found = algorithms(Tree(body=nn.ModuleList([Linear(64, 64)]), **heads))
+    assert {name: found[f"{name}.weight"] for name in names} == dict.fromkeys(names, "adamw")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("attn.output.dense", Tree(output=Tree(dense=Linear(128, 64)))),
+        ("mlp.proj_out", Tree(fc=Linear(64, 256), proj_out=Linear(256, 64))),
+        ("multi_head.o_proj", Tree(o_proj=Linear(64, 128))),
+        ("box_head.fc6", Tree(fc6=Linear(256, 128), fc7=Linear(128, 128))),
+        ("conv_head", nn.Conv2d(64, 96, 1)),
+    ],
+)
+def test_hidden_layers_that_are_named_like_heads(name: str, module: nn.Module) -> None:
+    outer = name.split(".")[0]
+    model = Tree(
+        tokens=nn.Embedding(50, 8), **{outer: module}, score=Linear(96, 40), cls_score=Linear(128, 40)
+    )
+    assert algorithms(model)[f"{name}.weight"] == "muon"
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, nn.DataParallel, lambda m: Tree(net=m)])
+def test_wrappers_hide_nothing(wrap: Any) -> None:
+    model = nn.Sequential(nn.Embedding(256, 64), Linear(64, 64), nn.GELU(), Linear(64, 4))
+    assert list(algorithms(wrap(model)).values()) == ["adamw", "muon", "adamw"]
+
+
+def test_parametrized_modules_are_what_they_were() -> None:
+    model = Tree(
+        embed=parametrizations.weight_norm(nn.Embedding(1000, 64)),
+        hidden=parametrizations.spectral_norm(Linear(64, 64)),
+        conv=parametrizations.weight_norm(nn.Conv1d(64, 64, 3)),
+        older=torch.nn.utils.weight_norm(nn.Conv1d(64, 64, 3)),
+        lm_head=parametrizations.weight_norm(Linear(64, 1000)),
+    )
+    found = algorithms(model)
+    assert found["embed.parametrizations.weight.original1"] == "adamw"
+    assert found["lm_head.parametrizations.weight.original1"] == "adamw"
+    assert found["hidden.parametrizations.weight.original"] == "muon"
+    assert found["conv.parametrizations.weight.original1"] == found["older.weight_v"] == "muon"
+    assert found["conv.parametrizations.weight.original0"] == found["older.weight_g"] == "adamw"
+
+
+def test_routers_have_an_output_for_each_expert() -> None:
+    def experts() -> nn.ModuleList:
+        return nn.ModuleList(Linear(64, 64) for _ in range(4))
+
+    mixtures = {
+        "gate.layer": Tree(gate=Tree(layer=Linear(64, 4)), experts=experts()),
+        "choose": Tree(choose=Linear(64, 4), shared_expert=Linear(64, 4), experts=experts()),
+        "gate": Tree(gate=Linear(64, 4), w1=parameter(4, 64, 64)),
+    }
+    for name, mixture in mixtures.items():
+        found = algorithms(Tree(layers=nn.ModuleList([Tree(moe=mixture)])))
+        assert found[f"layers.0.moe.{name}.weight"] == "adamw", name
+    assert algorithms(Tree(moe=mixtures["choose"]))["moe.shared_expert.weight"] == "muon"
+    noisy = Tree(w_gate=parameter(64, 4), w_noise=parameter(64, 4), experts=experts())
+    assert set(algorithms(noisy).values()) == {"adamw", "muon"}
+    assert algorithms(noisy)["w_gate"] == algorithms(noisy)["w_noise"] == "adamw"
+
+
+class StackedMlp(nn.Module):
+    """Three experts whose matrices stand one below the other, as in megablocks and DBRX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 3
+        self.w1 = parameter(3 * 12, 8)
+        self.w2 = parameter(3 * 12, 8)
+
+
+def test_experts_stacked_in_two_dimensions() -> None:
+    torch.manual_seed(0)
+    model = Tree(experts=Tree(mlp=StackedMlp()), fc=Linear(8, 8))
+    optimizer = Muon(model, muon_lr=1.0, ns_dtype="fp32", momentum=0.0, nesterov=False, weight_decay=0.0)
+    up, down = (next(r for r in optimizer.routes if r.name == f"experts.mlp.{name}") for name in ("w1", "w2"))
+    assert up.row_blocks == down.row_blocks == (12, 12, 12)
+    assert (up.transposed, down.transposed) == (False, True)
+    weight = model.experts.mlp.w1
+    before = weight.detach().clone()
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    # Each expert's update has the scale sqrt(12 / 8); Newton-Schulz leaves singular values in 0.68 to 1.14 of it.
+    for update in (before - weight.detach()).split(12):
+        singular = torch.linalg.svdvals(update.double()) / (12 / 8) ** 0.5
+        assert float(singular.min()) > 0.6 and float(singular.max()) < 1.2
+
+
+def test_a_stack_of_unknown_experts_is_no_matrix() -> None:
+    route = routes(Tree(experts=Tree(mlp=Tree(w1=parameter(36, 8))), fc=Linear(8, 8)))["experts.mlp.w1"]
+    assert (route.algorithm, route.certain) == ("adamw", False) and "several experts" in route.reason
+
+
+def test_lora_of_other_trainers() -> None:
+    model = Tree(
+        to_q=Tree(lora_down=Linear(64, 4), lora_up=Linear(4, 64)),
+        to_k_lora=Tree(down=Linear(64, 4), up=Linear(4, 64)),
+        loha=Tree(hada_w1_a=parameter(64, 4)),
+        lokr=Tree(lokr_w1=parameter(8, 8)),
+    )
+    assert algorithms(model) == {
+        "to_q.lora_down.weight": "adamw",
+        "to_q.lora_up.weight": "muon",
+        "to_k_lora.down.weight": "adamw",
+        "to_k_lora.up.weight": "muon",
+        "loha.hada_w1_a": "adamw",
+        "lokr.lokr_w1": "adamw",
+    }
+
+
+def test_stacks_by_other_names(caplog: pytest.LogCaptureFixture) -> None:
+    model = Tree(qkv_w=parameter(3, 192, 192), position=parameter(1, 192, 192), fc=Linear(64, 64))
+    with caplog.at_level(logging.WARNING, "deepspeed_muon"):
+        route = routes(model)["qkv_w"]
+    assert (route.algorithm, route.certain) == ("adamw", False)
+    (warning,) = (
+        record.getMessage() for record in caplog.records if "because of a guess" in record.getMessage()
+    )
+    assert "qkv_w [3, 192, 192]" in warning and "position" not in warning
+    for settings in ({"include": ["qkv_w"]}, {"matrices": {"qkv_w": {"transposed": False}}}):
+        route = routes(model, **settings)["qkv_w"]
+        assert (route.algorithm, route.row_blocks, route.matrix_shape) == ("muon", (192,) * 3, (576, 192))
+        assert route.certain and "3 matrices separately" in route.reason
+    turned = routes(model, include=["qkv_w"], matrices={"qkv_w": {"transposed": True, "heads": 2}})["qkv_w"]
+    assert (turned.row_blocks, turned.col_blocks) == ((192,) * 3, (96, 96))
+
+
+def test_first_convolutions_and_hidden_embedders() -> None:
+    model = Tree(
+        stem=nn.Conv2d(3, 16, 3),
+        downsample=nn.Conv2d(16, 32, 2),
+        squeeze=nn.Conv2d(4, 16, 1),
+        patch_embed=Tree(proj=Linear(48, 64), after=Linear(64, 32)),
+        time_embed=nn.Sequential(Linear(64, 128), nn.SiLU(), Linear(128, 64)),
+        condition_embedding=Tree(linear=Linear(64, 128)),
+        lm_head=Linear(64, 100),
+    )
+    found = algorithms(model)
+    assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {
+        "stem.weight",
+        "patch_embed.proj.weight",
+        "lm_head.weight",
+    }
+
+
+def test_channels_that_a_configuration_names() -> None:
+    model = Tree(
+        proj_in=Linear(16, 64),
+        text_in=Linear(32, 64),
+        norm_out=Tree(linear=Linear(64, 128)),
+        last=Linear(64, 64),
+    )
+    model.config = type("Config", (), {"in_channels": 16, "out_channels": 16, "patch_size": 2})()
+    found = algorithms(model)
+    assert found["proj_in.weight"] == found["last.weight"] == "adamw"
+    assert found["text_in.weight"] == found["norm_out.linear.weight"] == "muon"
+
+
+def test_guesses_are_counted_and_marked() -> None:
+    optimizer = Muon(Tree(prompt=parameter(6, 64), mix=Linear(64, 64)))
+    assert summarize_routes(optimizer.routes).endswith("; 1 of these routes rests on a guess")
+    assert format_routes(optimizer.routes).splitlines()[0].endswith("(guess)")
+    assert [row["certain"] for row in rows_of(optimizer.routes)] == [False, True, True]
+    assert "guess" not in summarize_routes(Muon(Linear(4, 4)).routes)
+
+
+def test_without_the_model_names_are_guesses() -> None:
+    model = Tree(wte=nn.Embedding(30, 8), mix=Linear(8, 8, bias=False), lm_head=Linear(8, 30, bias=False))
+    found = {route.name: route.certain for route in Muon(model.named_parameters()).routes}
+    assert found == {"wte.weight": True, "mix.weight": False, "lm_head.weight": True}
+
+
+def test_filters_in_groups_need_the_model() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), Linear(128, 4))
+    groups = [{"params": [model[0].weight, model[2].weight], "use_muon": True}]
+    with pytest.raises(RoutingError, match="model=model"):
+        Muon([dict(group) for group in groups])
+    assert [route.kind for route in Muon(groups, model=model).routes] == ["convolution", "matrix"]
