@@ -195,11 +195,16 @@ def _route(item: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algo
         if asked.transposed is None
         else asked.transposed
     )
-    experts = 0
     reason = claim.reason
+    stack = item.layer.stack if len(shape) == 2 and item.layer is not None else 0
+    experts = (stack or math.prod(shape[:-2])) if kind == "experts" else 1
     if kind == "experts":
-        experts = item.layer.stack if len(shape) == 2 and item.layer is not None else math.prod(shape[:-2])
         reason += f", {experts} {'experts' if _is_experts(item) else 'matrices'} separately"
+    if stack and item.shards is not None:
+        raise RoutingError(
+            f"parameter {item.name} of shape {list(shape)} holds {stack} experts one below the other and is cut over "
+            f"tensor-parallel ranks, so that no rank has whole rows of each; exclude it"
+        )
     parts, per_head, how = _divide(item, kind, experts, transposed, asked)
     shards = item.shards
     if shards is not None:
@@ -219,7 +224,7 @@ def _route(item: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algo
         claim.rule,
         shards,
         claim.certain,
-        experts,
+        stack,
     )
 
 
