@@ -85,7 +85,7 @@ TABLE: tuple[KnownName, ...] = (
         certain=False,
     ),
     KnownName("block", r".*attn.*|.*attention.*|.*multi_?head.*|.*mlp|.*feed_?forward.*|.*block.*", "all"),
-    KnownName("block", r".*ffn?|.*ff_layer|transformer_in", "diffusers, TimesFM"),
+    KnownName("block", r".*ffn?|input_ff_layer|transformer_in", "diffusers, TimesFM"),
     KnownName("router", r".*router.*", "transformers, Megatron"),
     KnownName("router", r"wg|shared_expert_gate", "DeepSpeed, Qwen2-MoE"),
     KnownName("router beside experts", r"gate|gating|w_gate|w_noise|switch", "Mixtral, GShard, noisy top-k"),

@@ -391,11 +391,12 @@ def _no_matrix(item: NamedParameter, shape: tuple[int, ...]) -> Claim:
     if len(shape) < 3 or min(shape) == 0:
         return Claim("shape", words.get(len(shape), "an empty tensor"))
     claims = sorted(item.claims, key=lambda claim: _ORDER.index(claim.rule))
-    if claims and claims[0].rule != "hidden":
-        return claims[0]
     reason = f"{len(shape)}-dimensional, not a matrix"
     # A table that is broadcast over a batch, for one, has a first dimension of 1.
-    if 1 in shape or any(known(bare_name(name), "bias") for name in item.names):
+    is_no_stack = 1 in shape or any(known(bare_name(name), "bias") for name in item.names)
+    if claims and claims[0].rule != "hidden" and (claims[0].certain or not is_no_stack):
+        return claims[0]
+    if is_no_stack:
         return Claim("shape", reason)
     return Claim("shape", f"{reason} unless 'include' or 'matrices' says so", certain=False)
 
