@@ -11,7 +11,7 @@ from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, with_names_of
+from deepspeed_muon.routing.param_groups import CALLER_GROUP, ParamGroup, RoutedGroups, with_names_of
 from deepspeed_muon.routing.route import Route, order_of_matrices
 from deepspeed_muon.routing.rules import warn_without_muon
 from deepspeed_muon.step.state import keep_saved_precision
@@ -152,12 +152,20 @@ class RoutedOptimizer(torch.optim.Optimizer):
             routed = RoutedGroups(state["param_groups"], by_id, state.pop("unnamed"))
             self._begin(state.pop("config"), routed, state.pop("model"))
         # What a group is was decided when the optimizer was made; a state dict may not say it.
-        own = [group["algorithm"] for group in self.__dict__.get("param_groups", state["param_groups"])]
+        current = self.__dict__.get("param_groups", state["param_groups"])
+        fixed = [
+            {
+                "algorithm": group["algorithm"],
+                "use_muon": group["algorithm"] == "muon",
+                CALLER_GROUP: group[CALLER_GROUP],
+            }
+            for group in current
+        ]
         super().__setstate__(state)
         settings = {**self.config.group_defaults("muon"), "lr_ratio": 1.0}
         self.param_groups = [
-            ParamGroup({**settings, **group, "algorithm": algorithm, "use_muon": algorithm == "muon"})
-            for group, algorithm in zip(self.param_groups, own, strict=True)
+            ParamGroup({**settings, **group, **keys})
+            for group, keys in zip(self.param_groups, fixed, strict=True)
         ]
 
     def _check_names(self, model: nn.Module) -> None:

@@ -26,6 +26,8 @@ ParamsInput = nn.Module | Iterable[Any]
 
 # With these keys the caller's group, or DeepSpeed's tag of a client group, decides the algorithm.
 _ALGORITHM_KEYS = ("algorithm", "use_muon")
+CALLER_GROUP = "caller_group"
+"""Key of a param group with the number of the caller's group that it is a part of."""
 _NAMES = {"adjust_lr_fn": get_args(AdjustLrName), "weight_decay_mode": get_args(WeightDecayMode)}
 
 
@@ -64,7 +66,8 @@ class RoutedGroups:
     """The result of routing.
 
     Attributes:
-        groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon`` and all settings.
+        groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon``, ``caller_group`` and
+            all settings. The parts of one caller's group follow each other.
         by_id: ``id(parameter)`` to its route, in the caller's order, also for frozen ones.
         unnamed: Whether some parameter had no name, so that only its shape could decide.
         partial: Whether the parameters are those of one stage of a pipeline.
@@ -83,6 +86,7 @@ class RoutedGroups:
 
 @dataclass(slots=True)
 class _CallerGroup:
+    number: int
     where: str
     settings: dict[str, Any]
     members: list[NamedParameter]
@@ -188,7 +192,7 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
                     f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
                 )
             seen.add(id(member.param))
-        groups.append(_CallerGroup(f"param group {number}", settings, members))
+        groups.append(_CallerGroup(number, f"param group {number}", settings, members))
     if len(named) == 2:
         raise RoutingError(
             f"params has parameters with names and without: {named[True]} has a name, {named[False]} has none. Name "
@@ -247,7 +251,7 @@ def _halves(
             shared.setdefault(expert_group_name(member.param), []).append(member.param)
         for name, params in shared.items():
             marks = {} if name is None else {"name": name, "moe": True}
-            kind = {"algorithm": algorithm, "use_muon": algorithm == "muon"}
+            kind = {"algorithm": algorithm, "use_muon": algorithm == "muon", CALLER_GROUP: group.number}
             halves.append(ParamGroup({**extra, **settings, **marks, "params": params, **kind}))
     return halves
 

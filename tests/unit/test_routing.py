@@ -285,6 +285,12 @@ def test_groups_are_split_and_keep_their_settings() -> None:
         ("adamw", 0.007, 0.3, None),
     ]
     assert [g["lr_ratio"] for g in optimizer.param_groups] == pytest.approx([50, 50, 70, 0.7])
+    assert [g["caller_group"] for g in optimizer.param_groups] == [0, 0, 1, 1]
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["caller_group"] = 7
+    optimizer.load_state_dict(saved)
+    assert [g["caller_group"] for g in optimizer.param_groups] == [0, 0, 1, 1], "a state dict cannot change it"
 
 
 @pytest.mark.parametrize(
