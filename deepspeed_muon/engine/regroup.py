@@ -26,6 +26,9 @@ _ENTRY_PER_GROUP = (
     "min_lr", "min_lrs", "min_moms", "org_lrs",
 )  # fmt: skip
 
+LISTS = "_deepspeed_muon_lists"
+"""Attribute of a scheduler with the names of the attributes in which the client gave each group an entry of its own."""
+
 
 def takes_unfrozen(engine: Any) -> bool:
     """Return whether parameters that are unfrozen later can be trained: at ZeRO 0 in fp32, where nothing is copied."""
