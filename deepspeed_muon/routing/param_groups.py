@@ -236,10 +236,11 @@ def route_again(
         shards: As for :func:`build_groups`.
 
     Raises:
-        RoutingError: As for :func:`build_groups`.
+        RoutingError: As for :func:`build_groups`, or if the model has another parameter in the place of one.
     """
     known = model_parameters_by_name(model, shards)
     params = {id(param): param for group in groups for param in group["params"]}
+    _refuse_replaced(routed, params, known)
     # Frozen parameters that are in no group are listed as long as the model has them.
     order = [key for key in routed.members if key in params or key in known]
     order += [key for key in params if key not in routed.members]
@@ -389,6 +390,21 @@ def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], p
     if id(param) in known:
         return known[id(param)]
     return NamedParameter((str(name),) if name is not None else (), param)  # type: ignore[arg-type]
+
+
+def _refuse_replaced(
+    routed: RoutedGroups, params: Mapping[int, Tensor], known: Mapping[int, NamedParameter]
+) -> None:
+    """Raise if a parameter of the groups is not the model's, which has another one of that name."""
+    names = {name for member in known.values() for name in member.names}
+    for key in params.keys() & routed.members.keys() - known.keys():
+        member = routed.members[key]
+        if not names.isdisjoint(member.names):
+            raise RoutingError(
+                f"parameter {member.name} of the optimizer is not the model's, which has another one of that name: it "
+                f"was replaced after the optimizer was made. Make the optimizer later: pass a function to "
+                f"deepspeed.initialize, optimizer=lambda params: deepspeed_muon.Muon(model, ...)"
+            )
 
 
 def _as_both_know(
