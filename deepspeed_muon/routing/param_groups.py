@@ -522,7 +522,7 @@ def _parts_of(
                 shared.setdefault(expert_group_name(param), []).append(param)
         for name, params in shared.items():
             marks = {} if name is None else {"name": name, "moe": True}
-            part = _group_of(group, algorithm, config, rates)  # type: ignore[arg-type]
+            part = _group_of(group, algorithm, config, rates)
             parts.append(ParamGroup({**part, **marks, "params": params}))
     return parts
 

@@ -184,7 +184,7 @@ SCHEDULES = {
         optimizer, [0.1 * (1 + n) for n in range(len(optimizer.param_groups))], total_steps=9
     ),
     "WarmupLR": lambda optimizer: deepspeed.runtime.lr_schedules.WarmupLR(
-        optimizer, 0.01, [0.1 * (1 + n) for n in range(len(optimizer.param_groups))], 4
+        optimizer, *([peak * (1 + n) for n in range(len(optimizer.param_groups))] for peak in (0.01, 0.1)), 4
     ),
 }
 
