@@ -37,6 +37,7 @@ class Memory:
         norms: What :meth:`ZeroView.norms` returned for the running step, on the CPU.
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
         warned: Whether a warning was logged that ``zero_grad`` does not discard what it should.
+        frozen: Name and tensor of the parameters that were frozen when the wrapper was made, until one is warned of.
     """
 
     engine: weakref.ref[Any]
@@ -47,6 +48,7 @@ class Memory:
     norms: list[Tensor] = field(default_factory=list)
     earlier: dict[int, Any] = field(default_factory=dict)
     warned: bool = False
+    frozen: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
 class View:
@@ -98,6 +100,10 @@ class View:
         if param.numel():
             yield param, replicated_placement(0, param.numel(), ranks)
 
+    def is_trained(self, index: int) -> bool:
+        """Return whether a partition is updated; at ZeRO 0 in fp32 frozen parameters have one, too."""
+        return True
+
     def group_numbers(self) -> list[int]:
         """Return the number of the param group of every partition."""
         groups = self.optimizer.param_groups
@@ -123,6 +129,9 @@ class PlainView(View):
     def __init__(self, optimizer: Muon) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(optimizer, [[param] for param in params], params)
+
+    def is_trained(self, index: int) -> bool:
+        return self.optimizer.is_trained(self.masters[index])
 
 
 class HalfView(View):
