@@ -120,7 +120,7 @@ class MuonConfig(_VariantSettings):
     ns_dtype: NsDtypeName = Field(
         default="auto",
         description="Dtype of Newton-Schulz: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on CPUs with AMX "
-        "and AMD's with AVX512-BF16, else fp32; fp32 for schedules that are sensitive to rounding (`cans`).",
+        "and AMD's with AVX512-BF16, else fp32; fp32 for schedules that are sensitive to rounding (`cans`, for which `bf16` and `fp16` are errors).",
     )
     ns_backend: NsBackend = Field(
         default="auto",
@@ -234,6 +234,12 @@ class MuonConfig(_VariantSettings):
             raise ConfigError(
                 f"optimizer.params.weight_decay_mode: {self.weight_decay_mode!r} needs adam_w_mode true; "
                 f"with adam_w_mode false the decay of AdamW's half is a term of the gradient"
+            )
+        if self.ns_dtype != "auto" and not tolerates_rounding(self.coefficients(), DTYPES[self.ns_dtype]):
+            raise ConfigError(
+                f"optimizer.params.ns_dtype: {self.ns_dtype!r} with ns_schedule {shown(self.ns_schedule)}: its polynomials have "
+                f"no margin for the rounding of {self.ns_dtype}, which sends singular values to infinity: unset ns_dtype "
+                f"('auto' takes fp32 for such a schedule), or set it to 'fp32'"
             )
         qk_clip = self.qk_clip and self.qk_clip.model_dump()
         self.check_variant({**self.muon_defaults(), "qk_clip": qk_clip}, "optimizer.params")
