@@ -120,7 +120,8 @@ class MuonConfig(_VariantSettings):
     ns_dtype: NsDtypeName = Field(
         default="auto",
         description="Dtype of Newton-Schulz: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on CPUs with AMX "
-        "and AMD's with AVX512-BF16, else fp32; fp32 for schedules that are sensitive to rounding (`cans`, for which `bf16` and `fp16` are errors).",
+        "and AMD's with AVX512-BF16, else fp32; "
+        "fp32 for schedules that are sensitive to rounding (`cans`, for which `bf16` and `fp16` are errors).",
     )
     ns_backend: NsBackend = Field(
         default="auto",
@@ -216,8 +217,7 @@ class MuonConfig(_VariantSettings):
                 "\n".join(v.unknown_key_message(key, cls.model_fields, where) for key in unknown)
             )
         try:
-            variant = VARIANTS.get(str((params or {}).get("variant")))
-            config = cls.model_validate({**(variant.defaults if variant else {}), **(params or {})})
+            config = cls.model_validate({**(params or {})})
         except ValidationError as error:
             raise ConfigError(readable(error, params or {}, where)) from None
         config.coefficients()
@@ -237,9 +237,9 @@ class MuonConfig(_VariantSettings):
             )
         if self.ns_dtype != "auto" and not tolerates_rounding(self.coefficients(), DTYPES[self.ns_dtype]):
             raise ConfigError(
-                f"optimizer.params.ns_dtype: {self.ns_dtype!r} with ns_schedule {shown(self.ns_schedule)}: its polynomials have "
-                f"no margin for the rounding of {self.ns_dtype}, which sends singular values to infinity: unset ns_dtype "
-                f"('auto' takes fp32 for such a schedule), or set it to 'fp32'"
+                f"optimizer.params.ns_dtype: {self.ns_dtype!r} with ns_schedule {shown(self.ns_schedule)}: its "
+                f"polynomials have no margin for the rounding of {self.ns_dtype}, which sends singular values to "
+                f"infinity: unset ns_dtype ('auto' takes fp32 for such a schedule), or set it to 'fp32'"
             )
         qk_clip = self.qk_clip and self.qk_clip.model_dump()
         self.check_variant({**self.muon_defaults(), "qk_clip": qk_clip}, "optimizer.params")

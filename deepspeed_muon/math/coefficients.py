@@ -153,10 +153,11 @@ def _image(values: Tensor, coefficients: Sequence[Coefficients], rounding: float
 
 
 def steps_that_need_an_exact_input(coefficients: Sequence[Coefficients]) -> frozenset[int]:
-    """Return the numbers, from 2 on, of the steps that send a singular value out of the band if it enters 3 % too large.
+    """Return the numbers, from 2 on, of the steps that must not get a singular value that is 3 % too large.
 
-    Half-precision Gram matrices drift by about that much in one step. The steps of Polar Express map the interval to which
-    the step before leads and climb steeply beyond its end: its steps 2 to 4 are such steps. The quintic has none.
+    They send it out of the band, and half-precision Gram matrices drift by about that much in one step. The steps of
+    Polar Express are made for the interval to which the step before leads, and climb steeply beyond its end: its
+    steps 2 to 4 are such steps. The quintic has none.
     """
     start = torch.linspace(0.0, 1.0, 4001, dtype=torch.float64)
     limit = _LARGEST_GROWTH * _image(start, coefficients).abs().max()
@@ -169,7 +170,7 @@ def steps_that_need_an_exact_input(coefficients: Sequence[Coefficients]) -> froz
 
 
 def tolerates_rounding(coefficients: Sequence[Coefficients], dtype: torch.dtype) -> bool:
-    """Return whether a schedule stays in its band when ``dtype`` rounds up twice before every step: a product and a sum.
+    """Return whether a schedule stays in its band when ``dtype`` rounds up twice before every step.
 
     A table that is optimal on exactly [0, 1] climbs steeply just above 1. Polar Express keeps a safety factor for
     that; ``cans`` has none, and one rounding in bfloat16 sends a singular value of 1 to infinity.

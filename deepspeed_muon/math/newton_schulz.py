@@ -194,8 +194,9 @@ def runs_gram(short: int, long: int, method: NsMethod) -> bool:
 def restart_steps(coefficients: tuple[Coefficients, ...], dtype: torch.dtype) -> frozenset[int]:
     """Return the numbers of completed steps after which the Gram iteration restarts (never after the last).
 
-    In half precision it also restarts before every step that needs an exact input. With Polar Express in bf16, 46 of 1,080
-    ill-conditioned matrices had a singular value 10 % above its band without these restarts (up to 7.3), and none with them.
+    In half precision it also restarts before every step that needs an exact input. With Polar Express in bf16, 46 of
+    1,080 ill-conditioned matrices had a singular value 10 % above its band without these restarts (up to 7.3), and none
+    with them.
     """
     first, distance = _RESTARTS[dtype]
     regular = frozenset(range(first, len(coefficients), distance))
@@ -241,11 +242,11 @@ def _gram(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def orthogonalize_flops(rows: int, cols: int, iteration: NsSettings | None = None) -> float:
-    """Return the floating-point operations of orthogonalising one ``rows x cols`` matrix; by default, in 5 standard steps.
+    """Return the floating-point operations of orthogonalising one ``rows x cols`` matrix: 5 standard steps by default.
 
     With ``m`` the short and ``n`` the long side, a standard step is ``X X^T`` (``2 m^2 n``), a square of the Gram
     matrix (``2 m^3``) and a product with ``X`` (``2 m^2 n``). The Gram iteration has up to four ``m^3`` products in a
-    step. It multiplies with ``X`` twice, and twice more for every restart; schedule and dtype decide how often it restarts.
+    step. It multiplies with ``X`` twice, and twice more for every restart; schedule and dtype decide how often that is.
     """
     short, long = min(rows, cols), max(rows, cols)
     squares = passes = steps = 5 if iteration is None else len(iteration.coefficients)

@@ -43,7 +43,7 @@ class Oracle:
     adam_lr: float = 3e-3
     momentum: float = 0.95
     # Unset: that of the variant.
-    nesterov: bool | None = None
+    nesterov: bool = True
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -80,12 +80,9 @@ class Oracle:
 
     def _muon(self, name: str, param: Tensor, grad: Tensor) -> None:
         variant = VARIANTS[self.variant]
-        if variant.reference_gradient is not None:
-            grad = self._by_block(name, variant.reference_gradient, param, grad)
         (buf,) = self.state.get(name, (torch.zeros_like(grad),))
         buf = self.momentum * buf + (1 - self.momentum) * grad
-        nesterov = variant.defaults.get("nesterov", True) if self.nesterov is None else self.nesterov
-        u = (1 - self.momentum) * grad + self.momentum * buf if nesterov else buf
+        u = (1 - self.momentum) * grad + self.momentum * buf if self.nesterov else buf
         self.state[name] = (self.keep(buf),)
         update = self._by_block(name, variant.reference, param, u)
         decay = 0.0 if variant.apply is not None else self.weight_decay
@@ -108,16 +105,7 @@ class Oracle:
 
     def _block(self, place: tuple[object, ...], function: Reference, weights: Tensor, u: Tensor) -> Tensor:
         settings = {each.name: each.default for each in VARIANTS[self.variant].settings} | self.settings
-        rates = ReferenceRates(
-            polar,
-            self.lr,
-            self.scale(*u.shape),
-            settings,
-            self.weight_decay,
-            self.betas,
-            self.eps,
-            self.step,
-        )
+        rates = ReferenceRates(polar, self.lr, self.scale(*u.shape), settings)
         return function(weights, u, self.kept.setdefault(place, {}), rates)
 
     def _apply(self, param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:

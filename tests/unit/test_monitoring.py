@@ -118,7 +118,7 @@ def test_right_results_pass(schedule: str, dtype: torch.dtype) -> None:
 def test_a_diverging_iteration_is_caught(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
-    """Cans in bf16, which is refused: it puts the singular value of a rank-one matrix above 1, from where it leads to 1e27."""
+    """Cans in bf16, which is refused: rounding puts a singular value above 1, from where it leads to 1e27."""
     monkeypatch.setattr("deepspeed_muon.config.settings.tolerates_rounding", lambda *_: True)
     weight, optimizer = one_matrix(ns_schedule="cans", ns_dtype="bf16", ns_method=method, ns_backend="torch")
     weight.grad = torch.outer(torch.arange(1.0, 13.0), torch.ones(20))

@@ -39,8 +39,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 REFUSED = {"bf16": {"cans", "own-table-fp16"}, "fp16": {"cans"}, "fp32": set()}
 
-# How far a result may lie above the band of its schedule, relative to it. bf16 keeps 8 bits: the Gram matrix that two steps
-# share drifts by 3 %, which the last step of a schedule turns into up to 12 %. fp16 rounds 8 times finer.
+# How far a result may lie above the band of its schedule, relative to it. bf16 keeps 8 bits: the Gram matrix that two
+# steps share drifts by 3 %, which the last step of a schedule turns into up to 12 %. fp16 rounds 8 times finer.
 ABOVE_THE_BAND = {"bf16": 0.12, "fp16": 0.015, "fp32": 1e-3}
 
 # The long matrix of all cases runs with the marker `full`.
