@@ -29,6 +29,7 @@ from deepspeed_muon.math.coefficients import (
     Coefficients,
     NsScheduleName,
     resolve_schedule,
+    steps_that_need_an_exact_input,
     tolerates_rounding,
 )
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
@@ -272,12 +273,22 @@ class MuonConfig(_VariantSettings):
         """Return what the Newton-Schulz iteration needs on ``device``.
 
         ``ns_dtype: auto`` is the fast dtype of the device, or fp32 for a schedule that has no margin for its rounding.
+        A table of the user's own whose steps need an exact input runs the standard iteration in half precision: the
+        rounding of the Gram iteration is measured for the named schedules only. (Steps with a root in (0, 1), as the
+        first one of ``cans``, lose the singular value there.)
         """
         coefficients = self.coefficients()
         dtype = resolve_ns_dtype(self.ns_dtype, device)
         if self.ns_dtype == "auto" and not tolerates_rounding(coefficients, dtype):
             dtype = torch.float32
-        return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype)
+        method = self.ns_method
+        if (
+            not isinstance(self.ns_schedule, str)
+            and dtype.itemsize == 2
+            and steps_that_need_an_exact_input(coefficients)
+        ):
+            method = "standard"
+        return NsSettings(coefficients=coefficients, method=method, dtype=dtype)
 
     def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of directions and updates.

@@ -75,15 +75,14 @@ def inputs(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("schedule", "dtype"), usual(product(SCHEDULES, ABOVE_THE_BAND), CORE))
 def test_no_update_is_wrong(schedule: str, dtype: Any, kernel: str) -> None:
     """No direction of an update is too long, and none that Newton-Schulz can see is too short."""
-    try:
-        config = MuonConfig.from_params({**SCHEDULES[schedule], "ns_dtype": dtype})
-    except ConfigError:
-        assert schedule in REFUSED[dtype]
+    params = {**SCHEDULES[schedule], "ns_dtype": dtype}
+    if schedule in REFUSED[dtype]:
+        with pytest.raises(ConfigError, match="no margin for the rounding"):
+            MuonConfig.from_params(params)
         return
-    assert schedule not in REFUSED[dtype]
-    band = band_of(config.coefficients())
     for method, shape in product(("gram", "standard"), SHAPES):
-        settings = NsSettings(config.coefficients(), method, config.ns_settings(torch.device("cpu")).dtype)  # type: ignore[arg-type]
+        settings = MuonConfig.from_params({**params, "ns_method": method}).ns_settings(torch.device("cpu"))
+        band = band_of(settings.coefficients)
         left, right, values = inputs(shape)
         matrices = ((left * values.unsqueeze(-2)) @ right.mT).float()  # (batch, rows, cols)
         result = iterate(kernel, matrices, settings).double()
@@ -91,7 +90,7 @@ def test_no_update_is_wrong(schedule: str, dtype: Any, kernel: str) -> None:
         assert largest <= band.high * (1 + ABOVE_THE_BAND[dtype]), (method, shape)
         lengths = torch.einsum("nik,nij,njk->nk", left, result, right)
         is_settled = values / values.norm(dim=-1, keepdim=True) >= 0.05
-        assert float(lengths[is_settled].min()) >= 0.5 * band.low, (method, shape)
+        assert float(lengths[is_settled].min()) >= 0.8 * band.low, (method, shape)
 
 
 def iterate(kernel: str, matrices: Tensor, settings: NsSettings) -> Tensor:
