@@ -36,9 +36,10 @@ from deepspeed_muon.routing.param_groups import ParamsInput, RoutedGroups, build
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet, read_step_set
-from deepspeed_muon.transport.agreement import RankFacts
+from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
+from deepspeed_muon.variants import VARIANTS
 
 
 class Muon(RoutedOptimizer):
@@ -258,8 +259,8 @@ class Muon(RoutedOptimizer):
             What ``closure`` returned.
 
         Raises:
-            BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound. When a block of a
-                matrix is zero under a variant that keeps its norm, as for OrthogonalizationError.
+            BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound; if the last step
+                met a block of zeros under a variant that keeps its norm.
             NonFiniteGradientError: On every rank, when a gradient is not finite and ``nonfinite_grad`` is ``error``.
             OrthogonalizationError: When a matrix got no update because it was wrong in fp32 too, and
                 ``nonfinite_grad`` is ``error``: at the end of this step in a single process without DeepSpeed; else on
@@ -279,17 +280,29 @@ class Muon(RoutedOptimizer):
             self._step_bound()
         return loss
 
-    def _refuse_zeros(self, names: Sequence[str]) -> None:
-        """Raise for matrices with a block of zeros, under a variant that keeps the norms of blocks."""
-        if names:
-            raise BindingError(
-                f"optimizer.params.variant: {self.config.variant!r} keeps the norm of every block, and that of some "
-                f"block of {', '.join(names[:5])} is 0, where no step can move it: initialise it with other weights, "
-                f"or send it to AdamW with optimizer.params.exclude"
-            )
+    def _refuse_zeros(self) -> None:
+        """Raise if the last step met a block of zeros, under a variant that keeps the norms of blocks.
+
+        Must be called by all ranks of the engine.
+
+        Raises:
+            BindingError: On all ranks, naming the matrices and the remedy.
+        """
+        if not VARIANTS[self.config.variant].relative_rate:
+            return
+        names = [name for runner in self._runners for name in runner.check.take_zero_weights()]
+        with raise_on_all_ranks(BindingError, ranks=self.ranks):
+            if names:
+                raise BindingError(
+                    f"optimizer.params.variant: {self.config.variant!r} keeps the norm of every block, and that of some "
+                    f"block of {', '.join(names[:5])} is 0, where no step can move it: initialise it with other weights, "
+                    f"or send it to AdamW with optimizer.params.exclude"
+                )
 
     def _step_bound(self) -> None:
         assert self._bound is not None
+        if not self.managed:
+            self._refuse_zeros()
         # ZeRO hands over one group after the other.
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -306,7 +319,6 @@ class Muon(RoutedOptimizer):
         self.overflow = False
         failed = [name for report in reports for name in report.failed]
         nonfinite = [name for report in reports for name in report.nonfinite]
-        self._refuse_zeros([name for report in reports for name in report.zero_weights])
         if failed:
             self._report_failed(failed, "in the step before")
         if nonfinite:
@@ -323,7 +335,8 @@ class Muon(RoutedOptimizer):
             self._report_failed(
                 [n for runner, *_ in current for n in runner.check.take_failed()], "in this step"
             )
-            self._refuse_zeros([n for runner, *_ in current for n in runner.check.take_zero_weights()])
+            if not any(runner.check.told_later for runner in self._runners):
+                self._refuse_zeros()
 
     def _report_failed(self, names: Sequence[str], when: str) -> None:
         """Raise, if so configured, for matrices that got no update."""

@@ -90,7 +90,8 @@ class ResultCheck:
 
     Attributes:
         left_out: The verdicts since :meth:`learn` was last called, of the matrices of the step set.
-        zero_weights: The same of blocks whose weights are all zero, where the variant needs their norm.
+        zero_weights: Whether the weights of blocks are all zero, since :meth:`take_zero_weights` was last called, where the
+            variant needs their norm.
         told_later: Whether a verdict stays on the device, so that the host never waits for it inside of a step, and a
             wrong result is left out instead of computed again.
     """
@@ -173,7 +174,7 @@ class ResultCheck:
 
     def failed(self, told: Collection[int]) -> list[str]:
         """Return the names of those that were wrong in fp32 too of what :meth:`learn` will hear."""
-        return self.names_of(self._careful.intersection(told) if self.told_later else told)
+        return self._names(self._careful.intersection(told) if self.told_later else told)
 
     def take_failed(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and forget them.
@@ -184,24 +185,21 @@ class ResultCheck:
             return []
         failed = {number for numbers, _ in self.left_out for number in numbers}
         self.left_out.clear()
-        return self.names_of(failed)
+        return self._names(failed)
 
     def add_zero_weights(self, indices: Sequence[int], is_zero: Tensor) -> None:
         """Add which blocks of matrices of the plan have no weights but zeros, a flag for each on the device."""
         self.zero_weights.append(([self._origin[index] for index in indices], is_zero))
 
     def take_zero_weights(self) -> list[str]:
-        """Return the names of the matrices with a block of zeros, as :meth:`take_failed` does."""
-        if self.told_later:
-            return []
-        numbers_of_zeros: set[int] = set()
+        """Return the names of the matrices with a block of zeros, and forget them; waits for the device."""
+        zeros: set[int] = set()
         for numbers, is_zero in self.zero_weights:
-            numbers_of_zeros.update(n for n, flag in zip(numbers, is_zero.tolist(), strict=True) if flag)
-        names = self.names_of(numbers_of_zeros)
+            zeros.update(n for n, flag in zip(numbers, is_zero.tolist(), strict=True) if flag)
         self.zero_weights.clear()
-        return names
+        return self._names(zeros)
 
-    def names_of(self, numbers: Collection[int]) -> list[str]:
+    def _names(self, numbers: Collection[int]) -> list[str]:
         """Return the names of some matrices of the step set, in its order."""
         pairs = zip(self._origin, self._matrices, strict=True) if numbers else ()
         name_of = {number: matrix.name for number, matrix in pairs}

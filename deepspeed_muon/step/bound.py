@@ -36,22 +36,17 @@ class GradientReport:
         active: Whether any rank has a non-zero gradient, 0 if not: flags of all matrices, then of all other parameters.
         nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
         failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
-        zero_weights: Names of the matrices that have a block of zeros, where the variant needs its norm.
     """
 
     active: Sequence[int]
     nonfinite: tuple[str, ...]
     failed: tuple[str, ...]
-    zero_weights: tuple[str, ...]
 
 
 # What is told of a parameter's gradient: 0 for nothing but zeros, 1 for a finite one, 2 for any other. As limits for
 # torch.bucketize, which takes NaN for larger than all. The largest of what its fragments and ranks say holds for it.
 _NOT_FINITE = 2
 _LIMITS = (0.0, torch.finfo(torch.float32).max)
-
-# What is reported of a matrix after a step, of which the largest holds.
-_LEFT_OUT, _ZERO_WEIGHTS = 1, 2
 
 Gradients = Mapping[int, Sequence[Tensor]]
 """Partition index to a rank's gradient: flat tensors that follow each other in the partition."""
@@ -111,37 +106,30 @@ class GradientInspection:
         if self.rows is None:
             self.rows = self.exchange([self], {index: [grad] for index, grad in grads.items()}).cpu()
         rows, self.rows = self.rows, None
-        states, outcomes = rows.tolist()
+        states, left_out = rows.tolist()
         nonfinite: tuple[str, ...] = ()
         if _NOT_FINITE in states:
             nonfinite = tuple(self._names[n] for n, state in enumerate(states) if state == _NOT_FINITE)
-        check = self._runner.check
-        failed = tuple(check.learn(_numbers_of(outcomes, _LEFT_OUT)))
-        zero_weights = tuple(check.names_of(_numbers_of(outcomes, _ZERO_WEIGHTS)))
-        check.zero_weights.clear()
+        failed = tuple(self._runner.check.learn(_numbers_of(left_out)))
         if self._step_set.wider_group is not None:
-            flags = [bool(names) for names in (nonfinite, failed, zero_weights)]
-            bad = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+            bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
             group = self._step_set.wider_group
             others = reduce_tensor(bad, group, what="exchange of gradient flags", how="max").tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
             failed = failed or ("a matrix of other ranks",) * others[1]
-            zero_weights = zero_weights or ("a matrix of other ranks",) * others[2]
-        return GradientReport(states, nonfinite, failed, zero_weights)
+        return GradientReport(states, nonfinite, failed)
 
     def _own_flags(self, grads: Gradients) -> Tensor:
-        """Return uint8 flags, a column for each parameter: what its gradient is, and what came of its last step.
+        """Return uint8 flags, a column for each parameter: what its gradient is, and whether it was left out last.
 
         One call reads all gradients on a CPU. On a GPU that is torch's multi-tensor norm, which takes 320 blocks of
         65,536 elements a launch; a few small kernels follow it.
         """
         flags = torch.zeros((2, len(self._names)), dtype=torch.uint8, device=self._device)
-        check = self._runner.check
-        for outcome, verdicts in ((_LEFT_OUT, check.left_out), (_ZERO_WEIGHTS, check.zero_weights)):
-            if verdicts:
-                matrices = torch.tensor([n for numbers, _ in verdicts for n in numbers], device=self._device)
-                is_true = torch.cat([verdict.to(self._device) for _, verdict in verdicts])
-                flags[1].scatter_reduce_(0, matrices, is_true.view(torch.uint8) * outcome, "amax")
+        if left_out := self._runner.check.left_out:
+            matrices = torch.tensor([n for indices, _ in left_out for n in indices], device=self._device)
+            wrong = torch.cat([each.to(self._device) for _, each in left_out])
+            flags[1].scatter_reduce_(0, matrices, wrong.view(torch.uint8), "amax")
         pieces = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
         table = self._table_of([[each.numel() for each in own] for own in pieces])
         if len(table):
@@ -293,7 +281,7 @@ class BoundSteps:
         They are known after :meth:`exchange_flags`. If there are any, all are forgotten, as no step will hear of them.
         """
         rows = ((runner, each.rows) for runner, each in self.inspections.items())
-        told = {runner: _numbers_of(own[1].tolist(), _LEFT_OUT) for runner, own in rows if own is not None}
+        told = {runner: _numbers_of(own[1].tolist()) for runner, own in rows if own is not None}
         failed = [name for runner, numbers in told.items() for name in runner.check.failed(numbers)]
         for runner, numbers in told.items() if failed else ():
             runner.check.learn(numbers)
@@ -345,11 +333,9 @@ class BoundSteps:
         return facts
 
 
-def _numbers_of(outcomes: Sequence[int], outcome: int) -> set[int]:
-    """Return the numbers of the parameters with an outcome."""
-    if not any(outcomes):
-        return set()
-    return {number for number, reported in enumerate(outcomes) if reported == outcome}
+def _numbers_of(flags: Sequence[int]) -> set[int]:
+    """Return the numbers of the parameters whose flag is set."""
+    return {number for number, flag in enumerate(flags) if flag} if any(flags) else set()
 
 
 def _read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
