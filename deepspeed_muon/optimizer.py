@@ -294,9 +294,9 @@ class Muon(RoutedOptimizer):
         with raise_on_all_ranks(BindingError, ranks=self.ranks):
             if names:
                 raise BindingError(
-                    f"optimizer.params.variant: {self.config.variant!r} keeps the norm of every block, and that of some "
-                    f"block of {', '.join(names[:5])} is 0, where no step can move it: initialise it with other weights, "
-                    f"or send it to AdamW with optimizer.params.exclude"
+                    f"optimizer.params.variant: {self.config.variant!r} keeps the norm of every block, and that of "
+                    f"{', '.join(names[:5])} is 0 in some block, where no step can move it: initialise it with other "
+                    f"weights, or send it to AdamW with optimizer.params.exclude"
                 )
 
     def _step_bound(self) -> None:

@@ -90,8 +90,8 @@ class ResultCheck:
 
     Attributes:
         left_out: The verdicts since :meth:`learn` was last called, of the matrices of the step set.
-        zero_weights: Whether the weights of blocks are all zero, since :meth:`take_zero_weights` was last called, where the
-            variant needs their norm.
+        zero_weights: Whether the weights of blocks are all zero, where the variant needs their norm; since
+            :meth:`take_zero_weights` was last called.
         told_later: Whether a verdict stays on the device, so that the host never waits for it inside of a step, and a
             wrong result is left out instead of computed again.
     """
