@@ -149,7 +149,8 @@ class MuonConfig(_VariantSettings):
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
         description="Communication dtype of momentum directions and updates; `auto`: bf16 for bf16 and fp16 models, "
-        "else fp32; `int8`: half of bf16's bytes ([measured.md](measured.md)).",
+        "else fp32; `int8`: half of bf16's bytes; updates of ill-conditioned directions differ by several percent "
+        "([measured.md](measured.md)).",
     )
     matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
         default_factory=dict,

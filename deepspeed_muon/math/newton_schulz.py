@@ -196,7 +196,7 @@ def restart_steps(coefficients: tuple[Coefficients, ...], dtype: torch.dtype) ->
 
     In half precision it also restarts before every step that needs an exact input. With Polar Express in bf16, 46 of
     1,080 ill-conditioned matrices had a singular value 10 % above its band without these restarts (up to 7.3), and none
-    with them.
+    with them, for 1.13 (256 x 1024) to 1.21 (256 x 2048) of the time.
     """
     first, distance = _RESTARTS[dtype]
     regular = frozenset(range(first, len(coefficients), distance))
