@@ -143,7 +143,6 @@ class Muon(RoutedOptimizer):
         self._bound: BoundSteps | None = None
         # Parameters of the groups that are frozen by the routes, and so in no step set.
         self._frozen: list[Tensor] = []
-        self._weights_known = not VARIANTS[config.variant].relative_rate
         self._orthogonalize: Orthogonalizer | None = None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
@@ -281,7 +280,8 @@ class Muon(RoutedOptimizer):
             What ``closure`` returned.
 
         Raises:
-            BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound.
+            BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound; if the last step
+                met a block of zeros under a variant that keeps its norm.
             NonFiniteGradientError: On every rank, when a gradient is not finite and ``nonfinite_grad`` is ``error``.
             OrthogonalizationError: When a matrix got no update because it was wrong in fp32 too, and
                 ``nonfinite_grad`` is ``error``: at the end of this step in a single process without DeepSpeed; else on
@@ -304,24 +304,23 @@ class Muon(RoutedOptimizer):
         return loss
 
     def _refuse_zeros(self) -> None:
-        """Refuse, before the first step, blocks of zeros under a rate that is relative to the weights.
+        """Raise if the last step met a block of zeros, under a variant that keeps the norms of blocks.
 
-        Must be called by all ranks of the engine. A checkpoint may bring the weights after the optimizer was bound.
+        Must be called by all ranks of the engine.
 
         Raises:
             BindingError: On all ranks, naming the matrices and the remedy.
         """
-        if self._weights_known:
+        if not VARIANTS[self.config.variant].relative_rate:
             return
-        names = dict.fromkeys(name for runner in self._runners for name in runner.zeros())
+        names = [name for runner in self._runners for name in runner.check.take_zero_weights()]
         with raise_on_all_ranks(BindingError, ranks=self.ranks):
             if names:
                 raise BindingError(
-                    f"optimizer.params.variant: {self.config.variant!r} keeps the norm of the first weights, and that "
-                    f"of {', '.join(names)} is 0 in some block: initialise it with other weights, or send it to AdamW "
-                    f"with optimizer.params.exclude"
+                    f"optimizer.params.variant: {self.config.variant!r} keeps the norm of every block, and that of "
+                    f"{', '.join(names[:5])} is 0 in some block, where no step can move it: initialise it with other "
+                    f"weights, or send it to AdamW with optimizer.params.exclude"
                 )
-        self._weights_known = True
 
     def _step_bound(self) -> None:
         assert self._bound is not None
@@ -359,6 +358,8 @@ class Muon(RoutedOptimizer):
             self._report_failed(
                 [n for runner, *_ in current for n in runner.check.take_failed()], "in this step"
             )
+            if not any(runner.check.told_later for runner in self._runners):
+                self._refuse_zeros()
 
     def _report_failed(self, names: Sequence[str], when: str) -> None:
         """Raise, if so configured, for matrices that got no update."""

@@ -243,12 +243,11 @@ def _native(method: str, operators: Any) -> Candidate:
     order = order.replace("+sm90wide", "+wide")
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
-        steps = len(settings.coefficients)
         result: Tensor = operators.orthogonalize(
             x,
             [value for row in settings.coefficients for value in row],
             order,
-            sorted(restart_steps(steps, settings.dtype)) if order.startswith("gram") else [],
+            sorted(restart_steps(settings.coefficients, settings.dtype)) if order.startswith("gram") else [],
             settings.dtype,
             settings.eps,
         )

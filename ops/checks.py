@@ -93,7 +93,7 @@ def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
         variants += ["+tiles"] if bf16 and operators.tiles_available() else []
         variants += ["+vectors"] if bf16 and operators.vectors_available() else []
     for method in [base + variant for base in ("standard", "gram") for variant in variants]:
-        restarts = sorted(restart_steps(len(rows), dtype)) if method.startswith("gram") else []
+        restarts = sorted(restart_steps(rows, dtype)) if method.startswith("gram") else []
         errors = []
         for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):
             result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, 1e-12)

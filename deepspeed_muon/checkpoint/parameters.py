@@ -90,12 +90,6 @@ class ParameterRecord(BaseModel):
             return ("fp32",)
         return ("fp32", *STATE_KEYS[self.algorithm], *self.row_keys)
 
-    def has(self, key: str, blocks: ParameterRecord) -> bool:
-        """Return whether the set holds an entry of the state that fits the blocks of another record."""
-        of_block = key in ROW_STATE and ROW_STATE[key].of_block
-        same = (self.heads, self.grid) == (blocks.heads, blocks.grid)
-        return key in self.tensor_keys and (same or not of_block)
-
     def shape_of(self, key: str) -> tuple[int, ...]:
         """Return the shape of the whole master (``fp32``) or of an entry of the state."""
         return (self.rows,) if key in ROW_KEYS[self.algorithm] else self.shape

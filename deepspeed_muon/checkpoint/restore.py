@@ -329,7 +329,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
 def _write_partitions(plan: _Plan, source: StateSource) -> None:
     for parameter, key, target in plan.writes:
         own = parameter.own_fragment(key)
-        if own is not None and source.parameters[parameter.name].has(key, parameter.record):
+        if own is not None and key in source.parameters[parameter.name].tensor_keys:
             source.fill(parameter.part_of(key), key, own, target)
         elif own is not None:
             start = ROW_STATE[key].start if key in ROW_STATE else 0.0
@@ -365,14 +365,14 @@ def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     told = []
     for key, kind in ROW_STATE.items():
         kept = key in _row_keys(state)
-        without = [m.name for m, r in pairs if kept and m.row_places and r.step and not r.has(key, m.record)]
+        without = [m.name for m, r in pairs if kept and m.row_places and r.step and key not in r.tensor_keys]
         if without:
             told.append(f"{kind.what} start anew for {len(without)} matrices ({without[0]}, ...)")
         if not kept and any(key in saved.row_keys for _, saved in pairs):
             told.append(f"{kind.what} are dropped")
     if told:
         warn(
-            "deepspeed_muon: %s was saved with another variant than %r, or other blocks: %s",
+            "deepspeed_muon: %s was saved with another variant than %r: %s",
             source.where,
             state.optimizer.config.variant,
             "; ".join(told),

@@ -29,6 +29,7 @@ from deepspeed_muon.math.coefficients import (
     Coefficients,
     NsScheduleName,
     resolve_schedule,
+    steps_that_need_an_exact_input,
     tolerates_rounding,
 )
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
@@ -120,7 +121,8 @@ class MuonConfig(_VariantSettings):
     ns_dtype: NsDtypeName = Field(
         default="auto",
         description="Dtype of Newton-Schulz: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on CPUs with AMX "
-        "and AMD's with AVX512-BF16, else fp32; fp32 for schedules that are sensitive to rounding (`cans`).",
+        "and AMD's with AVX512-BF16, else fp32; "
+        "fp32 for schedules that are sensitive to rounding (`cans`, for which `bf16` and `fp16` are errors).",
     )
     ns_backend: NsBackend = Field(
         default="auto",
@@ -147,7 +149,8 @@ class MuonConfig(_VariantSettings):
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
         description="Communication dtype of momentum directions and updates; `auto`: bf16 for bf16 and fp16 models, "
-        "else fp32; `int8`: half of bf16's bytes ([measured.md](measured.md)).",
+        "else fp32; `int8`: half of bf16's bytes; updates of ill-conditioned directions differ by several percent "
+        "([measured.md](measured.md)).",
     )
     matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
         default_factory=dict,
@@ -216,8 +219,7 @@ class MuonConfig(_VariantSettings):
                 "\n".join(v.unknown_key_message(key, cls.model_fields, where) for key in unknown)
             )
         try:
-            variant = VARIANTS.get(str((params or {}).get("variant")))
-            config = cls.model_validate({**(variant.defaults if variant else {}), **(params or {})})
+            config = cls.model_validate({**(params or {})})
         except ValidationError as error:
             raise ConfigError(readable(error, params or {}, where)) from None
         config.coefficients()
@@ -234,6 +236,12 @@ class MuonConfig(_VariantSettings):
             raise ConfigError(
                 f"optimizer.params.weight_decay_mode: {self.weight_decay_mode!r} needs adam_w_mode true; "
                 f"with adam_w_mode false the decay of AdamW's half is a term of the gradient"
+            )
+        if self.ns_dtype != "auto" and not tolerates_rounding(self.coefficients(), DTYPES[self.ns_dtype]):
+            raise ConfigError(
+                f"optimizer.params.ns_dtype: {self.ns_dtype!r} with ns_schedule {shown(self.ns_schedule)}: its "
+                f"polynomials have no margin for the rounding of {self.ns_dtype}, which sends singular values to "
+                f"infinity: unset ns_dtype ('auto' takes fp32 for such a schedule), or set it to 'fp32'"
             )
         qk_clip = self.qk_clip and self.qk_clip.model_dump()
         self.check_variant({**self.muon_defaults(), "qk_clip": qk_clip}, "optimizer.params")
@@ -266,12 +274,22 @@ class MuonConfig(_VariantSettings):
         """Return what the Newton-Schulz iteration needs on ``device``.
 
         ``ns_dtype: auto`` is the fast dtype of the device, or fp32 for a schedule that has no margin for its rounding.
+        A table of the user's own whose steps need an exact input runs the standard iteration in half precision: the
+        rounding of the Gram iteration is measured for the named schedules only. (Steps with a root in (0, 1), as the
+        first one of ``cans``, lose the singular value there.)
         """
         coefficients = self.coefficients()
         dtype = resolve_ns_dtype(self.ns_dtype, device)
         if self.ns_dtype == "auto" and not tolerates_rounding(coefficients, dtype):
             dtype = torch.float32
-        return NsSettings(coefficients=coefficients, method=self.ns_method, dtype=dtype)
+        method = self.ns_method
+        if (
+            not isinstance(self.ns_schedule, str)
+            and dtype.itemsize == 2
+            and steps_that_need_an_exact_input(coefficients)
+        ):
+            method = "standard"
+        return NsSettings(coefficients=coefficients, method=method, dtype=dtype)
 
     def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of directions and updates.

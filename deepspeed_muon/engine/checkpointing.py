@@ -33,7 +33,6 @@ from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
-from deepspeed_muon.variants import VARIANTS
 
 _Difference: TypeAlias = tuple[set[str], set[str], set[str], bool]
 """The parameters in a rank's file and in its engine, those of another route in words, and whether any was moved."""
@@ -298,7 +297,6 @@ def _difference(engine: Any, saved: Glance) -> _Difference:
     groups = saved.record.get("groups", ())
     entries = {entry["name"]: entry for group in groups for entry in group["parameters"]}
     rerouted = set()
-    of_block = any(each.of_block for each in VARIANTS[optimizer_of(engine).config.variant].state)
     for name in entries.keys() & live.keys():
         entry, own = entries[name], live[name]
         if entry["algorithm"] != own.record.algorithm:
@@ -308,6 +306,4 @@ def _difference(engine: Any, saved: Glance) -> _Difference:
         # Where every rank holds everything, the last number, that of the ranks, does not matter.
         places = entry["partition"], *entry["spread"][:-1]
         moved = moved or places != (own.partition, *own.placement.numbers()[:-1])
-        blocks = own.record.model_dump(mode="json", include={"heads", "grid"})
-        moved = moved or (of_block and blocks != {"heads": entry.get("heads", 1), "grid": entry.get("grid")})
     return set(entries), set(live) if entries else set(), rerouted, moved

@@ -22,7 +22,6 @@ from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import is_divided
-from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.version import __version__
 
 _Row = tuple[Callable[[Any, MuonConfig], Any], str]
@@ -247,11 +246,6 @@ _REFUSED: dict[str, _Row] = {
         ),
         "DeepSpeed's norm has the experts of one tensor-parallel rank only, so that it clips by the wrong norm; use "
         "stage 3",
-    ),
-    "optimizer.params.variant 'hyperball' with zero_optimization.offload_optimizer.device nvme": (
-        lambda engine, config: VARIANTS[config.variant].relative_rate and _on_nvme(engine, config),
-        "before the first step it looks at all weights at once, and they are on the disk. Use device cpu, or another "
-        "variant",
     ),
     "optimizer.params.qk_clip with sequence parallelism": (
         lambda engine, config: config.qk_clip is not None and _shares_sequences(engine),

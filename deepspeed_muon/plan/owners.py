@@ -97,11 +97,7 @@ def grid_blocks(row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> tup
 @functools.lru_cache(maxsize=512)
 def blocks_flops(kinds: tuple[tuple[int, int, int], ...], iteration: NsSettings) -> float:
     """Return the floating-point operations of orthogonalising blocks, given as in :func:`grid_blocks`."""
-    steps = len(iteration.coefficients)
-    return sum(
-        count * orthogonalize_flops(rows, cols, steps=steps, method=iteration.method, dtype=iteration.dtype)
-        for count, rows, cols in kinds
-    )
+    return sum(count * orthogonalize_flops(rows, cols, iteration) for count, rows, cols in kinds)
 
 
 def assign_owners(

@@ -1,4 +1,4 @@
-"""Where the rows and blocks of a matrix lie, when ZeRO cuts it anywhere: what a variant keeps of them, and sums over.
+"""Where the rows of a matrix lie, when ZeRO cuts it anywhere, for variants that keep a number for each of them.
 
 A variant may keep one number for each output of a matrix: for each row of each block, or for each column of a block if
 the matrix is stored transposed. The rank that holds the first element of that row (or column) keeps the number. It
@@ -7,21 +7,15 @@ layouts alone say where a number is. Inside a matrix the numbers are ordered by 
 
 Example: rank 0 holds elements 0 to 4 of a 4 x 3 matrix, rank 1 the rest. Rows 0 and 1 begin on rank 0, rows 2 and 3 on
 rank 1: ``Fragment(0, 0, 0, 2)`` and ``Fragment(1, 2, 0, 2)``, counted in rows.
-
-A *unit* is what a variant sums over: a row, numbered as above, or else a block; a matrix that is cut over a group is
-one block. A fragment consists of rectangles (:class:`Piece`) of which each row, each column, or all lies in one unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment, Ints, Placement
@@ -81,7 +75,7 @@ class RowPlaces:
 
     def on(self, rank: int) -> Fragment | None:
         """Return the rows that a rank keeps and where, ``None`` if it keeps none."""
-        rows = _rows_on(self.matrix, rank)
+        rows = rows_on(self.matrix, rank)
         if not rows:
             return None
         return Fragment(rank, rows.start, self.siblings.offsets(rank)[self.number], len(rows))
@@ -115,7 +109,7 @@ class _PartitionMatrices:
             places = [(each.partition_offset, number) for number, each in enumerate(held) if each is not None]
             for _, number in sorted(places):
                 offsets[number] = offset
-                offset += len(_rows_on(self.matrices[number], rank))
+                offset += len(rows_on(self.matrices[number], rank))
             self._known = rank, offsets
         return self._known[1]
 
@@ -141,11 +135,11 @@ def rows_by_partition(matrices: Sequence[MatrixLayout], rank: int) -> dict[int, 
     """Return how many rows of each partition a rank keeps, of partitions that have matrices."""
     found: dict[int, int] = {}
     for matrix in matrices:
-        found[matrix.partition] = found.get(matrix.partition, 0) + len(_rows_on(matrix, rank))
+        found[matrix.partition] = found.get(matrix.partition, 0) + len(rows_on(matrix, rank))
     return found
 
 
-def _rows_on(matrix: MatrixLayout, rank: int) -> range:
+def rows_on(matrix: MatrixLayout, rank: int) -> range:
     """Return the rows whose first element lies on a rank."""
     fragment = matrix.placement.on(rank)
     if fragment is None:
@@ -165,117 +159,12 @@ def _begin_before(matrix: MatrixLayout, offsets: Ints) -> Ints:
     return rows * len(col_blocks) + np.searchsorted(matrix.first_cols, rest)
 
 
-class Piece(NamedTuple):
-    """A rectangle of a fragment: all of it lies in one unit, or every row or every column lies in its own.
-
-    Attributes:
-        unit: The unit of its first element.
-        steps: From the unit of a row to that of the next one, and of a column; 0 where they are the same.
-        start: Its first element, counted from that of the fragment.
-        rows: Its rows.
-        cols: Its columns.
-        stride: Elements from one row to the next.
-    """
-
-    unit: int
-    steps: tuple[int, int]
-    start: int
-    rows: int
-    cols: int
-    stride: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self.rows, self.cols
-
-    @property
-    def units(self) -> Ints:
-        """The unit of each row, or of each column, or of all of it."""
-        down, along = self.steps
-        count = self.rows if down else self.cols if along else 1
-        return self.unit + np.arange(count) * (down or along)
-
-
-def unit_count(matrix: MatrixLayout, *, rows: bool) -> int:
-    """Return how many units a matrix has."""
-    return row_count(matrix) if rows else len(matrix.block_shapes)
-
-
-def pieces_of(matrix: MatrixLayout, start: int, stop: int, *, rows: bool = False) -> Iterator[Piece]:
-    """Yield the rectangles that elements ``[start, stop)`` of a stored matrix consist of.
-
-    Args:
-        matrix: The matrix.
-        start: First element.
-        stop: The one after the last.
-        rows: Whether the units are rows.
-    """
-    row_blocks, col_blocks = ((matrix.rows,), (matrix.cols,)) if matrix.is_cut else matrix.grid
-    width, steps = matrix.cols, (0, 0)
-    if rows and matrix.transposed:
-        col_blocks, steps = (width,), (0, 1)
-    elif rows:
-        row_blocks, steps = (matrix.rows,), (len(col_blocks), 0)
-    for stripe, (top, bottom) in enumerate(pairwise(accumulate(row_blocks, initial=0))):
-        low, high = max(start, top * width), min(stop, bottom * width)
-        if low >= high:
-            continue
-        if len(col_blocks) == 1 and not rows:
-            yield Piece(stripe, steps, low - start, 1, high - low, high - low)
-            continue
-        for row, count, begin, end in _whole_rows(low, high, width):
-            for number, (left, right) in enumerate(pairwise(accumulate(col_blocks, initial=0))):
-                left, right = max(left, begin), min(right, end)
-                if left >= right:
-                    continue
-                unit = stripe * len(col_blocks) + number
-                if rows:
-                    unit = stripe * width + left if matrix.transposed else row * len(col_blocks) + number
-                yield Piece(unit, steps, row * width + left - start, count, right - left, width)
-
-
-def _whole_rows(low: int, high: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Return the end of a row, whole rows, and the beginning of a row, as far as they are there.
-
-    Each is its first row, the number of rows, and its first column and the one after the last.
-    """
-    first, last = -(-low // width), high // width
-    if first > last:
-        return [(last, 1, low % width, high % width)]
-    found = [(low // width, 1, low % width, width)] if low < first * width else []
-    if last > first:
-        found.append((first, last - first, 0, width))
-    return [*found, (last, 1, 0, high % width)] if high > last * width else found
-
-
-def units_on(matrix: MatrixLayout, rank: int, *, rows: bool) -> Ints:
-    """Return the units of which a rank holds elements, ascending."""
-    fragment = matrix.placement.on(rank)
-    if fragment is None:
-        return np.empty(0, dtype=np.int64)
-    ends = fragment.matrix_offset, fragment.matrix_offset + fragment.numel
-    return np.unique(np.concatenate([piece.units for piece in pieces_of(matrix, *ends, rows=rows)]))
-
-
-def first_elements(matrix: MatrixLayout, units: Ints) -> Ints:
-    """Return where some units begin that are rows."""
+def first_elements(matrix: MatrixLayout, rows: Ints) -> Ints:
+    """Return where some rows begin."""
     row_blocks, col_blocks = matrix.grid
     if matrix.transposed:
-        first: Ints = np.cumsum([0, *row_blocks[:-1]])[units // matrix.cols] * matrix.cols
-        return first + units % matrix.cols
-    row, number = np.divmod(units, len(col_blocks))
+        first: Ints = np.cumsum([0, *row_blocks[:-1]])[rows // matrix.cols] * matrix.cols
+        return first + rows % matrix.cols
+    row, number = np.divmod(rows, len(col_blocks))
     place: Ints = row * matrix.cols + np.array(matrix.first_cols)[number]
     return place
-
-
-def blocks_of_rows(matrix: MatrixLayout, rows: Tensor) -> Tensor:
-    """Return the unit of each row of a matrix where the units are blocks."""
-    if matrix.is_cut:
-        return torch.zeros_like(rows)
-    row_blocks, col_blocks = matrix.grid
-    if matrix.transposed:
-        of_col = torch.arange(len(col_blocks)).repeat_interleave(torch.tensor(col_blocks))
-        return rows // matrix.cols * len(col_blocks) + of_col[rows % matrix.cols]
-    of_row = torch.arange(len(row_blocks)).repeat_interleave(torch.tensor(row_blocks))
-    return of_row[rows // len(col_blocks)] * len(col_blocks) + rows % len(col_blocks)

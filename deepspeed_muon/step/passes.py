@@ -181,7 +181,6 @@ class Rates:
         momentum: ``(matrices, 2)``, float64: decay of the moving average, and whether Nesterov's blend follows.
         apply: ``(matrices, 2)``, float64: the rate times the scale of the first block, relative to which an update is
             scaled; and the factor of the weights, or with cautious decay the share that those lose that decay.
-        adam: ``(matrices, 4)``, float64: the rate, AdamW's two betas and its epsilon.
         cautious: ``(partitions,)``, bool: where only weights decay that have the sign of their update; ``None`` if
             nowhere.
         scales: Factor of the scale rule for each block of each matrix.
@@ -190,7 +189,6 @@ class Rates:
 
     momentum: Tensor
     apply: Tensor
-    adam: Tensor
     cautious: Tensor | None
     scales: Sequence[tuple[float, ...]]
     settings: Tensor
@@ -231,7 +229,6 @@ class RateTable:
             group["adjust_lr_fn"],
             float(group["momentum"]),
             bool(group["nesterov"]),
-            *(float(each) for each in (*group["betas"], group["eps"])),
             *(float(group[key]) for key in self._keys),
         )
 
@@ -244,20 +241,19 @@ class RateTable:
             )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = [
-            (lr, _decay(mode, lr, decay), momentum, nesterov, lr, *more)
+            (lr, _decay(mode, lr, decay), momentum, nesterov, *more)
             for lr, decay, mode, _, momentum, nesterov, *more in read
         ]
-        width = 8 + len(self._keys)
+        width = 4 + len(self._keys)
         rows = torch.tensor(numbers, dtype=torch.float64).view(-1, width)[self._positions]
         rows[:, 0] *= first
         cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
         return Rates(
             rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
-            rows[:, 4:8],
             cautious if cautious.any() else None,
             scales,
-            rows[:, 8:],
+            rows[:, 4:],
         )
 
     def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:
@@ -288,8 +284,6 @@ class Step:
         grads: The gradients that enter the momentum.
         finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
         passes: Native or torch passes.
-        kept: Partition index and key to the row state that this rank keeps; mutated.
-        counts: The number of the step, from 1.
         quantized: Of a momentum in 8 bits, whose codes :attr:`momentum` then holds: its scales, by position of the
             partition, mutated; and what :meth:`.MomentumBlocks.begin` returns.
     """
@@ -301,8 +295,6 @@ class Step:
     grads: Sequence[Tensor]
     finish: RowsAtOwner | None
     passes: FlatPasses
-    kept: Mapping[int, Mapping[str, Tensor]]
-    counts: Sequence[int]
     quantized: tuple[Sequence[Tensor], Tensor] | None = None
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:

@@ -21,7 +21,7 @@ from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
-from deepspeed_muon.step.fragment_sums import fragment_sums
+from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.quantized import MomentumBlocks, convert_momentum, scales_of
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
@@ -151,7 +151,13 @@ class StepRunner:
             device = self.step_set.partitions[0].tensor.device
             self._rows = RowStateExchange(plan, context, device)
         self._kept = rows_by_partition(plan.matrices, plan.rank) if context.variant.state else {}
-        self._sums, self._before = fragment_sums(plan, self._tables, context, self.step_set)
+        self._sums: list[BlockSums] = []
+        if context.variant.apply is not None:
+            device = self.step_set.partitions[0].tensor.device
+            self._sums = [
+                BlockSums(plan, chunk.matrices, table.held, context, device)
+                for chunk, table in zip(plan.chunks, self._tables, strict=True)
+            ]
 
     @functools.cached_property
     def blocks(self) -> MomentumBlocks:
@@ -171,20 +177,11 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        others = (self._rows, *self._sums, self._before)
-        sums = sum(each.sent_bytes for each in others if each is not None)
+        exchanges = [*self._sums] if self._rows is None else [self._rows]
+        sums = sum(exchange.sent_bytes for exchange in exchanges)
         sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
         cut = self.blocks.sent_bytes if self._policy.quantizes_momentum else 0
         return sent + sums + cut
-
-    def zeros(self) -> list[str]:
-        """Return the names of matrices of which this rank found a block of zeros, for variants that sum over blocks.
-
-        Must be called by all ranks of the data-parallel and of the tensor-parallel group.
-        """
-        with self.step_set.flat_partitions() as flat:
-            weights = [flat[partition.index] for partition in self._muon]
-            return [name for each in self._sums for name in each.zeros(weights)]
 
     def run(
         self,
@@ -251,7 +248,6 @@ class StepRunner:
         weights = [flat[index] for index in order]
         entering = self.step_set.gradients(grads, flat, of_matrices)
         rates = self._rates.of({index: groups[index] for index in order})
-        counts = [int(each["step"]) for each in own]
         # Also in a step without gradients: a later one would take the state for lost.
         variant, counted = self.context.variant, self._kept
         kept = {
@@ -261,9 +257,7 @@ class StepRunner:
         is_active = any(of_matrices)
         if is_active and self._rows is not None:
             finish = self._rows.gather(kept, rates.settings)
-        step = Step(mask, rates, weights, momentum, entering, finish, self._passes, kept, counts)
-        if is_active and self._before is not None:
-            step = replace(step, grads=self._before.entering(step))
+        step = Step(mask, rates, weights, momentum, entering, finish, self._passes)
         if is_active and self._policy.quantizes_momentum:
             scales = [
                 scales_of(each, partition, self.blocks.scale_counts[partition.index])
@@ -363,8 +357,11 @@ class StepRunner:
                 if step.mask is None or step.mask[matrix]:
                     arrived = codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
                     segment.in_matrices(updates).copy_(arrived)
-        if self._sums:
-            self._sums[flight.number].apply(step, [flight.directions, updates])
+        if self.context.variant.apply is not None:
+            sums = self._sums[flight.number]
+            self.check.add_zero_weights(
+                *sums.apply(self.context.variant.apply, step, [flight.directions, updates])
+            )
         else:
             apply(step.active_rows(table.held), step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns

@@ -80,6 +80,12 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
     own = state[partition.tensor]
     for key in ROW_STATE.keys() - {each.key for each in variant.state}:
         own.pop(key, None)  # of another variant, from a state dict
+    if (radius := own.pop("radius", None)) is not None:
+        warn(
+            "deepspeed_muon: the loaded state has %d radii of hyperball, which nothing reads any more: every matrix "
+            "keeps the norm that its weights have",
+            radius.numel(),
+        )
     for each in variant.state:
         if each.key not in own:
             # Matrices that never had a gradient have no momentum yet, and nothing of a variant.

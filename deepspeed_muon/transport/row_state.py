@@ -17,7 +17,7 @@ from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
-from deepspeed_muon.transport.unit_exchange import RowStates, UnitExchange
+from deepspeed_muon.transport.row_exchange import RowExchange, RowStates
 from deepspeed_muon.variants.variant import Sums, Variant
 
 
@@ -164,20 +164,20 @@ class RowStateExchange:
             device: Of what is kept.
         """
         self._matrices, self._context = plan.matrices, context
-        self._units = UnitExchange(plan, range(len(plan.matrices)), context, device)
+        self._rows = RowExchange(plan, context, device)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends to data-parallel ranks per step."""
-        return sum(self._units.sent_numbers) * len(self._context.variant.state) * torch.float32.itemsize
+        return sum(self._rows.sent_numbers) * len(self._context.variant.state) * torch.float32.itemsize
 
     def gather(self, kept: RowStates, settings: Tensor) -> RowsAtOwner:
         """Bring the rows of every matrix to its owner. Must be called by all ranks of the group."""
-        whole = self._units.complete(self._units.state(kept).float())
-        counts = [len(units) for _, units in self._units.done.values()]
+        owned = self._rows.gather(self._rows.state(kept))
+        counts = [len(rows) for _, rows in self._rows.owned.values()]
         rows = {
-            each.key: dict(zip(self._units.done, whole[:, number].contiguous().split(counts), strict=True))
-            for number, each in enumerate(self._context.variant.state)
+            entry.key: dict(zip(self._rows.owned, owned[:, number].contiguous().split(counts), strict=True))
+            for number, entry in enumerate(self._context.variant.state)
         }
         context = self._context
         return RowsAtOwner(self._matrices, context.variant, settings, rows, group=context.tensor_group)
@@ -188,4 +188,4 @@ class RowStateExchange:
         Must be called by all ranks of the group. The tensors in ``kept`` are mutated.
         """
         whole = torch.stack([torch.cat([*rows.values()]) for rows in done.rows.values()], 1)
-        self._units.keep(kept, self._units.bring_back(whole))
+        self._rows.keep(kept, self._rows.scatter(whole))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from deepspeed_muon.variants import hyperball, muon, muon_eq, muown, normuon
+from deepspeed_muon.variants import hyperball, muon, muon_eq, normuon
 from deepspeed_muon.variants.variant import RowState, Setting, Variant
 
 VARIANTS: dict[str, Variant] = {
-    each.VARIANT.name: each.VARIANT for each in (muon, normuon, muon_eq, hyperball, muown)
+    module.VARIANT.name: module.VARIANT for module in (muon, normuon, muon_eq, hyperball)
 }
 """``optimizer.params.variant`` to what it means."""
 
-SETTINGS: dict[str, Setting] = {each.name: each for variant in VARIANTS.values() for each in variant.settings}
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting for variant in VARIANTS.values() for setting in variant.settings
+}
 """All keys of ``optimizer.params`` that only one variant reads."""
 
-ROW_STATE: dict[str, RowState] = {each.key: each for variant in VARIANTS.values() for each in variant.state}
+ROW_STATE: dict[str, RowState] = {
+    entry.key: entry for variant in VARIANTS.values() for entry in variant.state
+}
 """All entries of the optimizer state that some variant keeps for each row."""

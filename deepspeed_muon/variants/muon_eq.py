@@ -4,8 +4,9 @@ For each row ``i`` of the ``r x c`` direction ``u``, before Newton-Schulz::
 
     u_i <- u_i / |u_i|
 
-A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. Nothing is kept from step to
-step.
+A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. The authors' code
+treats rows with a norm below about ``1e-4`` differently; here the result does not depend on the scale of the gradients.
+Nothing is kept from step to step.
 """
 
 from __future__ import annotations

@@ -22,21 +22,19 @@ Finish = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], 
 ``(batch, rows)`` for each key and is mutated; ``settings`` has ``(batch, 1)`` for each name.
 """
 
-Combine = Callable[[tuple[Tensor, Tensor, Tensor], dict[str, Tensor], "UnitRates"], tuple[Tensor, Tensor]]
-"""``(products, state, rates)`` to two factors ``(a, b)``, one number for each unit: a row, or a block.
+Combine = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
+"""``(products, rates)`` to two factors ``(a, b)``, one number for each block, all float64.
 
-With the weights ``W`` of a unit and ``X``, its update or its gradient, ``a * W + b * X`` becomes the weights, or enters
-the momentum. ``products`` are ``|W|^2``, ``<W, X>`` and ``|X|^2``, sums over whole units. Everything is float64.
-``state`` has the number of the row, or the mean over the rows of a block, for each key; what the function writes there
-becomes the number of every row. Nothing may wait for the device.
+With the weights ``W`` of a block and its update ``X``, ``a * W + b * X`` becomes the weights. ``products`` are
+``|W|^2``, ``<W, X>`` and ``|X|^2``, sums over whole blocks; ``rates`` are learning rate times scale. Nothing may wait
+for the device.
 """
 
 Reference = Callable[[Tensor, Tensor, dict[str, Tensor], "ReferenceRates"], Tensor]
 """``(weights, direction, state, rates)`` to the update of one block, all float64, with a row for each output.
 
-The weights become ``decay(weights) - lr * update``, without the decay if the variant has ``apply``. The same for
-``(weights, gradient, state, rates)`` and what enters the momentum. ``state`` is empty before the first step and is
-mutated. Only tests call it: written to be read, without anything of the fast path.
+The weights become ``decay(weights) - lr * update``, without the decay if the variant has ``apply``. ``state`` is empty
+before the first step and is mutated. Only tests call it: written to be read, without anything of the fast path.
 """
 
 
@@ -49,43 +47,12 @@ class ReferenceRates:
         lr: Learning rate.
         scale: Factor of the scale rule.
         settings: Values of the variant's settings.
-        weight_decay: Of the matrices.
-        betas: Of AdamW's moments.
-        eps: AdamW's.
-        step: Number of the step, from 1.
     """
 
     orthogonalize: Callable[[Tensor], Tensor]
     lr: float
     scale: float
     settings: Mapping[str, float]
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    step: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class UnitRates:
-    """The rates of each unit, float64.
-
-    Attributes:
-        size: Learning rate times scale.
-        keep: Factor of the weights by weight decay.
-        lr: Learning rate.
-        beta1: Of AdamW's first moment.
-        beta2: Of its second one.
-        eps: AdamW's.
-        step: Number of the step, from 1.
-    """
-
-    size: Tensor
-    keep: Tensor
-    lr: Tensor
-    beta1: Tensor
-    beta2: Tensor
-    eps: Tensor
-    step: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +64,12 @@ class RowState:
         what: What it holds, in the plural, for messages.
         dtype: The dtype in which a rank keeps it; it is computed with in fp32.
         start: The value before the first step.
-        of_block: Whether it is one number of the block, the same for all rows: other blocks have others.
     """
 
     key: str
     what: str
     dtype: torch.dtype = torch.float32
     start: float = 0.0
-    of_block: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +99,11 @@ class Variant:
         description: What it does, as Markdown for the docs; empty for Muon itself.
         state: What it keeps beside the momentum.
         settings: The keys that only this variant reads.
-        before_momentum: Turns sums over weights and gradient into what enters the momentum; ``None`` for the gradient.
-            The variant has ``apply`` too.
-        reference_gradient: The same for tests.
         before_iteration: Changes the directions that are orthogonalised; ``None`` if they are used as they are.
         finish: Turns orthogonalised blocks into updates; ``None`` if they are the updates.
-        apply: Turns sums over weights and update into how they are added; ``None`` for the rate, the scale rule and
-            weight decay.
-        of_rows: Whether those sums are over rows, and not over blocks.
+        apply: Turns sums over the weights and updates of each block into how they are added; ``None`` for the rate, the
+            scale rule and weight decay.
         relative_rate: Whether the rate is relative to the weights: neither scale rule nor weight decay counts.
-        defaults: Keys of ``optimizer.params`` whose default is another one.
         refuses: Keys that must keep their default, with the reason and what to do instead.
     """
 
@@ -152,14 +112,10 @@ class Variant:
     description: str = ""
     state: tuple[RowState, ...] = ()
     settings: tuple[Setting, ...] = ()
-    before_momentum: Combine | None = None
-    reference_gradient: Reference | None = None
     before_iteration: BeforeIteration | None = None
     finish: Finish | None = None
     apply: Combine | None = None
-    of_rows: bool = False
     relative_rate: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -30,7 +30,7 @@ from tests.support.autoep_models import (
     with_plain_linears,
 )
 from tests.support.comparisons import within
-from tests.support.contract import compare_norms, train_reference
+from tests.support.contract import compare_norms, params_of, train_reference
 from tests.support.counting import count_second_step
 from tests.support.moe_hugging_face import EXPERTS as HF_EXPERTS
 from tests.support.moe_hugging_face import HIDDEN as HF_HIDDEN
@@ -209,10 +209,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage2-data-before-experts": {"stage": 2, "extra": {"use_data_before_expert_parallelism": True}},
     "stage1-normuon": {"stage": 1, "params": {"variant": "normuon"}},
     "stage3-normuon": {"stage": 3, "params": {"variant": "normuon"}},
-    "stage1-muown": {"stage": 1, "params": {"variant": "muown"}},
-    "stage3-muown": {"stage": 3, "params": {"variant": "muown"}},
+    "stage1-hyperball": {"stage": 1, "params": params_of("hyperball")},
+    "stage3-hyperball": {"stage": 3, "params": params_of("hyperball")},
 }
-USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init", "stage3-muown"}
+USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init", "stage3-hyperball"}
 
 
 @pytest.mark.parametrize("name", usual(VARIANTS, USUAL))

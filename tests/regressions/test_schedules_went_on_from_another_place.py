@@ -1,4 +1,4 @@
-"""After a restore MultiStepLR and ReduceLROnPlateau began anew, and Muown's first step had the betas of no cycle."""
+"""After a restore MultiStepLR and ReduceLROnPlateau began anew."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 
 
 def engine_with(scheduler: str, seed: int) -> Any:
-    config, keywords = training.ds_config(1, params={"variant": "muown"}), {}
+    config, keywords = training.ds_config(1), {}
     arguments = SCHEDULERS[scheduler]
     if scheduler == "OneCycle":
         config["scheduler"] = {"type": scheduler, "params": arguments}

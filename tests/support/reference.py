@@ -53,7 +53,7 @@ def rounded_polar(u: Tensor, errors: rounding.Errors, rows: Rows = (QUINTIC,) * 
             t = errors.rounded(b * s + c * errors.product(s, s), products)
             x = errors.rounded(a * x + errors.product(t, x), products)
     else:
-        restarts = restart_steps(len(rows), products)
+        restarts = restart_steps(rows, products)
         r, q = errors.product(x, x.T), None
         for done, (a, b, c) in enumerate(rows, start=1):
             z = errors.rounded(b * r + c * errors.product(r, r), products)
@@ -104,7 +104,7 @@ class Oracle:
     adam_lr: float = 3e-3
     momentum: float = 0.95
     # Unset: that of the variant.
-    nesterov: bool | None = None
+    nesterov: bool = True
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -156,12 +156,9 @@ class Oracle:
 
     def _muon(self, name: str, param: Tensor, grad: Tensor) -> None:
         variant = VARIANTS[self.variant]
-        if variant.reference_gradient is not None:
-            grad = self._by_block(name, variant.reference_gradient, param, grad)
         (buf,) = self.state.get(name, (torch.zeros_like(grad),))
         buf = self.momentum * buf + (1 - self.momentum) * grad
-        nesterov = variant.defaults.get("nesterov", True) if self.nesterov is None else self.nesterov
-        u = (1 - self.momentum) * grad + self.momentum * buf if nesterov else buf
+        u = (1 - self.momentum) * grad + self.momentum * buf if self.nesterov else buf
         if errors := rounding.current():
             buf, u = errors.rounded(buf, times=2), errors.rounded(u, times=2)
             if errors.arithmetic.momentum == torch.int8:
@@ -191,16 +188,8 @@ class Oracle:
     def _block(self, place: tuple[object, ...], function: Reference, weights: Tensor, u: Tensor) -> Tensor:
         settings = {each.name: each.default for each in VARIANTS[self.variant].settings} | self.settings
         errors = rounding.current()
-        rates = ReferenceRates(
-            functools.partial(rounded_polar, errors=errors) if errors else polar,
-            self.lr,
-            self.scale(*u.shape),
-            settings,
-            self.weight_decay,
-            self.betas,
-            self.eps,
-            self.step,
-        )
+        iterate = functools.partial(rounded_polar, errors=errors) if errors else polar
+        rates = ReferenceRates(iterate, self.lr, self.scale(*u.shape), settings)
         return function(weights, u, self.kept.setdefault(place, {}), rates)
 
     def _apply(self, param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:

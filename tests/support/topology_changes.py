@@ -16,7 +16,6 @@ OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
 NORMUON = {"variant": "normuon"}
 HYPERBALL = {"variant": "hyperball", "muon_weight_decay": 0.0}
-MUOWN = {"variant": "muown"}
 HEADS = {**NORMUON, "matrices": {"blocks.*.up.weight": {"heads": 4}}}
 
 CHANGES = {
@@ -55,11 +54,6 @@ CHANGES = {
         at(4, "megatron", 2, 2, params={**HEADS, **HYPERBALL}),
         at(4, "megatron", 3, 4, params={**HEADS, **HYPERBALL}),
     ),
-    "tensor 2, Muown of heads, to tensor 4": (
-        at(4, "megatron", 1, 2, params={**HEADS, **MUOWN}),
-        at(4, "megatron", 3, 4, params={**HEADS, **MUOWN}),
-    ),
-    "tensor 4, Muown, to data 3": (at(4, "megatron", 2, 4, params=MUOWN), at(3, "data", 3, params=MUOWN)),
     # experts
     "experts over 2 to 1": (at(4, "experts", 1, 2), at(3, "experts", 2)),
     "experts over 1 to 4": (at(2, "experts", 2), at(4, "experts", 1, 4)),
@@ -73,10 +67,6 @@ CHANGES = {
     "experts over 4, hyperball, to 2": (
         at(4, "experts", 1, 4, params=HYPERBALL),
         at(2, "experts", 2, 2, params=HYPERBALL),
-    ),
-    "experts over 2, Muown, to 4": (
-        at(2, "experts", 2, 2, params=MUOWN),
-        at(4, "experts", 1, 4, params=MUOWN),
     ),
     # stacks of experts
     "AutoEP over 2 to 1": (at(4, "autoep", 2, 2), at(2, "autoep", 3, 1)),

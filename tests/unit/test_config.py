@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed_muon import Muon
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError, ScheduleError
+from deepspeed_muon.math.coefficients import resolve_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,8 +124,13 @@ def test_auto_takes_fp32_for_a_schedule_without_a_margin_for_rounding() -> None:
     gpu = torch.device("cuda")
     assert MuonConfig.from_params({}).ns_settings(gpu).dtype == torch.float16
     assert MuonConfig.from_params({"ns_schedule": "cans"}).ns_settings(gpu).dtype == torch.float32
-    chosen = MuonConfig.from_params({"ns_schedule": "cans", "ns_dtype": "fp16"})
-    assert chosen.ns_settings(gpu).dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["cans", resolve_schedule("cans")])
+def test_a_schedule_without_a_margin_is_refused_in_half_precision(schedule: Any, dtype: str) -> None:
+    with pytest.raises(ConfigError, match=rf"ns_dtype: '{dtype}' with ns_schedule .* or set it to 'fp32'"):
+        MuonConfig.from_params({"ns_schedule": schedule, "ns_dtype": dtype})
 
 
 def test_the_constructor_shows_every_key() -> None:

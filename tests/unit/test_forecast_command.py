@@ -47,7 +47,7 @@ def test_operations_are_those_that_are_run(shape: tuple[int, int], dtype: torch.
         settings = NsSettings(resolve_schedule("quintic", steps), method, dtype)
         with FlopCounterMode(display=False) as counter:
             orthogonalize(torch.randn(1, *shape), settings=settings)
-        expected = orthogonalize_flops(*shape, steps=steps, method=method, dtype=dtype)
+        expected = orthogonalize_flops(*shape, settings)
         assert counter.get_total_flops() == expected
 
 

@@ -148,12 +148,13 @@ def test_polar_express_is_the_authors_implementation(steps: int) -> None:
 
 
 def test_restarts_never_come_after_the_last_step() -> None:
-    assert restart_steps(5, torch.bfloat16) == {1, 3}
-    assert restart_steps(5, torch.float16) == {3}
-    assert restart_steps(5, torch.float32) == {3}
-    for dtype in DTYPES:
-        for steps in range(1, 12):
-            assert all(0 < done < steps for done in restart_steps(steps, dtype))
+    quintic = resolve_schedule("quintic")
+    assert restart_steps(quintic, torch.bfloat16) == {1, 3}
+    assert restart_steps(quintic, torch.float16) == {3}
+    assert restart_steps(quintic, torch.float32) == {3}
+    for name, dtype, steps in product(("quintic", "polar_express"), DTYPES, range(1, 12)):
+        rows = resolve_schedule(name, steps)  # type: ignore[arg-type]
+        assert all(0 < done < steps for done in restart_steps(rows, dtype))
 
 
 def test_scale_rules() -> None:

@@ -72,7 +72,8 @@ def run(ops: Any, x: Tensor, method: str, dtype: torch.dtype, coefficients: list
         pytest.skip("tiles are for bfloat16, on processors that have them")
     if method.endswith("+vectors") and (dtype != torch.bfloat16 or not ops.vectors_available()):
         pytest.skip("vectors are for bfloat16, on processors that multiply it")
-    restarts = sorted(restart_steps(len(coefficients) // 3, dtype))
+    rows = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3], strict=True))
+    restarts = sorted(restart_steps(rows, dtype))
     return ops.orthogonalize(x, coefficients, method, restarts, dtype, 1e-12)
 
 

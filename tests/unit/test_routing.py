@@ -357,7 +357,9 @@ def test_a_group_of_convolutions_names_the_remedy() -> None:
             {"params": [p for p in model.parameters() if p.ndim < 2], "use_muon": False},
         ]
 
-    with pytest.raises(RoutingError, match=r"\[8, 3, 3, 3\].*pass the model, as deepspeed_muon.Muon\(groups, model=model\)"):
+    with pytest.raises(
+        RoutingError, match=r"\[8, 3, 3, 3\].*pass the model, as deepspeed_muon.Muon\(groups, model=model\)"
+    ):
         Muon(groups())
     routes = Muon(groups(), model=model).routes
     assert [(r.algorithm, r.kind) for r in routes[:2]] == [("muon", "convolution"), ("muon", "matrix")]

@@ -39,7 +39,6 @@ def rates_of(count: int, *, momentum: float, step: float = 1.0) -> Rates:
     return Rates(
         torch.tensor([(momentum, 0.0)] * count, dtype=torch.float64),
         torch.tensor([(step, 1.0)] * count, dtype=torch.float64),
-        torch.zeros(count, 4, dtype=torch.float64),
         None,
         [(1.0,)] * count,
         torch.zeros(count, 0, dtype=torch.float64),
@@ -57,7 +56,7 @@ def step_of(
     """Return a step on one partition."""
     flat = [momentum if param is None else param]
     mask = None if all(active) else torch.tensor(active)
-    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"), {}, [1])
+    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"))
 
 
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,219 @@
+"""Rectangles of fragments inside of blocks, and a variant that keeps the norm of its matrices, in one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import flat_placement
+from deepspeed_muon.plan.rectangles import rectangles_of
+from deepspeed_muon.variants import VARIANTS
+from deepspeed_muon.variants.hyperball import apply
+from tests.support.comparisons import close, within
+from tests.support.reference import Oracle, iteration_limit, relative
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [((5,), (4,)), ((2, 3), (4,)), ((5,), (1, 3)), ((1, 2, 2), (2, 1, 1)), ((5,), (1, 1, 1, 1))],
+)
+def test_rectangles_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
+    """Every range of a 5 x 4 matrix, and every grid of blocks: each element is in a rectangle of its own block."""
+    blocks = torch.empty(5, 4, dtype=torch.int64)
+    matrix = MatrixLayout("m", 5, 4, 0, flat_placement(0, 20, 20), row_blocks=rows, col_blocks=cols)
+    tops, lefts = ([*itertools.accumulate(sizes, initial=0)] for sizes in (rows, cols))
+    for i, j in itertools.product(range(len(rows)), range(len(cols))):
+        blocks[tops[i] : tops[i + 1], lefts[j] : lefts[j + 1]] = i * len(cols) + j
+    for start in range(20):
+        for stop in range(start + 1, 21):
+            fragment = torch.full((3 + stop - start,), -1)
+            for block, first, height, width, stride in rectangles_of(matrix, start, stop):
+                view = fragment.as_strided((height, width), (stride, 1), 3 + first)
+                assert (view == -1).all() and view.numel()
+                view.fill_(block)
+            assert torch.equal(fragment[3:], blocks.view(-1)[start:stop]) and (fragment[:3] == -1).all()
+
+
+def test_sums_give_the_factors_of_the_formula() -> None:
+    """Also where the update is zero, and where the weights are."""
+    generator = torch.Generator().manual_seed(3)
+    weights, updates = torch.randn(2, 4, 4, 5, generator=generator, dtype=torch.float64)
+    updates[1] = 0
+    weights[3] = 0
+    sums = tuple((a * b).sum((1, 2)) for a, b in ((weights, weights), (weights, updates), (updates, updates)))
+    rates = torch.tensor([0.1, 0.1, 0.3, 0.1], dtype=torch.float64)
+    keep, move = apply(sums, rates)  # type: ignore[arg-type]
+    for unmoved in (1, 3):
+        assert (keep[unmoved], move[unmoved]) == (1, 0)
+    for i in (0, 2):
+        norm = weights[i].norm()
+        moved = weights[i] - rates[i] * norm * updates[i] / updates[i].norm()
+        close(
+            keep[i] * weights[i] + move[i] * updates[i], norm * moved / moved.norm(), rtol=1e-12, atol=1e-14
+        )
+
+
+def model_of(fill: float | None = None) -> nn.Module:
+    torch.manual_seed(4)
+    model = nn.Module()
+    model.layer = nn.Linear(6, 8, bias=False)
+    if fill is not None:
+        nn.init.constant_(model.layer.weight, fill)
+    return model
+
+
+SETTINGS: dict[str, Any] = {
+    "variant": "hyperball",
+    "muon_lr": 0.1,
+    "ns_dtype": "fp32",
+    "ns_backend": "torch",
+    "adam_weight_decay": 0.1,
+}
+
+
+def train(model: nn.Module, optimizer: Muon, steps: int, *, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        model.layer.weight.grad = torch.randn(8, 6).to(model.layer.weight.dtype)
+        optimizer.step()
+
+
+def train_beside_reference(
+    model: nn.Module, optimizer: Muon, oracle: Oracle, *, momentum_dtype: str | None
+) -> None:
+    """Take six steps of a schedule with both, and compare the weights."""
+    other, start = copy.deepcopy(model).double(), model.layer.weight.detach().clone()
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = oracle.lr = 0.1 / (1 + step)
+        train(model, optimizer, 1, first=step)
+        other.layer.weight.grad = model.layer.weight.grad.double()
+        oracle.update(other)
+    error = relative(model.layer.weight.detach(), other.layer.weight.detach(), start)
+    # The iteration in fp32, whose direction is about that of the last gradient; momentum in bf16 is rounded by 2^-9.
+    last = iteration_limit(model.layer.weight.grad, torch.float32)
+    within(error, last if momentum_dtype is None else 0.05, "path")
+
+
+def check_that_a_zero_gradient_changes_nothing(model: nn.Module, optimizer: Muon) -> None:
+    before = model.layer.weight.detach().clone()
+    model.layer.weight.grad = torch.zeros(8, 6)
+    optimizer.step()
+    assert torch.equal(model.layer.weight, before)
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, "bf16"])
+def test_the_norm_stays(momentum_dtype: str | None) -> None:
+    """Against the reference, with a schedule; a matrix without a gradient keeps its weights."""
+    model = model_of()
+    start = model.layer.weight.detach().clone()
+    optimizer = Muon(model, **SETTINGS, momentum_dtype=momentum_dtype)
+    oracle = Oracle({"layer.weight"}, variant="hyperball")
+    train_beside_reference(model, optimizer, oracle, momentum_dtype=momentum_dtype)
+    close(model.layer.weight.norm(), start.norm(), rtol=1e-6, atol=0)
+    assert optimizer.state[model.layer.weight].keys() == {"momentum_buffer", "step"}
+    check_that_a_zero_gradient_changes_nothing(model, optimizer)
+
+
+def test_masters_in_half_precision_have_no_trend() -> None:
+    """Rounding of 48 weights changes their norm by chance: 2^-9 / sqrt(3 * 48) a step, 10 times that in 100 steps."""
+    model = model_of().bfloat16()
+    start = float(model.layer.weight.detach().double().norm())
+    optimizer = Muon(model, **{**SETTINGS, "muon_lr": 0.01})
+    train(model, optimizer, 100)
+    # Three standard deviations.
+    assert float(model.layer.weight.detach().double().norm()) == pytest.approx(start, rel=3 * 2**-9 * 10 / 12)
+
+
+def test_weights_that_are_put_in_keep_their_norm() -> None:
+    """A step is as long as the rate says, relative to the weights that it meets."""
+    model = model_of()
+    optimizer = Muon(model, **SETTINGS)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.layer.weight.mul_(5)
+    put_in = model.layer.weight.detach().clone()
+    train(model, optimizer, 1, first=2)
+    after = model.layer.weight.detach()
+    torch.testing.assert_close(after.norm(), put_in.norm(), rtol=1e-6, atol=0)
+    # A chord of the ball: between the step and, where it points along the weights, less.
+    assert 0.03 < float((after - put_in).norm() / put_in.norm()) < 0.11
+
+
+def test_state_of_other_variants_and_old_radii_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    saved = Muon(model, variant="normuon", ns_backend="torch")
+    train(model, saved, 2)
+    state_dict = saved.state_dict()
+    state_dict["state"][0]["radius"] = torch.ones(8)
+    optimizer = Muon(model, **SETTINGS)
+    optimizer.load_state_dict(state_dict)
+    with caplog.at_level(logging.WARNING):
+        train(model, optimizer, 2, first=2)
+    assert optimizer.state[model.layer.weight].keys() == {"momentum_buffer", "step"}
+    assert caplog.text.count("8 radii of hyperball, which nothing reads any more") == 1
+
+
+def test_weights_of_zero_are_refused() -> None:
+    """At the end of the step that met them; a matrix without a gradient is not asked for."""
+    model = model_of(0.0)
+    optimizer = Muon(model, **SETTINGS)
+    check_that_a_zero_gradient_changes_nothing(model, optimizer)
+    with pytest.raises(
+        BindingError, match=r"'hyperball' keeps the norm .* layer\.weight is 0 in some block, .*exclude"
+    ):
+        train(model, optimizer, 1)
+    assert not model.layer.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "said"),
+    [
+        (
+            "hyperball",
+            {"weight_decay": 0.1},
+            r"optimizer\.params\.weight_decay: 0\.1 .* set muon_weight_decay to 0",
+        ),
+        ("hyperball", {"muon_weight_decay": 0.1}, r"weight_decay: 0\.1 with variant 'hyperball'"),
+        ("hyperball", {"adjust_lr_fn": "match_rms_adamw"}, r"adjust_lr_fn: .* no scale applies"),
+        ("muown", {}, r"optimizer\.params\.variant: .*'muown'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(variant: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MuonConfig.from_params({"variant": variant, **settings})
+
+
+def test_what_fits_is_taken() -> None:
+    MuonConfig.from_params({"variant": "hyperball", "weight_decay": 0.1, "muon_weight_decay": 0.0})
+    MuonConfig.from_params({"variant": "hyperball", "qk_clip": {}})
+
+
+def test_param_groups_are_held_to_it_too() -> None:
+    """When they are made, and when a schedule or another run's settings change them."""
+    model = model_of()
+    weight = model.layer.weight
+    with pytest.raises(ConfigError, match=r"param group 0\.weight_decay: 0\.1 with variant 'hyperball'"):
+        Muon([{"params": [("layer.weight", weight)], "weight_decay": 0.1}], muon_weight_decay=0.0, **SETTINGS)
+    optimizer = Muon(model, **SETTINGS)
+    optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.raises(ConfigError, match=r"weight_decay 0\.2 .* hyperparameters=False"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_variant_is_one_short_file(name: str) -> None:
+    """Its functions, its float64 reference and its registration."""
+    from importlib import import_module
+
+    path = import_module(f"deepspeed_muon.variants.{name}").__file__
+    assert path is not None
+    with open(path) as file:
+        assert len(file.readlines()) < 150
