@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
-from deepspeed_muon.logs import logger, warn, warn_on_each_machine
+from deepspeed_muon.logs import logger, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
 from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
 from deepspeed_muon.plan.placement import Fragment
@@ -40,35 +40,6 @@ def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> di
             own[key] = own[key].contiguous()
     own["step"] += 1
     return own
-
-
-def keep_saved_precision(
-    state_dict: Mapping[str, Any], params: Sequence[Tensor], state: State, policy: StatePolicy
-) -> None:
-    """Bring loaded state into the dtypes that it is kept in, from what was saved.
-
-    torch casts state to the parameter's dtype when it loads, and would round fp32 moments of half-precision masters.
-    To and from 8 bits the next step converts (:meth:`.MomentumBlocks.convert`): that takes the layout.
-
-    Args:
-        state_dict: What was loaded.
-        params: The optimizer's parameters, in the order of its groups.
-        state: ``optimizer.state``, loaded. Mutated.
-        policy: The dtypes.
-    """
-    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    converted = set()
-    for index, param in zip(saved, params, strict=True):
-        for key, value in state_dict["state"].get(index, {}).items():
-            if isinstance(value, Tensor):
-                dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
-                if torch.int8 in (dtype, value.dtype) and dtype != value.dtype:
-                    converted.add(f"{value.dtype} to {dtype}".replace("torch.", ""))
-                    dtype = value.dtype
-                if state[param][key].dtype != dtype:
-                    state[param][key] = value.to(device=param.device, dtype=dtype, copy=True)
-    for change in sorted(converted):
-        warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", change)
 
 
 def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> dict[str, Tensor]:
