@@ -13,6 +13,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from typing_extensions import Never, Unpack
@@ -188,7 +189,9 @@ class Muon(RoutedOptimizer):
         Raises:
             OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
-        self._orthogonalize = Orthogonalizer(self.config.ns_backend)
+        # Replicas of other processes (DDP) must round like these. Nobody knows who steps, so nothing can be agreed.
+        replicas = ranks is None and dist.is_initialized() and dist.get_world_size() > 1
+        self._orthogonalize = Orthogonalizer(self.config.ns_backend, measure=not replicas)
         self.ranks = ranks or Ranks()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
