@@ -33,9 +33,10 @@ from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.plan.placement import replicated_placement
 from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
-from deepspeed_muon.routing.param_groups import ParamsInput, RoutedGroups, build_groups
+from deepspeed_muon.routing.param_groups import CALLER_GROUP, ParamsInput, RoutedGroups, build_groups
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import StepResources, StepRunner
+from deepspeed_muon.step.state import follow_parameters
 from deepspeed_muon.step.step_set import StepSet, read_step_set
 from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
@@ -141,6 +142,9 @@ class Muon(RoutedOptimizer):
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
         self.measure_norm: Callable[[], Tensor] | None = None
         self._bound: BoundSteps | None = None
+        # Dtype and device of each parameter when the optimizer was bound without DeepSpeed.
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+        self._warned_of_one_rate = False
         self._weights_known = not VARIANTS[config.variant].relative_rate
         self._orthogonalize: Orthogonalizer | None = None
         self.qk_clip: QkClip | None = None
@@ -179,7 +183,8 @@ class Muon(RoutedOptimizer):
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters, make the plans and choose kernels; nothing is sent.
 
-        Called once, after the ZeRO wrapper exists. Whoever calls it compares :meth:`_plan_facts` between the ranks.
+        Called after the ZeRO wrapper exists, and again where parameters were converted without DeepSpeed. Whoever calls
+        it compares :meth:`_plan_facts` between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
@@ -278,10 +283,47 @@ class Muon(RoutedOptimizer):
                 # FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
                 return loss
             self._bind_plain()
+        elif not self.managed and self._kinds != self._kinds_of_parameters():
+            self._bind_plain()
+            follow_parameters(self.state, self.state_policy)
         # Under DeepSpeed a step of the engine is several calls, and the engine's hook records all of them together.
         with nullcontext() if self.managed else self.recorder.step(), self.recorder.span("step"):
             self._step_bound()
         return loss
+
+    def _kinds_of_parameters(self) -> list[tuple[torch.dtype, torch.device]]:
+        """Return dtype and device of each parameter, which ``model.double()`` and ``model.to()`` change in place."""
+        return [(param.dtype, param.device) for group in self.param_groups for param in group["params"]]
+
+    def _warn_of_one_rate(self) -> None:
+        """Warn once if the parts of a caller's group train with one rate, although they were given different ones."""
+        if self._warned_of_one_rate:
+            return
+        parts_of: dict[int, list[dict[str, Any]]] = {}
+        for group in self.param_groups:
+            parts_of.setdefault(group.get(CALLER_GROUP, 0), []).append(group)
+        for number, parts in parts_of.items():
+            rates = [part["lr"] for part in parts]
+            if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+                continue  # the host would wait for the device
+            # All of them are 0 at the start of a warm-up.
+            if float(rates[0]) == 0.0 or len({float(rate) for rate in rates}) > 1:
+                continue
+            configured = {part["algorithm"]: part["lr_ratio"] * self.config.reference_lr for part in parts}
+            if len(set(configured.values())) > 1:
+                self._warned_of_one_rate = True
+                warn(
+                    "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, although muon_lr is %g and "
+                    "adam_lr %g: a schedule or the program writes one number into both halves of the group. Give the "
+                    "schedule a list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the "
+                    "program writes by g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where "
+                    "it keeps the ratio",
+                    number,
+                    float(rates[0]),
+                    configured["muon"],
+                    configured["adamw"],
+                )
+                return
 
     def _refuse_zeros(self) -> None:
         """Refuse, before the first step, blocks of zeros under a rate that is relative to the weights.
@@ -307,6 +349,7 @@ class Muon(RoutedOptimizer):
         assert self._bound is not None
         if not self.managed:
             self._refuse_zeros()
+            self._warn_of_one_rate()
         # ZeRO hands over one group after the other.
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -355,7 +398,8 @@ class Muon(RoutedOptimizer):
         if not {id(param) for param in params} <= known:
             raise BindingError(
                 "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
-                "the optimizer: call deepspeed_muon.register() before deepspeed.initialize"
+                "the optimizer: pass the Muon itself to deepspeed.initialize, without another optimizer around it, and "
+                "call deepspeed_muon.register() before, if you have called unregister()"
             )
         wanted = [key for key in ("restore_from", "consolidate_on_save") if getattr(self.config, key)]
         if wanted:
@@ -371,7 +415,7 @@ class Muon(RoutedOptimizer):
             raise BindingError(
                 f"without DeepSpeed all parameters must be on one device, found {sorted(map(str, devices))}"
             )
-        if self.config.qk_clip is not None:
+        if self.config.qk_clip is not None and self.qk_clip is None:
             if self._model is None:
                 raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
             self._clip_attention_of(self._model)
@@ -385,6 +429,7 @@ class Muon(RoutedOptimizer):
             for index, param in enumerate(params)
         ]
         self._bind([read_step_set(partitions, self._routed.by_id)], device=devices.pop())
+        self._kinds = self._kinds_of_parameters()
 
     def _refuse(self, nonfinite: Sequence[str]) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""

@@ -42,6 +42,22 @@ def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> di
     return own
 
 
+def follow_parameters(state: State, policy: StatePolicy) -> None:
+    """Bring the state to the devices of parameters that were moved or converted, and into the dtypes kept for them.
+
+    Args:
+        state: ``optimizer.state``. Mutated.
+        policy: The dtypes. To and from 8 bits the step converts.
+    """
+    for param, entry in state.items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
+                if torch.int8 in (dtype, value.dtype):
+                    dtype = value.dtype
+                entry[key] = value.to(device=param.device, dtype=dtype)
+
+
 def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> dict[str, Tensor]:
     """Return what a variant keeps for the ``numel`` rows of a partition on this rank; create what is missing.
 
