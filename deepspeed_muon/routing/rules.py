@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import MatricesConfig
@@ -31,6 +32,8 @@ from deepspeed_muon.routing.shapes import (
     split_output,
     true_shape,
 )
+
+_TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 # The longest kernel. A longer last dimension is more likely the input width of stacked matrices.
 _MAX_KERNEL = 64
@@ -129,6 +132,18 @@ def _refuse_untrainable(item: NamedParameter) -> None:
         raise ParameterTypeError(
             f"{what} is complex ({param.dtype}), which neither Muon nor AdamW updates here; keep it as a real "
             f"parameter and use torch.view_as_complex in forward, freeze it, or leave it to another optimizer"
+        )
+    if is_traceable_wrapper_subclass(param):
+        kind = type(param.data).__name__
+        raise ParameterTypeError(
+            f"{what} is a {kind}, whose elements lie in other tensors, and only ordinary tensors can be trained here. "
+            f"DeepSpeed's ZeRO and AutoTP divide ordinary parameters themselves: leave out fully_shard (FSDP2), "
+            f"parallelize_module and the like"
+        )
+    if not param.is_complex() and param.dtype not in _TRAINABLE:
+        raise ParameterTypeError(
+            f"{what} is {param.dtype}, and only float32, float64, bfloat16 and float16 can be trained here; keep the "
+            f"parameter in one of them and convert it in forward, freeze it, or leave it to another optimizer"
         )
     if param.layout != torch.strided:
         raise ParameterTypeError(
