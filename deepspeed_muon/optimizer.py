@@ -142,6 +142,8 @@ class Muon(RoutedOptimizer):
         # Without ZeRO and clipping nobody else computes the norm of the raw gradients; an adapter sets this.
         self.measure_norm: Callable[[], Tensor] | None = None
         self._bound: BoundSteps | None = None
+        # Parameters of the groups that are frozen by the routes, and so in no step set.
+        self._frozen: list[Tensor] = []
         # Dtype and device of each parameter when the optimizer was bound without DeepSpeed.
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._warned_of_one_rate = False
@@ -149,6 +151,20 @@ class Muon(RoutedOptimizer):
         self._orthogonalize: Orthogonalizer | None = None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
+
+    def is_trained(self, param: Tensor) -> bool:
+        """Return whether a tensor of the param groups is updated; ``False`` for what is frozen by the routes."""
+        route = self._routed.by_id.get(id(param))
+        return route is None or route.algorithm != "frozen"
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether the groups hold parameters that are frozen by the routes, and can be trained later."""
+        return bool(self._frozen)
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of the parameters that were unfrozen since the optimizer was bound."""
+        return [self._routed.by_id[id(param)].name for param in self._frozen if param.requires_grad]
 
     @property
     def _runners(self) -> list[StepRunner]:
@@ -183,8 +199,8 @@ class Muon(RoutedOptimizer):
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters, make the plans and choose kernels; nothing is sent.
 
-        Called after the ZeRO wrapper exists, and again where parameters were converted without DeepSpeed. Whoever calls
-        it compares :meth:`_plan_facts` between the ranks.
+        Called after the ZeRO wrapper exists, and again when a parameter was unfrozen or converted. Whoever calls it
+        compares :meth:`_plan_facts` between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
@@ -209,7 +225,10 @@ class Muon(RoutedOptimizer):
             self.state_policy,
             overlap=overlaps(step_sets, self.config),
         )
-        self._bound = BoundSteps(step_sets, self.config, resources)
+        before, self._bound = self._bound, BoundSteps(step_sets, self.config, resources)
+        if before is not None:
+            self._bound.take_over(before)
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
         # Kernels are timed now: in the first step the other ranks would wait for the one that measures.
         for runner in self._bound.runners:
             for x in runner.inputs():
@@ -286,6 +305,8 @@ class Muon(RoutedOptimizer):
         elif not self.managed and self._kinds != self._kinds_of_parameters():
             self._bind_plain()
             follow_parameters(self.state, self.state_policy)
+        elif not self.managed and any(p.requires_grad and p.grad is not None for p in self._frozen):
+            self._bind_plain()
         # Under DeepSpeed a step of the engine is several calls, and the engine's hook records all of them together.
         with nullcontext() if self.managed else self.recorder.step(), self.recorder.span("step"):
             self._step_bound()
@@ -360,7 +381,7 @@ class Muon(RoutedOptimizer):
             self._global_grad_norm = float(self.measure_norm()) / (1.0 if scale is None else float(scale))
         current = [
             (runner, groups, flat_gradients(runner, scale))
-            for runner, groups in self._bound.current(self.param_groups)
+            for runner, groups in self._bound.current(self.param_groups, left_out=self._frozen)
         ]
         reports = [self._bound.inspections[runner].report(grads) for runner, _, grads in current]
         self.overflow = False
@@ -393,14 +414,16 @@ class Muon(RoutedOptimizer):
 
     def _bind_plain(self) -> None:
         """Bind to the parameters themselves: a single process without DeepSpeed."""
-        known = set(self._routed.by_id)
         params = [param for group in self.param_groups for param in group["params"]]
-        if not {id(param) for param in params} <= known:
+        if not {id(param) for param in params} <= self._routed.by_id.keys():
             raise BindingError(
                 "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
                 "the optimizer: pass the Muon itself to deepspeed.initialize, without another optimizer around it, and "
                 "call deepspeed_muon.register() before, if you have called unregister()"
             )
+        self._routed = self._routed.current()
+        if self._bound is None:
+            self._warn_of_guesses()
         wanted = [key for key in ("restore_from", "consolidate_on_save") if getattr(self.config, key)]
         if wanted:
             raise ConfigError(f"{', '.join(wanted)}: only with DeepSpeed; load and save state_dict() instead")
@@ -419,6 +442,7 @@ class Muon(RoutedOptimizer):
             if self._model is None:
                 raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
             self._clip_attention_of(self._model)
+        # The numbers are those of a state dict, in which frozen parameters have one, too.
         partitions = [
             (
                 index,
@@ -427,6 +451,7 @@ class Muon(RoutedOptimizer):
                 [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else [],
             )
             for index, param in enumerate(params)
+            if self.is_trained(param)
         ]
         self._bind([read_step_set(partitions, self._routed.by_id)], device=devices.pop())
         self._kinds = self._kinds_of_parameters()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, with_names_of
+from deepspeed_muon.plan.layout import TensorShards
+from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, route_again
+from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.route import Route, order_of_matrices
 from deepspeed_muon.routing.rules import warn_without_muon
 from deepspeed_muon.step.loading import read_state_dict
@@ -48,11 +52,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
         self._begin(config, routed, model)
         defaults = {**config.group_defaults("muon"), "algorithm": None, "use_muon": None, "lr_ratio": 1.0}
         super().__init__(routed.groups, defaults)
-        if routed.unnamed:
-            warn(
-                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
-                "among them goes to Muon; pass the model or model.named_parameters()"
-            )
         if not routed.partial:
             warn_without_muon(self.routes)
         if (
@@ -113,9 +112,8 @@ class RoutedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _name_of(self, param: Tensor) -> str | None:
-        """Return the name of a parameter, ``None`` for a partition of ZeRO."""
-        route = self._routed.by_id.get(id(param))
-        return None if route is None else route.name
+        """Return the name of a parameter, ``None`` in an engine, where it may be a partition of ZeRO."""
+        return None if self.managed else self._routed.by_id[id(param)].name
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction; later additions are refused.
@@ -139,12 +137,16 @@ class RoutedOptimizer(torch.optim.Optimizer):
                 "an optimizer that DeepSpeed manages cannot be copied or pickled, as its parameters are partitions; "
                 "save it with engine.save_checkpoint or deepspeed_muon.checkpoint.consolidate, or take its state_dict()"
             )
-        params = {id(param): param for group in self.param_groups for param in group["params"]}
+        routed = self._routed
+        params = {id(param) for group in self.param_groups for param in group["params"]}
         return {
             **super().__getstate__(),
-            # Frozen parameters are nowhere in the groups, and stay out of the copy.
-            "routes": [(params.get(key), route) for key, route in self._routed.by_id.items()],
-            "unnamed": self._routed.unnamed,
+            # Frozen parameters that are in no group stay out of the copy, which has their routes.
+            "routes": [
+                (routed.members[key] if key in params else None, route, routed.if_trained.get(key))
+                for key, route in routed.by_id.items()
+            ],
+            "routed": replace(routed, groups=[], members={}, if_trained={}, by_id={}),
             "config": self.config,
             "model": self._model,
         }
@@ -152,26 +154,57 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copied or pickled optimizer."""
         state = dict(state)
-        routes: list[tuple[Tensor | None, Route]] = state.pop("routes")
-        # The copy has no frozen parameters: their routes get keys that are no object's id.
-        by_id = {
-            -number if param is None else id(param): route
-            for number, (param, route) in enumerate(routes, start=1)
-        }
-        routed = RoutedGroups(state["param_groups"], by_id, state.pop("unnamed"))
+        routes: list[tuple[NamedParameter | None, Route, Route | None]] = state.pop("routes")
+        # The routes of parameters that the copy does not have get keys that are no object's id.
+        keys = [
+            -number if member is None else id(member.param) for number, (member, *_) in enumerate(routes, 1)
+        ]
+        routed = replace(
+            state.pop("routed"),
+            groups=state["param_groups"],
+            members={
+                key: member for key, (member, *_) in zip(keys, routes, strict=True) if member is not None
+            },
+            if_trained={
+                key: route for key, (*_, route) in zip(keys, routes, strict=True) if route is not None
+            },
+            by_id={key: route for key, (_, route, _) in zip(keys, routes, strict=True)},
+        )
         self._begin(state.pop("config"), routed, state.pop("model"))
         super().__setstate__(state)
 
-    def _check_names(self, model: nn.Module) -> None:
-        """Take the model's names for parameters that were given without; refuse routes that the names contradict.
+    def _route_again(self, model: nn.Module, shards: Mapping[int, TensorShards] | None = None) -> None:
+        """Route by what the engine's model tells, in place of what the optimizer was made with; the groups stay.
 
         Args:
             model: The module whose parameters this optimizer has.
+            shards: As for :func:`deepspeed_muon.routing.param_groups.build_groups`.
 
         Raises:
-            RoutingError: Naming the first parameter that would change sides.
+            RoutingError: If the parameters cannot be divided as asked, or none is trainable.
         """
-        self._routed = with_names_of(model, self._routed)
+        self._routed = route_again(self._routed, self.param_groups, self.config, model, shards=shards)
+
+    def release_members(self) -> list[tuple[str, Tensor]]:
+        """Give up the model's parameters, which ZeRO keeps from now on; return the names and tensors of the frozen."""
+        frozen = self._routed.frozen()
+        self._routed = replace(self._routed, groups=[], members={}, if_trained={})
+        return frozen
+
+    def _warn_of_guesses(self) -> None:
+        """Warn of what nobody told about the parameters, where no engine has the model."""
+        if self._routed.unnamed:
+            warn(
+                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
+                "among them goes to Muon; pass the model or model.named_parameters()"
+            )
+        elif self._routed.untyped:
+            warn(
+                "deepspeed_muon: parameters are routed by name and shape alone, since the types of their modules are "
+                "not known: an embedding or output head by another name goes to Muon, convolutions and stacked experts "
+                "may go to AdamW, and the weights of Conv1D are read as output x input; pass the model, or model=... "
+                "beside the parameters"
+            )
 
     def _order_parameters(self, ranks: int, *, device: torch.device) -> None:
         """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.

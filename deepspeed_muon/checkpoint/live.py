@@ -60,12 +60,16 @@ class Host:
         """
         self._reference = weakref.ref(engine)
         self._view_of = view_of
-        self.described = described(engine.basic_optimizer.routes, parts)
+        self.describe(engine.basic_optimizer.routes, parts)
         self.is_swapped = view_of(engine.optimizer).swap_folder is not None
         self.save_id: str | None = None
         self.step_thread: int | None = None
         self._restoring: str | None = None
         self._guards: list[RemovableHandle] = []
+
+    def describe(self, routes: Iterable[Route], parts: Mapping[str, TensorSlice | str]) -> None:
+        """Describe the trained parameters, also once more when there are others; see :func:`described`."""
+        self.described = described(routes, parts)
 
     @property
     def engine(self) -> Any:

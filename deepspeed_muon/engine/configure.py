@@ -25,6 +25,7 @@ from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.offload import adopt
+from deepspeed_muon.engine.regroup import regroup
 from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
@@ -37,9 +38,10 @@ from deepspeed_muon.engine.topology import (
 from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
 from deepspeed_muon.engine.zero.views import Original
 from deepspeed_muon.errors import CheckpointError, ConfigError, PlanMismatchError, UnsupportedConfigError
-from deepspeed_muon.logs import announce, logger
+from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.param_groups import CALLER_GROUP
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_without_muon
@@ -159,7 +161,8 @@ def _admitted(
         _refuse_wrapped(optimizer)
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
-            optimizer._check_names(engine.module)
+            optimizer._route_again(engine.module, tensor_shards(engine))
+        regroup(engine, optimizer)
         facts.update(_facts(engine, optimizer))
     except Exception as caught:
         error = caught
@@ -190,7 +193,10 @@ def _configured(engine: Any, model_parameters: Any) -> Muon:
     if engine.has_moe_layers:
         # DeepSpeed divides groups into experts and others, and needs names for that.
         if all(isinstance(each, dict) for each in params):
-            params = [{"name": f"dense-params-{number}", **each} for number, each in enumerate(params)]
+            params = [
+                {"name": f"dense-params-{number}", CALLER_GROUP: number, **group}
+                for number, group in enumerate(params)
+            ]
         params = configure_moe_param_groups(params)
     return Muon._from_config(params, config, model=engine.module, shards=tensor_shards(engine))
 
@@ -229,13 +235,13 @@ def _sections(engine: Any) -> dict[str, str]:
     return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in present}
 
 
-def _bind(engine: Any, optimizer: Muon) -> None:
-    """Read the wrapper's layout, compare the plans, hook the engine; every rank raises if one of them fails."""
+def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
+    """Read the wrapper's layout and compare the plans; every rank raises if one of them fails."""
     error: Exception | None = None
     facts: RankFacts | None = None
     ranks = ranks_of(engine)
     try:
-        if optimizer.config.qk_clip is not None:
+        if optimizer.config.qk_clip is not None and optimizer.qk_clip is None:
             optimizer._clip_attention_of(engine.module)
         require_known(engine.optimizer)
         step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
@@ -244,6 +250,32 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     except Exception as caught:
         error = caught
     agree(facts, error=error, kind=PlanMismatchError, ranks=ranks)
+
+
+def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take parameters into the step that were unfrozen since the last one, before DeepSpeed reduces their gradients.
+
+    Must be called by all ranks. DeepSpeed's all-reduce would wait forever if the ranks had unfrozen different ones.
+    """
+    optimizer = engine.basic_optimizer
+    unfrozen = optimizer.unfrozen()
+    (on_some_rank,) = optimizer.ranks.reduce([bool(unfrozen)], "max", what="comparison of what was unfrozen")
+    if on_some_rank:
+        with raise_on_all_ranks(ranks=optimizer.ranks) as facts:
+            scope = Scope.of(engine.seq_data_parallel_group)
+            fact = "parameters unfrozen since the last step (requires_grad must be equal on all ranks)"
+            facts.tell(fact, ", ".join(unfrozen) or "none", scope)
+            optimizer._routed = optimizer._routed.current()
+        _bind_to_wrapper(engine, optimizer)
+        optimizer.host.describe(optimizer.routes, parts_of(engine, optimizer._routed.by_id))
+        announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
+    return original(*args, **kwargs)
+
+
+def _bind(engine: Any, optimizer: Muon) -> None:
+    """Bind to the wrapper, and tell the optimizer all that it needs of the engine."""
+    ranks = ranks_of(engine)
+    _bind_to_wrapper(engine, optimizer)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)

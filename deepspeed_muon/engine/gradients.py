@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView
 from deepspeed_muon.engine.zero.views import Original, View
-from deepspeed_muon.logs import logger
+from deepspeed_muon.logs import listed, logger, warn
 from deepspeed_muon.optimizer import Muon
 
 _MARK = "_z3_leaf"
@@ -133,6 +133,22 @@ def _is_new(view: View, param: Tensor) -> bool:
     new = id(param) not in reduced
     reduced.add(id(param))
     return new
+
+
+def warn_of_unfrozen(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
+    """Warn once of each parameter that was frozen when the wrapper was made and has a gradient now."""
+    unfrozen = [name for name, param in view.memory.frozen if param.requires_grad and param.grad is not None]
+    if unfrozen:
+        view.memory.frozen = [(name, param) for name, param in view.memory.frozen if name not in unfrozen]
+        warn(
+            "deepspeed_muon: %s%s unfrozen after deepspeed.initialize, and the wrapper that DeepSpeed made there "
+            "(%s) has no place for them: they get gradients and do not train. Unfreeze them before "
+            "deepspeed.initialize, or make a new engine; at ZeRO 0 in fp32 they would train",
+            listed(unfrozen, 5),
+            " was" if len(unfrozen) == 1 else " were",
+            type(view.wrapper).__name__,
+        )
+    return original(*args, **kwargs)
 
 
 def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:

@@ -172,6 +172,14 @@ ENGINE_HOOKS = (
     Hook(ZeroView, "step", gradients.exchange_flags_first),
     # A mend: gradients outlive the step in buffers, and a parameter that gets none is updated with its last one.
     Hook(ZeroView, "step", gradients.only_gradients_of_the_step, _KEEPS_GRADIENTS),
+    # The wrapper has copied what is trained, so a parameter that is unfrozen later does not train, and nobody is told.
+    Hook(View, "step", gradients.warn_of_unfrozen, attrgetter("memory.frozen")),
+    # At ZeRO 0 in fp32 a parameter that is unfrozen later would get a gradient and no update. If the ranks unfroze
+    # different ones, DeepSpeed's all-reduce would wait forever.
+    Hook(
+        DeepSpeedEngine, "buffered_allreduce_fallback", configure.take_unfrozen,
+        lambda view: isinstance(view, PlainView) and view.optimizer.has_frozen,
+    ),
     # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
     Hook(View, "step", scaling.report_skipped_step),
     # ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step.
@@ -354,7 +362,10 @@ def hook_engine(engine: Any) -> None:
     is_wrapped = not isinstance(view, PlainView)
     if is_wrapped:
         waiting = gradients.waiting_parameters(view, engine.module)
-        wrapper._deepspeed_muon_memory = view.memory = Memory(weakref.ref(engine), waiting=waiting)
+        frozen = view.optimizer.release_members()
+        wrapper._deepspeed_muon_memory = view.memory = Memory(
+            weakref.ref(engine), waiting=waiting, frozen=frozen
+        )
     view.prepare(autocast=engine.torch_autocast_enabled())
     # All conditions are asked before anything is replaced.
     needed = [

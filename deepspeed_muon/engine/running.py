@@ -18,6 +18,7 @@ from deepspeed.runtime import lr_schedules
 
 from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
+from deepspeed_muon.engine.regroup import LISTS
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
@@ -128,6 +129,8 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
     ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]
     for attribute, key in keys.items():
         values = getattr(scheduler, attribute)
+        if attribute in getattr(scheduler, LISTS, ()):
+            continue
         # With warmup_max_lr null the scheduler has made a list of the groups' own rates.
         if len(set(values)) == 1 and not isinstance(given.get(key, 0.0), (list, tuple, type(None))):
             setattr(scheduler, attribute, [float(v) * ratio for v, ratio in zip(values, ratios, strict=True)])

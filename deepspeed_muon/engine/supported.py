@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import master_dtype, offload_device
-from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group, tensor_shards
+from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.errors import UnsupportedConfigError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
@@ -84,12 +84,6 @@ def _loads_async_io() -> bool:
 
 def _is_cut(engine: Any) -> bool:
     return tensor_parallel_group(engine) is not None
-
-
-def _cuts_blocks(engine: Any, config: MuonConfig) -> bool:
-    """Return whether blocks are asked for of layers whose shards were routed before anybody knew how they are cut."""
-    blocks = any(entry.split or entry.heads for entry in config.matrices.values())
-    return blocks and engine.client_optimizer is not None and bool(tensor_shards(engine))
 
 
 def _lacks_masters(engine: Any, _: MuonConfig) -> bool:
@@ -275,10 +269,5 @@ _REFUSED: dict[str, _Row] = {
     "optimizer.params.qk_clip with a pipeline": (
         lambda engine, config: config.qk_clip is not None and is_divided(engine.module),
         _PART_OF_ATTENTION,
-    ),
-    "optimizer.params.matrices of layers that tensor parallelism cuts, in an optimizer of the program's own,": (
-        _cuts_blocks,
-        "it was made before the number of tensor-parallel ranks was known. Write the settings under "
-        '"optimizer": {"type": "Muon", "params": ...}',
     ),
 }

@@ -117,6 +117,8 @@ def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[Ste
     # Partitions that one call of the inner step updates, and that the same ranks hold, both in the order of the view.
     sets: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
     for index, params in enumerate(view.params):
+        if not view.is_trained(index):
+            continue
         group = view.group(index)
         if group is None:
             group, *_ = groups_of(params[0], everyone)

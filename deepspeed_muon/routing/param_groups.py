@@ -6,21 +6,24 @@ expert-parallel groups. The divided groups keep the caller's settings, for examp
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
 from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
-from deepspeed_muon.errors import ConfigError, ParameterTypeError, RoutingError
+from deepspeed_muon.errors import ConfigError, MuonError, ParameterTypeError, RoutingError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
 from deepspeed_muon.routing.route import Algorithm, Route
 from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.routing.shapes import true_shape
 
 ParamsInput = nn.Module | Iterable[Any]
 
@@ -61,21 +64,53 @@ class ParamGroup(dict[str, Any]):
         return type(self), (dict(self),)
 
 
+@dataclass(slots=True)
+class CallerGroup:
+    """A param group as the caller gave it.
+
+    Attributes:
+        number: Its number among the caller's groups.
+        settings: All that the caller wrote into it, but the parameters.
+        members: Its parameters; empty once they are in the optimizer's groups.
+    """
+
+    number: int
+    settings: dict[str, Any]
+    members: list[NamedParameter] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        """The group's name in messages."""
+        return f"param group {self.number}"
+
+
 @dataclass(frozen=True, slots=True)
 class RoutedGroups:
     """The result of routing.
 
     Attributes:
         groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon``, ``caller_group`` and
-            all settings. The parts of one caller's group follow each other.
-        by_id: ``id(parameter)`` to its route, in the caller's order, also for frozen ones.
+            all settings. The parts of one caller's group follow each other. Frozen parameters are in the part where
+            they belong when they are trained.
+        members: ``id(parameter)`` to all that is known of it, in the caller's order.
+        if_trained: ``id(parameter)`` to the route of a parameter that is trained, or would be if it were not frozen.
+            Frozen ones that nobody could train (integers, shapes that Muon refuses) are missing.
+        by_id: ``id(parameter)`` to its route as long as nothing is frozen or unfrozen, in the caller's order.
+        callers: The caller's groups, without their parameters.
+        rates: As for :func:`build_groups`.
         unnamed: Whether some parameter had no name, so that only its shape could decide.
+        untyped: Whether module types could have decided otherwise, and no model was given.
         partial: Whether the parameters are those of one stage of a pipeline.
     """
 
     groups: list[dict[str, Any]]
+    members: dict[int, NamedParameter]
+    if_trained: dict[int, Route]
     by_id: dict[int, Route]
+    callers: dict[int, CallerGroup]
+    rates: Mapping[str, Tensor]
     unnamed: bool
+    untyped: bool
     partial: bool = False
 
     @property
@@ -83,13 +118,36 @@ class RoutedGroups:
         """The routes in the caller's order."""
         return list(self.by_id.values())
 
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """Return name and tensor of the parameters that are frozen by their routes, and could be trained."""
+        return [
+            (route.name, self.members[key].param)
+            for key, route in self.by_id.items()
+            if route.algorithm == "frozen" and key in self.if_trained
+        ]
 
-@dataclass(slots=True)
-class _CallerGroup:
-    number: int
-    where: str
-    settings: dict[str, Any]
-    members: list[NamedParameter]
+    def current(self) -> RoutedGroups:
+        """Return the routes by what is frozen now.
+
+        Raises:
+            RoutingError: If no parameter is trainable, or one was unfrozen that cannot be trained.
+        """
+        by_id = dict(self.by_id) if self.members.keys() <= self.by_id.keys() else {}
+        for key, member in self.members.items():
+            if not member.param.requires_grad:
+                by_id[key] = _frozen_route(member, self.if_trained.get(key))
+            elif key in self.if_trained:
+                by_id[key] = self.if_trained[key]
+            else:
+                raise RoutingError(
+                    f"parameter {member.name} of shape {list(true_shape(member.param))} was unfrozen after the "
+                    f"optimizer was made, which had no place for it; make a new optimizer"
+                )
+        if all(route.algorithm == "frozen" for route in by_id.values()):
+            raise RoutingError(
+                f"none of the {len(by_id)} parameters is trainable: requires_grad is False for all of them"
+            )
+        return replace(self, by_id=by_id)
 
 
 def build_groups(
@@ -121,23 +179,141 @@ def build_groups(
         model, params = params, params.parameters()
     known = model_parameters_by_name(model, shards) if model is not None else {}
     callers = _caller_groups(params, known)
-    members = [member for group in callers for member in group.members]
+    members = {id(member.param): member for group in callers for member in group.members}
+    explicit = _explicit_algorithms((group.settings, group.members) for group in callers)
     partial = model is not None and is_divided(model)
-    explicit = {
-        id(member.param): algorithm
-        for group in callers
-        if (algorithm := _explicit_algorithm(group.settings)) is not None
-        for member in group.members
-    }
-    routes = route_parameters(members, config, explicit=explicit, partial=partial)
-    by_id = {id(member.param): route for member, route in zip(members, routes, strict=True)}
-    groups = [half for group in callers for half in _halves(group, by_id, config, rates or {})]
+    try:
+        if_trained = _route_as_trained(list(members.values()), config, explicit, partial=partial)
+    except RoutingError as error:
+        sent = [m for key, m in members.items() if config.include or explicit.get(key) == "muon"]
+        if model is not None or all(len(true_shape(member.param)) < 3 for member in sent):
+            raise
+        raise RoutingError(
+            f"{error}. Only the types of modules tell convolutions and experts: if it is one of them, pass "
+            f"model=... to deepspeed_muon.Muon, beside the parameters"
+        ) from error
+    groups = [part for group in callers for part in _parts_of(group, if_trained, config, rates or {})]
     if not groups:
         raise RoutingError(
-            f"none of the {len(routes)} parameters is trainable: requires_grad is False for all of them"
+            f"none of the {len(members)} parameters is trainable: requires_grad is False for all of them"
         )
-    unnamed = any(not member.names and id(member.param) not in explicit for member in members)
-    return RoutedGroups(groups, by_id, unnamed, partial)
+    by_id = {
+        key: if_trained[key] if member.param.requires_grad else _frozen_route(member, if_trained.get(key))
+        for key, member in members.items()
+    }
+    undecided = [member for key, member in members.items() if key not in explicit]
+    return RoutedGroups(
+        groups,
+        members,
+        if_trained,
+        by_id,
+        # The groups of one number have the same settings, but for DeepSpeed's marks.
+        {group.number: CallerGroup(group.number, group.settings) for group in reversed(callers)},
+        rates or {},
+        unnamed=any(not member.names for member in undecided),
+        untyped=model is None and any(len(true_shape(member.param)) > 1 for member in undecided),
+        partial=partial,
+    )
+
+
+def route_again(
+    routed: RoutedGroups,
+    groups: Sequence[Mapping[str, Any]],
+    config: MuonConfig,
+    model: nn.Module,
+    *,
+    shards: Mapping[int, TensorShards] | None = None,
+) -> RoutedGroups:
+    """Route the parameters of an optimizer by what a model tells of them, and by what is frozen now.
+
+    The names that the caller gave stay. The groups stay as they are; :func:`divide_again` divides them.
+
+    Args:
+        routed: How the parameters were routed when the optimizer was made.
+        groups: The optimizer's groups, whose parameters DeepSpeed may have replaced meanwhile.
+        config: The optimizer's settings.
+        model: The module whose parameters they are.
+        shards: As for :func:`build_groups`.
+
+    Raises:
+        RoutingError: As for :func:`build_groups`.
+    """
+    known = model_parameters_by_name(model, shards)
+    params = {id(param): param for group in groups for param in group["params"]}
+    # Frozen parameters that are in no group are listed as long as the model has them.
+    order = [key for key in routed.members if key in params or key in known]
+    order += [key for key in params if key not in routed.members]
+    members = {key: _as_both_know(routed.members.get(key), known.get(key), params.get(key)) for key in order}
+    explicit = _explicit_algorithms(
+        (routed.callers[group[CALLER_GROUP]].settings, [members[id(param)] for param in group["params"]])
+        for group in groups
+    )
+    if_trained = _route_as_trained(list(members.values()), config, explicit, partial=is_divided(model))
+    again = replace(
+        routed,
+        by_id={},
+        members=members,
+        if_trained=if_trained,
+        unnamed=any(not member.names for key, member in members.items() if key not in explicit),
+        untyped=False,
+        partial=is_divided(model),
+    )
+    return again.current()
+
+
+def divide_again(
+    routed: RoutedGroups,
+    groups: Sequence[dict[str, Any]],
+    config: MuonConfig,
+    *,
+    keep_frozen: bool,
+    by_dtype: bool,
+) -> list[tuple[dict[str, Any], int | None]]:
+    """Divide the groups of an optimizer by its routes, into groups of one algorithm that have parameters.
+
+    A group that still has parameters stays the same object: schedulers refer to it.
+
+    Args:
+        routed: The routes.
+        groups: The groups. The lists of parameters of those that stay are replaced.
+        config: The optimizer's settings.
+        keep_frozen: Whether frozen parameters stay in the groups.
+        by_dtype: Whether parameters of different dtypes need different groups.
+
+    Returns:
+        The groups, each with the number of the group whose settings it has; ``None`` if it has the caller's.
+    """
+    divided: list[tuple[dict[str, Any], int | None]] = []
+    for number, caller in sorted(routed.callers.items()):
+        present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
+        parts: dict[tuple[str, str | None, torch.dtype | None], list[Tensor]] = {}
+        for param in (param for group in present.values() for param in group["params"]):
+            # Parameters that nobody can train are frozen.
+            if id(param) in routed.if_trained and (keep_frozen or param.requires_grad):
+                key = routed.if_trained[id(param)].algorithm, expert_group_name(param)
+                parts.setdefault((*key, param.dtype if by_dtype else None), []).append(param)
+        free = dict(present)
+        for algorithm, experts, dtype in sorted(parts, key=lambda key: key[0] != "muon"):
+            params = parts[algorithm, experts, dtype]
+            fitting = [n for n, group in present.items() if group["algorithm"] == algorithm]
+            marked = [
+                n for n in fitting if experts == (present[n]["name"] if present[n].get("moe") else None)
+            ]
+            origin = next(
+                (n for n in (*marked, *fitting) if n in free), next(iter((*marked, *fitting)), None)
+            )
+            group: dict[str, Any]
+            if origin is None:
+                group = _group_of(caller, algorithm, config, routed.rates)  # type: ignore[arg-type]
+            elif origin in free and origin in marked:
+                group = free.pop(origin)
+            else:
+                group = ParamGroup(present[origin])
+            if experts is not None:
+                group.update({"name": experts, "moe": True})
+            group["params"] = params
+            divided.append((group, origin))
+    return divided
 
 
 def expert_group_name(param: Tensor) -> str | None:
@@ -145,7 +321,7 @@ def expert_group_name(param: Tensor) -> str | None:
     return str(param.group_name) if getattr(param, "allreduce", True) is False else None  # type: ignore[attr-defined]
 
 
-def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -> list[_CallerGroup]:
+def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -> list[CallerGroup]:
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise ParameterTypeError(
             f"params is a {type(params).__name__}, expected a module or an iterable of parameters, of (name, "
@@ -192,7 +368,11 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
                     f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
                 )
             seen.add(id(member.param))
-        groups.append(_CallerGroup(number, f"param group {number}", settings, members))
+        if "algorithm" not in settings and "use_muon" not in settings:
+            number = settings.pop(
+                CALLER_GROUP, number
+            )  # DeepSpeed's split of a caller's group into experts and others
+        groups.append(CallerGroup(number, settings, members))
     if len(named) == 2:
         raise RoutingError(
             f"params has parameters with names and without: {named[True]} has a name, {named[False]} has none. Name "
@@ -211,6 +391,33 @@ def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], p
     return NamedParameter((str(name),) if name is not None else (), param)  # type: ignore[arg-type]
 
 
+def _as_both_know(
+    given: NamedParameter | None, of_model: NamedParameter | None, param: Tensor | None
+) -> NamedParameter:
+    """Return a parameter with the name that the caller gave, and with all that the caller and the model know of it."""
+    if given is None:
+        return of_model or NamedParameter((), param)  # type: ignore[arg-type]
+    if of_model is None:
+        return given
+    names = of_model.names
+    if given.names and given.names[0] not in names:
+        # The caller's name may lack the path of a wrapper. How many names there are tells whether it is shared.
+        names = (*given.names, *names[len(given.names) :])
+    return replace(of_model, names=names, module_kinds=of_model.module_kinds | given.module_kinds)
+
+
+def _explicit_algorithms(
+    callers: Iterable[tuple[Mapping[str, Any], Iterable[NamedParameter]]],
+) -> dict[int, Algorithm]:
+    """Return ``id(parameter)`` to the algorithm that the settings of its group say, where they say one."""
+    return {
+        id(member.param): algorithm
+        for settings, members in callers
+        if (algorithm := _explicit_algorithm(settings)) is not None
+        for member in members
+    }
+
+
 def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
     algorithm: Algorithm | None = settings.get("algorithm")
     if algorithm not in (None, "muon", "adamw"):
@@ -220,43 +427,113 @@ def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
     return algorithm
 
 
-def _halves(
-    group: _CallerGroup, by_id: Mapping[int, Route], config: MuonConfig, rates: Mapping[str, Tensor]
+def _route_as_trained(
+    members: Sequence[NamedParameter],
+    config: MuonConfig,
+    explicit: Mapping[int, Algorithm],
+    *,
+    partial: bool,
+) -> dict[int, Route]:
+    """Return ``id(parameter)`` to the route of each parameter as if nothing were frozen.
+
+    Frozen ones that could not be trained are left out.
+
+    Raises:
+        RoutingError: As :func:`~deepspeed_muon.routing.rules.route_parameters`, about those that are not frozen.
+    """
+    frozen = [member for member in members if not member.param.requires_grad and _can_train(member.param)]
+
+    def attempt(thawed: Sequence[NamedParameter], *, partial: bool) -> dict[int, Route]:
+        with _thawed(thawed):
+            routes = route_parameters(members, config, explicit=explicit, partial=partial)
+        pairs = zip(members, routes, strict=True)
+        return {id(member.param): route for member, route in pairs if route.algorithm != "frozen"}
+
+    def attempt_in_halves(thawed: Sequence[NamedParameter]) -> dict[int, Route]:
+        try:
+            return attempt(thawed, partial=True)
+        except MuonError:
+            middle = len(thawed) // 2
+            if middle == 0:
+                return {}
+            return attempt_in_halves(thawed[:middle]) | attempt_in_halves(thawed[middle:])
+
+    try:
+        return attempt(frozen, partial=partial)
+    except MuonError:
+        if not frozen:
+            raise
+    # Raises if a parameter is at fault that is not frozen.
+    return attempt((), partial=partial) | attempt_in_halves(frozen)
+
+
+def _can_train(param: Tensor) -> bool:
+    """Return whether a frozen parameter could ever require a gradient."""
+    return param.is_floating_point() and not param.is_inference()
+
+
+@contextlib.contextmanager
+def _thawed(members: Iterable[NamedParameter]) -> Iterator[None]:
+    """Let frozen parameters require a gradient in the block."""
+    params = [member.param for member in members]
+    try:
+        for param in params:
+            param.requires_grad_(True)
+        yield
+    finally:
+        for param in params:
+            param.requires_grad_(False)
+
+
+def _frozen_route(member: NamedParameter, if_trained: Route | None) -> Route:
+    name = member.name if if_trained is None else if_trained.name
+    return Route(name, true_shape(member.param), "frozen", "requires_grad is False", rule="frozen")
+
+
+def _parts_of(
+    group: CallerGroup, routes: Mapping[int, Route], config: MuonConfig, rates: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Return the group's Muon half and AdamW half, if not empty, with all settings.
 
     DeepSpeed's experts get groups of their own, with the marks that its wrappers expect.
     """
-    resolved = _checked_settings(group, config)
-    unused = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
-    extra = {key: value for key, value in group.settings.items() if key not in unused}
-    halves: list[dict[str, Any]] = []
-    for algorithm, prefix in (("muon", "muon"), ("adamw", "adam")):
-        members = [member for member in group.members if by_id[id(member.param)].algorithm == algorithm]
-        if not members:
-            continue
-        settings = resolved.group_defaults(algorithm)
-        own_rate = getattr(config, f"{prefix}_lr") is not None
-        settings["lr"] = rates.get(f"{prefix}_lr" if own_rate else "lr", settings["lr"])
-        for key in ("lr", "weight_decay"):
-            own = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
-            if own is not None:
-                settings[key] = own if isinstance(own, Tensor) else float(own)
-        if algorithm == "muon":
-            config.check_variant(settings, group.where)
-        reference = config.reference_lr
-        settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
+    _checked_settings(group, config)
+    parts: list[dict[str, Any]] = []
+    for algorithm in ("muon", "adamw"):
         shared: dict[str | None, list[Tensor]] = {}
-        for member in members:
-            shared.setdefault(expert_group_name(member.param), []).append(member.param)
+        for param in (member.param for member in group.members):
+            if id(param) in routes and routes[id(param)].algorithm == algorithm:
+                shared.setdefault(expert_group_name(param), []).append(param)
         for name, params in shared.items():
             marks = {} if name is None else {"name": name, "moe": True}
-            kind = {"algorithm": algorithm, "use_muon": algorithm == "muon", CALLER_GROUP: group.number}
-            halves.append(ParamGroup({**extra, **settings, **marks, "params": params, **kind}))
-    return halves
+            part = _group_of(group, algorithm, config, rates)  # type: ignore[arg-type]
+            parts.append(ParamGroup({**part, **marks, "params": params}))
+    return parts
 
 
-def _checked_settings(group: _CallerGroup, config: MuonConfig) -> MuonConfig:
+def _group_of(
+    group: CallerGroup, algorithm: Algorithm, config: MuonConfig, rates: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return the half of a caller's group that has an algorithm, with all settings and without parameters."""
+    unused = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
+    extra = {key: value for key, value in group.settings.items() if key not in unused}
+    prefix = "muon" if algorithm == "muon" else "adam"
+    settings = _checked_settings(group, config).group_defaults(algorithm)
+    own_rate = getattr(config, f"{prefix}_lr") is not None
+    settings["lr"] = rates.get(f"{prefix}_lr" if own_rate else "lr", settings["lr"])
+    for key in ("lr", "weight_decay"):
+        own = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
+        if own is not None:
+            settings[key] = own if isinstance(own, Tensor) else float(own)
+    if algorithm == "muon":
+        config.check_variant(settings, group.where)
+    reference = config.reference_lr
+    settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
+    kind = {"algorithm": algorithm, "use_muon": algorithm == "muon", CALLER_GROUP: group.number}
+    return ParamGroup({**extra, **settings, "params": [], **kind})
+
+
+def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
     """Validate a group's own settings with the rules of the configuration."""
     for key, value in group.settings.items():
         # Groups of torch's optimizers carry all options of torch, most of them off.
@@ -265,34 +542,3 @@ def _checked_settings(group: _CallerGroup, config: MuonConfig) -> MuonConfig:
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
     own = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
     return MuonConfig.from_params({**config.model_dump(), **own}, where=group.where)
-
-
-def with_names_of(model: nn.Module, routed: RoutedGroups) -> RoutedGroups:
-    """Return routes with the model's names in place of those made from shapes.
-
-    Ranks compare names, and messages refer to them. Routes that were made with names are returned as they are.
-
-    Args:
-        model: The module whose parameters were routed.
-        routed: Their groups and routes.
-
-    Raises:
-        RoutingError: Naming the first parameter that would go elsewhere by its name.
-    """
-    if not routed.unnamed:
-        return routed
-    named = model_parameters_by_name(model)
-    members = [member for key, member in named.items() if key in routed.by_id]
-    for member, better in zip(members, route_parameters(members), strict=True):
-        route = routed.by_id[id(member.param)]
-        if better.algorithm != route.algorithm and route.rule != "group":
-            raise RoutingError(
-                f"parameter {member.name} of shape {list(better.shape)} was given without its name and went to "
-                f"{route.algorithm}; by name it belongs to {better.algorithm} ({better.reason}). Pass "
-                f"model.named_parameters() to deepspeed_muon.Muon instead of model.parameters()"
-            )
-    renamed = {
-        key: replace(route, name=named[key].name) if key in named else route
-        for key, route in routed.by_id.items()
-    }
-    return RoutedGroups(routed.groups, renamed, unnamed=False)

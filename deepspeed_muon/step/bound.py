@@ -208,13 +208,28 @@ class BoundSteps:
             for partition in runner.step_set.partitions
         }
 
+    def take_over(self, before: BoundSteps) -> None:
+        """Take over which matrices got no update in the last step, which the next one tells the other ranks."""
+        position_of = {
+            matrix.name: (runner, number)
+            for runner in self.runners
+            for number, matrix in enumerate(runner.step_set.matrices)
+        }
+        for runner in before.runners:
+            names = [matrix.name for matrix in runner.step_set.matrices]
+            for numbers, flags in runner.check.left_out:
+                for number, flag in zip(numbers, flags.split(1), strict=True):
+                    now, position = position_of[names[number]]
+                    now.check.left_out.append(([position], flag))
+
     def current(
-        self, param_groups: Sequence[dict[str, Any]]
+        self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()
     ) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
         """Return the step sets of one call of ``step()``, each with the param group of every partition.
 
         Args:
             param_groups: The optimizer's; ZeRO leaves only what the call shall update in them.
+            left_out: Tensors of the groups that no step set has.
 
         Raises:
             BindingError: If they hold an unknown tensor, or only a part of a set, or if a tensor was converted.
@@ -222,7 +237,7 @@ class BoundSteps:
         group_of: dict[int, dict[str, Any]] = {
             id(p): group for group in param_groups for p in group["params"]
         }
-        unknown = [key for key in group_of if key not in self._runner_of]
+        unknown = group_of.keys() - self._runner_of.keys() - {id(param) for param in left_out}
         if unknown:
             shapes = [tuple(p.shape) for group in param_groups for p in group["params"] if id(p) in unknown]
             raise BindingError(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.support import tensor_parallel
+from tests.support import tensor_parallel, training
 from tests.support.contract import HALF_TOLERANCE, MUON_TOLERANCE, compare, compare_matrices, reference
 from tests.support.models import MATRICES, build
 from tests.support.reference import relative
@@ -163,6 +163,18 @@ def test_refused_on_every_rank(ranks: Any, what: str) -> None:
         assert text in message and "optimizer.params.exclude" in message
 
 
-def test_blocks_need_an_optimizer_from_the_configuration(ranks: Any) -> None:
-    for message in ranks(2).run(tensor_parallel.with_own_optimizer):
-        assert message.startswith("UnsupportedConfigError: optimizer.params.matrices of layers"), message
+@pytest.mark.parametrize(("stage", "client"), [full(0, "Muon"), (1, "Muon"), (3, "zero.Init")])
+def test_an_optimizer_of_the_program_is_routed_again(ranks: Any, stage: int, client: str) -> None:
+    """AutoTP cuts the parameters that it has, and replaces those that were made under zero.Init."""
+    expected = ranks(2).run(tensor_parallel.train, style="autotp", stage=stage)
+    results = ranks(2).run(tensor_parallel.train, style="autotp", stage=stage, client=client)
+    for found, other in zip(results, expected, strict=True):
+        training.assert_same_bits(found, other, "params", "momentum")
+
+
+def test_an_optimizer_of_the_program_divides_shards_into_blocks(ranks: Any) -> None:
+    params = {"matrices": {"blocks.0.up.weight": {"heads": 2}}}
+    expected, found = (
+        ranks(2).run(tensor_parallel.train, params=params, client=client) for client in ("", "Muon")
+    )
+    training.assert_same_bits(found[0], expected[0], "params", "momentum")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -300,18 +301,25 @@ def _engine(
     mark: str = "all",
     dead: bool = False,
     kind: str = "even",
+    client: str = "",
 ) -> Any:
     if style.startswith("autotp"):
         specs = AUTOTP if style == "autotp" else AUTOTP_HALVES
         config["tensor_parallel"] = {"autotp_size": tensor_size, **specs}
-        torch.manual_seed(0)
-        model, mpu = PlainLinears(), None
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=client == "zero.Init"):
+            torch.manual_seed(0)
+            model, mpu = PlainLinears(), None
+        if client == "zero.Init":
+            training.load_unpartitioned(model, "even", {})
     elif style == "sliced":
         mpu = Mpu(tensor_size)
         model = sliced_model(kind, mpu.tensor)
     else:
         mpu = Mpu(tensor_size)
         model = megatron_model(mpu.tensor, mark=mark, dead=dead)
+    if client:
+        settings = config.pop("optimizer")["params"]
+        return training.initialize(model, config, mpu=mpu, optimizer=deepspeed_muon.Muon(model, **settings))
     return training.initialize(model, config, mpu=mpu)
 
 
@@ -355,12 +363,16 @@ def train(
     dead: bool = False,
     checkpoint: str | None = None,
     kind: str = "even",
+    client: str = "",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train and report whole masters and momentum, norms and counters; with a checkpoint, save and load in between."""
+    """Train and report whole masters and momentum, norms and counters; with a checkpoint, save and load in between.
+
+    With ``client`` the program makes the optimizer before the engine; if it is ``zero.Init`` the model is made there.
+    """
     params = {"tensor_parallel_mode": mode, **(params or {})}
     config = ds_config(stage, accumulation=accumulation, params=params, **settings)
-    engine = _engine(style, tensor_size, config, mark, dead, kind)
+    engine = _engine(style, tensor_size, config, mark, dead, kind, client)
     prepared = shapes_chosen(deepspeed_muon.muon_optimizer(engine), ran=False)
     norms, count = [], 0
     largest, clipped = [], []
@@ -397,14 +409,3 @@ def train(
 def failing(rank: int, world_size: int, **arguments: Any) -> str:
     """Return what ``train`` raised."""
     return training.refusal(lambda: train(rank, world_size, **arguments))
-
-
-def with_own_optimizer(rank: int, world_size: int) -> str:
-    """Return what an optimizer of the program's own raises that shall divide a shard into heads."""
-    mpu = Mpu(world_size)
-    model = megatron_model(mpu.tensor)
-    config = ds_config(1)
-    settings = {**config.pop("optimizer")["params"], "matrices": {"blocks.0.up.weight": {"heads": 2}}}
-    return training.refusal(
-        lambda: training.initialize(model, config, optimizer=deepspeed_muon.Muon(model, **settings), mpu=mpu)
-    )

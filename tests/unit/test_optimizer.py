@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 from typing import Any
@@ -93,10 +94,100 @@ def test_grad_scaler() -> None:
     assert strict.skipped_steps == 1 and scaler.get_scale() == 512.0
 
 
-def test_unnamed_parameters_warn(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (lambda model: model.parameters(), "routed by shape alone"),
+        (lambda model: model.named_parameters(), "routed by name and shape alone"),
+        (lambda model: model, ""),
+    ],
+)
+def test_what_is_not_known_of_parameters_is_said(
+    caplog: pytest.LogCaptureFixture, params: Any, said: str
+) -> None:
+    """It is said in the first step: an engine has the model."""
+    model = build("toy")
     with caplog.at_level(logging.WARNING):
-        Muon(build("toy").parameters())
-    assert "routed by shape alone" in caplog.text
+        optimizer = Muon(params(model), lr=0.02)
+        assert "routed by" not in caplog.text
+        model(*batch(0, 0)).backward()
+        optimizer.step()
+    assert said in caplog.text and ("routed by" in caplog.text) == bool(said)
+
+
+def thaw(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> None:
+    """Train, and unfreeze the blocks after the first step."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(*batch(step, 0)).backward()
+        optimizer.step()
+        model.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"variant": "normuon"}, {"momentum_dtype": "int8"}],
+    ids=["muon", "normuon", "int8"],
+)
+def test_a_parameter_unfrozen_later_trains(settings: dict[str, Any]) -> None:
+    """It begins with a momentum of zero; the others go on as if nothing had happened.
+
+    The second optimizer has the first's parameters in a second object each, made when they are unfrozen.
+    """
+    models = [build("toy") for _ in range(3)]
+    for model in models[:2]:
+        model.blocks[0].requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    optimizer = Muon(models[0], lr=0.02, **settings)
+    thaw(models[0], 1, optimizer)
+    for name, param in models[0].named_parameters():
+        assert torch.equal(param, before[name]) == name.startswith("blocks.0."), name
+    momentum = {
+        name: optimizer.state[p]["momentum_buffer"].clone()
+        for name, p in models[0].named_parameters()
+        if "momentum_buffer" in optimizer.state[p]
+    }
+    thaw(models[0], 2, optimizer)
+    for name, param in models[0].named_parameters():
+        assert not torch.equal(param, before[name]), name
+    assert momentum and not any(name.startswith("blocks.0.") for name in momentum)
+    # The same with separate optimizers for what was frozen and what was not.
+    late = [p for name, p in models[1].named_parameters() if name.startswith("blocks.0.")]
+    early = [p for name, p in models[1].named_parameters() if not name.startswith("blocks.0.")]
+    first, second = Muon(early, model=models[1], lr=0.02, **settings), None
+    for step in (0, 0, 1):
+        models[1].zero_grad()
+        models[1](*batch(step, 0)).backward()
+        first.step()
+        if second is not None:
+            second.step()
+        elif step == 0:
+            models[1].requires_grad_(True)
+            second = Muon(late, model=models[1], lr=0.02, **settings)
+    for (name, ours), (_, theirs) in zip(
+        models[0].named_parameters(), models[1].named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_all_frozen_is_an_error_in_the_first_step() -> None:
+    """As with torch.optim, it may be unfrozen until then."""
+    model = nn.Linear(4, 4).requires_grad_(False)
+    optimizer = Muon(model)
+    with pytest.raises(deepspeed_muon.RoutingError, match="none of the 2 parameters is trainable"):
+        optimizer.step()
+    model.requires_grad_(True)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_copy_knows_what_is_frozen() -> None:
+    model = build("toy")
+    model.blocks[0].requires_grad_(False)
+    model, optimizer = copy.deepcopy((model, Muon(model, lr=0.02)))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    thaw(model, 2, optimizer)
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_a_replaced_parameter_is_an_error() -> None:
@@ -179,7 +270,11 @@ CASES: list[tuple[Any, type[Exception], str]] = [
     (lambda: [nn.LazyLinear(3).weight], ValueError, "has no shape yet"),
     (lambda: [("w", nn.Parameter(torch.eye(3).to_sparse()))], TypeError, "layout torch.sparse_coo"),
     (lambda: [("w", param(2, 2) * 2)], ValueError, "w of shape .* is computed from other tensors"),
-    (lambda: [("w", param(2, 2).requires_grad_(False))], ValueError, "none of the 1 parameters is trainable"),
+    (
+        lambda: [("w", torch.zeros(2, 2, dtype=torch.uint8))],
+        ValueError,
+        "none of the 1 parameters is trainable",
+    ),
     (lambda: param(2, 2), TypeError, "params is a Parameter, expected"),
     (lambda: 5, TypeError, "params is a int"),
     (lambda: [{"params": 5}], TypeError, "the params of param group 0 are a int"),

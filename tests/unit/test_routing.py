@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -234,13 +236,45 @@ def test_matrix_shapes() -> None:
     assert experts.matrix_shape == (24, 8) and experts.heads == 4
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_stay_in_the_group_where_they_would_be_trained() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].weight.requires_grad_(False)
+    model[0].requires_grad_(False)
+    model.packed = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
     optimizer = Muon(model)
-    assert [r.algorithm for r in optimizer.routes] == ["frozen", "adamw", "muon", "adamw"]
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert id(model[0].weight) not in held
+    assert {r.name: r.algorithm for r in optimizer.routes} == {
+        "packed": "frozen",
+        "0.weight": "frozen",
+        "0.bias": "frozen",
+        "1.weight": "muon",
+        "1.bias": "adamw",
+    }
+    muon, adamw = (group["params"] for group in optimizer.param_groups)
+    assert [id(p) for p in muon] == [id(model[0].weight), id(model[1].weight)]
+    assert [id(p) for p in adamw] == [id(model[0].bias), id(model[1].bias)]
+    assert not model[0].weight.requires_grad
+
+
+def test_a_frozen_parameter_that_could_not_be_trained_is_no_error() -> None:
+    """Only one that is not frozen may be refused; the others keep their groups."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abc"})
+    model["a"].weight = nn.Parameter(torch.zeros(4, 4).expand(4, 4)[:, :1].expand(4, 4), requires_grad=False)
+    model["b"].requires_grad_(False)
+    optimizer = Muon(model)
+    (group,) = optimizer.param_groups
+    assert [id(p) for p in group["params"]] == [id(model["b"].weight), id(model["c"].weight)]
+
+
+def test_frozen_parameters_are_routed_quickly_and_share_their_memory() -> None:
+    """A large frozen base costs a look at its names."""
+    model = nn.ModuleList([nn.Linear(1, 1) for _ in range(2000)]).requires_grad_(False)
+    model[0].requires_grad_(True)
+    start = time.perf_counter()
+    optimizer = Muon(model)
+    assert time.perf_counter() - start < 10, "half a second on a quiet machine"
+    model[0](torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == 2
+    assert len(optimizer._runners[0].step_set.layouts) == 2
 
 
 def test_zero_init_placeholders_are_judged_by_their_true_shape() -> None:
@@ -290,7 +324,9 @@ def test_groups_are_split_and_keep_their_settings() -> None:
     for group in saved["param_groups"]:
         group["caller_group"] = 7
     optimizer.load_state_dict(saved)
-    assert [g["caller_group"] for g in optimizer.param_groups] == [0, 0, 1, 1], "a state dict cannot change it"
+    assert [g["caller_group"] for g in optimizer.param_groups] == [0, 0, 1, 1], (
+        "a state dict cannot change it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,6 +344,22 @@ def test_bad_group_settings(group: dict[str, object], error: type[Exception], sa
     model = nn.Linear(4, 4)
     with pytest.raises(error, match=said):
         Muon([{"params": list(model.named_parameters()), **group}])
+
+
+def test_a_group_of_convolutions_names_the_remedy() -> None:
+    """The groups of Keller Jordan's README have no model, which alone tells what a convolution is."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 4))
+
+    def groups() -> list[dict[str, object]]:
+        return [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "use_muon": True},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "use_muon": False},
+        ]
+
+    with pytest.raises(RoutingError, match=r"\[8, 3, 3, 3\].*pass model=\.\.\. to deepspeed_muon.Muon"):
+        Muon(groups())
+    routes = Muon(groups(), model=model).routes
+    assert [(r.algorithm, r.kind) for r in routes[:2]] == [("muon", "convolution"), ("muon", "matrix")]
 
 
 def test_explicit_groups_decide() -> None:

@@ -35,6 +35,7 @@ class Memory:
         restart: Whether the next gradient is the first of a step (after ``zero_grad``).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
         norms: What :meth:`ZeroView.norms` returned for the running step, on the CPU.
+        frozen: Name and tensor of the parameters that were frozen when the wrapper was made, until one is warned of.
     """
 
     engine: weakref.ref[Any]
@@ -43,6 +44,7 @@ class Memory:
     restart: bool = False
     waiting: frozenset[int] = frozenset()
     norms: list[Tensor] = field(default_factory=list)
+    frozen: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
 class View:
@@ -94,6 +96,10 @@ class View:
         if param.numel():
             yield param, replicated_placement(0, param.numel(), ranks)
 
+    def is_trained(self, index: int) -> bool:
+        """Return whether a partition is updated; at ZeRO 0 in fp32 frozen parameters have one, too."""
+        return True
+
     def group_numbers(self) -> list[int]:
         """Return the number of the param group of every partition."""
         groups = self.optimizer.param_groups
@@ -119,6 +125,9 @@ class PlainView(View):
     def __init__(self, optimizer: Muon) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(optimizer, [[param] for param in params], params)
+
+    def is_trained(self, index: int) -> bool:
+        return self.optimizer.is_trained(self.masters[index])
 
 
 class HalfView(View):

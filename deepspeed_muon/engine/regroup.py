@@ -1,0 +1,114 @@
+"""The param groups as DeepSpeed's wrapper needs them: divided once more right before it is made.
+
+A client makes its optimizer before ``deepspeed.initialize``, so its groups may not fit any more: parameters were frozen
+or unfrozen, the model tells more than the client did, AutoTP and AutoEP replaced parameters. ZeRO 1 and 2 flatten each
+group into one buffer, which fails without parameters and widens the smaller dtype among several.
+
+Schedulers that the client made hold one number for each group, by position. They follow the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.engine.offload import offload_device
+from deepspeed_muon.errors import RoutingError, UnsupportedConfigError
+from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.param_groups import divide_again
+
+# Attributes with an entry for each param group, of the schedulers of torch and of DeepSpeed.
+_ENTRY_PER_GROUP = (
+    "_last_lr", "base_lrs", "base_momentums", "delta_lrs", "lr_lambdas", "max_lrs", "max_momentums", "max_moms",
+    "min_lr", "min_lrs", "min_moms", "org_lrs",
+)  # fmt: skip
+
+LISTS = "_deepspeed_muon_lists"
+"""Attribute of a scheduler with the names of the attributes in which the client gave each group an entry of its own."""
+
+
+def takes_unfrozen(engine: Any) -> bool:
+    """Return whether parameters that are unfrozen later can be trained: at ZeRO 0 in fp32, where nothing is copied."""
+    return engine.zero_optimization_stage() == 0 and engine.get_data_types()[0] == torch.float32
+
+
+def regroup(engine: Any, optimizer: Muon) -> None:
+    """Divide the groups of an optimizer that is about to be wrapped, and let the client's scheduler follow.
+
+    Args:
+        engine: The engine.
+        optimizer: Its optimizer, whose routes are those of the engine's model. Mutated.
+
+    Raises:
+        RoutingError: If a scheduler was made for groups that change, and cannot follow them.
+        UnsupportedConfigError: If ZeRO 3 would fail because of the parameters' dtypes.
+    """
+    if engine.zero_optimization_stage() == 3 and offload_device(engine, "offload_param") == "none":
+        _refuse_several_dtypes(optimizer)
+    is_plain = takes_unfrozen(engine)
+    groups = optimizer.param_groups
+    divided = divide_again(
+        optimizer._routed,
+        groups,
+        optimizer.config,
+        keep_frozen=is_plain,
+        # ZeRO 3 does not flatten groups.
+        by_dtype=not is_plain and engine.zero_optimization_stage() != 3,
+    )
+    origins = [origin for _, origin in divided]
+    if origins != list(range(len(groups))):
+        _follow(engine, optimizer, origins)
+    groups[:] = [group for group, _ in divided]
+
+
+def _refuse_several_dtypes(optimizer: Muon) -> None:
+    """Raise where ZeRO 3 would assert without a message that all parameters have one dtype."""
+    name_of = {id(param): optimizer._routed.by_id[id(param)].name for param in _trained(optimizer)}
+    first = {param.dtype: name_of[id(param)] for param in reversed(_trained(optimizer))}
+    if len(first) > 1:
+        shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+        raise UnsupportedConfigError(
+            f"ZeRO 3 needs trained parameters of one dtype: {shown}. Enable bf16 or fp16 in the configuration, which "
+            f"casts them, convert the model with model.to(dtype), or train at ZeRO 1 or 2"
+        )
+
+
+def _trained(optimizer: Muon) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if optimizer.is_trained(p)]
+
+
+def _follow(engine: Any, optimizer: Muon, origins: Sequence[int | None]) -> None:
+    """Let a scheduler that the client made follow its groups, which come from those with the numbers ``origins``."""
+    scheduler = engine.client_lr_scheduler
+    if callable(scheduler):
+        scheduler = None  # made later
+    # Schedulers of torch leave this key in every group.
+    if scheduler is None and not any("initial_lr" in group for group in optimizer.param_groups):
+        return
+    count = len(optimizer.param_groups)
+    if scheduler is None or None in origins or not _reorder(scheduler, origins, count):
+        raise RoutingError(
+            f"the learning-rate scheduler was made for {count} param groups, and by the model of deepspeed.initialize "
+            f"and what is frozen now there are {len(origins)}, others at the same positions: pass model=... to "
+            f"deepspeed_muon.Muon, freeze parameters before it is made, and pass the scheduler to "
+            f"deepspeed.initialize, best as a function that makes it: lr_scheduler=lambda optimizer: ..."
+        )
+
+
+def _reorder(scheduler: Any, origins: Sequence[int | None], count: int) -> bool:
+    """Reorder what a scheduler keeps for each of ``count`` groups; return whether it is one that is known."""
+    nested = getattr(scheduler, "_schedulers", None)
+    if nested is not None:
+        known = [_reorder(inner, origins, count) for inner in nested].count(False) == 0
+    else:
+        known = type(scheduler).__module__.startswith(("torch.", "deepspeed."))
+    for name in _ENTRY_PER_GROUP:
+        entries = getattr(scheduler, name, None)
+        if isinstance(entries, (list, tuple)) and len(entries) == count:
+            setattr(
+                scheduler, name, type(entries)(entries[origin] for origin in origins if origin is not None)
+            )
+    return known
