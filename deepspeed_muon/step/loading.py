@@ -273,7 +273,7 @@ def _checked_settings(
     if algorithm == "muon":
         config.check_variant(settings, where)
     ratio = settings["lr_ratio"]
-    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= ratio < math.inf:
+    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) < math.inf:
         raise ConfigError(f"{where}.lr_ratio: must be a number of at least 0 (got {shown(ratio)})")
     return settings
 
@@ -316,12 +316,9 @@ def _is_count(value: Any) -> bool:
         if value.numel() != 1 or value.is_complex():
             return False
         value = value.item()
-    return (
-        not isinstance(value, bool)
-        and isinstance(value, numbers.Real)
-        and 0 <= value < 1 << 53
-        and value == int(value)
-    )
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return 0 <= float(value) < 1 << 53 and float(value).is_integer()
 
 
 def _converted(
