@@ -79,10 +79,11 @@ class Muon(RoutedOptimizer):
 
         Args:
             params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of
-                either. Names tell embeddings and heads from hidden matrices: pass ``model`` or
-                ``model.named_parameters()`` rather than ``model.parameters()``.
+                either. Frozen ones train once they are unfrozen. Each group is divided into one for Muon and one for
+                AdamW, which have its number under ``caller_group``.
             lr, **settings: The keys of ``optimizer.params``.
-            model: The module that ``params`` belongs to, for names and module types.
+            model: The module that ``params`` belongs to, if that is no module itself: its names and module types
+                tell embeddings, heads and convolutions from hidden matrices. ``deepspeed.initialize`` tells them, too.
 
         Raises:
             ConfigError: If a setting is unknown or out of range.

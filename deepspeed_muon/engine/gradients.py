@@ -141,11 +141,10 @@ def warn_of_unfrozen(original: Original, view: View, *args: Any, **kwargs: Any) 
     if unfrozen:
         view.memory.frozen = [(name, param) for name, param in view.memory.frozen if name not in unfrozen]
         warn(
-            "deepspeed_muon: %s%s unfrozen after deepspeed.initialize, and the wrapper that DeepSpeed made there "
-            "(%s) has no place for them: they get gradients and do not train. Unfreeze them before "
+            "deepspeed_muon: parameters were unfrozen after deepspeed.initialize and do not train: %s. The wrapper "
+            "that DeepSpeed made there (%s) has copies of what was trained then. Unfreeze them before "
             "deepspeed.initialize, or make a new engine; at ZeRO 0 in fp32 they would train",
             listed(unfrozen, 5),
-            " was" if len(unfrozen) == 1 else " were",
             type(view.wrapper).__name__,
         )
     return original(*args, **kwargs)

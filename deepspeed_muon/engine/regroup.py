@@ -32,7 +32,7 @@ LISTS = "_deepspeed_muon_lists"
 
 def takes_unfrozen(engine: Any) -> bool:
     """Return whether parameters that are unfrozen later can be trained: at ZeRO 0 in fp32, where nothing is copied."""
-    return engine.zero_optimization_stage() == 0 and engine.get_data_types()[0] == torch.float32
+    return bool(engine.zero_optimization_stage() == 0 and engine.get_data_types()[0] == torch.float32)
 
 
 def regroup(engine: Any, optimizer: Muon) -> None:

@@ -186,7 +186,8 @@ def build_groups(
         if_trained = _route_as_trained(list(members.values()), config, explicit, partial=partial)
     except RoutingError as error:
         sent = [m for key, m in members.items() if config.include or explicit.get(key) == "muon"]
-        if model is not None or all(len(true_shape(member.param)) < 3 for member in sent):
+        is_about_kind = type(error) is RoutingError and any(len(true_shape(m.param)) > 2 for m in sent)
+        if model is not None or not is_about_kind:
             raise
         raise RoutingError(
             f"{error}. Only the types of modules tell convolutions and experts: if it is one of them, pass "
@@ -236,10 +237,11 @@ def route_again(
         shards: As for :func:`build_groups`.
 
     Raises:
-        RoutingError: As for :func:`build_groups`.
+        RoutingError: As for :func:`build_groups`, or if the model has another parameter in the place of one.
     """
     known = model_parameters_by_name(model, shards)
     params = {id(param): param for group in groups for param in group["params"]}
+    _refuse_replaced(routed, params, known)
     # Frozen parameters that are in no group are listed as long as the model has them.
     order = [key for key in routed.members if key in params or key in known]
     order += [key for key in params if key not in routed.members]
@@ -283,37 +285,38 @@ def divide_again(
     Returns:
         The groups, each with the number of the group whose settings it has; ``None`` if it has the caller's.
     """
-    divided: list[tuple[dict[str, Any], int | None]] = []
-    for number, caller in sorted(routed.callers.items()):
+    divided: list[tuple[float, dict[str, Any], int | None]] = []
+    for number, caller in routed.callers.items():
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
-        parts: dict[tuple[str, str | None, torch.dtype | None], list[Tensor]] = {}
-        for param in (param for group in present.values() for param in group["params"]):
-            # Parameters that nobody can train are frozen.
-            if id(param) in routed.if_trained and (keep_frozen or param.requires_grad):
-                key = routed.if_trained[id(param)].algorithm, expert_group_name(param)
-                parts.setdefault((*key, param.dtype if by_dtype else None), []).append(param)
-        free = dict(present)
-        for algorithm, experts, dtype in sorted(parts, key=lambda key: key[0] != "muon"):
-            params = parts[algorithm, experts, dtype]
-            fitting = [n for n, group in present.items() if group["algorithm"] == algorithm]
-            marked = [
-                n for n in fitting if experts == (present[n]["name"] if present[n].get("moe") else None)
-            ]
-            origin = next(
-                (n for n in (*marked, *fitting) if n in free), next(iter((*marked, *fitting)), None)
-            )
-            group: dict[str, Any]
-            if origin is None:
-                group = _group_of(caller, algorithm, config, routed.rates)  # type: ignore[arg-type]
-            elif origin in free and origin in marked:
-                group = free.pop(origin)
+        kinds = {
+            n: (group["algorithm"], group["name"] if group.get("moe") else None)
+            for n, group in present.items()
+        }
+        # Algorithm, experts, dtype, and the group that has both, to the parameters of a part.
+        parts: dict[tuple[str, str | None, torch.dtype | None, int | None], list[Tensor]] = {}
+        for n, group in present.items():
+            for param in group["params"]:
+                # Parameters that nobody can train are frozen.
+                if id(param) in routed.if_trained and (keep_frozen or param.requires_grad):
+                    kind = routed.if_trained[id(param)].algorithm, expert_group_name(param)
+                    fitting = n if kinds[n] == kind else next((m for m in kinds if kinds[m] == kind), None)
+                    parts.setdefault((*kind, param.dtype if by_dtype else None, fitting), []).append(param)
+        taken: set[int] = set()
+        for (algorithm, experts, _, fitting), params in parts.items():
+            if fitting is not None:
+                group = present[fitting] if fitting not in taken else ParamGroup(present[fitting])
+                taken.add(fitting)
+                position, origin = float(fitting), fitting
+            elif (similar := next((n for n in kinds if kinds[n][0] == algorithm), None)) is not None:
+                group, position, origin = ParamGroup(present[similar]), similar + 0.5, similar
             else:
-                group = ParamGroup(present[origin])
+                group = _group_of(caller, algorithm, config, routed.rates)  # type: ignore[arg-type]
+                position, origin = min(kinds) - 0.5 if algorithm == "muon" else max(kinds) + 0.5, None
             if experts is not None:
                 group.update({"name": experts, "moe": True})
             group["params"] = params
-            divided.append((group, origin))
-    return divided
+            divided.append((position, group, origin))
+    return [(group, origin) for _, group, origin in sorted(divided, key=lambda part: part[0])]
 
 
 def expert_group_name(param: Tensor) -> str | None:
@@ -389,6 +392,21 @@ def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], p
     if id(param) in known:
         return known[id(param)]
     return NamedParameter((str(name),) if name is not None else (), param)  # type: ignore[arg-type]
+
+
+def _refuse_replaced(
+    routed: RoutedGroups, params: Mapping[int, Tensor], known: Mapping[int, NamedParameter]
+) -> None:
+    """Raise if a parameter of the groups is not the model's, which has another one of that name."""
+    names = {name for member in known.values() for name in member.names}
+    for key in params.keys() & routed.members.keys() - known.keys():
+        member = routed.members[key]
+        if not names.isdisjoint(member.names):
+            raise RoutingError(
+                f"parameter {member.name} of the optimizer is not the model's, which has another one of that name: it "
+                f"was replaced after the optimizer was made. Make the optimizer later: pass a function to "
+                f"deepspeed.initialize, optimizer=lambda params: deepspeed_muon.Muon(model, ...)"
+            )
 
 
 def _as_both_know(
@@ -506,7 +524,7 @@ def _parts_of(
                 shared.setdefault(expert_group_name(param), []).append(param)
         for name, params in shared.items():
             marks = {} if name is None else {"name": name, "moe": True}
-            part = _group_of(group, algorithm, config, rates)  # type: ignore[arg-type]
+            part = _group_of(group, algorithm, config, rates)
             parts.append(ParamGroup({**part, **marks, "params": params}))
     return parts
 

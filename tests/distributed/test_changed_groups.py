@@ -184,7 +184,7 @@ SCHEDULES = {
         optimizer, [0.1 * (1 + n) for n in range(len(optimizer.param_groups))], total_steps=9
     ),
     "WarmupLR": lambda optimizer: deepspeed.runtime.lr_schedules.WarmupLR(
-        optimizer, 0.01, [0.1 * (1 + n) for n in range(len(optimizer.param_groups))], 4
+        optimizer, *([peak * (1 + n) for n in range(len(optimizer.param_groups))] for peak in (0.01, 0.1)), 4
     ),
 }
 
@@ -360,3 +360,20 @@ def test_stage_3_refuses_several_dtypes(ranks: Any) -> None:
             "UnsupportedConfigError: ZeRO 3 needs trained parameters of one dtype"
         )
         assert "gain is float32" in report["message"] and "is bfloat16" in report["message"]
+
+
+def replaced(rank: int, world_size: int) -> str:
+    """Return what an engine raises whose model has another parameter in the place of one of the optimizer's."""
+    model = build("toy")
+    optimizer = Muon(model, lr=0.02)
+    model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.detach().clone())
+    return training.refusal(lambda: own_engine(model, lambda _: optimizer, 1))
+
+
+def test_a_replaced_parameter_is_refused(ranks: Any) -> None:
+    """It trained on as a copy that the model does not have."""
+    for message in ranks(2).run(replaced):
+        assert message.startswith(
+            f"RoutingError: parameter {LATE}up.weight of the optimizer is not the model's"
+        )
+        assert "pass a function" in message

@@ -306,11 +306,10 @@ def _engine(
     if style.startswith("autotp"):
         specs = AUTOTP if style == "autotp" else AUTOTP_HALVES
         config["tensor_parallel"] = {"autotp_size": tensor_size, **specs}
-        with deepspeed.zero.Init(config_dict_or_path=config, enabled=client == "zero.Init"):
-            torch.manual_seed(0)
-            model, mpu = PlainLinears(), None
+        torch.manual_seed(0)
+        model, mpu = PlainLinears(), None
         if client == "zero.Init":
-            training.load_unpartitioned(model, "even", {})
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
     elif style == "sliced":
         mpu = Mpu(tensor_size)
         model = sliced_model(kind, mpu.tensor)
