@@ -240,6 +240,8 @@ def _checked_settings(
     algorithm, of_torch = group["algorithm"], "ns_coefficients" in saved
     loaded: dict[str, Any] = {}
     left_out = _FIXED | _CHOICES_OF_KERNELS | {"decoupled_weight_decay"}
+    if group.get("moe"):  # DeepSpeed finds the experts by it
+        left_out |= {"name"}
     if of_torch:  # its eps bounds a norm, and that of this optimizer is AdamW's
         left_out |= {"ns_coefficients", "ns_steps", "eps"}
     decoupled = saved.get("decoupled_weight_decay", config.adam_w_mode)
