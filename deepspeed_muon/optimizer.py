@@ -13,6 +13,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from typing_extensions import Never, Unpack
@@ -32,9 +33,10 @@ from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.plan.placement import replicated_placement
 from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routed_optimizer import RoutedOptimizer
-from deepspeed_muon.routing.param_groups import ParamsInput, RoutedGroups, build_groups
+from deepspeed_muon.routing.param_groups import CALLER_GROUP, ParamsInput, RoutedGroups, build_groups
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.runner import StepResources, StepRunner
+from deepspeed_muon.step.state import follow_parameters
 from deepspeed_muon.step.step_set import StepSet, read_step_set
 from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
@@ -143,6 +145,9 @@ class Muon(RoutedOptimizer):
         self._bound: BoundSteps | None = None
         # Parameters of the groups that are frozen by the routes, and so in no step set.
         self._frozen: list[Tensor] = []
+        # Dtype and device of each parameter when the optimizer was bound without DeepSpeed.
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []
+        self._warned_of_one_rate = False
         self._orthogonalize: Orthogonalizer | None = None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
@@ -194,8 +199,8 @@ class Muon(RoutedOptimizer):
     ) -> None:
         """Tell the optimizer where ZeRO keeps its parameters, make the plans and choose kernels; nothing is sent.
 
-        Called after the ZeRO wrapper exists, and again when a parameter was unfrozen. Whoever calls it compares
-        :meth:`_plan_facts` between the ranks.
+        Called after the ZeRO wrapper exists, and again when a parameter was unfrozen or converted. Whoever calls it
+        compares :meth:`_plan_facts` between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
@@ -205,7 +210,9 @@ class Muon(RoutedOptimizer):
         Raises:
             OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
-        self._orthogonalize = Orthogonalizer(self.config.ns_backend)
+        # Replicas of other processes (DDP) must round like these. Nobody knows who steps, so nothing can be agreed.
+        replicas = ranks is None and dist.is_initialized() and dist.get_world_size() > 1
+        self._orthogonalize = Orthogonalizer(self.config.ns_backend, measure=not replicas)
         self.ranks = ranks or Ranks()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
@@ -296,12 +303,49 @@ class Muon(RoutedOptimizer):
                 # FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
                 return loss
             self._bind_plain()
+        elif not self.managed and self._kinds != self._kinds_of_parameters():
+            self._bind_plain()
+            follow_parameters(self.state, self.state_policy)
         elif not self.managed and any(p.requires_grad and p.grad is not None for p in self._frozen):
             self._bind_plain()
         # Under DeepSpeed a step of the engine is several calls, and the engine's hook records all of them together.
         with nullcontext() if self.managed else self.recorder.step(), self.recorder.span("step"):
             self._step_bound()
         return loss
+
+    def _kinds_of_parameters(self) -> list[tuple[torch.dtype, torch.device]]:
+        """Return dtype and device of each parameter, which ``model.double()`` and ``model.to()`` change in place."""
+        return [(param.dtype, param.device) for group in self.param_groups for param in group["params"]]
+
+    def _warn_of_one_rate(self) -> None:
+        """Warn once if the parts of a caller's group train with one rate, although they were given different ones."""
+        if self._warned_of_one_rate:
+            return
+        parts_of: dict[int, list[dict[str, Any]]] = {}
+        for group in self.param_groups:
+            parts_of.setdefault(group.get(CALLER_GROUP, 0), []).append(group)
+        for number, parts in parts_of.items():
+            rates = [part["lr"] for part in parts]
+            if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+                continue  # the host would wait for the device
+            # All of them are 0 at the start of a warm-up.
+            if float(rates[0]) == 0.0 or len({float(rate) for rate in rates}) > 1:
+                continue
+            configured = {part["algorithm"]: part["lr_ratio"] * self.config.reference_lr for part in parts}
+            if len(set(configured.values())) > 1:
+                self._warned_of_one_rate = True
+                warn(
+                    "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, although muon_lr is %g and "
+                    "adam_lr %g: a schedule or the program writes one number into both halves of the group. Give the "
+                    "schedule a list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the "
+                    "program writes by g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where "
+                    "it keeps the ratio",
+                    number,
+                    float(rates[0]),
+                    configured["muon"],
+                    configured["adamw"],
+                )
+                return
 
     def _refuse_zeros(self) -> None:
         """Raise if the last step met a block of zeros, under a variant that keeps the norms of blocks.
@@ -326,6 +370,7 @@ class Muon(RoutedOptimizer):
         assert self._bound is not None
         if not self.managed:
             self._refuse_zeros()
+            self._warn_of_one_rate()
         # ZeRO hands over one group after the other.
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -375,7 +420,8 @@ class Muon(RoutedOptimizer):
         if not {id(param) for param in params} <= self._routed.by_id.keys():
             raise BindingError(
                 "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
-                "the optimizer: call deepspeed_muon.register() before deepspeed.initialize"
+                "the optimizer: pass the Muon itself to deepspeed.initialize, without another optimizer around it, and "
+                "call deepspeed_muon.register() before, if you have called unregister()"
             )
         self._routed = self._routed.current()
         if self._bound is None:
@@ -410,6 +456,7 @@ class Muon(RoutedOptimizer):
             if self.is_trained(param)
         ]
         self._bind([read_step_set(partitions, self._routed.by_id)], device=devices.pop())
+        self._kinds = self._kinds_of_parameters()
 
     def _refuse(self, nonfinite: Sequence[str]) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""

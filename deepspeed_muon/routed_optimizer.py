@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.plan.layout import TensorShards
-from deepspeed_muon.routing.param_groups import CALLER_GROUP, ParamGroup, RoutedGroups, route_again
+from deepspeed_muon.routing.param_groups import ParamGroup, RoutedGroups, route_again
 from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.route import Route, order_of_matrices
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
-from deepspeed_muon.step.state import keep_saved_precision
+from deepspeed_muon.step.loading import read_state_dict
 
 SMALL_MUON_LR = DEFAULT_MUON_LR / 10
 """A rate below it, given as ``lr`` alone, is taken for one of AdamW's."""
@@ -81,28 +84,37 @@ class RoutedOptimizer(torch.optim.Optimizer):
         """Keep all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, save what the settings pin."""
         self.state_policy = StatePolicy(self.config.momentum_dtype, half_states=True)
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; momentum and moments come into the dtypes that this optimizer keeps them in.
+        """Load a state dict, all of it or, with an error, nothing.
+
+        It may be of this optimizer, of ``torch.optim.Muon``, of Keller Jordan's Muon or, for groups of AdamW, of AdamW.
+        A parameter without state begins anew, and a setting that is missing keeps its value
+        (:mod:`deepspeed_muon.step.loading`). Momentum and moments are converted to the dtypes of this optimizer.
 
         Args:
             state_dict: From :meth:`state_dict`. Not mutated.
 
         Raises:
-            RoutingError: If a param group was saved as Muon's and is AdamW's here, or the other way round.
+            CheckpointError: If the state is not what these optimizers save, or belongs to other parameters.
+            ConfigError: If a setting is unknown or out of range.
+            RoutingError: If there are more or fewer groups, or one has another size or another algorithm here.
         """
-        for number, (saved, group) in enumerate(
-            zip(state_dict["param_groups"], self.param_groups, strict=False)
-        ):
-            own = group["algorithm"]
-            if saved.get("algorithm", own) != own:
-                raise RoutingError(
-                    f"param group {number} of the state dict is of {saved['algorithm']} and this optimizer's of {own}: "
-                    f"it was saved with other routes. Make the optimizer with the same include, exclude and param "
-                    f"groups"
-                )
-        super().load_state_dict(state_dict)
-        own_order = [param for group in self.param_groups for param in group["params"]]
-        keep_saved_precision(state_dict, own_order, self.state, self.state_policy)
+        state_dict = copy.copy(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        loaded = read_state_dict(
+            state_dict, self.param_groups, self.config, self.state_policy, name_of=self._name_of
+        )
+        self.state = defaultdict(dict, loaded.state)
+        self.param_groups = [ParamGroup(settings) for settings in loaded.settings]
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _name_of(self, param: Tensor) -> str | None:
+        """Return the name of a parameter, ``None`` in an engine, where it may be a partition of ZeRO."""
+        return None if self.managed else self._routed.by_id[id(param)].name
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction; later additions are refused.
@@ -141,46 +153,26 @@ class RoutedOptimizer(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a copied or pickled optimizer, or the groups and tensors of a loaded state dict.
-
-        Groups that were saved before a setting existed get its value of this configuration.
-        """
+        """Take the state of a copied or pickled optimizer."""
         state = dict(state)
-        if "config" in state:
-            routes: list[tuple[NamedParameter | None, Route, Route | None]] = state.pop("routes")
-            # The routes of parameters that the copy does not have get keys that are no object's id.
-            keys = [
-                -number if member is None else id(member.param)
-                for number, (member, *_) in enumerate(routes, 1)
-            ]
-            routed = replace(
-                state.pop("routed"),
-                groups=state["param_groups"],
-                members={
-                    key: member for key, (member, *_) in zip(keys, routes, strict=True) if member is not None
-                },
-                if_trained={
-                    key: route for key, (*_, route) in zip(keys, routes, strict=True) if route is not None
-                },
-                by_id={key: route for key, (_, route, _) in zip(keys, routes, strict=True)},
-            )
-            self._begin(state.pop("config"), routed, state.pop("model"))
-        # What a group is was decided when the optimizer was made; a state dict may not say it.
-        current = self.__dict__.get("param_groups", state["param_groups"])
-        fixed = [
-            {
-                "algorithm": group["algorithm"],
-                "use_muon": group["algorithm"] == "muon",
-                CALLER_GROUP: group[CALLER_GROUP],
-            }
-            for group in current
+        routes: list[tuple[NamedParameter | None, Route, Route | None]] = state.pop("routes")
+        # The routes of parameters that the copy does not have get keys that are no object's id.
+        keys = [
+            -number if member is None else id(member.param) for number, (member, *_) in enumerate(routes, 1)
         ]
+        routed = replace(
+            state.pop("routed"),
+            groups=state["param_groups"],
+            members={
+                key: member for key, (member, *_) in zip(keys, routes, strict=True) if member is not None
+            },
+            if_trained={
+                key: route for key, (*_, route) in zip(keys, routes, strict=True) if route is not None
+            },
+            by_id={key: route for key, (_, route, _) in zip(keys, routes, strict=True)},
+        )
+        self._begin(state.pop("config"), routed, state.pop("model"))
         super().__setstate__(state)
-        settings = {**self.config.group_defaults("muon"), "lr_ratio": 1.0}
-        self.param_groups = [
-            ParamGroup({**settings, **group, **keys})
-            for group, keys in zip(self.param_groups, fixed, strict=True)
-        ]
 
     def _route_again(self, model: nn.Module, shards: Mapping[int, TensorShards] | None = None) -> None:
         """Route by what the engine's model tells, in place of what the optimizer was made with; the groups stay.

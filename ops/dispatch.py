@@ -35,7 +35,7 @@ class _Chosen:
 class Orthogonalizer:
     """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by a backend."""
 
-    def __init__(self, backend: NsBackend, tuner: Tuner | None = None) -> None:
+    def __init__(self, backend: NsBackend, tuner: Tuner | None = None, *, measure: bool = True) -> None:
         """Build and load the native library if the backend needs it.
 
         Args:
@@ -43,6 +43,8 @@ class Orthogonalizer:
                 without a library it warns once and runs torch's. ``ops`` takes only native ones. ``torch`` loads
                 nothing.
             tuner: Makes the choices; ``None`` for the one of this process.
+            measure: Whether ``auto`` and ``ops`` take what is measured, or was by an earlier process. Otherwise they
+                take the kernel that is expected to be the fastest: on equal machines the same in all processes.
 
         Raises:
             OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
@@ -50,6 +52,7 @@ class Orthogonalizer:
         self.backend = backend
         self._operators = _operators(backend)
         self._tuner = tuner
+        self._measure = measure
         self._chosen: dict[Problem, _Chosen] = {}
 
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
@@ -110,6 +113,10 @@ class Orthogonalizer:
                 )
         if problem.batch * problem.rows * problem.cols == 0:
             return candidates[0], Choice(candidates[0].name, "empty")
+        if not self._measure:
+            return candidates[0], Choice(
+                candidates[0].name, "expected; the replicas of other processes round alike"
+            )
         return (self._tuner or process_tuner()).choose(problem, candidates, device)
 
     def release(self) -> None:

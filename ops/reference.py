@@ -69,7 +69,7 @@ def momentum_pack_(
     for (momentum, nesterov), rows in _with_equal_rates(table, rates):
         own = [bufs[row[0]].narrow(0, row[1], row[4]) for row in rows]
         gradients = _widened([grads[row[0]].narrow(0, row[1], row[4]) for row in rows])
-        wide = _widened(own)
+        wide = _widened(own, gradients[0].dtype)
         torch._foreach_lerp_(wide, gradients, 1.0 - momentum)
         directions = torch._foreach_lerp(gradients, wide, momentum) if nesterov else wide
         torch._foreach_copy_([outs[row[2]].narrow(0, row[3], row[4]) for row in rows], directions)
@@ -255,11 +255,11 @@ def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[floa
     yield from found.items()
 
 
-def _widened(parts: list[Tensor]) -> list[Tensor]:
-    """Return ``parts``, or where there is half precision their values in fp32, in one tensor by one copy."""
-    if all(part.dtype.itemsize >= 4 for part in parts):
+def _widened(parts: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return ``parts``, or where one is narrower than ``dtype`` their values in it, in one tensor by one copy."""
+    if all(part.dtype.itemsize >= dtype.itemsize for part in parts):
         return parts
     sizes = [part.numel() for part in parts]
-    wide = list(parts[0].new_empty(sum(sizes), dtype=torch.float32).split(sizes))
+    wide = list(parts[0].new_empty(sum(sizes), dtype=dtype).split(sizes))
     torch._foreach_copy_(wide, parts)
     return wide

@@ -152,8 +152,27 @@ def configure_optimizer(
 def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
     """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
-        return isinstance(client_optimizer, Muon)
+        return _holds_muon(client_optimizer)
     return (engine.optimizer_name() or "").lower() == "muon"
+
+
+def _holds_muon(optimizer: Any, depth: int = 4) -> bool:
+    """Return whether an optimizer is ours, or is wrapped around ours under whatever name."""
+    if isinstance(optimizer, Muon):
+        return True
+    inner = vars(optimizer).values() if depth and hasattr(optimizer, "__dict__") else ()
+    return any(_holds_muon(value, depth - 1) for value in inner if isinstance(value, torch.optim.Optimizer))
+
+
+def _refuse_wrapped(optimizer: Any) -> None:
+    """Raise for an optimizer around ours."""
+    if not isinstance(optimizer, Muon):
+        kind = type(optimizer)
+        raise UnsupportedConfigError(
+            f"the optimizer that deepspeed.initialize got is a {kind.__module__}.{kind.__qualname__} around "
+            f"deepspeed_muon.Muon, and DeepSpeed would divide the parameters without telling the Muon inside: pass the "
+            f"Muon itself"
+        )
 
 
 def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) -> None:
@@ -174,6 +193,7 @@ def _admitted(
     facts = {"optimizer": client or str(engine.optimizer_name())}
     try:
         optimizer = client_optimizer or _configured(engine, model_parameters)
+        _refuse_wrapped(optimizer)
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
             optimizer._route_again(engine.module, tensor_shards(engine))
@@ -227,7 +247,7 @@ def _managed_by_deepspeed(
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
-        return _admitted(engine, optimizer, None, wrapping) if isinstance(optimizer, Muon) else optimizer
+        return _admitted(engine, optimizer, None, wrapping) if _holds_muon(optimizer) else optimizer
 
     return made
 

@@ -81,6 +81,7 @@ def take_model_step(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     optimizer.host.require_restored()
     optimizer.host.step_thread = threading.get_ident()
     optimizer._refuse_zeros()
+    optimizer._warn_of_one_rate()
     number = engine.global_steps + 1
     with optimizer.recorder.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:
         for group in optimizer._bound_steps.process_groups:

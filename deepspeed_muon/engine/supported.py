@@ -98,6 +98,10 @@ def _has_sparse_gradients(engine: Any, _: MuonConfig) -> bool:
     return any(each.sparse and each.weight.requires_grad for each in found)
 
 
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
 def _shares_sequences(engine: Any) -> bool:
     return int(engine.sequence_parallel_size) > 1
 
@@ -130,6 +134,11 @@ _PART_OF_ATTENTION = (
 )
 
 _REFUSED: dict[str, _Row] = {
+    "a gradient_clipping that is no number of at least 0": (
+        lambda engine, _: not _is_norm(engine.gradient_clipping()),
+        "DeepSpeed compares it with norms. Write a number (0 for no clipping), or leave the key out for DeepSpeed's "
+        "default",
+    ),
     "zero_optimization.offload_optimizer.super_offload": (
         lambda engine, _: getattr(engine._config.zero_config.offload_optimizer, "super_offload", False),
         "it steps AdamW in worker processes that see one rank's slice of a matrix, while Muon needs whole matrices of "

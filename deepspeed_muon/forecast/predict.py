@@ -62,6 +62,10 @@ GPUS: dict[str, dict[str, Any]] = {
 """The kinds of GPUs, in the servers in which they are usually sold."""
 
 
+MOST_GPUS = 1 << 20
+"""Far more than anybody has. A plan keeps some numbers for each GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     """Where and how a model will be trained.
@@ -101,6 +105,8 @@ class PlanSettings:
             raise ConfigError(
                 f"--efficiency {self.efficiency:g}: a part of the peak is above 0 and at most 1"
             )
+        if self.world_size > MOST_GPUS:
+            raise ConfigError(f"--world-size {self.world_size}: plans are made for at most {MOST_GPUS} GPUs")
         if self.gpus_per_node < 1:
             raise ConfigError(f"--gpus-per-node {self.gpus_per_node}: must be at least 1")
         for kind, ways in (("tensor", self.tensor_parallel), ("expert", self.expert_parallel)):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import MatricesConfig
@@ -35,6 +36,7 @@ from deepspeed_muon.routing.shapes import (
 _FILTERS = ("convolution", "grouped convolution", "transposed convolution")
 # A matrix of AdamW is worth a warning from so many elements on, if only a guess sends it there.
 _LARGE = 65_536
+_TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def route_parameters(
@@ -158,6 +160,19 @@ def _refuse_untrainable(item: NamedParameter) -> None:
         raise ParameterTypeError(
             f"{what} is complex ({param.dtype}), which neither Muon nor AdamW updates here; keep it as a real "
             f"parameter and use torch.view_as_complex in forward, freeze it, or leave it to another optimizer"
+        )
+    tensor: Any = param
+    if is_traceable_wrapper_subclass(tensor):
+        kind = type(tensor.data).__name__
+        raise ParameterTypeError(
+            f"{what} is a {kind}, whose elements lie in other tensors, and only ordinary tensors can be trained here. "
+            f"DeepSpeed's ZeRO and AutoTP divide ordinary parameters themselves: leave out fully_shard (FSDP2), "
+            f"parallelize_module and the like"
+        )
+    if not param.is_complex() and param.dtype not in _TRAINABLE:
+        raise ParameterTypeError(
+            f"{what} is {param.dtype}, and only float32, float64, bfloat16 and float16 can be trained here; keep the "
+            f"parameter in one of them and convert it in forward, freeze it, or leave it to another optimizer"
         )
     if param.layout != torch.strided:
         raise ParameterTypeError(

@@ -198,6 +198,10 @@ class BoundSteps:
             for group in (each.wider_group, each.tensor_group, each.stack_group, each.group)
         )
         self.process_groups = [group for group in dict.fromkeys(found) if group is not None]
+        self._dtypes = {
+            runner: [partition.tensor.dtype for partition in runner.step_set.partitions]
+            for runner in self.runners
+        }
         self._runner_of = {
             id(partition.tensor): runner
             for runner in self.runners
@@ -228,7 +232,7 @@ class BoundSteps:
             left_out: Tensors of the groups that no step set has.
 
         Raises:
-            BindingError: If they hold an unknown tensor, or only a part of a set.
+            BindingError: If they hold an unknown tensor, or only a part of a set, or if a tensor was converted.
         """
         group_of: dict[int, dict[str, Any]] = {
             id(p): group for group in param_groups for p in group["params"]
@@ -250,6 +254,12 @@ class BoundSteps:
                 raise BindingError(
                     f"ZeRO handed over {len(present)} of {len(partitions)} partitions that belong to one step"
                 )
+            for partition, dtype in zip(partitions, self._dtypes[runner], strict=True):
+                if partition.tensor.dtype != dtype:
+                    raise BindingError(
+                        f"a tensor of shape {list(partition.tensor.shape)} was {dtype} in deepspeed.initialize and is "
+                        f"{partition.tensor.dtype} now: convert the model before deepspeed.initialize, not after it"
+                    )
             current.append((runner, {p.index: group_of[id(p.tensor)] for p in partitions}))
         return current
 

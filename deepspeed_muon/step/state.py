@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, OpsUnavailableError
-from deepspeed_muon.logs import logger, warn, warn_on_each_machine
+from deepspeed_muon.logs import logger, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
 from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
 from deepspeed_muon.plan.placement import Fragment
@@ -42,33 +42,20 @@ def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> di
     return own
 
 
-def keep_saved_precision(
-    state_dict: Mapping[str, Any], params: Sequence[Tensor], state: State, policy: StatePolicy
-) -> None:
-    """Bring loaded state into the dtypes that it is kept in, from what was saved.
-
-    torch casts state to the parameter's dtype when it loads, and would round fp32 moments of half-precision masters.
-    To and from 8 bits the next step converts (:meth:`.MomentumBlocks.convert`): that takes the layout.
+def follow_parameters(state: State, policy: StatePolicy) -> None:
+    """Bring the state to the devices of parameters that were moved or converted, and into the dtypes kept for them.
 
     Args:
-        state_dict: What was loaded.
-        params: The optimizer's parameters, in the order of its groups.
-        state: ``optimizer.state``, loaded. Mutated.
-        policy: The dtypes.
+        state: ``optimizer.state``. Mutated.
+        policy: The dtypes. To and from 8 bits the step converts.
     """
-    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    converted = set()
-    for index, param in zip(saved, params, strict=True):
-        for key, value in state_dict["state"].get(index, {}).items():
+    for param, entry in state.items():
+        for key, value in entry.items():
             if isinstance(value, Tensor):
                 dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
-                if torch.int8 in (dtype, value.dtype) and dtype != value.dtype:
-                    converted.add(f"{value.dtype} to {dtype}".replace("torch.", ""))
+                if torch.int8 in (dtype, value.dtype):
                     dtype = value.dtype
-                if state[param][key].dtype != dtype:
-                    state[param][key] = value.to(device=param.device, dtype=dtype, copy=True)
-    for change in sorted(converted):
-        warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", change)
+                entry[key] = value.to(device=param.device, dtype=dtype)
 
 
 def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> dict[str, Tensor]:
@@ -80,12 +67,6 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
     own = state[partition.tensor]
     for key in ROW_STATE.keys() - {each.key for each in variant.state}:
         own.pop(key, None)  # of another variant, from a state dict
-    if (radius := own.pop("radius", None)) is not None:
-        warn(
-            "deepspeed_muon: the loaded state has %d radii of hyperball, which nothing reads any more: every matrix "
-            "keeps the norm that its weights have",
-            radius.numel(),
-        )
     for each in variant.state:
         if each.key not in own:
             # Matrices that never had a gradient have no momentum yet, and nothing of a variant.

@@ -10,9 +10,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfigError
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_muon
+from deepspeed_muon import Muon
 from deepspeed_muon.engine import supported
 from tests.support import training
 from tests.support.contract import STEPS, compare, compare_matrices
@@ -311,6 +315,8 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
         (0, {"sparse": True}, "sparse=False"),
         (3, {"sparse": True}, "sparse=False"),
         (2, {"sparse_gradients": True}, "sparse_gradients"),
+        (0, {"gradient_clipping": None}, "gradient_clipping that is no number of at least 0 is not supported"),
+        (2, {"gradient_clipping": "1.0"}, "Write a number (0 for no clipping)"),
     ],
 )  # fmt: skip
 def test_refused_at_once(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:
@@ -367,3 +373,69 @@ def test_what_a_later_deepspeed_may_bring_is_refused_by_name(ranks: Any, stage: 
         "zero_optimization.offload_optimizer.buffer_count, zero_optimization.sub_group_size is not supported"
         in keys
     )
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper as programs write them, with the wrapped optimizer's groups and state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.wrapped = optimizer
+        self.defaults, self.param_groups, self.state = (
+            optimizer.defaults,
+            optimizer.param_groups,
+            optimizer.state,
+        )
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+
+def wrapped_optimizers(rank: int, world_size: int, *, stage: int) -> list[str]:
+    """Return the errors of engines that get an optimizer around ours, or a callable that makes one."""
+    model = build("toy")
+    config = training.ds_config(stage, extra={"zero_allow_untested_optimizer": True})
+    del config["optimizer"]
+    make = [
+        lambda params: Around(Muon(model, lr=0.02)),
+        lambda params: Around(Around(Muon(model, lr=0.02))),
+    ]
+    return [
+        training.refusal(lambda given=given: training.initialize(model, config, optimizer=given))  # type: ignore[misc]
+        for given in (*(each(None) for each in make), make[0])
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, full(2), 3])
+def test_an_optimizer_around_ours_is_refused(ranks: Any, stage: int) -> None:
+    """The error told users to import the package first, which they had done."""
+    for messages in ranks(2).run(wrapped_optimizers, stage=stage):
+        for said in messages:
+            assert said.startswith("UnsupportedConfigError") and "Around around deepspeed_muon.Muon" in said
+            assert "pass the Muon itself" in said
+
+
+def converted_engine(rank: int, world_size: int) -> str:
+    """Return the error of a step after the weights of an engine were converted."""
+    engine = training.make_engine(training.ds_config(0))
+    training.run_step(engine, 0, rank, world_size, 1)
+    engine.module.bfloat16()
+    return training.refusal(lambda: training.run_step(engine, 1, rank, world_size, 1))
+
+
+def test_a_model_that_is_converted_in_an_engine_is_refused(ranks: Any) -> None:
+    for message in ranks(2).run(converted_engine):
+        assert "was torch.float32 in deepspeed.initialize and is torch.bfloat16 now" in message
+
+
+def distributed_tensors(rank: int, world_size: int) -> str:
+    """Return the error of making an optimizer of sharded parameters."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 6))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    return training.refusal(lambda: Muon(model, lr=0.02))
+
+
+def test_distributed_tensors_are_refused(ranks: Any) -> None:
+    """The first step failed in an operator."""
+    for message in ranks(2).run(distributed_tensors):
+        assert message.startswith("ParameterTypeError")
+        assert "0.weight of shape [16, 8] is a DTensor" in message and "leave out fully_shard" in message

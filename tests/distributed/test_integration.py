@@ -164,6 +164,26 @@ def test_schedulers_keep_the_ratio_of_the_rates(ranks: Any, name: str, stage: in
         assert max(shared) == pytest.approx(0.01), "the configured number stands for the shared rate"
 
 
+def one_rate(rank: int, world_size: int, *, stage: int) -> list[str]:
+    """Train under a scheduler of torch that writes one number into all groups; return the warnings."""
+    messages = training.heard()
+    config = training.ds_config(stage, params={"muon_lr": 0.02, "adam_lr": 3e-4})
+    engine = training.initialize(
+        build("toy"),
+        config,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=9),
+    )
+    training.train_steps(engine, 3, rank, world_size)
+    return [text for text in messages if "with one rate" in text]
+
+
+@pytest.mark.parametrize("stage", [0, 2, full(3)])
+def test_one_rate_for_both_halves_is_a_warning(ranks: Any, stage: int) -> None:
+    """It was silent, although DeepSpeed's own schedulers of that kind keep the ratio here."""
+    first, second = ranks(2).run(one_rate, stage=stage)
+    assert len(first) == 1 and "although muon_lr is 0.02 and adam_lr 0.0003" in first[0] and not second
+
+
 def warned_of_rates(
     rank: int, world_size: int, *, params: dict[str, Any], scheduler: dict[str, Any]
 ) -> list[str]:

@@ -234,6 +234,10 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
         (["llama-7b", "--params", "no-such-file.json"], "no-such-file.json: not readable JSON"),
         (["llama-7b", "--efficiency", "5"], "--efficiency 5: a part of the peak is above 0 and at most 1"),
         (["llama-7b", "--efficiency", "nan"], "--efficiency nan"),
+        (
+            ["llama-7b", "--world-size", "100000000000"],
+            "--world-size 100000000000: plans are made for at most",
+        ),
         (["llama-7b", "--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
     ],
 )

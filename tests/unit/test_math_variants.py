@@ -140,7 +140,7 @@ def test_a_group_of_the_caller_may_set_its_own() -> None:
         for group in old["param_groups"]
     ]
     optimizer.load_state_dict(old)
-    assert [g["weight_decay_mode"] for g in optimizer.param_groups] == ["decoupled", "decoupled"]
+    assert [g["weight_decay_mode"] for g in optimizer.param_groups] == ["cautious", "decoupled"]
 
 
 def test_rows_of_blocks_and_of_transposed_matrices() -> None:

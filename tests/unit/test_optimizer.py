@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 import deepspeed_muon
 from deepspeed_muon import Muon, MuonError
 from tests.support.contract import backward, compare_paths, train_reference
 from tests.support.kernels import forced_dtype
-from tests.support.models import MATRICES, batch, build
+from tests.support.models import MATRICES, batch, build, train_alone
 from tests.support.reference import Oracle
 from tests.support.rounding import limits
 
@@ -261,6 +263,16 @@ CASES: list[tuple[Any, type[Exception], str]] = [
         "bias of shape",
     ),
     (lambda: [param(2, dtype=torch.complex64)], TypeError, "<unnamed 2> of shape"),
+    (
+        lambda: [("w.weight", param(4, 4, dtype=torch.float8_e4m3fn))],
+        TypeError,
+        r"w.weight of shape \[4, 4\] is torch.float8_e4m3fn, and only float32, .* can be trained",
+    ),
+    (
+        lambda: [("w.weight", nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.zeros(4, 4))))],
+        TypeError,
+        r"w.weight of shape \[4, 4\] is a TwoTensor, whose elements lie in other tensors",
+    ),
     (lambda: [("w.weight", expanded())], ValueError, "w.weight of shape .* is expanded"),
     (lambda: [nn.LazyLinear(3).weight], ValueError, "has no shape yet"),
     (lambda: [("w", nn.Parameter(torch.eye(3).to_sparse()))], TypeError, "layout torch.sparse_coo"),
@@ -291,6 +303,101 @@ def test_refused_when_the_optimizer_is_made(make: Any, also: type[Exception], sa
     with pytest.raises(MuonError, match=said) as caught:
         Muon(make(), lr=0.1)
     assert isinstance(caught.value, also)
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, "bf16", "int8"])
+def test_a_model_that_is_converted_between_steps(momentum_dtype: str | None) -> None:
+    """To float64 the step failed in a kernel that was chosen for float32."""
+    model = build("toy")
+    optimizer = Muon(model, momentum_dtype=momentum_dtype, **SETTINGS)  # type: ignore[arg-type]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        before = {name: param.detach().clone().double() for name, param in model.named_parameters()}
+        for seed, param in enumerate(model.parameters()):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        optimizer.step()
+        kept = torch.promote_types(dtype, torch.float32)
+        momentum = {None: kept, "bf16": torch.bfloat16, "int8": torch.int8}[momentum_dtype]
+        for name, param in model.named_parameters():
+            state = optimizer.state[param]
+            assert param.dtype == dtype
+            if name in MATRICES["toy"]:
+                assert state["momentum_buffer"].dtype == momentum
+                # Gradients are the same in every step; the singular values of their orthogonal factor lie between 0.68
+                # and 1.2. Weights below 1 in bf16 are rounded by up to 0.002: a tenth of an update.
+                scale = 0.02 * math.sqrt(max(1, param.shape[0] / param.shape[1]))
+                update = (before[name] * (1 - 0.02 * 0.1) - param.detach().double()) / scale
+                assert 0.5 < float(torch.linalg.matrix_norm(update, 2)) < 1.5, (name, dtype)
+            else:
+                assert state["exp_avg"].dtype == kept
+    assert {state["step"] for state in optimizer.state.values()} == {4}
+
+
+def test_float64_goes_on_where_float32_was() -> None:
+    """After two steps in fp32 and two in float64 the weights are those of four steps in float64."""
+    converted, exact = build("toy"), build("toy").double()
+    optimizers = Muon(converted, **SETTINGS), Muon(exact, **SETTINGS)  # type: ignore[arg-type]
+    for step in range(4):
+        if step == 2:
+            converted.double()
+        exact.zero_grad()
+        exact(*batch(step, 0)).backward()
+        for param, source in zip(converted.parameters(), exact.parameters(), strict=True):
+            param.grad = source.grad.to(param.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, param), other in zip(converted.named_parameters(), exact.parameters(), strict=True):
+        # Two roundings of weights below 4 and of the iteration in fp32 (ns_dtype), as in the reference's comparison.
+        torch.testing.assert_close(param, other, rtol=0, atol=1e-5, msg=name)
+
+
+ONE_RATE: dict[str, Any] = {
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=10),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.002, 0.02),
+    "a loop": lambda o: [group.update(lr=0.001) for group in o.param_groups],
+    "a tensor": lambda o: [group.update(lr=torch.tensor(0.001)) for group in o.param_groups],
+}
+BOTH_RATES: dict[str, Any] = {
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [g["lr"] for g in o.param_groups], total_steps=10),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda n: n / 10),  # 0 at first
+    "a loop": lambda o: [group.update(lr=0.001 * group["lr_ratio"]) for group in o.param_groups],
+}
+
+
+@pytest.mark.parametrize("write", ONE_RATE)
+def test_one_rate_for_both_halves_is_a_warning(write: str, caplog: pytest.LogCaptureFixture) -> None:
+    """AdamW's half trained at Muon's rate, 67 times its own, in silence."""
+    model = build("toy")
+    optimizer = Muon(model, muon_lr=0.02, adam_lr=3e-4)
+    ONE_RATE[write](optimizer)
+    train_alone(model, optimizer, 3)
+    assert caplog.text.count("although muon_lr is 0.02 and adam_lr 0.0003") == 1
+    assert "max_lr=[g['lr'] for g in optimizer.param_groups]" in caplog.text
+
+
+@pytest.mark.parametrize("write", BOTH_RATES)
+def test_schedules_that_keep_the_ratio_are_none(write: str, caplog: pytest.LogCaptureFixture) -> None:
+    for rates in ({"muon_lr": 0.02, "adam_lr": 3e-4}, {"lr": 0.02}):
+        model = build("toy")
+        optimizer = Muon(model, **rates)
+        BOTH_RATES[write](optimizer)
+        train_alone(model, optimizer, 3)
+    assert "with one rate" not in caplog.text
+
+
+def test_a_loop_over_the_callers_groups_is_a_warning_too(caplog: pytest.LogCaptureFixture) -> None:
+    """The rates of two groups differ, and both halves of each have one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [
+        {"params": layer.parameters(), "lr_scale": scale}
+        for layer, scale in zip(model, (0.5, 1.0), strict=True)
+    ]
+    optimizer = Muon(groups, model=model, muon_lr=0.02, adam_lr=3e-4)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * group["lr_scale"]
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert "param group 0 with one rate, 0.0005, although" in caplog.text
 
 
 def test_frozen_complex_parameters_are_nobodys_business() -> None:

@@ -1,0 +1,350 @@
+"""What ``load_state_dict`` may load: every group and every entry of the state is checked before anything changes.
+
+The state dict may be of this optimizer, or of one that keeps the same state: the momentum of ``torch.optim.Muon`` and
+of Keller Jordan's Muon is a running mean of the gradients, as here, and AdamW's moments are the same everywhere. Three
+rules say what happens to what is missing:
+
+- A parameter without an entry, or with an empty one, begins anew, as before its first step.
+- Momentum without ``step`` counts from 0: Muon's update does not depend on it. Moments need theirs.
+- A setting that the saved group does not have keeps the value of this optimizer.
+
+Everything else that is missing, or is not known, is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
+from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown, unknown_key_message
+from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
+from deepspeed_muon.logs import warn
+from deepspeed_muon.routing.param_groups import CALLER_GROUP
+from deepspeed_muon.step.quantized import SCALE_KEY
+from deepspeed_muon.step.state import STATE_TENSORS
+from deepspeed_muon.variants import ROW_STATE
+
+_SETTINGS = frozenset(MuonConfig().group_defaults("muon"))
+"""The settings that every group has."""
+
+_FIXED = frozenset(("params", "param_names", "algorithm", "use_muon", CALLER_GROUP, "moe"))
+"""Keys that say what a group is: they are compared or left out, and never loaded."""
+
+_OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"))
+"""What torch's schedulers keep in the groups. Some look like misspelt settings."""
+
+_CHOICES_OF_KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Options of torch's optimizers that do not change what is computed."""
+
+_NEEDED = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}
+_ALLOWED = {
+    "muon": frozenset(("momentum_buffer", "step", SCALE_KEY, *ROW_STATE)),
+    "adamw": frozenset(_NEEDED["adamw"]),
+}
+
+_ANEW = "leave its entry out of 'state', and it begins anew"
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a state dict brings, checked and in the dtypes in which it is kept.
+
+    Attributes:
+        settings: The new settings of each param group.
+        state: The new state of each parameter that has one.
+    """
+
+    settings: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Any]]
+
+
+def read_state_dict(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    config: MuonConfig,
+    policy: StatePolicy,
+    *,
+    name_of: Callable[[Tensor], str | None],
+) -> Loaded:
+    """Check a state dict and return what is to be loaded. Neither it nor the optimizer is changed.
+
+    Args:
+        state_dict: From ``state_dict()`` of this or of another optimizer.
+        param_groups: The optimizer's groups.
+        config: The optimizer's settings.
+        policy: The dtypes of the state.
+        name_of: Returns the name of a parameter; ``None`` for a partition of ZeRO, which has padding and no name.
+
+    Raises:
+        CheckpointError: If the state is not what an optimizer of this kind has saved.
+        ConfigError: If a group's setting is unknown or out of range.
+        RoutingError: If the groups are not those of this optimizer.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointError(
+            f"a state dict of an optimizer has 'state' and 'param_groups', got {shown(state_dict)}"
+        )
+    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    _check_form(saved_groups, saved_state)
+    _check_sizes(saved_groups, param_groups)
+    _check_keys(saved_groups, saved_state)
+    settings: list[dict[str, Any]] = []
+    state: dict[Tensor, dict[str, Any]] = {}
+    converted: set[str] = set()
+    for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        where = f"param group {number} of the state dict"
+        entries = [
+            (param, saved_state.get(key, {}))
+            for key, param in zip(saved["params"], group["params"], strict=True)
+        ]
+        _check_kind(where, saved, group["algorithm"], [entry for _, entry in entries])
+        _check_convention(where, saved, config, [entry for _, entry in entries])
+        settings.append(_checked_settings(where, saved, group, config))
+        for position, (param, entry) in enumerate(entries):
+            if entry:
+                name = name_of(param)
+                what = f"{where}, {f'parameter {name}' if name else f'partition {position}'}"
+                _check_entry(what, entry, group["algorithm"], shape=param.shape if name else None)
+                state[param] = _converted(entry, param, policy, converted)
+    for change in sorted(converted):
+        warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", change)
+    return Loaded(settings, state)
+
+
+def _check_form(saved_groups: Any, saved_state: Any) -> None:
+    """Raise unless the groups are dicts with ``params``, and the state is a dict."""
+    if not isinstance(saved_groups, (list, tuple)) or not isinstance(saved_state, Mapping):
+        raise CheckpointError(
+            f"a state dict of an optimizer has a list 'param_groups' and a dict 'state', got {shown(saved_groups)} and "
+            f"{shown(saved_state)}"
+        )
+    for number, saved in enumerate(saved_groups):
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), (list, tuple)):
+            raise CheckpointError(
+                f"param group {number} of the state dict has no list 'params': {shown(saved)}"
+            )
+
+
+def _check_keys(saved_groups: Sequence[Mapping[str, Any]], saved_state: Mapping[Any, Any]) -> None:
+    """Raise unless the state is one dict for each of the groups' parameters, or for some of them."""
+    keys = [key for saved in saved_groups for key in saved["params"]]
+    if len(known := set(keys)) < len(keys):
+        raise CheckpointError("the state dict lists a parameter in its param groups twice")
+    for key, entry in saved_state.items():
+        if key not in known:
+            raise CheckpointError(
+                f"the state dict has state of {shown(key)}, which is in none of its param groups: it is damaged, or "
+                f"was put together from others"
+            )
+        if not isinstance(entry, Mapping):
+            raise CheckpointError(
+                f"the state of {shown(key)} in the state dict is {shown(entry)}, not a dict"
+            )
+
+
+def _check_sizes(saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless both have as many groups, with as many parameters each."""
+    halves = "Muon and AdamW divide each group of the caller between them"
+    saved_sizes = [len(saved["params"]) for saved in saved_groups]
+    sizes = [len(group["params"]) for group in groups]
+    if len(saved_sizes) != len(sizes):
+        raise RoutingError(
+            f"loaded state dict has a different number of parameter groups: {len(saved_sizes)}, and this optimizer has "
+            f"{len(sizes)} ({', '.join(group['algorithm'] for group in groups)}; {halves}). Make the optimizer with "
+            f"the groups of the saved one"
+        )
+    if saved_sizes != sizes:
+        raise RoutingError(
+            f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: saved "
+            f"{saved_sizes}, this optimizer's {sizes} ({halves}). Make the optimizer with the groups of the saved one, "
+            f"and the same include and exclude"
+        )
+
+
+def _check_kind(
+    where: str, saved: Mapping[str, Any], algorithm: str, entries: Iterable[Mapping[str, Any]]
+) -> None:
+    """Raise if a saved group is of the other algorithm: by what it says, else by its state, else by its settings."""
+    kinds = [saved["algorithm"]] if "algorithm" in saved else []
+    if saved.get("use_muon") is not None:
+        kinds.append("muon" if saved["use_muon"] else "adamw")
+    if len(set(kinds)) > 1:
+        raise RoutingError(
+            f"{where} contradicts itself: algorithm is {kinds[0]!r}, use_muon {saved['use_muon']!r}"
+        )
+    evidence = ""
+    if not kinds:
+        held = {key for entry in entries for key in entry}
+        moments, momentum = sorted(held & {"exp_avg", "exp_avg_sq"}), held & {"momentum_buffer"}
+        if moments or momentum:
+            kinds, evidence = (
+                ["adamw" if moments else "muon"],
+                f" (its state has {(moments or [*momentum])[0]})",
+            )
+        elif ("betas" in saved) != ("momentum" in saved):
+            kinds, evidence = (
+                (["adamw"], " (it has betas)") if "betas" in saved else (["muon"], " (it has momentum)")
+            )
+    if kinds and kinds[0] != algorithm:
+        raise RoutingError(
+            f"{where} is of {kinds[0]}{evidence} and this optimizer's of {algorithm}: it was saved with other routes, "
+            f"or by another optimizer. Make the optimizer with the same include, exclude and param groups"
+        )
+
+
+def _check_convention(
+    where: str, saved: Mapping[str, Any], config: MuonConfig, entries: Iterable[Mapping[str, Any]]
+) -> None:
+    """Raise if what another optimizer saved means something else here, or would go on in another way."""
+    if "dampening" in saved:
+        raise CheckpointError(
+            f"{where} was saved by torch.optim.SGD (it has dampening): its momentum_buffer is a sum of gradients, and "
+            f"Muon's their mean. Begin without it, or take momentum_buffer * (1 - momentum) / (1 - dampening) "
+            f"and remove 'dampening' and SGD's other keys from the group"
+        )
+    if "ns_coefficients" in saved:  # torch.optim.Muon
+        coefficients, steps = saved["ns_coefficients"], saved.get("ns_steps")
+        if [tuple(coefficients)] * (steps or 0) != [*config.coefficients()]:
+            raise ConfigError(
+                f"{where} was saved by torch.optim.Muon with ns_coefficients {shown(coefficients)} and ns_steps "
+                f"{shown(steps)}, and this optimizer iterates otherwise: make it with ns_schedule="
+                f"[{shown(list(coefficients))}] * {shown(steps)}"
+            )
+        return
+    if "algorithm" in saved or not (
+        signs := sorted(saved.keys() & {"nesterov", "ns_steps", "backend_steps"})
+    ):
+        return
+    if any("momentum_buffer" in entry and "step" not in entry for entry in entries):
+        raise CheckpointError(
+            f"{where} was saved by a Muon that is not known here (it has {', '.join(signs)}, and momentum without "
+            f"step): some keep momentum as a sum of gradients, and here it is their mean. If its momentum is a mean "
+            f"(buf.lerp_(grad, 1 - momentum)), set 'algorithm' to 'muon' in the group; if it is a sum, multiply "
+            f"momentum_buffer by 1 - momentum before"
+        )
+
+
+def _checked_settings(
+    where: str, saved: Mapping[str, Any], group: Mapping[str, Any], config: MuonConfig
+) -> dict[str, Any]:
+    """Return the group's settings with those of a saved group, after the checks that the constructor makes."""
+    algorithm, of_torch = group["algorithm"], "ns_coefficients" in saved
+    loaded: dict[str, Any] = {}
+    left_out = _FIXED | _CHOICES_OF_KERNELS | {"decoupled_weight_decay"}
+    if group.get("moe"):  # DeepSpeed finds the experts by it
+        left_out |= {"name"}
+    if of_torch:  # its eps bounds a norm, and that of this optimizer is AdamW's
+        left_out |= {"ns_coefficients", "ns_steps", "eps"}
+    decoupled = saved.get("decoupled_weight_decay", config.adam_w_mode)
+    if decoupled != config.adam_w_mode and saved.get("weight_decay"):
+        raise ConfigError(
+            f"{where}: decoupled_weight_decay is {decoupled!r}, and this optimizer's adam_w_mode "
+            f"{config.adam_w_mode!r}: make it with adam_w_mode={bool(decoupled)!r}"
+        )
+    for key, value in saved.items():
+        if key in left_out or (key in TORCH_OPTIONS and (value is None or value is False)):
+            continue
+        misspelt = difflib.get_close_matches(str(key), GROUP_KEYS, n=1, cutoff=0.8)
+        if key in TORCH_OPTIONS or (misspelt and key not in _SETTINGS | _OF_SCHEDULERS | group.keys()):
+            raise ConfigError(unknown_key_message(str(key), GROUP_KEYS, where))
+        loaded[key] = copy.deepcopy(value)
+    if loaded.get("adjust_lr_fn", "") is None and of_torch:
+        loaded["adjust_lr_fn"] = "original"
+    prefix = "muon" if algorithm == "muon" else "adam"
+    own = {
+        f"{prefix}_{key}" if key in ("lr", "weight_decay") else key: loaded[key]
+        for key in loaded.keys() & _SETTINGS
+    }
+    if missing := [key for key, value in own.items() if value is None]:
+        raise ConfigError(f"{where}.{missing[0]}: must be a number (got None)")
+    checked = MuonConfig.from_params({**config.model_dump(), **own}, where=where).group_defaults(algorithm)
+    for key in loaded.keys() & _SETTINGS:
+        # A rate in a tensor stays one, so that later changes of its value count.
+        if not isinstance(loaded[key], Tensor) or key not in ("lr", "weight_decay"):
+            loaded[key] = checked[key]
+    settings = {**group, **loaded}
+    if algorithm == "muon":
+        config.check_variant(settings, where)
+    ratio = settings["lr_ratio"]
+    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) < math.inf:
+        raise ConfigError(f"{where}.lr_ratio: must be a number of at least 0 (got {shown(ratio)})")
+    return settings
+
+
+def _check_entry(what: str, entry: Mapping[str, Any], algorithm: str, *, shape: torch.Size | None) -> None:
+    """Raise unless the state of one parameter is what its algorithm keeps; shapes only where ``shape`` is given."""
+    if missing := [key for key in _NEEDED[algorithm] if key not in entry]:
+        raise CheckpointError(
+            f"{what}: its state has no {missing[0]!r} (it has {', '.join(map(str, entry))}), which {algorithm} needs; "
+            f"add it, or {_ANEW}"
+        )
+    if unknown := [key for key in entry if key not in _ALLOWED[algorithm]]:
+        raise CheckpointError(
+            f"{what}: its state has {unknown[0]!r}, which is none of {algorithm}'s: it was saved by another optimizer. "
+            f"Remove the key, or {_ANEW}"
+        )
+    for key, value in entry.items():
+        if key == "step":
+            if not _is_count(value):
+                raise CheckpointError(f"{what}: 'step' is {shown(value)}, expected a count of steps; {_ANEW}")
+            continue
+        is_codes = key == "momentum_buffer" and isinstance(value, Tensor) and value.dtype == torch.int8
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or is_codes):
+            dtype = value.dtype if isinstance(value, Tensor) else shown(value)
+            raise CheckpointError(f"{what}: {key!r} is {dtype}, expected a tensor of floats; {_ANEW}")
+        if is_codes != (SCALE_KEY in entry) and key == "momentum_buffer":
+            raise CheckpointError(
+                f"{what}: 'momentum_buffer' is {value.dtype} {'without' if is_codes else 'with'} {SCALE_KEY!r}: both "
+                f"belong together; {_ANEW}"
+            )
+        if shape is not None and key in STATE_TENSORS and value.shape != shape:
+            raise CheckpointError(
+                f"{what}: {key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}: it is of another "
+                f"parameter. Pass the parameters in the order of the saved optimizer, or {_ANEW}"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return False
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return 0 <= float(value) < 1 << 53 and float(value).is_integer()
+
+
+def _converted(
+    entry: Mapping[str, Any], param: Tensor, policy: StatePolicy, converted: set[str]
+) -> dict[str, Any]:
+    """Return the state of a parameter on its device and in the dtypes in which it is kept.
+
+    To and from 8 bits the next step converts (:func:`.quantized.convert_momentum`): that takes the layout.
+
+    Args:
+        entry: The saved state.
+        param: The parameter.
+        policy: The dtypes.
+        converted: Gets a phrase for a conversion to or from 8 bits.
+    """
+    state: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key == "step":
+            state[key] = int(value)
+        else:
+            dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
+            if torch.int8 in (dtype, value.dtype) and dtype != value.dtype:
+                converted.add(f"{value.dtype} to {dtype}".replace("torch.", ""))
+                dtype = value.dtype
+            state[key] = value.to(device=param.device, dtype=dtype)
+    state.setdefault("step", 0)
+    return state
