@@ -180,7 +180,7 @@ def _shard(route: Route, ways: int) -> Route:
     """Return what a tensor-parallel rank has of a parameter: an equal part of the rows of each block."""
     if not route.shape:
         return route
-    dim = int(route.kind == "experts")
+    dim = len(route.shape) - 2 if route.kind == "experts" else 0
     parts, length = route.parts, -(-route.shape[dim] // ways)
     if parts and not route.transposed:
         parts = tuple(-(-part // ways) for part in parts)

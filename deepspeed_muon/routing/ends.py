@@ -306,10 +306,11 @@ def _candidates(
     candidates: list[_Candidate] = []
     tied: set[str] = set()
     for index, member in enumerate(matrices):
-        for name in member.names:
+        heads = [_head_around(holder_path(name).split("."), places) for name in member.names]
+        for name, around in zip(member.names, heads, strict=True):
             path = holder_path(name)
-            if (around := _head_around(path.split("."), places)) is not None:
-                if len(member.names) > 1:
+            if around is not None:
+                if None in heads:  # an embedding's, too; layers of a decoder may share a head
                     tied.add(around[0])
                 if member.kind in _OUTPUT_KINDS:
                     candidates.append(_Candidate(member, index, path, *around))
@@ -336,7 +337,9 @@ def _candidates(
             is_output = True
         elif candidate.container in tied:
             # Of a head whose last matrix is the embedding's, the others are hidden.
-            is_output = len(candidate.member.names) > 1
+            is_output = any(
+                _head_around(holder_path(name).split("."), places) is None for name in candidate.member.names
+            )
         elif places.has_classifier:
             # The model names its own; others of the same outputs stand beside it for training alone.
             is_output = any(m.sides[0] == rows for m in matrices if id(m.param) in places.heads)

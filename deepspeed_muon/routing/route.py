@@ -53,7 +53,7 @@ class Route:
             shard. ``None`` if it does not, or nobody has told.
         certain: Whether a setting, the type or the shape of the weight, an accessor of the model or a documented name
             decides. ``False`` where the route rests on a guess; :attr:`reason` says on which.
-        experts: The number of matrices that a weight of the kind ``experts`` stacks.
+        stack: The number of matrices that a 2-dimensional weight of the kind ``experts`` has one below the other.
     """
 
     name: str
@@ -67,12 +67,17 @@ class Route:
     rule: Rule = "hidden"
     shards: TensorShards | None = None
     certain: bool = True
-    experts: int = 0
+    stack: int = 0
 
     @property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def experts(self) -> int:
+        """The number of matrices that a weight of the kind ``experts`` stacks."""
+        return self.stack or math.prod(self.shape[:-2])
 
     @property
     def row_blocks(self) -> tuple[int, ...]:

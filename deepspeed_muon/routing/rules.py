@@ -195,11 +195,16 @@ def _route(item: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algo
         if asked.transposed is None
         else asked.transposed
     )
-    experts = 0
     reason = claim.reason
+    stack = item.layer.stack if len(shape) == 2 and item.layer is not None else 0
+    experts = (stack or math.prod(shape[:-2])) if kind == "experts" else 1
     if kind == "experts":
-        experts = item.layer.stack if len(shape) == 2 and item.layer is not None else math.prod(shape[:-2])
         reason += f", {experts} {'experts' if _is_experts(item) else 'matrices'} separately"
+    if stack and item.shards is not None:
+        raise RoutingError(
+            f"parameter {item.name} of shape {list(shape)} holds {stack} experts one below the other and is cut over "
+            f"tensor-parallel ranks, so that no rank has whole rows of each; exclude it"
+        )
     parts, per_head, how = _divide(item, kind, experts, transposed, asked)
     shards = item.shards
     if shards is not None:
@@ -219,7 +224,7 @@ def _route(item: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algo
         claim.rule,
         shards,
         claim.certain,
-        experts,
+        stack,
     )
 
 
@@ -386,11 +391,12 @@ def _no_matrix(item: NamedParameter, shape: tuple[int, ...]) -> Claim:
     if len(shape) < 3 or min(shape) == 0:
         return Claim("shape", words.get(len(shape), "an empty tensor"))
     claims = sorted(item.claims, key=lambda claim: _ORDER.index(claim.rule))
-    if claims and claims[0].rule != "hidden":
-        return claims[0]
     reason = f"{len(shape)}-dimensional, not a matrix"
     # A table that is broadcast over a batch, for one, has a first dimension of 1.
-    if 1 in shape or any(known(bare_name(name), "bias") for name in item.names):
+    is_no_stack = 1 in shape or any(known(bare_name(name), "bias") for name in item.names)
+    if claims and claims[0].rule != "hidden" and (claims[0].certain or not is_no_stack):
+        return claims[0]
+    if is_no_stack:
         return Claim("shape", reason)
     return Claim("shape", f"{reason} unless 'include' or 'matrices' says so", certain=False)
 

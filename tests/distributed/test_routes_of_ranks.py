@@ -1,0 +1,68 @@
+"""Routes do not depend on where ZeRO keeps a weight: those of a partitioned model are those of a whole one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from deepspeed_muon.optimizer import Muon
+from tests.support import training
+
+
+class Attention(nn.Module):
+    """A fused projection, the gains of its heads and a table that is added to their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.norm = nn.LayerNorm((2, 8))
+        self.table = nn.Parameter(torch.zeros(2, 8))
+        self.proj = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(x.unflatten(-1, (2, 8))) + self.table).flatten(-2) @ self.proj
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 4)
+        self.tokens = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList([Attention(), Mixture()])
+        self.back = nn.Linear(16, 40)
+
+
+def routes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
+    results = []
+    config = training.ds_config(3)
+    for partitioned in (False, True):
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=partitioned):
+            model = Model()
+        found = Muon(model).routes
+        results.append([(r.name, r.shape, r.algorithm, r.reason, r.transposed, r.certain) for r in found])
+    return results[0], results[1]
+
+
+def test_partitioned_weights_go_where_whole_ones_go(ranks: Any) -> None:
+    (whole, partitioned), other = ranks(2).run(routes)
+    assert whole == partitioned and (whole, partitioned) == other
+    algorithms = {name: (algorithm, certain) for name, _, algorithm, _, _, certain in whole}
+    assert algorithms["layers.0.proj"] == algorithms["layers.0.qkv.weight"] == ("muon", True)
+    for name in (
+        "stem.weight",
+        "layers.0.norm.weight",
+        "layers.0.table",
+        "layers.1.choose.weight",
+        "back.weight",
+    ):
+        assert algorithms[name] == ("adamw", True), name
