@@ -7,7 +7,7 @@ output is none if another output reads what it makes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -253,13 +253,13 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
             reader.sides[1] == member.sides[0] for reader in readers
         ):
             claims[id(member.param)] = Claim("head", "output head of the model")
-        path = holder_path(member.name).split(".") if member.names else []
+        parts = holder_path(member.name).split(".") if member.names else []
         outputs, inputs = member.sides
         if (
             member.kind == "convolution"
             and outputs <= _CHANNELS
             and inputs >= _FEW * outputs
-            and not any(part.isdigit() for part in path[:-1])
+            and not any(part.isdigit() for part in parts[:-1])
         ):
             claims.setdefault(id(member.param), Claim("head", f"output head: makes {outputs} channels"))
     embeddings = [m.whole_shape for m in matrices if m.kind == "embedding" and len(m.whole_shape) == 2]
@@ -284,19 +284,26 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
             claims.setdefault(key, Claim("hidden", reason, certain=False))
     if places.last is not None and places.last[0] not in claims:
         key, in_order = places.last
-        member = next((m for m in matrices if id(m.param) == key), None)
-        if member is not None and _has_few_outputs(member.sides):
-            reason = "output head: the last layer, with few outputs"
-            claims[key] = Claim("head", reason, certain=in_order)
-        elif member is not None and places.last_is_task and not places.heads:
-            reason = "output head: the last layer, outside of the base model"
-            claims[key] = Claim("head", reason, certain=False)
-        elif member is not None and not any(claim.rule == "head" for claim in claims.values()):
-            rows, cols = member.sides
-            if rows != cols and not (member.names and in_block(holder_path(member.names[0]).split(".")[:-1])):
-                reason = "hidden matrix, although the last layer and perhaps an output head"
-                claims[key] = Claim("hidden", reason, certain=False)
+        last = next((member for member in matrices if id(member.param) == key), None)
+        claim = None if last is None else _last_layer(last, claims, places, in_order=in_order)
+        if claim is not None:
+            claims[key] = claim
     return claims
+
+
+def _last_layer(
+    member: NamedParameter, claims: Mapping[int, Claim], places: Places, *, in_order: bool
+) -> Claim | None:
+    """Return the claim of the last layer, of which neither an accessor nor a name says that it is an output."""
+    rows, cols = member.sides
+    if _has_few_outputs(member.sides):
+        return Claim("head", "output head: the last layer, with few outputs", certain=in_order)
+    if places.last_is_task and not places.heads:
+        return Claim("head", "output head: the last layer, outside of the base model", certain=False)
+    path = holder_path(member.names[0]).split(".") if member.names else []
+    if rows == cols or in_block(path[:-1]) or any(claim.rule == "head" for claim in claims.values()):
+        return None
+    return Claim("hidden", "hidden matrix, although the last layer and perhaps an output head", certain=False)
 
 
 def _candidates(

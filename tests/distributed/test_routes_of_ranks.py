@@ -54,8 +54,9 @@ def routes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
 
 
 def test_partitioned_weights_go_where_whole_ones_go(ranks: Any) -> None:
-    (whole, partitioned), other = ranks(2).run(routes)
-    assert whole == partitioned and (whole, partitioned) == other
+    (whole, partitioned), (whole_of_other, partitioned_of_other) = ranks(2).run(routes)
+    assert whole == partitioned
+    assert whole == whole_of_other and partitioned == partitioned_of_other
     algorithms = {name: (algorithm, certain) for name, _, algorithm, _, _, certain in whole}
     assert algorithms["layers.0.proj"] == algorithms["layers.0.qkv.weight"] == ("muon", True)
     for name in (
