@@ -37,20 +37,20 @@ def _routes(arguments: argparse.Namespace) -> int:
         update={key: (*getattr(config, key), *getattr(arguments, key)) for key in ("include", "exclude")}
     )
     routes = route_parameters(load_model(arguments.model, arguments.device), config)
-    data = table(arguments.model, routes, each=arguments.all)
+    data = table(arguments.model, routes, each_route=arguments.all)
     if arguments.guesses:
         data["routes"] = [row for row in data["routes"] if not row["certain"]]
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     return 0
 
 
-def table(model: str, routes: Sequence[Route], *, each: bool = False) -> dict[str, Any]:
+def table(model: str, routes: Sequence[Route], *, each_route: bool = False) -> dict[str, Any]:
     """Return the routes and their counts as plain data that JSON can hold.
 
     Args:
         model: Its name in the table.
         routes: Of every parameter.
-        each: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
+        each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
     """
     guessed = [route for route in routes if not route.certain]
     return {
@@ -59,7 +59,7 @@ def table(model: str, routes: Sequence[Route], *, each: bool = False) -> dict[st
         "elements": sum(route.numel for route in routes),
         "algorithms": totals_of(routes),
         "guesses": {"tensors": len(guessed), "elements": sum(route.numel for route in guessed)},
-        "routes": rows_of(routes, each=each),
+        "routes": rows_of(routes, each=each_route),
     }
 
 
