@@ -43,7 +43,7 @@ def test_a_wrong_update_is_far_from_every_limit() -> None:
 def test_the_model_s_own_rounding_widens_limits() -> None:
     exact, rounded = (limits(reference, "even", 1, 0.0, **more) for more in ({}, {"arithmetic": FP32_MODEL}))  # type: ignore[arg-type]
     assert rounded.norms > exact.norms
-    assert max(rounded.momentum.values()) > 5 * max(exact.momentum.values())
+    assert max(rounded.momentum.values()) > max(exact.momentum.values())
 
 
 def test_the_limit_of_a_matrix_follows_its_spectrum() -> None:
