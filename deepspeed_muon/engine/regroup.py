@@ -27,7 +27,7 @@ _ENTRY_PER_GROUP = (
 )  # fmt: skip
 
 LISTS = "_deepspeed_muon_lists"
-"""Attribute of a scheduler of DeepSpeed with the names of the attributes in which the client gave each group an entry of its own."""
+"""Attribute of DeepSpeed's schedulers: names of the attributes where the client gave each group an entry of its own."""
 
 
 def takes_unfrozen(engine: Any) -> bool:
