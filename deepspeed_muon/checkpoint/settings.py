@@ -76,6 +76,9 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         settings = [groups[origin] for origin in fitting]
         found[number] = {}
         keys = group.keys() & (set.intersection(*map(set, settings)) if settings else set())
+        # Perhaps those of AdamW, which a momentum schedule of torch would write into Muon's momentum.
+        if algorithm == "muon" and any("algorithm" not in index.groups[origin] for origin in fitting):
+            keys.discard("betas")
         for key in sorted(keys):
             values = [entry[key] for entry in settings]
             if any(value != values[0] for value in values):

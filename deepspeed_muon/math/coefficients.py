@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from deepspeed_muon.errors import ScheduleError
 
@@ -78,6 +79,8 @@ _ANY_LENGTH = ("quintic", "polar_express")
 
 # A schedule tolerates an error of its input if the largest singular value of the result grows at most by this factor.
 _LARGEST_GROWTH = 1.25
+# In numpy: torch's default device may be "meta", and its tensors fake.
+_UNIT_INTERVAL = np.linspace(0.0, 1.0, 4001)
 
 
 def resolve_schedule(
@@ -138,17 +141,20 @@ class Band:
 @functools.lru_cache(maxsize=16)
 def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
     """Return the band of a schedule, from its polynomial on a fine grid."""
-    start = torch.logspace(-6, 0, 6001, dtype=torch.float64)
+    start = np.logspace(-6, 0, 6001)
     values = _image(start, coefficients)
     settled = values[start >= 0.05]
     return Band(float(settled.min()), float(values.max()), float((values / start).min()))
 
 
-def _image(values: Tensor, coefficients: Sequence[Coefficients], rounding: float = 0.0) -> Tensor:
+def _image(
+    values: NDArray[np.float64], coefficients: Sequence[Coefficients], rounding: float = 0.0
+) -> NDArray[np.float64]:
     """Return the polynomial of all steps, of singular values that are rounded up by this part before every step."""
-    for a, b, c in coefficients:
-        values = values * (1 + rounding)
-        values = a * values + b * values**3 + c * values**5
+    with np.errstate(over="ignore", invalid="ignore"):
+        for a, b, c in coefficients:
+            values = values * (1 + rounding)
+            values = a * values + b * values**3 + c * values**5
     return values
 
 
@@ -159,12 +165,11 @@ def steps_that_need_an_exact_input(coefficients: Sequence[Coefficients]) -> froz
     Polar Express are made for the interval to which the step before leads, and climb steeply beyond its end: its
     steps 2 to 4 are such steps. The quintic has none.
     """
-    start = torch.linspace(0.0, 1.0, 4001, dtype=torch.float64)
-    limit = _LARGEST_GROWTH * _image(start, coefficients).abs().max()
+    limit = _LARGEST_GROWTH * np.abs(_image(_UNIT_INTERVAL, coefficients)).max()
     sensitive = set()
     for step in range(2, len(coefficients) + 1):
-        drifted = _image(start, coefficients[: step - 1]) * (1 + 2.0**-5)
-        if not bool(_image(drifted, coefficients[step - 1 :]).abs().max() <= limit):  # NaN: it diverged
+        drifted = _image(_UNIT_INTERVAL, coefficients[: step - 1]) * (1 + 2.0**-5)
+        if not np.abs(_image(drifted, coefficients[step - 1 :])).max() <= limit:  # NaN: it diverged
             sensitive.add(step)
     return frozenset(sensitive)
 
@@ -175,6 +180,5 @@ def tolerates_rounding(coefficients: Sequence[Coefficients], dtype: torch.dtype)
     A table that is optimal on exactly [0, 1] climbs steeply just above 1. Polar Express keeps a safety factor for
     that; ``cans`` has none, and one rounding in bfloat16 sends a singular value of 1 to infinity.
     """
-    start = torch.linspace(0.0, 1.0, 4001, dtype=torch.float64)
-    rounded = _image(start, coefficients, torch.finfo(dtype).eps)
-    return bool(rounded.abs().max() <= _LARGEST_GROWTH * _image(start, coefficients).abs().max())
+    rounded = np.abs(_image(_UNIT_INTERVAL, coefficients, torch.finfo(dtype).eps))
+    return bool(rounded.max() <= _LARGEST_GROWTH * np.abs(_image(_UNIT_INTERVAL, coefficients)).max())
