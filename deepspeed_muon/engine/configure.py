@@ -268,7 +268,8 @@ def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) ->
             optimizer._routed = optimizer._routed.current()
         _bind_to_wrapper(engine, optimizer)
         optimizer.host.describe(optimizer.routes, parts_of(engine, optimizer._routed.by_id))
-        announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
+        if unfrozen:
+            announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
     return original(*args, **kwargs)
 
 

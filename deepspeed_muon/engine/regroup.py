@@ -27,7 +27,7 @@ _ENTRY_PER_GROUP = (
 )  # fmt: skip
 
 LISTS = "_deepspeed_muon_lists"
-"""Attribute of a scheduler with the names of the attributes in which the client gave each group an entry of its own."""
+"""Attribute of DeepSpeed's schedulers: names of the attributes where the client gave each group an entry of its own."""
 
 
 def takes_unfrozen(engine: Any) -> bool:
@@ -108,7 +108,10 @@ def _reorder(scheduler: Any, origins: Sequence[int | None], count: int) -> bool:
     for name in _ENTRY_PER_GROUP:
         entries = getattr(scheduler, name, None)
         if isinstance(entries, (list, tuple)) and len(entries) == count:
-            setattr(
-                scheduler, name, type(entries)(entries[origin] for origin in origins if origin is not None)
-            )
+            remaining = [entries[origin] for origin in origins if origin is not None]
+            setattr(scheduler, name, type(entries)(remaining))
+            is_deepspeeds = type(scheduler).__module__.startswith("deepspeed.")
+            if is_deepspeeds and any(entry != entries[0] for entry in entries):
+                # Otherwise a single remaining entry would be taken for a number that is meant for all groups.
+                vars(scheduler).setdefault(LISTS, set()).add(name)
     return known
