@@ -133,9 +133,9 @@ def _refuse_untrainable(item: NamedParameter) -> None:
             f"{what} is complex ({param.dtype}), which neither Muon nor AdamW updates here; keep it as a real "
             f"parameter and use torch.view_as_complex in forward, freeze it, or leave it to another optimizer"
         )
-    tensor: Any = param
-    if is_traceable_wrapper_subclass(tensor):
-        kind = type(tensor.data).__name__
+    data: Any = param.data
+    if is_traceable_wrapper_subclass(data):
+        kind = type(data).__name__
         raise ParameterTypeError(
             f"{what} is a {kind}, whose elements lie in other tensors, and only ordinary tensors can be trained here. "
             f"DeepSpeed's ZeRO and AutoTP divide ordinary parameters themselves: leave out fully_shard (FSDP2), "
