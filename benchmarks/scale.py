@@ -180,6 +180,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
         counters=lambda: {"global_steps": 0},
         described=described(optimizer.routes, {}),
         save_id="0" * 12,
+        engine=engine,
     )
     content = io.BytesIO()
     torch.save(record_of(collect(engine)), content)

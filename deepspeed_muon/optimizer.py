@@ -152,17 +152,17 @@ class Muon(RoutedOptimizer):
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
 
-    def is_trained(self, param: Tensor) -> bool:
+    def _is_trained(self, param: Tensor) -> bool:
         """Return whether a tensor of the param groups is updated; ``False`` for what is frozen by the routes."""
         route = self._routed.by_id.get(id(param))
         return route is None or route.algorithm != "frozen"
 
     @property
-    def has_frozen(self) -> bool:
+    def _has_frozen(self) -> bool:
         """Whether the groups hold parameters that are frozen by the routes, and can be trained later."""
         return bool(self._frozen)
 
-    def unfrozen(self) -> list[str]:
+    def _unfrozen(self) -> list[str]:
         """Return the names of the parameters that were unfrozen since the optimizer was bound."""
         return [self._routed.by_id[id(param)].name for param in self._frozen if param.requires_grad]
 
@@ -228,7 +228,7 @@ class Muon(RoutedOptimizer):
         before, self._bound = self._bound, BoundSteps(step_sets, self.config, resources)
         if before is not None:
             self._bound.take_over(before)
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not self._is_trained(p)]
         # Kernels are timed now: in the first step the other ranks would wait for the one that measures.
         for runner in self._bound.runners:
             for x in runner.inputs():
@@ -453,7 +453,7 @@ class Muon(RoutedOptimizer):
                 [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else [],
             )
             for index, param in enumerate(params)
-            if self.is_trained(param)
+            if self._is_trained(param)
         ]
         self._bind([read_step_set(partitions, self._routed.by_id)], device=devices.pop())
         self._kinds = self._kinds_of_parameters()

@@ -186,7 +186,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         """
         self._routed = route_again(self._routed, self.param_groups, self.config, model, shards=shards)
 
-    def release_members(self) -> list[tuple[str, Tensor]]:
+    def _release_members(self) -> list[tuple[str, Tensor]]:
         """Give up the model's parameters, which ZeRO keeps from now on; return the names and tensors of the frozen."""
         frozen = self._routed.frozen()
         self._routed = replace(self._routed, groups=[], members={}, if_trained={})

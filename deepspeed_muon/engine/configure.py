@@ -197,6 +197,7 @@ def _admitted(
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
             optimizer._route_again(engine.module, tensor_shards(engine))
+        _refuse_foreign(engine, optimizer)
         regroup(engine, optimizer)
         facts.update(_facts(engine, optimizer))
     except Exception as caught:
@@ -216,6 +217,25 @@ def _admitted(
         ranks = dist.get_world_size(engine.seq_data_parallel_group)
         optimizer._order_parameters(ranks, device=_compute_device())
     return optimizer
+
+
+def _refuse_foreign(engine: Any, optimizer: Muon) -> None:
+    """Raise for trained parameters that the engine's model does not have.
+
+    ZeRO would end in a KeyError on the ranks that get their elements, and the other ranks would wait for these.
+    """
+    if not engine.zero_optimization_stage():
+        return
+    of_model = {id(param) for param in engine.module.parameters()}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    foreign = [p for p in params if p.requires_grad and id(p) not in of_model]
+    if foreign:
+        names = [optimizer._routed.by_id[id(param)].name for param in foreign]
+        raise UnsupportedConfigError(
+            f"the optimizer has parameters that are not in the model of deepspeed.initialize: {listed(names, 5)}. ZeRO "
+            f"reduces the gradients of the model's parameters alone: make them attributes of the model, or set "
+            f"zero_optimization.stage to 0"
+        )
 
 
 def _configured(engine: Any, model_parameters: Any) -> Muon:
@@ -296,7 +316,7 @@ def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) ->
     Must be called by all ranks. DeepSpeed's all-reduce would wait forever if the ranks had unfrozen different ones.
     """
     optimizer = engine.basic_optimizer
-    unfrozen = optimizer.unfrozen()
+    unfrozen = optimizer._unfrozen()
     (on_some_rank,) = optimizer.ranks.reduce([bool(unfrozen)], "max", what="comparison of what was unfrozen")
     if on_some_rank:
         with raise_on_all_ranks(ranks=optimizer.ranks) as facts:

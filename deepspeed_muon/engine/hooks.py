@@ -194,7 +194,7 @@ ENGINE_HOOKS = (
     # different ones, DeepSpeed's all-reduce would wait forever.
     Hook(
         DeepSpeedEngine, "buffered_allreduce_fallback", configure.take_unfrozen,
-        lambda view: isinstance(view, PlainView) and view.optimizer.has_frozen,
+        lambda view: isinstance(view, PlainView) and view.optimizer._has_frozen,
     ),
     # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
     Hook(View, "step", scaling.report_skipped_step),
@@ -413,7 +413,7 @@ def hook_engine(engine: Any) -> None:
     is_wrapped = not isinstance(view, PlainView)
     if is_wrapped:
         waiting = gradients.waiting_parameters(view, engine.module)
-        frozen = view.optimizer.release_members()
+        frozen = view.optimizer._release_members()
         wrapper._deepspeed_muon_memory = view.memory = Memory(
             weakref.ref(engine), waiting=waiting, frozen=frozen
         )

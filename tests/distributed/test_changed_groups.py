@@ -5,6 +5,7 @@ Parameters are frozen and unfrozen, the engine's model tells more than the progr
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from tests.support import training
-from tests.support.contract import ADAM_TOLERANCE, MUON_TOLERANCE, backward
+from tests.support.comparisons import within
+from tests.support.contract import backward
 from tests.support.models import MATRICES, batch, build
 from tests.support.reference import Oracle, relative
+from tests.support.rounding import limits
 from tests.support.thinning import full
 
 LATE = "blocks.0."
@@ -78,8 +81,10 @@ def hide_gradients(model: nn.Module, *, late: bool) -> dict[str, Tensor | None]:
     return hidden
 
 
-def late_reference() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@functools.lru_cache
+def late_reference() -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Train in float64 with one oracle for what is trained from the start, and one that begins a step later."""
+    norms = []
     model = build("toy")
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.double()
@@ -87,24 +92,24 @@ def late_reference() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for step in range(4):
         backward(model, step, 2)
         hidden = hide_gradients(model, late=True)
-        early.update(model)
+        norms.append(early.update(model))
         hide_gradients(model, late=False)
         for name, grad in hidden.items():
             model.get_parameter(name).grad = grad if step else None
         if step:
             late.update(model)
-    return start, {name: param.detach() for name, param in model.named_parameters()}
+    return start, {name: param.detach() for name, param in model.named_parameters()}, norms
 
 
 @pytest.mark.parametrize("own", [True, full(False)], ids=["client", "configured"])
 def test_a_parameter_unfrozen_later_trains_at_stage_0(ranks: Any, own: bool) -> None:
     """With a momentum of zero, as with torch.optim, and the others do not notice."""
-    start, end = late_reference()
+    start, end, _ = late_reference()
+    allowed = limits(late_reference).paths
     for report in ranks(2).run(unfreeze, stage=0, when="later", own=own):
         assert report["params"].keys() == end.keys() and "frozen" not in report["routes"].values()
         for name, value in report["params"].items():
-            limit = MUON_TOLERANCE if name in MATRICES["toy"] else ADAM_TOLERANCE
-            assert relative(value, end[name], start[name]) <= limit, name
+            within(relative(value, end[name], start[name]), allowed[name], f"path of {name}")
 
 
 @pytest.mark.parametrize(
@@ -317,9 +322,23 @@ def wrapped(rank: int, world_size: int) -> list[str]:
     return [route.name for route in deepspeed_muon.routes(engine) if route.rule == "exclude"]
 
 
-def test_the_names_that_the_program_gave_stay(ranks: Any) -> None:
+def test_patterns_for_the_names_of_an_inner_model_still_match(ranks: Any) -> None:
     for names in ranks(2).run(wrapped):
-        assert names == [f"{LATE}gain", f"{LATE}up.weight", f"{LATE}down.weight"]
+        assert names == [f"inner.{LATE}gain", f"inner.{LATE}up.weight", f"inner.{LATE}down.weight"]
+
+
+def foreign(rank: int, world_size: int, *, stage: int) -> str:
+    """Return the refusal of an optimizer with a parameter that the engine's model does not have."""
+    model = build("toy")
+    pairs = [*model.named_parameters(), ("temperature", nn.Parameter(torch.ones(1)))]
+    return training.refusal(lambda: own_engine(model, lambda params: Muon(pairs, **params), stage))
+
+
+@pytest.mark.parametrize("stage", [1, full(2), 3])
+def test_a_parameter_outside_of_the_model_is_refused_on_all_ranks(ranks: Any, stage: int) -> None:
+    """Only the rank that got its elements raised DeepSpeed's KeyError, and the other waited."""
+    for message in ranks(2).run(foreign, stage=stage):
+        assert "not in the model of deepspeed.initialize: temperature" in message
 
 
 def mixed(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:

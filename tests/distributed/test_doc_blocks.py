@@ -88,7 +88,9 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
 
 def model(text: str) -> nn.Module:
     """A small Llama that also has the layers which a text names."""
-    built = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL_DECODER, vocab_size=64))
+    built = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL_DECODER, vocab_size=160)
+    )  # no other layer has so many outputs
     built.extra = nn.ModuleDict({"experts": MyMoELayer(32, 32)})
     for name, outputs in {"qkv_proj": 64, "gate_up_proj": 96, "in_proj": 384}.items():
         if name in text:
@@ -138,7 +140,7 @@ def check(texts: list[list[str]]) -> None:
             "nn": nn,
             "pytest": pytest,
         }
-        given |= {"engine": engine, "model": model(page)}
+        given |= {"engine": engine, "model": model(page), "optimizer": engine.basic_optimizer, "rate": 0.01}
         # The blocks that follow need the process group, which a whole script destroys at its end.
         with mock.patch.object(torch.distributed, "destroy_process_group"):
             exec(compile(tree, "block", "exec"), {"__name__": "block", **given})

@@ -270,7 +270,9 @@ def test_a_matrix_without_an_update_keeps_its_moments() -> None:
 def test_a_matrix_without_a_gradient_keeps_its_moments() -> None:
     """While the other one goes on; before its first gradient it has none but zeros."""
     weights = [nn.Parameter(torch.zeros(12, 20)) for _ in range(2)]
-    optimizer = Muon(zip(("idle", "other"), weights, strict=True), variant="normuon", muon_lr=1.0)
+    optimizer = Muon(
+        zip(("idle.weight", "other.weight"), weights, strict=True), variant="normuon", muon_lr=1.0
+    )
     moments = []
     for idle_too in (False, True, False):
         for weight in weights if idle_too else weights[1:]:

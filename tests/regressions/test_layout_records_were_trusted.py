@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint.consolidate import consolidate_files
@@ -179,11 +180,12 @@ def test_a_tensor_that_says_more_than_it_holds(saved: Any, tmp_path: Path) -> No
 
 
 def without_names(rank: int, world_size: int, *, folder: str) -> list[str]:
-    """Save twice with two parameters of one name; return the warnings."""
+    """Save twice with two parameters of one name, which the engine's model does not have; return the warnings."""
     messages = training.heard()
     model = build("toy")
-    pairs = [("same" if number < 2 else name, p) for number, (name, p) in enumerate(model.named_parameters())]
-    config = training.ds_config(1)
+    strangers = [("same", nn.Parameter(torch.zeros(4))) for _ in range(2)]
+    pairs = [*model.named_parameters(), *strangers]
+    config = training.ds_config(0)
     optimizer = deepspeed_muon.Muon(pairs, **config.pop("optimizer")["params"])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     training.run_step(engine, 0, rank, world_size, 1)

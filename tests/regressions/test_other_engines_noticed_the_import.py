@@ -27,6 +27,8 @@ HOOKS = {
     ("configure.py", "_wants_muon"),
     ("configure.py", "broadcast_model"),
     ("configure.py", "configure_expert_parallel"),
+    ("configure.py", "<genexpr>"),
+    ("configure.py", "_holds_muon"),
     ("configure.py", "configure_optimizer"),
     ("configure.py", "made"),
     ("configure.py", "set_optimizer_flags"),

@@ -45,7 +45,9 @@ def rounded_polar(u: Tensor, errors: rounding.Errors, rows: Rows = (QUINTIC,) * 
     """Return :func:`polar` with the errors of a kernel that rounds every product and every result."""
     products, exchanged = errors.arithmetic.products, errors.arithmetic.exchanged
     u = errors.rounded(u.double(), exchanged)
-    x = errors.rounded(u / u.norm().clamp_min(1e-300), products)
+    # One number, whose error moves all singular values alike: a sum in fp32, its root and its inverse.
+    norm = errors.rounded(u.norm().clamp_min(1e-300), times=3)
+    x = errors.rounded(u / norm, products)
     x = x.T if x.shape[0] > x.shape[1] else x
     if errors.order == "standard":
         for a, b, c in rows:
