@@ -88,9 +88,9 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
 
 def model(text: str) -> nn.Module:
     """A small Llama that also has the layers which a text names."""
-    built = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SMALL_DECODER, vocab_size=160)
-    )  # no other layer has so many outputs
+    # No other layer has 160 outputs: one for each row of the embedding would make it a head.
+    config = transformers.LlamaConfig(**SMALL_DECODER, vocab_size=160)
+    built = transformers.LlamaForCausalLM(config)
     built.extra = nn.ModuleDict({"experts": MyMoELayer(32, 32)})
     for name, outputs in {"qkv_proj": 64, "gate_up_proj": 96, "in_proj": 384}.items():
         if name in text:
