@@ -247,12 +247,11 @@ def _heads(matrices: Sequence[NamedParameter], places: Places) -> dict[int, Clai
         if id(m.param) in places.heads
     }
     for index, member in enumerate(matrices):
-        # What a later layer reads ("film_mul" of CLIPSeg) is no output.
-        readers = [*matrices[index + 1 :], *(tied for tied in matrices if len(tied.names) > 1)]
-        if id(member.param) in places.tasks and not any(
-            reader.sides[1] == member.sides[0] for reader in readers
-        ):
-            claims[id(member.param)] = Claim("head", "output head of the model")
+        if id(member.param) in places.tasks:
+            # What a later layer reads ("film_mul" of CLIPSeg) is no output.
+            readers = [*matrices[index + 1 :], *(tied for tied in matrices if len(tied.names) > 1)]
+            if all(reader.sides[1] != member.sides[0] for reader in readers):
+                claims[id(member.param)] = Claim("head", "output head of the model")
         parts = holder_path(member.name).split(".") if member.names else []
         outputs, inputs = member.sides
         if (

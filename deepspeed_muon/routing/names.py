@@ -130,6 +130,7 @@ def parameter_name(name: str) -> str:
     return _RENAMED.get(name, name)
 
 
+@functools.lru_cache(maxsize=65536)
 def plain_name(name: str) -> str:
     """Return a dotted name without what wrappers, adapters and parametrizations add.
 
