@@ -145,9 +145,11 @@ class Muon(RoutedOptimizer):
         self._bound: BoundSteps | None = None
         # Parameters of the groups that are frozen by the routes, and so in no step set.
         self._frozen: list[Tensor] = []
-        # Dtype and device of each parameter when the optimizer was bound without DeepSpeed.
-        self._kinds: list[tuple[torch.dtype, torch.device]] = []
-        self._warned_of_one_rate = False
+        # Each parameter with its dtype and device when the optimizer was bound without DeepSpeed.
+        self._bound_as: list[tuple[Tensor, torch.dtype, torch.device]] = []
+        self.frozen_on_some_rank = False
+        # Caller's groups of which the rates are known to differ, or were warned of.
+        self._rates_compared: set[int] = set()
         self._orthogonalize: Orthogonalizer | None = None
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
@@ -303,7 +305,7 @@ class Muon(RoutedOptimizer):
                 # FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
                 return loss
             self._bind_plain()
-        elif not self.managed and self._kinds != self._kinds_of_parameters():
+        elif not self.managed and self._is_converted():
             self._bind_plain()
             follow_parameters(self.state, self.state_policy)
         elif not self.managed and any(p.requires_grad and p.grad is not None for p in self._frozen):
@@ -313,27 +315,31 @@ class Muon(RoutedOptimizer):
             self._step_bound()
         return loss
 
-    def _kinds_of_parameters(self) -> list[tuple[torch.dtype, torch.device]]:
-        """Return dtype and device of each parameter, which ``model.double()`` and ``model.to()`` change in place."""
-        return [(param.dtype, param.device) for group in self.param_groups for param in group["params"]]
+    def _is_converted(self) -> bool:
+        """Return whether ``model.double()`` or ``model.to()`` changed a parameter since the optimizer was bound."""
+        return any(param.dtype != dtype or param.device != device for param, dtype, device in self._bound_as)
 
     def _warn_of_one_rate(self) -> None:
         """Warn once if the parts of a caller's group train with one rate, although they were given different ones."""
-        if self._warned_of_one_rate:
-            return
         parts_of: dict[int, list[dict[str, Any]]] = {}
         for group in self.param_groups:
             parts_of.setdefault(group.get(CALLER_GROUP, 0), []).append(group)
         for number, parts in parts_of.items():
+            if number in self._rates_compared:
+                continue
             rates = [part["lr"] for part in parts]
             if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
                 continue  # the host would wait for the device
             # All of them are 0 at the start of a warm-up.
-            if float(rates[0]) == 0.0 or len({float(rate) for rate in rates}) > 1:
+            if float(rates[0]) == 0.0:
+                continue
+            if len({float(rate) for rate in rates}) > 1:
+                # A schedule that keeps them apart may end at one floor for all (eta_min, min_lr).
+                self._rates_compared.add(number)
                 continue
             configured = {part["algorithm"]: part["lr_ratio"] * self.config.reference_lr for part in parts}
             if len(set(configured.values())) > 1:
-                self._warned_of_one_rate = True
+                self._rates_compared.update(parts_of)
                 warn(
                     "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, although muon_lr is %g and "
                     "adam_lr %g: a schedule or the program writes one number into both halves of the group. Give the "
@@ -456,7 +462,9 @@ class Muon(RoutedOptimizer):
             if self._is_trained(param)
         ]
         self._bind([read_step_set(partitions, self._routed.by_id)], device=devices.pop())
-        self._kinds = self._kinds_of_parameters()
+        self._bound_as = [
+            (param, param.dtype, param.device) for group in self.param_groups for param in group["params"]
+        ]
 
     def _refuse(self, nonfinite: Sequence[str]) -> None:
         """Leave everything as it is, or raise, as configured. All ranks come here together."""

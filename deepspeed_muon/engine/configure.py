@@ -335,6 +335,9 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     """Bind to the wrapper, and tell the optimizer all that it needs of the engine."""
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
+    # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.
+    (frozen,) = ranks.reduce([optimizer._has_frozen], "max", what="comparison of what is frozen")
+    optimizer.frozen_on_some_rank = bool(frozen)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)

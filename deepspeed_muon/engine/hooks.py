@@ -194,7 +194,7 @@ ENGINE_HOOKS = (
     # different ones, DeepSpeed's all-reduce would wait forever.
     Hook(
         DeepSpeedEngine, "buffered_allreduce_fallback", configure.take_unfrozen,
-        lambda view: isinstance(view, PlainView) and view.optimizer._has_frozen,
+        lambda view: isinstance(view, PlainView) and view.optimizer.frozen_on_some_rank,
     ),
     # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
     Hook(View, "step", scaling.report_skipped_step),

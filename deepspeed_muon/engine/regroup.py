@@ -58,10 +58,13 @@ def regroup(engine: Any, optimizer: Muon) -> None:
         # ZeRO 3 does not flatten groups.
         by_dtype=not is_plain and engine.zero_optimization_stage() != 3,
     )
-    origins = [origin for _, origin in divided]
+    origins = [origin for *_, origin in divided]
     if origins != list(range(len(groups))):
         _follow(engine, optimizer, origins)
-    groups[:] = [group for group, _ in divided]
+    # Only now: a program may try again after an error.
+    for group, params, _ in divided:
+        group["params"] = params
+    groups[:] = [group for group, *_ in divided]
 
 
 def _refuse_several_dtypes(optimizer: Muon) -> None:
@@ -89,22 +92,28 @@ def _follow(engine: Any, optimizer: Muon, origins: Sequence[int | None]) -> None
     if scheduler is None and not any("initial_lr" in group for group in optimizer.param_groups):
         return
     count = len(optimizer.param_groups)
-    if scheduler is None or None in origins or not _reorder(scheduler, origins, count):
+    if scheduler is None or None in origins or not _is_known(scheduler):
         raise RoutingError(
             f"the learning-rate scheduler was made for {count} param groups, and by the model of deepspeed.initialize "
             f"and what is frozen now there are {len(origins)}, others at the same positions: pass model=... to "
             f"deepspeed_muon.Muon, freeze parameters before it is made, and pass the scheduler to "
             f"deepspeed.initialize, best as a function that makes it: lr_scheduler=lambda optimizer: ..."
         )
+    _reorder(scheduler, origins, count)
 
 
-def _reorder(scheduler: Any, origins: Sequence[int | None], count: int) -> bool:
-    """Reorder what a scheduler keeps for each of ``count`` groups; return whether it is one that is known."""
+def _is_known(scheduler: Any) -> bool:
+    """Return whether it is clear what a scheduler keeps for each group: those of torch and of DeepSpeed."""
     nested = getattr(scheduler, "_schedulers", None)
     if nested is not None:
-        known = [_reorder(inner, origins, count) for inner in nested].count(False) == 0
-    else:
-        known = type(scheduler).__module__.startswith(("torch.", "deepspeed."))
+        return all(map(_is_known, nested))
+    return type(scheduler).__module__.startswith(("torch.", "deepspeed."))
+
+
+def _reorder(scheduler: Any, origins: Sequence[int | None], count: int) -> None:
+    """Reorder what a scheduler keeps for each of ``count`` groups."""
+    for inner in getattr(scheduler, "_schedulers", None) or ():
+        _reorder(inner, origins, count)
     for name in _ENTRY_PER_GROUP:
         entries = getattr(scheduler, name, None)
         if isinstance(entries, (list, tuple)) and len(entries) == count:
@@ -114,4 +123,3 @@ def _reorder(scheduler: Any, origins: Sequence[int | None], count: int) -> bool:
             if is_deepspeeds and any(entry != entries[0] for entry in entries):
                 # Otherwise a single remaining entry would be taken for a number that is meant for all groups.
                 vars(scheduler).setdefault(LISTS, set()).add(name)
-    return known

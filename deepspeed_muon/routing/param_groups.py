@@ -260,22 +260,23 @@ def divide_again(
     *,
     keep_frozen: bool,
     by_dtype: bool,
-) -> list[tuple[dict[str, Any], int | None]]:
+) -> list[tuple[dict[str, Any], list[Tensor], int | None]]:
     """Divide the groups of an optimizer by its routes, into groups of one algorithm that have parameters.
 
-    A group that still has parameters stays the same object: schedulers refer to it.
+    A group that still has parameters stays the same object: schedulers refer to it. Nothing is changed yet.
 
     Args:
         routed: The routes.
-        groups: The groups. The lists of parameters of those that stay are replaced.
+        groups: The groups.
         config: The optimizer's settings.
         keep_frozen: Whether frozen parameters stay in the groups.
         by_dtype: Whether parameters of different dtypes need different groups.
 
     Returns:
-        The groups, each with the number of the group whose settings it has; ``None`` if it has the caller's.
+        The groups, each with its new list of parameters and with the number of the group whose settings it has;
+        ``None`` if it has the caller's.
     """
-    divided: list[tuple[float, dict[str, Any], int | None]] = []
+    divided: list[tuple[float, dict[str, Any], list[Tensor], int | None]] = []
     for number, caller in routed.callers.items():
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
         kinds = {
@@ -302,11 +303,10 @@ def divide_again(
             else:
                 group = _group_of(caller, algorithm, config, routed.rates)  # type: ignore[arg-type]
                 position, origin = min(kinds) - 0.5 if algorithm == "muon" else max(kinds) + 0.5, None
-            if experts is not None:
+            if experts is not None and group.get("name") != experts:
                 group.update({"name": experts, "moe": True})
-            group["params"] = params
-            divided.append((position, group, origin))
-    return [(group, origin) for _, group, origin in sorted(divided, key=lambda part: part[0])]
+            divided.append((position, group, params, origin))
+    return [part for _, *part in sorted(divided, key=lambda part: part[0])]  # type: ignore[misc]
 
 
 def expert_group_name(param: Tensor) -> str | None:

@@ -219,8 +219,10 @@ class BoundSteps:
             names = [matrix.name for matrix in runner.step_set.matrices]
             for numbers, flags in runner.check.left_out:
                 for number, flag in zip(numbers, flags.split(1), strict=True):
-                    now, position = position_of[names[number]]
-                    now.check.left_out.append(([position], flag))
+                    # Frozen since, it has no next step.
+                    if (matrix := position_of.get(names[number])) is not None:
+                        runner_now, position = matrix
+                        runner_now.check.left_out.append(([position], flag))
 
     def current(
         self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()

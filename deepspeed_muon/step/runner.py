@@ -258,13 +258,15 @@ class StepRunner:
         if is_active and self._rows is not None:
             finish = self._rows.gather(kept, rates.settings)
         step = Step(mask, rates, weights, momentum, entering, finish, self._passes)
-        if is_active and self._policy.quantizes_momentum:
+        if self._policy.quantizes_momentum:
+            # Also in a step without gradients: a state dict has codes and scales, or neither.
             scales = [
-                scales_of(each, partition, self.blocks.scale_counts[partition.index])
-                for each, partition in zip(own, self._muon, strict=True)
+                scales_of(state_of_partition, partition, self.blocks.scale_counts[partition.index])
+                for state_of_partition, partition in zip(own, self._muon, strict=True)
             ]
-            cut = self.blocks.begin(momentum, scales, step.grads, rates.momentum, mask, self._passes)
-            step = replace(step, quantized=(scales, cut))
+            if is_active:
+                cut = self.blocks.begin(momentum, scales, step.grads, rates.momentum, mask, self._passes)
+                step = replace(step, quantized=(scales, cut))
         yield step
         if self._rows is not None and finish is not None:
             self._rows.scatter(finish, kept)

@@ -201,3 +201,25 @@ def test_zeros_of_one_stage_are_refused_on_all_ranks(ranks: Any, tmp_path: Path)
     for result in ranks(4).run(from_zeros, folder=str(tmp_path), timeout=60):
         assert result["saved"] is True and result["loaded"] is True
         assert "1.up.weight is 0 in some block" in result["refused"], result
+
+
+def frozen_embedding(rank: int, world_size: int) -> list[str]:
+    """Train two steps at stage 0 with the first stage's embedding frozen; return the routes of this rank's stage."""
+    pipeline, _ = make_pipeline("toy", 2)
+    for layer in pipeline.forward_funcs:
+        if isinstance(layer, Embed):
+            layer.weight.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(
+        model=pipeline,
+        model_parameters=list(pipeline.parameters()),
+        config=training.ds_config(0, accumulation=MICRO_BATCHES, clipping=0.5),
+    )
+    for step in range(2):
+        run_step(engine, step, 1)
+    return [route.algorithm for route in deepspeed_muon.routes(engine)]
+
+
+def test_what_one_stage_has_frozen_all_stages_compare(ranks: Any) -> None:
+    """One stage waited for the others in a comparison that these did not enter."""
+    first, last = ranks(2).run(frozen_embedding, timeout=60)
+    assert "frozen" in first and "frozen" not in last

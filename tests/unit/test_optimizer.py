@@ -385,6 +385,40 @@ def test_schedules_that_keep_the_ratio_are_none(write: str, caplog: pytest.LogCa
     assert "with one rate" not in caplog.text
 
 
+def test_rates_that_end_at_one_floor_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("toy")
+    optimizer = Muon(model, muon_lr=0.02, adam_lr=3e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2, eta_min=1e-5)
+    train_alone(model, optimizer, 1)
+    for _ in range(2):
+        schedule.step()
+        train_alone(model, optimizer, 1)
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-5}
+    assert "with one rate" not in caplog.text
+
+
+def test_a_matrix_that_was_frozen_since_has_no_verdict_to_report() -> None:
+    """On an accelerator the verdicts of a step are read in the next one, which may have other matrices."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    model[0].requires_grad_(False)
+    optimizer = Muon(model, lr=0.02, include=["*"], ns_backend="torch")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().square().backward()
+        optimizer.step()
+
+    step()
+    (runner,) = optimizer._runners
+    runner.check.left_out.append(([0, 1], torch.tensor([False, False])))
+    model[1].requires_grad_(False)
+    model[1].weight.grad = None
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    step()
+    assert not torch.equal(model[0].weight, before)
+
+
 def test_a_loop_over_the_callers_groups_is_a_warning_too(caplog: pytest.LogCaptureFixture) -> None:
     """The rates of two groups differ, and both halves of each have one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

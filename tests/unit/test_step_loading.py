@@ -340,3 +340,14 @@ def test_a_hook_that_changes_the_state_is_followed() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     momentum = [optimizer.state[param]["momentum_buffer"] for param in matrices(net)]
     assert momentum[0].dtype == torch.float32 and [bool(m.any()) for m in momentum] == [False, True]
+
+
+def test_8_bit_momentum_before_the_first_gradient_loads() -> None:
+    """A step without gradients left codes without scales, which the loader refused."""
+    net = model()
+    optimizer = muon_of(net, momentum_dtype="int8")
+    optimizer.step()
+    other = muon_of(net, momentum_dtype="int8")
+    other.load_state_dict(optimizer.state_dict())
+    moved = steps(matrices(net), other, range(1))
+    assert all(bool(change.any()) for change in moved)
