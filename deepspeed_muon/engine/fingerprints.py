@@ -84,17 +84,17 @@ def unknown(followed: Iterable[Followed]) -> list[str]:
 
     Functions are only looked at in files that are not those of a tested release either, as that takes much longer.
     """
-    known = table()
+    fingerprints = table()
     in_file: dict[str | None, list[Followed]] = defaultdict(list)
     for owner, name in followed:
         in_file[file_of(owner, name)].append((owner, name))
     names = []
     for file, functions in in_file.items():
-        if file is not None and digest_of_file(file) in known["files"].get(file, {}).values():
+        if file is not None and digest_of_file(file) in fingerprints["files"].get(file, {}).values():
             continue
         for owner, name in functions:
             key = name_of(owner, name)
-            if digest_of(owner, name) not in known["functions"].get(key, {}).values():
+            if digest_of(owner, name) not in fingerprints["functions"].get(key, {}).values():
                 names.append(key)
     return names
 

@@ -169,12 +169,12 @@ def end_claims(members: Sequence[NamedParameter], places: Places) -> dict[int, l
     claims: dict[int, list[Claim]] = {}
     first_below: dict[str, int] = {}
     for member in matrices:
-        mine = claims.setdefault(id(member.param), [])
+        claims_of_member = claims.setdefault(id(member.param), [])
         if id(member.param) in places.embeddings:
-            mine.append(Claim("embedding", "weight of an embedding module"))
+            claims_of_member.append(Claim("embedding", "weight of an embedding module"))
         elif (claim := _embedding_by_name(member)) is not None:
-            mine.append(claim)
-        mine += _first_layer(member, matrices, places, first_below)
+            claims_of_member.append(claim)
+        claims_of_member += _first_layer(member, matrices, places, first_below)
     for key, claim in _heads(matrices, places).items():
         claims.setdefault(key, []).append(claim)
     return claims

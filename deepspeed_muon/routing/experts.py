@@ -46,8 +46,8 @@ class Mixtures:
                 elif len(shape) == 3 and member.kind in ("weight", "bare", "experts") and shape[0] > 1:
                     depth = 2 if parts[-1] == "weight" else 1
                     stacks[".".join(parts[:-depth])].add(shape[0])
-        for parent, found in numbers.items():
-            counts[parent].add(max(found) + 1)
+        for parent, expert_numbers in numbers.items():
+            counts[parent].add(max(expert_numbers) + 1)
         return cls(dict(counts), dict(stacks))
 
     def router(self, member: NamedParameter) -> Claim | None:

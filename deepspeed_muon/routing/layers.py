@@ -42,9 +42,9 @@ class Layers:
             path: The module's dotted name.
             module: The module.
         """
-        held = list(own_parameters(module))
-        vectors = {name: shape[0] for name, param in held if len(shape := true_shape(param)) == 1}
-        for name, param in held:
+        parameters = list(own_parameters(module))
+        vectors = {name: shape[0] for name, param in parameters if len(shape := true_shape(param)) == 1}
+        for name, param in parameters:
             kind = _kind(module, name)
             shape = true_shape(param)
             transposed = _transposed(module, kind)

@@ -96,10 +96,10 @@ def claims_by_place(members: Sequence[NamedParameter], places: Places) -> dict[i
     for member in members:
         if len(member.whole_shape) < 2:
             continue
-        mine = claims.setdefault(id(member.param), [])
+        claims_of_member = claims.setdefault(id(member.param), [])
         if (router := mixtures.router(member)) is not None:
-            mine.append(router)
-        mine += _by_name(member)
+            claims_of_member.append(router)
+        claims_of_member += _by_name(member)
     return claims
 
 
@@ -163,11 +163,14 @@ def is_divided(model: Any) -> bool:
 
 def pipeline_kinds(model: Any) -> dict[str, list[nn.Parameter]]:
     """Return the parameters of this rank's stage that are its output ``head``, or ``tied`` between stages."""
-    found: dict[str, list[nn.Parameter]] = {"head": [], "tied": list(model.tied_modules.parameters())}
+    params_by_kind: dict[str, list[nn.Parameter]] = {
+        "head": [],
+        "tied": list(model.tied_modules.parameters()),
+    }
     last = model.forward_funcs[-1] if model.forward_funcs else None
     if model.stage_id == model.num_stages - 1 and isinstance(last, nn.Module):
         matrices = [param for param in last.parameters() if len(true_shape(param)) > 1]
         # A transformer block has several matrices; a last layer with only one is the projection onto the outputs.
         if len(matrices) == 1:
-            found["head"] = matrices
-    return found
+            params_by_kind["head"] = matrices
+    return params_by_kind

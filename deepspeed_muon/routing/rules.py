@@ -86,8 +86,10 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
     Raises:
         RoutingError: If a pattern matches nothing, or no heads were found.
     """
-    names = [name for own, _ in routed for name in own]
-    muon = [name for own, route in routed if route.algorithm == "muon" for name in own]
+    names = [name for parameter_names, _ in routed for name in parameter_names]
+    muon = [
+        name for parameter_names, route in routed if route.algorithm == "muon" for name in parameter_names
+    ]
     no_name = "matches no parameter name; names look like"
     for key, candidates, what in (
         ("matrices", muon, "matches no parameter that goes to Muon; their names look like"),
@@ -98,7 +100,7 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
             if not matches(pattern, candidates, key):
                 raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {what} {candidates[:3]}")
     by_config = [pattern for pattern, entry in config.matrices.items() if entry.heads == "config"]
-    per_head = [name for own, route in routed if route.per_head for name in own]
+    per_head = [name for parameter_names, route in routed if route.per_head for name in parameter_names]
     if by_config and not any(matches(pattern, per_head, "matrices") for pattern in by_config):
         raise RoutingError(
             "optimizer.params.matrices: 'heads' is 'config' and no attention projection was recognised, so no heads "
@@ -296,11 +298,11 @@ def _divide(
 
 def _asked(item: NamedParameter, config: MuonConfig) -> MatricesConfig:
     """Return what ``matrices`` says of a parameter, each of its keys by the first pattern that has it."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for pattern, entry in config.matrices.items():
         if matches(pattern, item.names, "matrices"):
-            found = {**entry.model_dump(exclude_none=True), **found}
-    return MatricesConfig(**found)
+            entries = {**entry.model_dump(exclude_none=True), **entries}
+    return MatricesConfig(**entries)
 
 
 def _chosen(item: NamedParameter, config: MuonConfig, key: str) -> str | None:

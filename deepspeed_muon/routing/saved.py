@@ -71,7 +71,7 @@ def route_saved(
     ]
     claims = claims_by_place(members, Places())
     members = [replace(member, claims=tuple(claims.get(id(member.param), ()))) for member in members]
-    found = {}
+    route_of = {}
     for route in route_parameters(members, MuonConfig(include=tuple(include), exclude=tuple(exclude))):
         kind = kinds[route.name]
         # Where the caller's patterns name a parameter, they decide.
@@ -82,5 +82,5 @@ def route_saved(
         elif route.rule == "hidden" and route.kind == "experts" and "experts" not in route.name.split("."):
             reason = "3-dimensional, no experts by name"
             route = Route(route.name, route.shape, "adamw", reason, rule="unsure", certain=False)
-        found[route.name] = route
-    return found
+        route_of[route.name] = route
+    return route_of

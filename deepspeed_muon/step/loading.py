@@ -137,10 +137,10 @@ def _check_form(saved_groups: Any, saved_state: Any) -> None:
 def _check_keys(saved_groups: Sequence[Mapping[str, Any]], saved_state: Mapping[Any, Any]) -> None:
     """Raise unless the state is one dict for each of the groups' parameters, or for some of them."""
     keys = [key for saved in saved_groups for key in saved["params"]]
-    if len(known := set(keys)) < len(keys):
+    if len(parameter_keys := set(keys)) < len(keys):
         raise CheckpointError("the state dict lists a parameter in its param groups twice")
     for key, entry in saved_state.items():
-        if key not in known:
+        if key not in parameter_keys:
             raise CheckpointError(
                 f"the state dict has state of {shown(key)}, which is in none of its param groups: it is damaged, or "
                 f"was put together from others"
@@ -183,8 +183,8 @@ def _check_kind(
         )
     evidence = ""
     if not kinds:
-        held = {key for entry in entries for key in entry}
-        moments, momentum = sorted(held & {"exp_avg", "exp_avg_sq"}), held & {"momentum_buffer"}
+        state_keys = {key for entry in entries for key in entry}
+        moments, momentum = sorted(state_keys & {"exp_avg", "exp_avg_sq"}), state_keys & {"momentum_buffer"}
         if moments or momentum:
             kinds, evidence = (
                 ["adamw" if moments else "muon"],
@@ -260,13 +260,15 @@ def _checked_settings(
     if loaded.get("adjust_lr_fn", "") is None and of_torch:
         loaded["adjust_lr_fn"] = "original"
     prefix = "muon" if algorithm == "muon" else "adam"
-    own = {
+    settings_of_group = {
         f"{prefix}_{key}" if key in ("lr", "weight_decay") else key: loaded[key]
         for key in loaded.keys() & _SETTINGS
     }
-    if missing := [key for key, value in own.items() if value is None]:
+    if missing := [key for key, value in settings_of_group.items() if value is None]:
         raise ConfigError(f"{where}.{missing[0]}: must be a number (got None)")
-    checked = MuonConfig.from_params({**config.model_dump(), **own}, where=where).group_defaults(algorithm)
+    checked = MuonConfig.from_params(
+        {**config.model_dump(), **settings_of_group}, where=where
+    ).group_defaults(algorithm)
     for key in loaded.keys() & _SETTINGS:
         # A rate in a tensor stays one, so that later changes of its value count.
         if not isinstance(loaded[key], Tensor) or key not in ("lr", "weight_decay"):
