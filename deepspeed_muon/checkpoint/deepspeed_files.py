@@ -31,7 +31,7 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.saved import route_saved
-from deepspeed_muon.step.quantized import SCALE_KEY, first_scales, read_codes
+from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
 
 
 class DeepSpeedFiles(TagFolder):
@@ -157,31 +157,25 @@ class DeepSpeedFiles(TagFolder):
         drop_pages(read)
 
     def _decoded(self, held: HeldParameter, rank: int, codes: Tensor, start: int, numel: int) -> Tensor:
-        """Return elements of a momentum in 8 bits, fp32; ``start`` is the first of them in the partition."""
-        fragment = held.placement.on(rank)
-        assert fragment is not None
-        first, total = self._first_scales(held.holders, held.partition, rank)
+        """Return elements of an int8 momentum, fp32; ``start`` is the first of them in the partition."""
+        blocks = self._int8_blocks(held.holders, held.partition, rank)
         number = held.holders[rank]
         scales = self.inner[number]["state"][held.partition].get(SCALE_KEY)
         if scales is None and not codes.narrow(0, start, numel).any():
             return torch.zeros(numel)  # nothing in the partition ever had a gradient
         where = f"{self.files[number]}: {SCALE_KEY} of parameter {held.name}"
         check_tensor(scales, where)
-        if scales.shape != (total,):
-            raise CheckpointError(f"{where} has the shape {list(scales.shape)}, expected {total}")
-        return read_codes(codes, scales.float(), fragment, first[held.name], start, numel)
+        if scales.shape != (blocks.count,):
+            raise CheckpointError(f"{where} has the shape {list(scales.shape)}, expected {blocks.count}")
+        return blocks.decode(codes, scales.float(), start, numel)
 
     @functools.cache  # noqa: B019 - lives as long as the files
-    def _first_scales(
-        self, holders: tuple[int, ...], partition: int, rank: int
-    ) -> tuple[dict[str, int], int]:
-        """Return the number of each parameter's first scale in a partition of a rank, and that of all scales."""
+    def _int8_blocks(self, holders: tuple[int, ...], partition: int, rank: int) -> Int8Blocks:
+        """Return the blocks of the int8 momentum in a partition of a rank."""
         every = (held for parts in self.parts.values() for held in parts)
         sharing = (held for held in every if held.holders == holders and held.partition == partition)
-        found = {held.name: held.placement.on(rank) for held in sharing}
-        own = {name: fragment for name, fragment in found.items() if fragment is not None}
-        starts, total = first_scales([*own.values()])
-        return dict(zip(own, starts, strict=True)), total
+        pairs = ((held.placement.on(rank), held.block_starts) for held in sharing)
+        return Int8Blocks((fragment, starts) for fragment, starts in pairs if fragment is not None)
 
 
 def repeat_in_run(
@@ -260,7 +254,7 @@ def foreign_state(
         if saved.kind != "AdamW":  # DeepSpeed's Muon says it itself: its matrices have a momentum_buffer
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
-        held.append(HeldParameter(record, whole_slice(name, shape), placement, None, holders, partition))
+        held.append(HeldParameter(record, whole_slice(name, shape), placement, None, holders, partition, ()))
     algorithms = {each.name: each.record.algorithm for each in held}
     return held, [*repeat_in_run(algorithms, routes, **patterns), *_lossy(saved, held)]
 

@@ -52,6 +52,7 @@ class _Entry(ParameterRecord):
         spread: The numbers of its :attr:`placement`.
         cut: Which part of the whole tensor the ranks hold, as dimension and ranges of a
             :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for all of it.
+        block_starts: See :func:`~deepspeed_muon.step.int8.block_starts`.
         blocks: Rows and columns of the part's blocks, where the variant keeps numbers of its rows.
         weight_key: The key of its weights in the model's ``state_dict()`` where that is not its name, empty where it is
             not in there; only at stage 0 in fp32, whose files have the weights nowhere else.
@@ -61,6 +62,7 @@ class _Entry(ParameterRecord):
     partition: Count
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
+    block_starts: tuple[Count, ...] = ()
     blocks: tuple[Blocks, Blocks] | None = None
     weight_key: str | None = None
 
@@ -126,7 +128,7 @@ class _Group(BaseModel):
         rows = {each.matrix.name: each for each in row_places(matrices)}
         for entry in self.parameters:
             record = ParameterRecord.of(entry, group=entry.group)
-            place = entry.placement, rows.get(entry.name), files, entry.partition
+            place = entry.placement, rows.get(entry.name), files, entry.partition, entry.block_starts
             yield HeldParameter(record, entry.part, *place)
 
 
@@ -367,6 +369,8 @@ def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str
     }
     if not part.is_whole:
         entry["cut"] = [part.dim, list(map(list, part.ranges))]
+    if parameter.block_starts:
+        entry["block_starts"] = list(parameter.block_starts)
     if parameter.row_places is not None:
         entry["blocks"] = list(map(list, parameter.row_places.matrix.grid))
     if parameter.name in weight_keys:

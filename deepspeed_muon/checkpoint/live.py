@@ -22,7 +22,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
 from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
+from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks, block_starts
 from deepspeed_muon.step.step_set import BoundPartition
 from deepspeed_muon.variants import VARIANTS
 
@@ -209,14 +209,14 @@ class LiveParameter(HeldParameter):
         reason: Why it has its algorithm.
         bound: The partition that holds this rank's fragments.
         rank: This rank inside the group.
-        coded: The blocks of a momentum in 8 bits and the number of the matrix among them; ``None`` of any other.
+        int8: The blocks of the partition's int8 momentum; ``None`` if it is not stored as int8.
     """
 
     own_name: str
     reason: str
     bound: BoundPartition
     rank: int
-    coded: tuple[MomentumBlocks, int] | None = None
+    int8: Int8Blocks | None = None
 
     def own_fragment(self, key: str) -> Fragment | None:
         """Return this rank's fragment of the master or of an entry of the state."""
@@ -225,7 +225,9 @@ class LiveParameter(HeldParameter):
     def without_tensors(self) -> HeldParameter:
         """Return what is sent to the other ranks: no tensors, and of the rows' places only which rank has which."""
         rows = None if self.row_places is None else self.row_places.alone()
-        return HeldParameter(self.record, self.part, self.placement, rows, self.holders, self.partition)
+        return HeldParameter(
+            self.record, self.part, self.placement, rows, self.holders, self.partition, self.block_starts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +262,10 @@ class LiveState:
         return self._own(partition, key).reshape(-1)
 
     def elements(self, parameter: LiveParameter, key: str, start: int, numel: int) -> Tensor:
-        """Return elements of :meth:`tensor` that are a parameter's; those of a momentum in 8 bits in fp32."""
-        if key == "momentum_buffer" and parameter.coded is not None:
-            blocks, number = parameter.coded
-            return blocks.elements(number, self.optimizer.state[parameter.bound.tensor], start, numel)
+        """Return elements of :meth:`tensor` that are a parameter's; those of an int8 momentum in fp32."""
+        if key == "momentum_buffer" and parameter.int8 is not None:
+            state = self.optimizer.state[parameter.bound.tensor]
+            return parameter.int8.decode(state[key].view(-1), state[SCALE_KEY], start, numel)
         return self.tensor(parameter.bound, key).narrow(0, start, numel)
 
     def keep(self, partition: BoundPartition, key: str, flat: Tensor) -> None:
@@ -301,7 +303,7 @@ def collect(engine: Any) -> LiveState:
         ranks = members.setdefault(ranks, ranks)
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
-        for number, layout in enumerate(layouts):
+        for layout in layouts:
             bound = partitions[layout.partition]
             known = host.described[layout.name]
             if isinstance(known, str):
@@ -312,10 +314,11 @@ def collect(engine: Any) -> LiveState:
             record, part, reason = known
             state = optimizer.state.get(bound.tensor, {})
             record = record.model_copy(update={"group": groups[bound.index]})
-            place = layout.placement, rows.get(layout.name), ranks, bound.index
-            coded = (runner.blocks, number) if SCALE_KEY in state else None
+            starts = block_starts(layout) if isinstance(layout, MatrixLayout) else ()
+            place = layout.placement, rows.get(layout.name), ranks, bound.index, starts
+            int8 = runner.blocks[bound.index] if SCALE_KEY in state else None
             found = LiveParameter(
-                record, part, *place, layout.name, reason, bound, step_set.rank, coded
+                record, part, *place, layout.name, reason, bound, step_set.rank, int8
             ).with_state(state, int(state.get("step", 0)))
             if (other := parameters.setdefault(found.name, found)) is not found:
                 if other.own_name == found.own_name:

@@ -128,6 +128,7 @@ class HeldParameter:
         row_places: Where these lie; ``None`` where there are none.
         holders: The ranks of the group, as global ranks or as numbers of files: one object for all its parameters.
         partition: Index of the flat partition.
+        block_starts: See :func:`~deepspeed_muon.step.int8.block_starts`.
     """
 
     record: ParameterRecord
@@ -136,6 +137,7 @@ class HeldParameter:
     row_places: RowPlaces | None
     holders: tuple[int, ...]
     partition: int
+    block_starts: tuple[int, ...]
 
     @property
     def name(self) -> str:

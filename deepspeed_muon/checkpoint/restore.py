@@ -26,7 +26,7 @@ from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, f
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.plan.rows import rows_by_partition
-from deepspeed_muon.step.quantized import SCALE_KEY
+from deepspeed_muon.step.int8 import SCALE_KEY
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
@@ -255,7 +255,7 @@ class _Plan:
         """Return the flat tensor to write to: the engine's own, or one that it will get."""
         bound, policy = parameter.bound, self.state.optimizer.state_policy
         dtype = policy.dtype(key, bound.tensor.dtype)
-        if key == "momentum_buffer" and (parameter.coded or dtype == torch.int8):
+        if key == "momentum_buffer" and (parameter.int8 or dtype == torch.int8):
             dtype = torch.float32  # it is coded when all of it is there
         elif key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
             return self.state.tensor(bound, key)

@@ -66,13 +66,16 @@ class Assignment:
     work: tuple[float, ...]
 
 
-def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats) -> Assignment:
+def assign(
+    matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats, *, divisor: int = 1
+) -> Assignment:
     """Choose the owner of each matrix of a step set, and cut stacks of blocks for several owners.
 
     Args:
         matrices: All matrices of the set, in the order that every rank uses.
         iteration: What decides the cost of a matrix.
         load: Operations that each rank already has from other step sets. Mutated: the new work is added.
+        divisor: A stack is cut only where this divides the elements before the cut.
     """
     shares = [(index, share) for index, matrix in enumerate(matrices) for share in shares_of_blocks(matrix)]
     costs = [blocks_flops(grid_blocks(*share.grid), iteration) for _, share in shares]
@@ -80,7 +83,7 @@ def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats
     layouts: list[MatrixLayout] = []
     origin: list[int] = []
     for (index, share), cost in zip(shares, costs, strict=True):
-        layouts += cut_stack(share, cost=cost, limit=limit)
+        layouts += cut_stack(share, cost=cost, limit=limit, divisor=divisor)
         origin += [index] * (len(layouts) - len(origin))
     work = [blocks_flops(grid_blocks(*run.grid), iteration) for run in layouts]
     owners = assign_owners(work, [run.placement for run in layouts], load=load)
@@ -203,7 +206,7 @@ def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:
 
 
 def block_runs(
-    blocks: int, numel: int, placement: Placement, *, cost: float, limit: float
+    blocks: int, numel: int, placement: Placement, *, cost: float, limit: float, divisor: int = 1
 ) -> list[tuple[int, int]]:
     """Divide a stack of equal blocks into runs that get one owner each: first block and number of blocks.
 
@@ -213,6 +216,7 @@ def block_runs(
         placement: Where the stack lies.
         cost: Operations of orthogonalising a block.
         limit: Operations of a run of several blocks that do not lie whole on one rank.
+        divisor: As for :func:`assign`.
     """
     most = max(1, int(limit // cost)) if cost else blocks
     holders = [-1] * blocks
@@ -222,26 +226,28 @@ def block_runs(
         holders = np.where(first == last, first, -1).tolist()
     runs: list[tuple[int, int]] = []
     for block, holder in enumerate(holders):
-        if runs and holder == holders[block - 1] and (holder >= 0 or runs[-1][1] < most):
+        extends = holder == holders[block - 1] and (holder >= 0 or runs[-1][1] < most) if runs else False
+        if extends or block * numel % divisor:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1)
         else:
             runs.append((block, 1))
     return runs
 
 
-def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
+def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int = 1) -> list[MatrixLayout]:
     """Return the layouts of a stack's runs of blocks; the matrix itself if it is no stack or lies whole on a rank.
 
     Args:
         matrix: Any matrix; only stacks of equal blocks are cut.
         cost: Operations of orthogonalising all of it.
         limit: As for :func:`block_runs`.
+        divisor: As for :func:`assign`.
     """
     count = matrix.equal_blocks or 1
     if count == 1 or matrix.shards is not None or matrix.placement.whole_on is not None:
         return [matrix]
     rows, cols = matrix.block_shape
-    runs = block_runs(count, rows * cols, matrix.placement, cost=cost / count, limit=limit)
+    runs = block_runs(count, rows * cols, matrix.placement, cost=cost / count, limit=limit, divisor=divisor)
     if len(runs) == 1:
         return [matrix]
     return [matrix.run(first * rows, (rows,) * number) for first, number in runs]

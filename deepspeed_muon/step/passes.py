@@ -57,7 +57,7 @@ class ChunkTable:
             of 32 elements.
         sent_room: Elements of the fragments in the send buffer, in the communication dtype.
         packed: Table of the momentum with the directions and with what is sent.
-        blocks: The blocks of each fragment of :attr:`packed` where the momentum has 8 bits, else empty.
+        blocks: :meth:`.Int8Blocks.row` of each fragment of :attr:`packed` if momentum is stored as int8, else empty.
         held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back,
             which arrives where the direction left from.
         coded: Index of the matrix of each fragment in the send buffer, and where it lies in the communication dtype and
@@ -108,7 +108,7 @@ class ChunkTable:
         self.packed = self._table(kept, DIRECTIONS, starts)
         if chunk.gathers:
             self.packed = torch.cat((self.packed, self._table(sent, SEND, places)))
-        self.blocks = torch.empty((0, 4), dtype=torch.int64)
+        self.blocks = torch.empty((0, 2), dtype=torch.int64)
         # A chunk has the same active matrices in almost all steps, or some of a few sets.
         self._batch = functools.lru_cache(maxsize=len(batches) + 64)(self._made)
         for batch in batches:
@@ -284,8 +284,7 @@ class Step:
         grads: The gradients that enter the momentum.
         finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
         passes: Native or torch passes.
-        quantized: Of a momentum in 8 bits, whose codes :attr:`momentum` then holds: its scales, by position of the
-            partition, mutated; and what :meth:`.MomentumBlocks.begin` returns.
+        scales: Of an int8 momentum, whose codes :attr:`momentum` then holds; mutated.
     """
 
     mask: Tensor | None
@@ -295,7 +294,7 @@ class Step:
     grads: Sequence[Tensor]
     finish: RowsAtOwner | None
     passes: FlatPasses
-    quantized: tuple[Sequence[Tensor], Tensor] | None = None
+    scales: Sequence[Tensor] | None = None
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:
         """Return those of some matrices that are active."""
@@ -318,12 +317,11 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
         send: Receives those that are sent. Both lie on the device of the momentum.
     """
     rows, outs, rates = step.active_rows(table.packed), [directions, send], step.rates.momentum
-    if step.quantized is None:
+    if step.scales is None:
         step.passes.momentum_pack(step.momentum, step.grads, outs, rows, rates)
         return
-    scales, cut = step.quantized
     blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.packed[:, COLUMNS - 1]]]
-    step.passes.momentum_pack_int8(step.momentum, scales, step.grads, outs, rows, rates, blocks, cut)
+    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outs, rows, rates, blocks)
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:

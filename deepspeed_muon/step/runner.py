@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
-from deepspeed_muon.step.quantized import MomentumBlocks, convert_momentum, scales_of
+from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
@@ -109,7 +109,9 @@ class StepRunner:
             VARIANTS[config.variant],
             step_set.tensor_group,
         )
-        self.assignment = assign(step_set.matrices, context.ns_settings, load)
+        self.assignment = assign(
+            step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor
+        )
         self.plan = build_exchange_plan(
             self.assignment.matrices,
             self.assignment.owners,
@@ -145,7 +147,9 @@ class StepRunner:
         ]
         if self._policy.quantizes_momentum:
             for table in self._tables:
-                table.blocks = self.blocks.table(table.packed)
+                fragments = table.packed[:, :2].tolist()
+                rows = [self.blocks[self._muon[position].index].row(offset) for position, offset in fragments]
+                table.blocks = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
         self._rows: RowStateExchange | None = None
         if context.variant.finish is not None:
             device = self.step_set.partitions[0].tensor.device
@@ -160,14 +164,16 @@ class StepRunner:
             ]
 
     @functools.cached_property
-    def blocks(self) -> MomentumBlocks:
-        """The blocks of a momentum in 8 bits."""
-        plan, origin = self.plan.matrices, self.assignment.origin
-        return MomentumBlocks(self.step_set, plan, origin, self._positions, self.context)
+    def blocks(self) -> dict[int, Int8Blocks]:
+        """The blocks of an int8 momentum, by the index of the partition."""
+        return blocks_by_partition(self.step_set)
 
     def convert_momentum(self, state: State) -> None:
-        """Bring the momentum of the set into the dtype that it is kept in; collective as :func:`.convert_momentum`."""
-        convert_momentum(self._muon, state, self._policy, lambda: self.blocks, self._passes)
+        """Convert momentum that was loaded as int8, or is to be stored as int8, to the dtype in which it is stored."""
+        for partition in self._muon:
+            momentum = state[partition.tensor].get("momentum_buffer")
+            if momentum is not None and (momentum.dtype == torch.int8) != self._policy.quantizes_momentum:
+                convert_momentum(partition, state, self._policy, self.blocks[partition.index])
 
     def inputs(self) -> Iterator[Tensor]:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
@@ -180,8 +186,7 @@ class StepRunner:
         exchanges = [*self._sums] if self._rows is None else [self._rows]
         sums = sum(exchange.sent_bytes for exchange in exchanges)
         sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
-        cut = self.blocks.sent_bytes if self._policy.quantizes_momentum else 0
-        return sent + sums + cut
+        return sent + sums
 
     def run(
         self,
@@ -257,17 +262,14 @@ class StepRunner:
         is_active = any(of_matrices)
         if is_active and self._rows is not None:
             finish = self._rows.gather(kept, rates.settings)
-        step = Step(mask, rates, weights, momentum, entering, finish, self._passes)
+        scales = None
         if self._policy.quantizes_momentum:
             # Also in a step without gradients: a state dict has codes and scales, or neither.
             scales = [
-                scales_of(state_of_partition, partition, self.blocks.scale_counts[partition.index])
-                for state_of_partition, partition in zip(own, self._muon, strict=True)
+                scales_of(partition_state, partition, self.blocks[partition.index].count)
+                for partition_state, partition in zip(own, self._muon, strict=True)
             ]
-            if is_active:
-                cut = self.blocks.begin(momentum, scales, step.grads, rates.momentum, mask, self._passes)
-                step = replace(step, quantized=(scales, cut))
-        yield step
+        yield Step(mask, rates, weights, momentum, entering, finish, self._passes, scales)
         if self._rows is not None and finish is not None:
             self._rows.scatter(finish, kept)
 

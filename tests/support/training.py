@@ -144,7 +144,8 @@ def decoded(runner: Any, optimizer: Any, index: int, tensor: Tensor | None) -> T
     if tensor is None or tensor.dtype != torch.int8:
         return tensor
     (bound,) = (each for each in runner.step_set.partitions if each.index == index)
-    values: Tensor = runner.blocks.read(index, optimizer.state[bound.tensor])
+    state = optimizer.state[bound.tensor]
+    values: Tensor = runner.blocks[index].decode(tensor.view(-1), state["momentum_scale"], 0, tensor.numel())
     return values
 
 

@@ -251,6 +251,15 @@ def test_stacks_are_cut_where_blocks_lie_whole() -> None:
     assert block_runs(5, 10, replicated_placement(0, 50, 3), cost=1.0, limit=2.0) == [(0, 2), (2, 2), (4, 1)]
 
 
+def test_a_stack_is_cut_only_between_blocks_of_int8_momentum() -> None:
+    """Of blocks of 96 elements every eighth begins a block of 256 codes."""
+    whole, placement = 24 * 96, flat_placement(0, 24 * 96, 500)
+    runs = block_runs(24, 96, placement, cost=1.0, limit=1.0, divisor=256)
+    assert runs == [(0, 8), (8, 8), (16, 8)] and sum(count for _, count in runs) * 96 == whole
+    aligned = block_runs(9, 256, flat_placement(0, 9 * 256, 600), cost=1.0, limit=1.0, divisor=256)
+    assert aligned == block_runs(9, 256, flat_placement(0, 9 * 256, 600), cost=1.0, limit=1.0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     blocks=st.integers(2, 7),
