@@ -35,7 +35,7 @@ from deepspeed_muon.math.coefficients import (
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops.dispatch import NsBackend
-from deepspeed_muon.ops.reference import BLOCK
+from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.exchange import CODED, PLAIN, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.ops.reference import BLOCK, from_codes, quantize
+from deepspeed_muon.ops.torch_operators import BLOCK, from_codes, quantize
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import shares_of_blocks
 from deepspeed_muon.plan.placement import Fragment

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_muon import Muon
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
-from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes, quantize, to_codes
+from deepspeed_muon.ops.torch_operators import BLOCK, block_scales, from_codes, quantize, to_codes
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.int8 import Int8Blocks
 from tests.support.comparisons import close
