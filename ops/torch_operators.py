@@ -5,9 +5,9 @@ Arguments and mutations are those of the native operators of the same name (``cs
 Momentum in 8 bits has linear codes by blocks, whose values give the same codes again. A block of :data:`BLOCK` elements
 shares one fp32 scale: its largest magnitude divided by 127, cut to 17 significant bits. A code has 7 bits, so
 ``code * scale`` is exact in fp32. The largest code of a block is 127, from which the scale follows again: values that
-were read from codes have the same codes, wherever and however often they are coded. Blocks are counted from a parameter's
-first element and end where a fragment ends: no scale is shared by two ranks, and at another number of ranks only the
-blocks at a cut are quantised again.
+were read from codes have the same codes, wherever and however often they are coded. Blocks are counted from a
+parameter's first element and end where a fragment ends: no scale is shared by two ranks, and at another number of ranks
+only the blocks at a cut are quantised again.
 """
 
 from __future__ import annotations

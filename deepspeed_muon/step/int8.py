@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ class Int8Blocks:
         for fragment, starts in sorted(fragments, key=lambda pair: pair[0].partition_offset):
             first, stop = fragment.matrix_offset, fragment.matrix_offset + fragment.numel
             bounds = [first, *(start for start in starts if first < start < stop), stop]
-            for begin, end in zip(bounds, bounds[1:], strict=False):
+            for begin, end in pairwise(bounds):
                 offset = fragment.partition_offset + begin - first
                 self._ranges.append(_Range(offset, end - begin, begin % BLOCK, self.count))
                 self.count += -(-(begin % BLOCK + end - begin) // BLOCK)
@@ -116,9 +117,9 @@ class Int8Blocks:
 def block_starts(matrix: MatrixLayout) -> tuple[int, ...]:
     """Return the elements of a parameter at which a block starts besides every 256th: almost always none.
 
-    Tensor parallelism may leave a rank some heads whole and a share of another. These are orthogonalised apart, so no
-    block may reach from one into the next, and few models have heads that do not divide into blocks. Stacks that several
-    owners divide are cut only between blocks (``divisor`` of :func:`.owners.assign`).
+    Tensor parallelism may leave a rank some attention heads whole and a share of another. These are orthogonalised
+    apart, so no block may reach from one into the next; in few models are heads not multiples of 256 elements. Stacks
+    that several owners divide are cut only between blocks (``divisor`` of :func:`.owners.assign`).
     """
     firsts = (share.first_row * share.cols for share in shares_of_blocks(matrix))
     return tuple(first for first in firsts if first % BLOCK)

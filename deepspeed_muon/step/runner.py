@@ -22,8 +22,8 @@ from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.block_sums import BlockSums
-from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
+from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
@@ -109,9 +109,7 @@ class StepRunner:
             VARIANTS[config.variant],
             step_set.tensor_group,
         )
-        self.assignment = assign(
-            step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor
-        )
+        self.assignment = assign(step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor)
         self.plan = build_exchange_plan(
             self.assignment.matrices,
             self.assignment.owners,

@@ -148,8 +148,8 @@ def test_int8_momentum_matches_the_rounding_reference(
     start, end, momentum = rounding_reference(world * settings.get("accumulation", 1), 0.5, "int8")
     errors = {name: relative(result["params"][name], end[name], start[name]) for name in MATRICES["toy"]}
     # A scale of fp32 and one of float64 (1e-7 apart) are cut to different 17 bits in one of a hundred blocks, and a
-    # matrix is off by 2^-16 then. Codes differ, by 1/127 of one element, where the values lie on two sides of a tie, and
-    # in a block that a partition cuts.
+    # matrix is off by 2^-16 then. Codes differ, by 1/127 of one element, where the values lie on two sides of a tie,
+    # and in a block that a partition cuts.
     if stage == 0:
         within(sorted(errors.values())[-3], 1e-4, "all paths but two")
     within(max(errors.values()), 3e-2, "path")

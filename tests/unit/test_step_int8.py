@@ -102,7 +102,9 @@ def test_the_pass_decodes_updates_and_encodes(
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(("grad", "out"), [GRADS, GRADS[::-1]])
 @pytest.mark.parametrize("before", [0, 100, 255])
-def test_native_and_torch_pass_agree(before: int, grad: torch.dtype, out: torch.dtype, nesterov: bool) -> None:
+def test_native_and_torch_pass_agree(
+    before: int, grad: torch.dtype, out: torch.dtype, nesterov: bool
+) -> None:
     gradient = random(3 * BLOCK + 100, grad, 1)
     native, plain = (pack(backend, before, gradient, out, nesterov) for backend in ("ops", "torch"))  # type: ignore[arg-type]
     for tensor, expected in zip(native, plain, strict=True):
@@ -145,7 +147,9 @@ def test_blocks_start_where_a_matrix_of_the_plan_starts() -> None:
     st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_range_of_a_partition_decodes_alike(sizes: list[tuple[int, int, int]], data: st.DataObject) -> None:
+def test_any_range_of_a_partition_decodes_alike(
+    sizes: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
     fragments, offset = [], 0
     for first, numel, gap in sizes:
         fragments.append((first, offset + gap, numel, (first + numel // 3,)))
