@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed_muon.plan.exchange import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.rectangles import rectangles_of
-from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
 from deepspeed_muon.variants.variant import Combine

@@ -20,9 +20,9 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.ops.dispatch import largest_magnitudes
 from deepspeed_muon.plan.placement import Floats
-from deepspeed_muon.step.passes import COLUMNS
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.exchange import overlap_fits
 from deepspeed_muon.transport.ranks import reduce_tensor

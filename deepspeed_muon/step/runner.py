@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
@@ -22,11 +21,12 @@ from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.block_sums import BlockSums
+from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
-from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
+from deepspeed_muon.step.orthogonalize import Orthogonalize, WholeAtOwner, batches
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
+from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.exchange import (
     ChunkExchange,

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.monitoring.check import DistributedIteration, Result
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.step.passes import Step
-from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
+from deepspeed_muon.step.check import DistributedIteration, Result
+from deepspeed_muon.step.orthogonalize import Directions, Updates, WholeAtOwner, batches
+from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.exchange import exchange_bytes
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import before_iteration

@@ -19,12 +19,12 @@ import torch.distributed as dist
 import deepspeed_muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize
-from deepspeed_muon.monitoring.check import DistributedIteration, Result, ResultCheck
 from deepspeed_muon.monitoring.measure import norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import tensor_parallel as strategy
+from deepspeed_muon.step.check import DistributedIteration, Result, ResultCheck
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
 from tests.support.comparisons import within

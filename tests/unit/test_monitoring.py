@@ -15,7 +15,6 @@ import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule, tolerates_rounding
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
-from deepspeed_muon.monitoring.check import Result, ResultCheck
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     check_failure,
@@ -28,6 +27,7 @@ from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, monitor_eve
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
+from deepspeed_muon.step.check import Result, ResultCheck
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from tests.support.comparisons import close, within
 from tests.support.models import build, train_alone

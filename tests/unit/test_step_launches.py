@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.forecast.model_shapes import load_model
-from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import GradientInspection
+from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_muon.monitoring.check import Member, Result, ResultCheck
 from deepspeed_muon.ops.candidates import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.check import Member, Result, ResultCheck
+from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.row_state import before_iteration
 

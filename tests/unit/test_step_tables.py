@@ -13,8 +13,8 @@ from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.plan.exchange import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
-from deepspeed_muon.step import strategies
-from deepspeed_muon.step.passes import ChunkTable, Rates, Step, apply, pack
+from deepspeed_muon.step import orthogonalize
+from deepspeed_muon.step.tables import ChunkTable, Rates, Step, apply, pack
 from tests.support.comparisons import close
 
 
@@ -147,7 +147,7 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
 
 def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     """Update five experts of 6 x 4 once; return the weights and the shapes that went through the iteration."""
-    monkeypatch.setattr(strategies, "BATCH_NUMEL", bound)
+    monkeypatch.setattr(orthogonalize, "BATCH_NUMEL", bound)
     weight = nn.Parameter(torch.zeros(5, 6, 4))
     optimizer = Muon([("layers.0.experts.up", weight)], muon_lr=1.0, ns_dtype="fp32", ns_backend="torch")
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
