@@ -387,7 +387,7 @@ class Muon(RoutedOptimizer):
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in self._bound.current(self.param_groups, left_out=self._frozen)
         ]
-        reports = [self._bound.inspections[runner].report(grads) for runner, _, grads in current]
+        reports = [self._bound.gradient_status[runner].report(grads) for runner, _, grads in current]
         self.overflow = False
         failed = [name for report in reports for name in report.failed]
         nonfinite = [name for report in reports for name in report.nonfinite]

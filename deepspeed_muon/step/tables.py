@@ -318,10 +318,10 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
     """
     rows, outs, rates = step.active_rows(table.packed), [directions, send], step.rates.momentum
     if step.scales is None:
-        step.tables.momentum_pack(step.momentum, step.grads, outs, rows, rates)
+        step.passes.momentum_pack(step.momentum, step.grads, outs, rows, rates)
         return
     blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.packed[:, COLUMNS - 1]]]
-    step.tables.momentum_pack_int8(step.momentum, step.scales, step.grads, outs, rows, rates, blocks)
+    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outs, rows, rates, blocks)
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
@@ -341,7 +341,7 @@ def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
     if cautious is not None:
         cautious_apply_(step.flat, updates, table[cautious], step.rates.apply)
         table = table[~cautious]
-    step.tables.unpack_apply(step.flat, updates, table, step.rates.apply)
+    step.passes.unpack_apply(step.flat, updates, table, step.rates.apply)
 
 
 def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
