@@ -413,7 +413,7 @@ def hook_engine(engine: Any) -> None:
     is_wrapped = not isinstance(view, PlainView)
     if is_wrapped:
         waiting = gradients.waiting_parameters(view, engine.module)
-        frozen = view.optimizer._release_members()
+        frozen = view.optimizer.release_parameters()
         wrapper._deepspeed_muon_memory = view.memory = Memory(
             weakref.ref(engine), waiting=waiting, frozen=frozen
         )

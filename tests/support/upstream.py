@@ -58,10 +58,10 @@ class InnerStep(Muon):
                 placements = _placements(each)
                 params = [param for param, _ in placements]
                 partitions.append((next(numbers), each.tensor, params, placements))
-            sets.append(read_step_set(partitions, self._routed.by_id, call[0].process_group))
+            sets.append(read_step_set(partitions, self.routed.by_id, call[0].process_group))
         ranks = Ranks.of([call[0].process_group for call in calls])
-        self._bind(sets, device=torch.device(get_accelerator().current_device_name()), ranks=ranks)
-        agree(self._plan_facts(), ranks=ranks)
+        self.bind(sets, device=torch.device(get_accelerator().current_device_name()), ranks=ranks)
+        agree(self.plan_facts(), ranks=ranks)
 
     def step_partitions(self, partitions: list[Any]) -> None:
         """Update the partitions from their gradients. Must be called by all ranks that divide them."""
