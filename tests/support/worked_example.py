@@ -182,22 +182,15 @@ def figure(results: list[dict[str, Any]]) -> str:
     """Return the figure of the page, in Markdown."""
     stored = [fragments_of(rank, results) for rank in range(2)]
     owners, sent = results[0]["owners"], messages(results)
-    padding = [
-        sum(result["shard_numel"].values()) - sum(f.stop - f.start for f in stored[rank].values())
-        for rank, result in enumerate(results)
-    ]
+    sizes = []
+    for result, fragments in zip(results, stored, strict=True):
+        numel = len(result["partition"])
+        padding = numel - sum(fragment.stop - fragment.start for fragment in fragments.values())
+        sizes.append(f"{numel} elements" + (f", {padding} of padding" if padding else ""))
+    owned = [", ".join(name for name in SHAPES if owners[name] == rank) for rank in range(2)]
     rows = [("", ["rank 0", "rank 1"])]
-    rows += [
-        ("stores", [" ".join(map(str, fragments.values())) for fragments in stored]),
-        (
-            "",
-            [
-                f"{len(result['partition'])} elements" + (f", {n} of padding" if n else "")
-                for result, n in zip(results, padding, strict=True)
-            ],
-        ),
-        ("owns", [", ".join(name for name in SHAPES if owners[name] == rank) for rank in range(2)]),
-    ]
+    rows += [("stores", [" ".join(map(str, fragments.values())) for fragments in stored])]
+    rows += [("", sizes), ("owns", owned)]
     for (kind, chunk), by_sender in zip(order_of_all_to_alls(results[0]["chunks"]), sent, strict=True):
         for receiver in range(2):
             label = f"{kind} chunk {chunk}" if not receiver else ""
