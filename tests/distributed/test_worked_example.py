@@ -43,7 +43,7 @@ def test_the_weights_are_those_of_one_process(ranks: Any) -> None:
 def quintic(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """Keller Jordan's Newton-Schulz iteration in float64."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix / matrix.norm()
+    x: torch.Tensor = matrix / matrix.norm()
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -47,8 +47,9 @@ class ThreeMatrices(nn.Module):
         super().__init__()
         self.gradients = gradients
         for name, (rows, cols) in SHAPES.items():
-            self.add_module(name, nn.Linear(cols, rows, bias=False))
-            nn.init.zeros_(self.get_submodule(name).weight)
+            linear = nn.Linear(cols, rows, bias=False)
+            nn.init.zeros_(linear.weight)
+            self.add_module(name, linear)
 
     def forward(self) -> Tensor:
         """Return the sum of the products of weights and gradients."""
