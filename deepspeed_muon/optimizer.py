@@ -407,7 +407,7 @@ class Muon(RoutedOptimizer):
             self.report_failed(
                 [n for runner, *_ in current for n in runner.check.take_failed()], "in this step"
             )
-            if not any(runner.check.told_later for runner in self.runners):
+            if not any(runner.check.is_deferred for runner in self.runners):
                 self.refuse_zero_weights()
 
     def report_failed(self, names: Sequence[str], when: str) -> None:

@@ -105,7 +105,7 @@ class GradientStatus:
         nonfinite: tuple[str, ...] = ()
         if NOT_FINITE in active:
             nonfinite = tuple(n for n, status in zip(self.names, active, strict=True) if status == NOT_FINITE)
-        failed = tuple(self._check.learn(set_positions(left_out)))
+        failed = tuple(self._check.read_verdicts(set_positions(left_out)))
         if (group := self._step_set.wider_group) is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
             is_nonfinite, is_failed = reduce_tensor(bad, group, what=_PHASE, how="max").tolist()

@@ -172,13 +172,13 @@ def leave_out_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     """Check cut matrices as on an accelerator in two steps, in which rank 1 alone has a NaN in the second matrix."""
     wholes = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(5))
     check, first = cut_result(rank, wholes, dim)
-    check.told_later = True
+    check.is_deferred = True
     if rank == 1:
         first.blocks[1, 0, 0] = math.nan
     second = replace(first, blocks=first.blocks.clone())
     check.settle(first)
     ((_, flags),) = check.left_out
-    check.learn([1])
+    check.read_verdicts([1])
     check.settle(second)
     counts = check.recorder.failed, check.recorder.redone
     return {"flags": flags, "counts": counts, "wholes": wholes, "updates": (first.updates, second.updates)}

@@ -264,7 +264,7 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
 ) -> None:
     """A wrong result is left out by the device alone; the host is told in the next step, and then it is redone."""
     check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, sharded_placement(0, 96, 96)) for i in range(3)))
-    check.told_later = True
+    check.is_deferred = True
     directions = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(8))
     directions[0] = 0
     right = orthogonalize(directions, settings=NsSettings(QUINTIC))
@@ -285,13 +285,13 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     ((indices, flags),) = check.left_out
     assert indices == [0, 1, 2] and flags.tolist() == [False, False, True]
     with caplog.at_level(logging.WARNING):
-        assert check.learn([2]) == [] and check.recorder.failed == 1
+        assert check.read_verdicts([2]) == [] and check.recorder.failed == 1
     assert "w2 (8 x 12)" in caplog.text and "from now on" in caplog.text
     close(settled(math.nan), right, rtol=0, atol=1e-5)
-    assert check.learn([]) == [] and (check.recorder.redone, check.recorder.failed) == (1, 1)
+    assert check.read_verdicts([]) == [] and (check.recorder.redone, check.recorder.failed) == (1, 1)
     directions[2] = math.inf
     assert not settled(1.0)[2].any()
-    assert check.learn([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
+    assert check.read_verdicts([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
 
 
 @pytest.mark.parametrize("mode", ["skip", "error"])
@@ -300,7 +300,7 @@ def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(mo
     weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
     optimizer._bind_plain()
     (runner,) = optimizer.runners
-    runner.check.told_later = True
+    runner.check.is_deferred = True
     weight.data.fill_(1.0)
     for _ in range(2):
         weight.grad = torch.full((12, 20), 1e6)
