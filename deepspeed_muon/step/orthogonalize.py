@@ -20,8 +20,8 @@ Orthogonalize = Callable[..., Tensor]
 """``(batch, rows, cols)`` to the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``."""
 
 Directions = Callable[[Sequence[int]], Tensor]
-"""Indices of matrices of one shape to their directions, or to those of this rank's shards: ``(matrices, rows, cols)`` in
-the communication dtype."""
+"""Indices of matrices of one shape to their directions, or to those of this rank's shards: ``(matrices, rows, cols)``
+in the communication dtype."""
 
 Updates = Iterator[tuple[Sequence[int], Tensor]]
 """Indices of matrices of one shape, and their checked updates or those of this rank's shards: ``(matrices, elements)``
