@@ -164,14 +164,18 @@ class StepRunner:
         ]
         if self._policy.quantizes_momentum:
             for table in self._tables:
-                fragments = table.packed[:, :2].tolist()
+                fragments = table.pack_table[:, :2].tolist()
                 blocks = [self.blocks[self._muon[position].index].row(start) for position, start in fragments]
                 table.blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
         self._sums: list[BlockSums] = []
         if context.variant.apply is not None:
             self._sums = [
                 BlockSums(
-                    self.plan, chunk.matrices, table.held, context, step_set.partitions[0].tensor.device
+                    self.plan,
+                    chunk.matrices,
+                    table.apply_table,
+                    context,
+                    step_set.partitions[0].tensor.device,
                 )
                 for chunk, table in zip(self.plan.chunks, self._tables, strict=True)
             ]
@@ -303,9 +307,9 @@ class StepRunner:
         table, context, send = self._tables[flight.number], self.context, flight.send_buffer
         device, dtype = step.momentum[0].device, context.comm_dtype
         # Matrices without a gradient keep what the buffers held before: nobody reads it.
-        directions = torch.empty(table.room, dtype=dtype, device=device)
+        directions = torch.empty(table.local_numel, dtype=dtype, device=device)
         is_direct = context.codec.exact and device == send.device
-        sent = send if is_direct else torch.empty(table.sent_room, dtype=dtype, device=device)
+        sent = send if is_direct else torch.empty(table.sent_numel, dtype=dtype, device=device)
         pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
         if is_direct or not flight.chunk.gathers:
@@ -314,7 +318,7 @@ class StepRunner:
         if context.codec.exact:
             send.copy_(sent)
             return
-        for matrix, segment in table.coded:
+        for matrix, segment in table.int8_segments:
             if step.mask is None or step.mask[matrix]:
                 fragments = segment.in_matrices(sent)
                 context.codec.write(segment.in_buffer(send), fragments, self._loss_recorder("direction"))
@@ -332,7 +336,7 @@ class StepRunner:
                 if flight.chunk.copies and not codec.exact:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     fragments.copy_(codec.read(sent, segment.shape[2]))
-            for segment in batch.own:
+            for segment in batch.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
         if step.finish is not None and flight.chunk.copies:
             step.finish.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
@@ -348,7 +352,7 @@ class StepRunner:
             segments = batch.received
             fragments = (read(each.in_buffer(flight.receive_buffer), each.shape[2]) for each in segments)
         else:
-            segments = batch.own
+            segments = batch.local
             fragments = (each.in_buffer(flight.directions) for each in segments)
         if batch.in_order:
             return next(fragments).contiguous().view(shape)
@@ -365,13 +369,13 @@ class StepRunner:
             step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         updates = flight.send_buffer
         if not context.codec.exact:
-            updates = torch.empty(table.sent_room, dtype=context.comm_dtype, device=updates.device)
-            for matrix, segment in table.coded:
+            updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
+            for matrix, segment in table.int8_segments:
                 if step.mask is None or step.mask[matrix]:
                     decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
                     segment.in_matrices(updates).copy_(decoded)
         if context.variant.apply is None:
-            apply(step.active_rows(table.held), step, [flight.directions, updates])
+            apply(step.active_rows(table.apply_table), step, [flight.directions, updates])
         else:
             sums = self._sums[flight.number]
             zero_weights = sums.apply(context.variant.apply, step, [flight.directions, updates])
