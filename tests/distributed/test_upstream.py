@@ -66,7 +66,7 @@ def test_matches_the_reference_in_fp32(
 ) -> None:
     results = run(world, stage=stage, accumulation=accumulation, clipping=clipping)
     if stage == 0:
-        # Without ZeRO DeepSpeed does not keep the norm of fp32 gradients; engine/scaling.py mends that.
+        # Without ZeRO DeepSpeed does not keep the norm of fp32 gradients; engine/workarounds/norm.py does.
         _, _, norms, _ = reference("toy", accumulation * world, clipping)
         results = [{**result, "norms": norms} for result in results]
     compare(results, "toy", accumulation * world, clipping)

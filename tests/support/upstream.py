@@ -34,8 +34,7 @@ DELETED = {
         "Zero3View.group_numbers",
     ),
     "topology.py": ("_read", "_step_set"),
-    "gradients.py": ("exchange_flags_first", "has_overflow", "norm_groups", "global_norm"),
-    "scaling.py": ("report_skipped_step",),
+    "step.py": ("has_overflow", "norm_groups", "global_norm"),
 }  # fmt: skip
 
 
