@@ -321,7 +321,7 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         if not steps:
             own.clear()
     if state.optimizer.state_policy.quantizes_momentum:
-        for runner in state.optimizer._runners:
+        for runner in state.optimizer.runners:
             runner.convert_momentum(state.optimizer.state)
     state.host.view.refresh_weights()
 

@@ -209,7 +209,7 @@ def register() -> None:
     """
     if _INSTALLED:
         return
-    if Version(OLDEST) > INSTALLED:
+    if Version(deepspeed.__version__) < Version(OLDEST):
         raise RegistrationError(
             f"DeepSpeed {deepspeed.__version__} is not supported: with current torch, releases before {OLDEST} lose "
             f"gradients at ZeRO 2 with accumulation or fail in their all-gather, whatever the optimizer; "
@@ -323,7 +323,7 @@ def hook_engine(engine: Any) -> None:
     if is_wrapped:
         waiting = experts.waiting_parameters(view, engine.module)
         wrapper._deepspeed_muon_memory = view.memory = Memory(
-            weakref.ref(engine), waiting=waiting, frozen=view.optimizer._release_members()
+            weakref.ref(engine), waiting=waiting, frozen=view.optimizer.release_parameters()
         )
     view.prepare()
     if isinstance(view, ZeroView) and loss_scale.GRAD_SCALER.is_needed:

@@ -97,7 +97,7 @@ def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
     # DeepSpeed demands its CPU Adam of client optimizers. Ours runs it by itself.
     engine.zero_force_ds_cpu_optimizer = lambda: False
     if engine.bf16_optimizer_states():
-        optimizer._keep_half_states()
+        optimizer.use_bf16_states()
     if offload_device(engine) == "none":
         return
     is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
@@ -138,7 +138,7 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
         return get_mapping_to_flat_buffer([param.ds_tensor for group in view.params for param in group])  # type: ignore[attr-defined]
 
     # First, because the original ends by returning free memory to the device.
-    view.optimizer._release_memory()
+    view.optimizer.release_memory()
     with (
         mock.patch.object(fused_adam, "FusedAdam", type(view.optimizer)),
         mock.patch.object(stage3, "offload_adam_states", offload_optimizer_states),

@@ -51,7 +51,7 @@ def regroup(engine: Any, optimizer: Muon) -> None:
     is_plain = takes_unfrozen(engine)
     groups = optimizer.param_groups
     divided = divide_again(
-        optimizer._routed,
+        optimizer.routed,
         groups,
         optimizer.config,
         keep_frozen=is_plain,
@@ -69,7 +69,7 @@ def regroup(engine: Any, optimizer: Muon) -> None:
 
 def _refuse_several_dtypes(optimizer: Muon) -> None:
     """Raise where ZeRO 3 would assert without a message that all parameters have one dtype."""
-    name_of = {id(param): optimizer._routed.by_id[id(param)].name for param in _trained(optimizer)}
+    name_of = {id(param): optimizer.routed.by_id[id(param)].name for param in _trained(optimizer)}
     first = {param.dtype: name_of[id(param)] for param in reversed(_trained(optimizer))}
     if len(first) > 1:
         shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
@@ -80,7 +80,7 @@ def _refuse_several_dtypes(optimizer: Muon) -> None:
 
 
 def _trained(optimizer: Muon) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if optimizer._is_trained(p)]
+    return [p for group in optimizer.param_groups for p in group["params"] if optimizer.is_trained(p)]
 
 
 def _follow(engine: Any, optimizer: Muon, origins: Sequence[int | None]) -> None:

@@ -113,7 +113,7 @@ def step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
             # 2. Exchange their status, and read it and the norms on the CPU. Gradients that a step leaves because it
             #    raises are not added to those of the next one.
             memory.restart, memory.earlier = True, {}
-            memory.norms = optimizer._bound_steps.exchange_flags(view.gradients(), view.norms())
+            memory.norms = optimizer.bound_steps.exchange_flags(view.gradients(), view.norms())
             if stops_at_nonfinite:
                 _raise_for_failed_updates(optimizer)
         # 3. Decide about overflow: from the status, through has_overflow below.
@@ -126,7 +126,7 @@ def step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
             view.grow_scale()
     finally:
         if isinstance(view, ZeroView):
-            optimizer._bound_steps.forget_flags()
+            optimizer.bound_steps.forget_flags()
             memory.norms = []
             if drops_stale_gradients:
                 view.forget_gradients()
@@ -161,15 +161,15 @@ def _warn_of_unfrozen(view: View) -> None:
 
 def _raise_for_failed_updates(optimizer: Muon) -> None:
     """Raise on all ranks for matrices that got no update in the last step, before a param group of this one changes."""
-    failed = optimizer._bound_steps.take_failed()
+    failed = optimizer.bound_steps.take_failed()
     (on_some_rank,) = optimizer.ranks.reduce([bool(failed)], "max", what="report of failed updates")
     if on_some_rank:
-        optimizer._report_failed(failed or ["a matrix of other ranks"], "in the step before")
+        optimizer.report_failed(failed or ["a matrix of other ranks"], "in the step before")
 
 
 def has_overflow(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> bool:
     """Answer from the exchanged status whether any rank's gradients overflow, where all groups have the same ranks."""
-    nonfinite = view.optimizer._bound_steps.found_nonfinite(view.data_parallel_group)
+    nonfinite = view.optimizer.bound_steps.found_nonfinite(view.data_parallel_group)
     return bool(original(*args, **kwargs)) if nonfinite is None else view.is_true_of_any(nonfinite)
 
 

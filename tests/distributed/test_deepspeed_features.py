@@ -195,7 +195,7 @@ def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),
         "norms": norms,
-        "group": deepspeed_muon.muon_optimizer(engine)._runners[0].step_set.world_size,
+        "group": deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size,
     }
     engine.destroy()
     parallel_state_sp._release_sequence_parallel_groups()

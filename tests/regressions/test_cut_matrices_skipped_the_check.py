@@ -66,10 +66,10 @@ def train_scaled(
     config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
     engine = tensor_parallel._engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    for runner in optimizer._runners:
+    for runner in optimizer.runners:
         whole = runner._strategy._whole
         whole._orthogonalize = spoiling(whole._orthogonalize)
-    group = optimizer._runners[0].step_set.tensor_group
+    group = optimizer.runners[0].step_set.tensor_group
     masters = [tensor_parallel.assembled(engine, None, group)]
     error = ""
     try:

@@ -25,7 +25,7 @@ from deepspeed_muon.monitoring.measure import (
     spectrum,
 )
 from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, monitor_events, summarize
-from deepspeed_muon.ops.reference import frobenius_norms
+from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
@@ -301,7 +301,7 @@ def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(mo
     """Left out in the first step, wrong in fp32 in the second, which the third one tells."""
     weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
     optimizer._bind_plain()
-    (runner,) = optimizer._runners
+    (runner,) = optimizer.runners
     runner.check.told_later = True
     weight.data.fill_(1.0)
     for _ in range(2):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_muon.ops.reference import BLOCK, block_scales, to_codes
+from deepspeed_muon.ops.torch_operators import BLOCK, block_scales, to_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "ops" / "csrc" / "include"

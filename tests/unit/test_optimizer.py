@@ -409,7 +409,7 @@ def test_a_matrix_that_was_frozen_since_has_no_verdict_to_report() -> None:
         optimizer.step()
 
     step()
-    (runner,) = optimizer._runners
+    (runner,) = optimizer.runners
     runner.check.left_out.append(([0, 1], torch.tensor([False, False])))
     model[1].requires_grad_(False)
     model[1].weight.grad = None
