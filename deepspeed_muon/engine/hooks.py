@@ -98,9 +98,9 @@ HOOKS = (
 
 WORKAROUNDS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (step, checkpoints, experts, gradients, loss_scale, memory, norm, state_links)
+    for module in (checkpoints, experts, gradients, loss_scale, memory, norm, state_links)
     for name, value in vars(module).items()
-    if isinstance(value, Workaround) and name.isupper()
+    if isinstance(value, Workaround)
 }
 """Every workaround for a defect of DeepSpeed, by the module and name of its constant."""
 

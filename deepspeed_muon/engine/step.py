@@ -14,24 +14,20 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from deepspeed_muon.engine.patching import Original, Workaround
+from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.experts import reduce_waiting_gradients
 from deepspeed_muon.engine.workarounds.gradients import EARLIER_BACKWARD, STALE_GRADIENTS
-from deepspeed_muon.engine.workarounds.loss_scale import SCALE_GROWS_EARLY, UNSCALED_LOSS, loss_is_not_scaled
+from deepspeed_muon.engine.workarounds.loss_scale import (
+    OVERFLOW_IN_FP16_ONLY,
+    SCALE_GROWS_EARLY,
+    UNSCALED_LOSS,
+    loss_is_not_scaled,
+)
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import NonFiniteGradientError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.optimizer import Muon
-
-OVERFLOW_IN_FP16_ONLY = Workaround(
-    defect="ZeRO 3 looks for overflow in fp16 only, so that sub-groups with finite gradients are updated in a step "
-    "that is skipped",
-    first="0.19.2",
-    last="0.19.7",
-    fixed=True,
-    test="tests/distributed/test_failures.py",
-)
 
 
 def scales_loss(view: View) -> bool:
