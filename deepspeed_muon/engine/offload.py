@@ -54,7 +54,7 @@ from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import View
-from deepspeed_muon.errors import CheckpointError, OpsUnavailableError
+from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, reference_adamw_step
 
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
@@ -173,7 +173,7 @@ class CpuAdam:
             moments: Dtype of both moments.
 
         Raises:
-            OpsUnavailableError: If it can be neither loaded nor built, or its result is not the reference's.
+            InstallationError: If it can be neither loaded nor built, or its result is not the reference's.
         """
         try:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -184,7 +184,7 @@ class CpuAdam:
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
         except Exception as error:
-            raise OpsUnavailableError(f"DeepSpeed's cpu_adam operator is not available: {error}") from error
+            raise InstallationError(f"DeepSpeed's cpu_adam operator is not available: {error}") from error
         weakref.finalize(self, self._op.destroy_adam, self._number)
         self._check(decoupled, master, moments)
 
@@ -212,7 +212,7 @@ class CpuAdam:
             try:
                 self([(param, grad, exp_avg, exp_avg_sq)], settings=settings)
             except RuntimeError as failed:
-                raise OpsUnavailableError(
+                raise InstallationError(
                     f"DeepSpeed's cpu_adam operator does not take {master} with moments in {moments}: {failed}"
                 ) from failed
             error = max(error, float((param.double() - expected).abs().max()))
@@ -220,7 +220,7 @@ class CpuAdam:
         # holds a few roundings of the moments. The error of a wrong formula is of the size of an update.
         unit = torch.finfo(master).eps * 0.1 + torch.finfo(moments).eps * 0.02 * 8
         if not error <= unit:
-            raise OpsUnavailableError(
+            raise InstallationError(
                 f"DeepSpeed's cpu_adam operator differs from the reference by {error:.1e} (allowed {unit:.1e})"
             )
 

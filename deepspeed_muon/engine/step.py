@@ -25,7 +25,7 @@ from deepspeed_muon.engine.workarounds.loss_scale import (
 )
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import View
-from deepspeed_muon.errors import NonFiniteGradientError
+from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.optimizer import Muon
 
@@ -89,9 +89,9 @@ def step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Take one step of a wrapper. Must be called by all ranks of the engine.
 
     Raises:
-        NonFiniteGradientError: On all ranks, if DeepSpeed skipped the step, ``nonfinite_grad`` is ``error`` and no
+        NumericalError: On all ranks, if DeepSpeed skipped the step, ``nonfinite_grad`` is ``error`` and no
             dynamic loss scale is being fitted.
-        OrthogonalizationError: On all ranks, if a matrix got no update in the step before and ``nonfinite_grad`` is
+        NumericalError: On all ranks, if a matrix got no update in the step before and ``nonfinite_grad`` is
             ``error``.
     """
     optimizer, wrapper, memory = view.optimizer, view.wrapper, view.memory
@@ -133,7 +133,7 @@ def step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     if optimizer.skipped_steps > skipped_before:
         wrapper.overflow = True
     if wrapper.overflow and stops_at_nonfinite and not view.dynamic_scaler():
-        raise NonFiniteGradientError(
+        raise NumericalError(
             "a gradient or the global gradient norm is not finite and optimizer.params.nonfinite_grad is 'error'; "
             "DeepSpeed left weights and optimizer state unchanged"
         )
