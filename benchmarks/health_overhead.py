@@ -37,7 +37,7 @@ def measure(rank: int, world_size: int, *, layers: int, rounds: int, ns_dtype: s
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     inside: dict[str, list[float]] = {mode: [] for mode in MODES}
     watch = support.Stopwatch()
-    for runner in optimizer._runners:
+    for runner in optimizer.runners:
         runner.check.settle = watch.around(runner.check.settle)
     for number, modes in enumerate(support.turns(MODES, rounds + 1)):
         for mode in modes:

@@ -156,7 +156,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     found["route_s"] = time.process_time() - start
     start = time.process_time()
     if stage == 1:
-        optimizer._order_parameters(world, device=torch.device("cpu"))
+        optimizer.order_parameters(world, device=torch.device("cpu"))
     found["order_s"] = time.process_time() - start
     wrapper = (stage1_wrapper if stage == 1 else stage3_wrapper)(optimizer, world, rank)
     wrapper.optimizer = optimizer
@@ -166,9 +166,9 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     gc.collect()
     before = resident_mb()
     start = time.process_time()
-    step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
-    optimizer._bind(step_sets, device=torch.device("cpu"), ranks=Ranks.of([None]))
-    agree(optimizer._plan_facts(), ranks=optimizer.ranks)
+    step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
+    optimizer.bind(step_sets, device=torch.device("cpu"), ranks=Ranks.of([None]))
+    agree(optimizer.plan_facts(), ranks=optimizer.ranks)
     found["bind_s"] = time.process_time() - start
     gc.collect()
     found["memory_mb"] = resident_mb() - before
@@ -185,7 +185,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     content = io.BytesIO()
     torch.save(record_of(collect(engine)), content)
     found["record_kb"], found["record_s"] = len(content.getvalue()) / 1e3, time.process_time() - start
-    runners = optimizer._runners
+    runners = optimizer.runners
     found["owned"] = sum(len(chunk.owned) for runner in runners for chunk in runner.plan.chunks)
     found["chunks"] = sum(len(runner.plan.chunks) for runner in runners)
     return found

@@ -23,8 +23,7 @@ from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig, takes_settings
 from deepspeed_muon.errors import (
     BindingError,
     ConfigError,
-    NonFiniteGradientError,
-    OrthogonalizationError,
+    NumericalError,
 )
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
@@ -107,7 +106,7 @@ class Muon(RoutedOptimizer):
         )
 
     @classmethod
-    def _from_config(
+    def from_config(
         cls,
         params: ParamsInput,
         config: MuonConfig,
@@ -154,22 +153,22 @@ class Muon(RoutedOptimizer):
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
 
-    def _is_trained(self, param: Tensor) -> bool:
+    def is_trained(self, param: Tensor) -> bool:
         """Return whether a tensor of the param groups is updated; ``False`` for what is frozen by the routes."""
-        route = self._routed.by_id.get(id(param))
+        route = self.routed.by_id.get(id(param))
         return route is None or route.algorithm != "frozen"
 
     @property
-    def _has_frozen(self) -> bool:
+    def has_frozen(self) -> bool:
         """Whether the groups hold parameters that are frozen by the routes, and can be trained later."""
         return bool(self._frozen)
 
-    def _unfrozen(self) -> list[str]:
+    def unfrozen(self) -> list[str]:
         """Return the names of the parameters that were unfrozen since the optimizer was bound."""
-        return [self._routed.by_id[id(param)].name for param in self._frozen if param.requires_grad]
+        return [self.routed.by_id[id(param)].name for param in self._frozen if param.requires_grad]
 
     @property
-    def _runners(self) -> list[StepRunner]:
+    def runners(self) -> list[StepRunner]:
         """The bound step sets with their exchange plans; empty before the optimizer is bound."""
         return [] if self._bound is None else list(self._bound.runners)
 
@@ -177,7 +176,7 @@ class Muon(RoutedOptimizer):
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
         return self.recorder.summary()
 
-    def _release_memory(self) -> None:
+    def release_memory(self) -> None:
         """Give up the memory of the exchange and of CUDA graphs between two steps; the next step takes it anew."""
         if self._bound is not None:
             self.exchange_buffers.release()
@@ -190,9 +189,9 @@ class Muon(RoutedOptimizer):
 
     def adam_report(self) -> list[dict[str, Any]]:
         """Return what runs AdamW on this rank, why, and how often it ran: one entry for each step set."""
-        return [runner.adam.report() for runner in self._runners]
+        return [runner.adam.report() for runner in self.runners]
 
-    def _bind(
+    def bind(
         self,
         step_sets: Sequence[StepSet],
         *,
@@ -202,7 +201,7 @@ class Muon(RoutedOptimizer):
         """Tell the optimizer where ZeRO keeps its parameters, make the plans and choose kernels; nothing is sent.
 
         Called after the ZeRO wrapper exists, and again when a parameter was unfrozen or converted. Whoever calls it
-        compares :meth:`_plan_facts` between the ranks.
+        compares :meth:`plan_facts` between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update, from an adapter.
@@ -210,7 +209,7 @@ class Muon(RoutedOptimizer):
             ranks: The ranks of the engine; without them it is this one alone.
 
         Raises:
-            OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
+            InstallationError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
         # Replicas of other processes (DDP) must round like these. Nobody knows who steps, so nothing can be agreed.
         replicas = ranks is None and dist.is_initialized() and dist.get_world_size() > 1
@@ -230,7 +229,7 @@ class Muon(RoutedOptimizer):
         before, self._bound = self._bound, BoundSteps(step_sets, self.config, resources)
         if before is not None:
             self._bound.take_over(before)
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not self._is_trained(p)]
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
         # Kernels are timed now: in the first step the other ranks would wait for the one that measures.
         for runner in self._bound.runners:
             for x in runner.inputs():
@@ -241,18 +240,18 @@ class Muon(RoutedOptimizer):
             self.qk_clip.bind(step_sets, device=device)
 
     @property
-    def _bound_steps(self) -> BoundSteps:
+    def bound_steps(self) -> BoundSteps:
         """The bound step sets.
 
         Raises:
-            BindingError: Before :meth:`_bind`.
+            BindingError: Before :meth:`bind`.
         """
         if self._bound is None:
             raise BindingError("the optimizer is not bound to an engine yet")
         return self._bound
 
-    def _clip_attention_of(self, model: nn.Module) -> None:
-        """Find the attention layers that ``qk_clip`` is about, before :meth:`_bind`; nothing without that setting.
+    def attach_qk_clip(self, model: nn.Module) -> None:
+        """Find the attention layers that ``qk_clip`` is about, before :meth:`bind`; nothing without that setting.
 
         Args:
             model: The model that is trained. Those of Hugging Face are made to record their logits.
@@ -261,11 +260,11 @@ class Muon(RoutedOptimizer):
             ConfigError: If there is no attention layer to clip, or one cannot be clipped.
         """
         if self.config.qk_clip is not None:
-            self.qk_clip = QkClip(self.config.qk_clip, model, self._routed.by_id)
+            self.qk_clip = QkClip(self.config.qk_clip, model, self.routed.by_id)
 
-    def _plan_facts(self) -> RankFacts:
+    def plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
-        facts = self._bound_steps.facts()
+        facts = self.bound_steps.facts()
         if self.qk_clip is not None:
             for scope in filter(None, [*facts]):
                 fact = f"attention layers of qk_clip on ranks {scope.name}"
@@ -291,10 +290,9 @@ class Muon(RoutedOptimizer):
         Raises:
             BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound; if the last step
                 met a block of zeros under a variant that keeps its norm.
-            NonFiniteGradientError: On every rank, when a gradient is not finite and ``nonfinite_grad`` is ``error``.
-            OrthogonalizationError: When a matrix got no update because it was wrong in fp32 too, and
-                ``nonfinite_grad`` is ``error``: at the end of this step in a single process without DeepSpeed; else on
-                every rank when the next step begins, before it changes anything.
+            NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
+                matrix got no update because it was wrong in fp32 too, at the end of this step in a single process
+                without DeepSpeed, else on every rank when the next step begins, before it changes anything.
         """
         loss = None
         if closure is not None:
@@ -319,7 +317,7 @@ class Muon(RoutedOptimizer):
         """Return whether ``model.double()`` or ``model.to()`` changed a parameter since the optimizer was bound."""
         return any(param.dtype != dtype or param.device != device for param, dtype, device in self._bound_as)
 
-    def _warn_of_one_rate(self) -> None:
+    def warn_of_equal_rates(self) -> None:
         """Warn once if the parts of a caller's group train with one rate, although they were given different ones."""
         parts_of: dict[int, list[dict[str, Any]]] = {}
         for group in self.param_groups:
@@ -353,7 +351,7 @@ class Muon(RoutedOptimizer):
                 )
                 return
 
-    def _refuse_zeros(self) -> None:
+    def refuse_zero_weights(self) -> None:
         """Raise if the last step met a block of zeros, under a variant that keeps the norms of blocks.
 
         Must be called by all ranks of the engine.
@@ -363,7 +361,7 @@ class Muon(RoutedOptimizer):
         """
         if not VARIANTS[self.config.variant].relative_rate:
             return
-        names = [name for runner in self._runners for name in runner.check.take_zero_weights()]
+        names = [name for runner in self.runners for name in runner.check.take_zero_weights()]
         with raise_on_all_ranks(BindingError, ranks=self.ranks):
             if names:
                 raise BindingError(
@@ -375,8 +373,8 @@ class Muon(RoutedOptimizer):
     def _step_bound(self) -> None:
         assert self._bound is not None
         if not self.managed:
-            self._refuse_zeros()
-            self._warn_of_one_rate()
+            self.refuse_zero_weights()
+            self.warn_of_equal_rates()
         # ZeRO hands over one group after the other.
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -394,7 +392,7 @@ class Muon(RoutedOptimizer):
         failed = [name for report in reports for name in report.failed]
         nonfinite = [name for report in reports for name in report.nonfinite]
         if failed:
-            self._report_failed(failed, "in the step before")
+            self.report_failed(failed, "in the step before")
         if nonfinite:
             self._refuse(nonfinite)
             current = []
@@ -406,16 +404,16 @@ class Muon(RoutedOptimizer):
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
         if not self.managed:
-            self._report_failed(
+            self.report_failed(
                 [n for runner, *_ in current for n in runner.check.take_failed()], "in this step"
             )
-            if not any(runner.check.told_later for runner in self._runners):
-                self._refuse_zeros()
+            if not any(runner.check.told_later for runner in self.runners):
+                self.refuse_zero_weights()
 
-    def _report_failed(self, names: Sequence[str], when: str) -> None:
+    def report_failed(self, names: Sequence[str], when: str) -> None:
         """Raise, if so configured, for matrices that got no update."""
         if names and self.config.nonfinite_grad == "error":
-            raise OrthogonalizationError(
+            raise NumericalError(
                 f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
@@ -423,13 +421,13 @@ class Muon(RoutedOptimizer):
     def _bind_plain(self) -> None:
         """Bind to the parameters themselves: a single process without DeepSpeed."""
         params = [param for group in self.param_groups for param in group["params"]]
-        if not {id(param) for param in params} <= self._routed.by_id.keys():
+        if not {id(param) for param in params} <= self.routed.by_id.keys():
             raise BindingError(
                 "DeepSpeed replaced the optimizer's parameters with flat partitions, but did not pass their layout to "
                 "the optimizer: pass the Muon itself to deepspeed.initialize, without another optimizer around it, and "
                 "call deepspeed_muon.register() before, if you have called unregister()"
             )
-        self._routed = self._routed.current()
+        self.routed = self.routed.current()
         if self._bound is None:
             self._warn_of_guesses()
         wanted = [key for key in ("restore_from", "consolidate_on_save") if getattr(self.config, key)]
@@ -449,7 +447,7 @@ class Muon(RoutedOptimizer):
         if self.config.qk_clip is not None and self.qk_clip is None:
             if self._model is None:
                 raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
-            self._clip_attention_of(self._model)
+            self.attach_qk_clip(self._model)
         # The numbers are those of a state dict, in which frozen parameters have one, too.
         partitions = [
             (
@@ -459,9 +457,9 @@ class Muon(RoutedOptimizer):
                 [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else [],
             )
             for index, param in enumerate(params)
-            if self._is_trained(param)
+            if self.is_trained(param)
         ]
-        self._bind([read_step_set(partitions, self._routed.by_id)], device=devices.pop())
+        self.bind([read_step_set(partitions, self.routed.by_id)], device=devices.pop())
         self._bound_as = [
             (param, param.dtype, param.device) for group in self.param_groups for param in group["params"]
         ]
@@ -474,10 +472,10 @@ class Muon(RoutedOptimizer):
         where = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
         message = f"non-finite gradient in {len(nonfinite)} parameters ({where})"
         if self.config.nonfinite_grad == "error" and found_inf is None:
-            raise NonFiniteGradientError(
+            raise NumericalError(
                 f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"
             )
         self.skipped_steps += 1
         self.overflow = True
-        group = self._runners[0].step_set.group
+        group = self.runners[0].step_set.group
         warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)

@@ -44,7 +44,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         self.config = config
         self.managed = False
         self.state_policy = StatePolicy(config.momentum_dtype)
-        self._routed = routed
+        self.routed = routed
         # Kept for the attention layers alone: a model that its optimizer refers to lives longer.
         self._model = model if config.qk_clip is not None else None
 
@@ -73,14 +73,14 @@ class RoutedOptimizer(torch.optim.Optimizer):
     @property
     def routes(self) -> list[Route]:
         """Where every parameter goes and why, in the order of the caller's groups."""
-        return self._routed.routes
+        return self.routed.routes
 
     @property
     def fp32_optimizer_states(self) -> bool:
         """Whether AdamW's moments are fp32; DeepSpeed asks this of the optimizer that it offloads."""
         return not self.state_policy.half_states
 
-    def _keep_half_states(self) -> None:
+    def use_bf16_states(self) -> None:
         """Keep all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, save what the settings pin."""
         self.state_policy = StatePolicy(self.config.momentum_dtype, half_states=True)
 
@@ -114,7 +114,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def _name_of(self, param: Tensor) -> str | None:
         """Return the name of a parameter, ``None`` in an engine, where it may be a partition of ZeRO."""
-        return None if self.managed else self._routed.by_id[id(param)].name
+        return None if self.managed else self.routed.by_id[id(param)].name
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction; later additions are refused.
@@ -138,7 +138,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
                 "an optimizer that DeepSpeed manages cannot be copied or pickled, as its parameters are partitions; "
                 "save it with engine.save_checkpoint or deepspeed_muon.checkpoint.consolidate, or take its state_dict()"
             )
-        routed = self._routed
+        routed = self.routed
         params = {id(param) for group in self.param_groups for param in group["params"]}
         return {
             **super().__getstate__(),
@@ -174,7 +174,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         self._begin(state.pop("config"), routed, state.pop("model"))
         super().__setstate__(state)
 
-    def _route_again(self, model: nn.Module, shards: Mapping[int, TensorShards] | None = None) -> None:
+    def reroute(self, model: nn.Module, shards: Mapping[int, TensorShards] | None = None) -> None:
         """Route by what the engine's model tells, in place of what the optimizer was made with; the groups stay.
 
         Args:
@@ -184,22 +184,22 @@ class RoutedOptimizer(torch.optim.Optimizer):
         Raises:
             RoutingError: If the parameters cannot be divided as asked, or none is trainable.
         """
-        self._routed = route_again(self._routed, self.param_groups, self.config, model, shards=shards)
+        self.routed = route_again(self.routed, self.param_groups, self.config, model, shards=shards)
 
-    def _release_members(self) -> list[tuple[str, Tensor]]:
+    def release_parameters(self) -> list[tuple[str, Tensor]]:
         """Give up the model's parameters, which ZeRO keeps from now on; return the names and tensors of the frozen."""
-        frozen = self._routed.frozen()
-        self._routed = replace(self._routed, groups=[], members={}, if_trained={})
+        frozen = self.routed.frozen()
+        self.routed = replace(self.routed, groups=[], members={}, if_trained={})
         return frozen
 
     def _warn_of_guesses(self) -> None:
         """Warn of what nobody told about the parameters, where no engine has the model."""
-        if self._routed.unnamed:
+        if self.routed.unnamed:
             warn(
                 "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
                 "among them goes to Muon; pass the model or model.named_parameters()"
             )
-        elif self._routed.untyped:
+        elif self.routed.untyped:
             warn(
                 "deepspeed_muon: parameters are routed by name and shape alone, since the types of their modules are "
                 "not known: an embedding or output head by another name goes to Muon, convolutions and stacked experts "
@@ -207,7 +207,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
                 "beside the parameters"
             )
 
-    def _order_parameters(self, ranks: int, *, device: torch.device) -> None:
+    def order_parameters(self, ranks: int, *, device: torch.device) -> None:
         """Put the matrices of each Muon param group into the order in which ZeRO 1 or 2 shall flatten them.
 
         Must be called before ZeRO's wrapper is made, by all ranks alike; nothing is sent. Groups of experts keep their
@@ -220,6 +220,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
         settings = self.config.ns_settings(device)
         for group in self.param_groups:
             if group["algorithm"] == "muon" and not group.get("moe"):
-                routes = [self._routed.by_id[id(param)] for param in group["params"]]
+                routes = [self.routed.by_id[id(param)] for param in group["params"]]
                 order = order_of_matrices(routes, ranks, settings)
                 group["params"] = [group["params"][position] for position in order]

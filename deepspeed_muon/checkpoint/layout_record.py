@@ -309,7 +309,7 @@ def order_of(optimizer: Muon) -> str:
     DeepSpeed's files hold flat partitions without names, which an engine with another order would load into the wrong
     matrices. So the digests are compared before anything is loaded, also if the rest of the record is missing.
     """
-    matrices = (matrix for runner in optimizer._runners for matrix in runner.step_set.matrices)
+    matrices = (matrix for runner in optimizer.runners for matrix in runner.step_set.matrices)
     rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 

@@ -320,8 +320,7 @@ def collect(engine: Any) -> LiveState:
     has_rows = bool(VARIANTS[optimizer.config.variant].state)
     shared_members: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for each data-parallel group
     parameters: dict[str, LiveParameter] = {}
-    assert optimizer._bound is not None
-    for runner in optimizer._bound.runners:
+    for runner in optimizer.runners:
         step_set = runner.step_set
         rows = {places.matrix.name: places for places in row_places(step_set.matrices)} if has_rows else {}
         members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
@@ -361,4 +360,4 @@ def collect(engine: Any) -> LiveState:
                 )
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")
-    return LiveState(optimizer, host, parameters, optimizer._bound.runners[0].context.device)
+    return LiveState(optimizer, host, parameters, optimizer.runners[0].context.device)

@@ -401,7 +401,7 @@ def _write_state(plan: _RestorePlan, source: StateSource) -> None:
             partition_state.clear()
     # 3. int8 momentum, and the weights of the forward pass.
     if state.optimizer.state_policy.quantizes_momentum:
-        for runner in state.optimizer._runners:
+        for runner in state.optimizer.runners:
             runner.convert_momentum(state.optimizer.state)
     state.host.view.refresh_weights()
 

@@ -69,7 +69,7 @@ def plan_report(engine: Any) -> dict[str, Any]:
     optimizer = muon_optimizer(engine)
     config = optimizer.config
     sets = []
-    for runner in optimizer._runners:
+    for runner in optimizer.runners:
         plan, group = runner.plan, runner.step_set.group
         wire_bytes = config.wire_format.bytes_per_element(runner.context.comm_dtype.itemsize)
         flops = np.zeros(plan.world_size)
@@ -92,7 +92,7 @@ def plan_report(engine: Any) -> dict[str, Any]:
     return {
         "routes": rows_of(optimizer.routes, each=True),
         "step_sets": sets,
-        "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer._runners),
+        "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
         "exchange_buffer_bytes": optimizer.exchange_buffers.reserved_bytes,
     }
 

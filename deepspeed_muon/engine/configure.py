@@ -38,7 +38,7 @@ from deepspeed_muon.engine.topology import (
 )
 from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
 from deepspeed_muon.engine.zero.views import Original
-from deepspeed_muon.errors import CheckpointError, ConfigError, PlanMismatchError, UnsupportedConfigError
+from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
@@ -168,7 +168,7 @@ def _refuse_wrapped(optimizer: Any) -> None:
     """Raise for an optimizer around ours."""
     if not isinstance(optimizer, Muon):
         kind = type(optimizer)
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"the optimizer that deepspeed.initialize got is a {kind.__module__}.{kind.__qualname__} around "
             f"deepspeed_muon.Muon, and DeepSpeed would divide the parameters without telling the Muon inside: pass the "
             f"Muon itself"
@@ -196,7 +196,7 @@ def _admitted(
         _refuse_wrapped(optimizer)
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
-            optimizer._route_again(engine.module, tensor_shards(engine))
+            optimizer.reroute(engine.module, tensor_shards(engine))
         _refuse_foreign(engine, optimizer)
         regroup(engine, optimizer)
         facts.update(_facts(engine, optimizer))
@@ -215,7 +215,7 @@ def _admitted(
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
         ranks = dist.get_world_size(engine.seq_data_parallel_group)
-        optimizer._order_parameters(ranks, device=_compute_device())
+        optimizer.order_parameters(ranks, device=_compute_device())
     return optimizer
 
 
@@ -230,8 +230,8 @@ def _refuse_foreign(engine: Any, optimizer: Muon) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])
     foreign = [p for p in params if p.requires_grad and id(p) not in of_model]
     if foreign:
-        names = [optimizer._routed.by_id[id(param)].name for param in foreign]
-        raise UnsupportedConfigError(
+        names = [optimizer.routed.by_id[id(param)].name for param in foreign]
+        raise ConfigError(
             f"the optimizer has parameters that are not in the model of deepspeed.initialize: {listed(names, 5)}. ZeRO "
             f"reduces the gradients of the model's parameters alone: make them attributes of the model, or set "
             f"zero_optimization.stage to 0"
@@ -256,7 +256,7 @@ def _configured(engine: Any, model_parameters: Any) -> Muon:
                 for number, group in enumerate(params)
             ]
         params = configure_moe_param_groups(params)
-    return Muon._from_config(params, config, model=engine.module, shards=tensor_shards(engine))
+    return Muon.from_config(params, config, model=engine.module, shards=tensor_shards(engine))
 
 
 def _managed_by_deepspeed(
@@ -300,14 +300,14 @@ def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
     ranks = ranks_of(engine)
     try:
         if optimizer.config.qk_clip is not None and optimizer.qk_clip is None:
-            optimizer._clip_attention_of(engine.module)
+            optimizer.attach_qk_clip(engine.module)
         require_known(engine.optimizer)
-        step_sets = read_step_sets(engine, optimizer, optimizer._routed.by_id)
-        optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
-        facts = optimizer._plan_facts()
+        step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
+        optimizer.bind(step_sets, device=_compute_device(), ranks=ranks)
+        facts = optimizer.plan_facts()
     except Exception as caught:
         error = caught
-    agree(facts, error=error, kind=PlanMismatchError, ranks=ranks)
+    agree(facts, error=error, ranks=ranks, subject="comparison of plans")
 
 
 def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -316,16 +316,16 @@ def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) ->
     Must be called by all ranks. DeepSpeed's all-reduce would wait forever if the ranks had unfrozen different ones.
     """
     optimizer = engine.basic_optimizer
-    unfrozen = optimizer._unfrozen()
+    unfrozen = optimizer.unfrozen()
     (on_some_rank,) = optimizer.ranks.reduce([bool(unfrozen)], "max", what="comparison of what was unfrozen")
     if on_some_rank:
         with raise_on_all_ranks(ranks=optimizer.ranks) as facts:
             scope = Scope.of(engine.seq_data_parallel_group)
             fact = "parameters unfrozen since the last step (requires_grad must be equal on all ranks)"
             facts.tell(fact, ", ".join(unfrozen) or "none", scope)
-            optimizer._routed = optimizer._routed.current()
+            optimizer.routed = optimizer.routed.current()
         _bind_to_wrapper(engine, optimizer)
-        optimizer.host.describe(optimizer.routes, parts_of(engine, optimizer._routed.by_id))
+        optimizer.host.describe(optimizer.routes, parts_of(engine, optimizer.routed.by_id))
         if unfrozen:
             announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
     return original(*args, **kwargs)
@@ -336,7 +336,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
     # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.
-    (frozen,) = ranks.reduce([optimizer._has_frozen], "max", what="comparison of what is frozen")
+    (frozen,) = ranks.reduce([optimizer.has_frozen], "max", what="comparison of what is frozen")
     optimizer.frozen_on_some_rank = bool(frozen)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
@@ -345,7 +345,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
-    optimizer.host = Host(engine, parts_of(engine, optimizer._routed.by_id), view_of)
+    optimizer.host = Host(engine, parts_of(engine, optimizer.routed.by_id), view_of)
     with raise_on_all_ranks(ranks=ranks):
         _require_consolidated(engine, optimizer.config)
     add_record_to_state_dict(engine)
@@ -367,9 +367,7 @@ def _require_consolidated(engine: Any, config: MuonConfig) -> None:
         require_all_ranks(engine)
         collect(engine)
     except CheckpointError as error:
-        raise UnsupportedConfigError(
-            f"optimizer.params.{wanted} does not work here, unset it: {error}"
-        ) from error
+        raise ConfigError(f"optimizer.params.{wanted} does not work here, unset it: {error}") from error
 
 
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
@@ -380,7 +378,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     stages = one_of_each.gather(own, what="comparison of the stages' routes").values()
     counts = [count for _, count in stages]
     if len(set(counts)) > 1 and norm_by_group:
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"the stages of the pipeline have {counts} param groups, and DeepSpeed's norm at ZeRO 1 waits for each of "
             f"them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
             f"otherwise, or in fp32 set zero_optimization.stage to 0"

@@ -198,7 +198,7 @@ def exchange_flags_first(original: Original, view: ZeroView, *args: Any, **kwarg
 
     Must be called by all ranks.
     """
-    bound = view.optimizer._bound_steps
+    bound = view.optimizer.bound_steps
     # Gradients that a step leaves because it raises are not added to those of the next one.
     view.memory.restart, view.memory.earlier = True, {}
     view.memory.norms = bound.exchange_flags(view.gradients(), view.norms())
@@ -229,15 +229,15 @@ def global_norm(original: Original, view: Zero12View, *args: Any, **kwargs: Any)
 
 def _refuse_failed(optimizer: Muon) -> None:
     """Raise on all ranks for matrices that got no update in the last step, before a param group of this one changes."""
-    failed = optimizer._bound_steps.take_failed()
+    failed = optimizer.bound_steps.take_failed()
     (on_some_rank,) = optimizer.ranks.reduce([bool(failed)], "max", what="report of failed updates")
     if on_some_rank:
-        optimizer._report_failed(failed or ["a matrix of other ranks"], "in the step before")
+        optimizer.report_failed(failed or ["a matrix of other ranks"], "in the step before")
 
 
 def has_overflow(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> bool:
     """Answer from the flags whether a gradient is not finite on any rank, where all groups have the same ranks."""
-    found = view.optimizer._bound_steps.found_nonfinite(view.data_parallel_group)
+    found = view.optimizer.bound_steps.found_nonfinite(view.data_parallel_group)
     return bool(original(*args, **kwargs)) if found is None else view.is_true_of_any(found)
 
 

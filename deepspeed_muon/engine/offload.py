@@ -51,7 +51,7 @@ from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import optimizer_of
 from deepspeed_muon.engine.zero.stages import Zero3View, view_of
 from deepspeed_muon.engine.zero.views import Original, View
-from deepspeed_muon.errors import CheckpointError, OpsUnavailableError
+from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, reference_adamw_step
 
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
@@ -94,7 +94,7 @@ def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
     # DeepSpeed demands its CPU Adam of client optimizers. Ours runs it by itself.
     engine.zero_force_ds_cpu_optimizer = lambda: False
     if engine.bf16_optimizer_states():
-        optimizer._keep_half_states()
+        optimizer.use_bf16_states()
     if offload_device(engine) == "none":
         return
     is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
@@ -146,7 +146,7 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
         return get_mapping_to_flat_buffer([param.ds_tensor for group in view.params for param in group])  # type: ignore[attr-defined]
 
     # First, because the original ends by returning free memory to the device.
-    view.optimizer._release_memory()
+    view.optimizer.release_memory()
     with (
         stands_for(type(view.optimizer), fused_adam, "FusedAdam"),
         stands_for(offload_optimizer_states, stage3, "offload_adam_states"),
@@ -178,7 +178,7 @@ class CpuAdam:
             moments: Dtype of both moments.
 
         Raises:
-            OpsUnavailableError: If it can be neither loaded nor built, or its result is not the reference's.
+            InstallationError: If it can be neither loaded nor built, or its result is not the reference's.
         """
         try:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -189,7 +189,7 @@ class CpuAdam:
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
         except Exception as error:
-            raise OpsUnavailableError(f"DeepSpeed's cpu_adam operator is not available: {error}") from error
+            raise InstallationError(f"DeepSpeed's cpu_adam operator is not available: {error}") from error
         weakref.finalize(self, self._op.destroy_adam, self._number)
         self._check(decoupled, master, moments)
 
@@ -217,7 +217,7 @@ class CpuAdam:
             try:
                 self([(param, grad, exp_avg, exp_avg_sq)], settings=settings)
             except RuntimeError as failed:
-                raise OpsUnavailableError(
+                raise InstallationError(
                     f"DeepSpeed's cpu_adam operator does not take {master} with moments in {moments}: {failed}"
                 ) from failed
             error = max(error, float((param.double() - expected).abs().max()))
@@ -225,7 +225,7 @@ class CpuAdam:
         # holds a few roundings of the moments. The error of a wrong formula is of the size of an update.
         unit = torch.finfo(master).eps * 0.1 + torch.finfo(moments).eps * 0.02 * 8
         if not error <= unit:
-            raise OpsUnavailableError(
+            raise InstallationError(
                 f"DeepSpeed's cpu_adam operator differs from the reference by {error:.1e} (allowed {unit:.1e})"
             )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.engine.offload import offload_device
-from deepspeed_muon.errors import RoutingError, UnsupportedConfigError
+from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import divide_again
 
@@ -44,14 +44,14 @@ def regroup(engine: Any, optimizer: Muon) -> None:
 
     Raises:
         RoutingError: If a scheduler was made for groups that change, and cannot follow them.
-        UnsupportedConfigError: If ZeRO 3 would fail because of the parameters' dtypes.
+        ConfigError: If ZeRO 3 would fail because of the parameters' dtypes.
     """
     if engine.zero_optimization_stage() == 3 and offload_device(engine, "offload_param") == "none":
         _refuse_several_dtypes(optimizer)
     is_plain = takes_unfrozen(engine)
     groups = optimizer.param_groups
     divided = divide_again(
-        optimizer._routed,
+        optimizer.routed,
         groups,
         optimizer.config,
         keep_frozen=is_plain,
@@ -69,18 +69,18 @@ def regroup(engine: Any, optimizer: Muon) -> None:
 
 def _refuse_several_dtypes(optimizer: Muon) -> None:
     """Raise where ZeRO 3 would assert without a message that all parameters have one dtype."""
-    name_of = {id(param): optimizer._routed.by_id[id(param)].name for param in _trained(optimizer)}
+    name_of = {id(param): optimizer.routed.by_id[id(param)].name for param in _trained(optimizer)}
     first = {param.dtype: name_of[id(param)] for param in reversed(_trained(optimizer))}
     if len(first) > 1:
         shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"ZeRO 3 needs trained parameters of one dtype: {shown}. Enable bf16 or fp16 in the configuration, which "
             f"casts them, convert the model with model.to(dtype), or train at ZeRO 1 or 2"
         )
 
 
 def _trained(optimizer: Muon) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if optimizer._is_trained(p)]
+    return [p for group in optimizer.param_groups for p in group["params"] if optimizer.is_trained(p)]
 
 
 def _follow(engine: Any, optimizer: Muon, origins: Sequence[int | None]) -> None:

@@ -80,11 +80,11 @@ def take_model_step(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     optimizer = engine.basic_optimizer
     optimizer.host.require_restored()
     optimizer.host.step_thread = threading.get_ident()
-    optimizer._refuse_zeros()
-    optimizer._warn_of_one_rate()
+    optimizer.refuse_zero_weights()
+    optimizer.warn_of_equal_rates()
     number = engine.global_steps + 1
     with optimizer.recorder.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:
-        for group in optimizer._bound_steps.process_groups:
+        for group in optimizer.bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)

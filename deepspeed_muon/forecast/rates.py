@@ -291,7 +291,7 @@ def measured_sizes(
     model = build_model(_narrower(sizes, shrink), "cpu").float()
     off = {"weight_decay": 0.0, "muon_weight_decay": None, "qk_clip": None, "health": 0}
     config = config.model_copy(update=off)
-    optimizer = Muon._from_config(model, config, model=model)
+    optimizer = Muon.from_config(model, config, model=model)
     members = list(model_parameters_by_name(model).values())
     routes = route_parameters(members, config)
     before = [member.param.detach().clone() for member in members]

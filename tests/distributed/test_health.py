@@ -129,7 +129,7 @@ def broken(
     optimizer = deepspeed_muon.muon_optimizer(engine)
     optimizer.recorder.matrices = 8
     garbage = {"nan": float("nan"), "zero": 0.0, "large": 10.0}[how]
-    for runner in optimizer._runners:
+    for runner in optimizer.runners:
         shapes = {m.block_shape for m in runner.plan.matrices if m.name in names}
         placement = runner._strategy
         original = placement._orthogonalize

@@ -24,7 +24,7 @@ MODEL = {"width": 24, "hidden": (24, 72, 40, 8, 56, 24)}
 def places(engine: Any) -> list[str]:
     """Return the Muon matrices in the order in which they lie in the flat buffer."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    matrices = [matrix for runner in optimizer._runners for matrix in runner.step_set.matrices]
+    matrices = [matrix for runner in optimizer.runners for matrix in runner.step_set.matrices]
     return [m.name for m in sorted(matrices, key=lambda m: (m.placement.first, m.placement.head_offset))]
 
 

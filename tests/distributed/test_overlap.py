@@ -79,7 +79,7 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
     order: list[str] = []
     places: set[int] = set()
 
-    chunks_of = max((runner.plan.chunks for runner in optimizer._runners), key=len)
+    chunks_of = max((runner.plan.chunks for runner in optimizer.runners), key=len)
 
     def note(name: str, runner: Any, first: Any, result: Any) -> None:
         order.append(f"{name} {chunks_of.index(getattr(first, 'chunk', first))}")
@@ -90,7 +90,7 @@ def follow(rank: int, world_size: int, *, overlap: bool) -> dict[str, Any]:
         for step in range(3):
             order.clear()
             training.run_step(engine, step, rank, world_size, 1)
-    chunks = max(len(runner.plan.chunks) for runner in optimizer._runners)
+    chunks = max(len(runner.plan.chunks) for runner in optimizer.runners)
     return {
         "order": list(order),
         "places": len(places - {0}),
@@ -161,10 +161,10 @@ def across_calls(
             if param.grad is not None
         ]
         calls.append(0)
-        chosen = len(optimizer._runners) - 1 if lose == "others" else lose_at(optimizer)
-        if lose and len(calls) == 2 * len(optimizer._runners) + chosen + 1:
+        chosen = len(optimizer.runners) - 1 if lose == "others" else lose_at(optimizer)
+        if lose and len(calls) == 2 * len(optimizer.runners) + chosen + 1:
             # As in an engine that exchanges flags in each call: ZeRO has looked at the gradients before.
-            optimizer._bound_steps.forget_flags()
+            optimizer.bound_steps.forget_flags()
             held = [param for group in optimizer.param_groups for param in group["params"]]
             if rank == 0:
                 held[0].grad.view(-1)[0] = float("inf")
@@ -181,13 +181,13 @@ def across_calls(
         "masters": training.full_masters(engine),
         "weights": weights,
         "kept gradients": kept,
-        "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer._runners),
+        "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer.runners),
     }
 
 
 def lose_at(optimizer: Any) -> int:
     """Return the number of the last step set with matrices."""
-    return max(number for number, runner in enumerate(optimizer._runners) if runner.plan.matrices)
+    return max(number for number, runner in enumerate(optimizer.runners) if runner.plan.matrices)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def run(rank: int, world_size: int, *, stage: int, steps: int = STEPS, **setting
         scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
         after = training.full_masters(engine) if watch else {}
         unchanged.append(all(torch.equal(after[name], before[name]) for name in before))
-    masters = {p.tensor.dtype for r in optimizer._runners for p in r.step_set.partitions}
+    masters = {p.tensor.dtype for r in optimizer.runners for p in r.step_set.partitions}
     return {
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),

@@ -197,7 +197,7 @@ def diverged(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
     engine = training.make_engine(training.ds_config(stage))
     training.run_step(engine, 0, rank, world_size, 1)
     optimizer = engine.basic_optimizer
-    for partition in (p for runner in optimizer._runners for p in runner.step_set.partitions):
+    for partition in (p for runner in optimizer.runners for p in runner.step_set.partitions):
         for key in ("momentum_buffer", "exp_avg"):
             state = optimizer.state[partition.tensor].get(key)
             if state is not None and rank == 0:

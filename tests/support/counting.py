@@ -121,12 +121,12 @@ def count_second_step(
     )
     exchange = exchange_of(routes, plan)
     owners: dict[str, int] = {}
-    for runner in optimizer._runners:
+    for runner in optimizer.runners:
         for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
             owners.setdefault(matrix.name, owner)
     names = [route.name for route in routes if route.algorithm == "muon"]
     # A variant's row state travels on top of what the planner counts.
-    exchanges = [runner._rows for runner in optimizer._runners if runner._rows is not None]
+    exchanges = [runner._rows for runner in optimizer.runners if runner._rows is not None]
     rows = sum(each.sent_bytes for each in exchanges)
     # Broadcasts in the step of stage 0 are the optimizer's own exchange.
     broadcasts = inside.sent.get("broadcast_", 0.0) if stage == 0 else 0.0
@@ -140,7 +140,7 @@ def count_second_step(
             float(optimizer.exchange_buffers.reserved_bytes),
             forecast(routes, plan, exchange)["muon"]["memory"]["exchange_buffers"],
         ),
-        "pieces": sum(len(runner.plan.matrices) for runner in optimizer._runners),
+        "pieces": sum(len(runner.plan.matrices) for runner in optimizer.runners),
         "owners": (owners, dict(zip(names, exchange.owners, strict=True))),
         "zero": (around.zero + inside.zero - broadcasts, zero_bytes(routes, plan)),
         "collectives": str((around.sent, inside.sent)),

@@ -123,5 +123,5 @@ def train(
         "momentum": {names[name]: value for name, value in momentum.items()},
         "routes": {names[route.name]: route.reason for route in deepspeed_muon.routes(engine)},
         "norms": norms,
-        "sharers": deepspeed_muon.muon_optimizer(engine)._runners[0].step_set.world_size,
+        "sharers": deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size,
     }

@@ -21,7 +21,7 @@ def tensors_of(engine: Any) -> dict[str, Tensor]:
     for name, param in engine.module.named_parameters():
         found[f"weight {name}"] = param.data
         found[f"partition of weight {name}"] = getattr(param, "ds_tensor", param).data
-    for runner in optimizer._runners:
+    for runner in optimizer.runners:
         for partition in runner.step_set.partitions:
             found[f"master {partition.index}"] = partition.tensor.data
             for key, value in optimizer.state.get(partition.tensor, {}).items():

@@ -325,7 +325,7 @@ def _engine(
 def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
     """Return whole masters or states: over the data-parallel ranks by the layouts, then over the shards."""
     found = training.full_masters(engine) if key is None else training.full_states(engine, key)
-    runners = deepspeed_muon.muon_optimizer(engine)._runners
+    runners = deepspeed_muon.muon_optimizer(engine).runners
     cuts = {matrix.name: matrix.shards for runner in runners for matrix in runner.step_set.matrices}
     whole: dict[str, Tensor] = {}
     for name, local in found.items():
@@ -393,7 +393,7 @@ def train(
             largest.append(optimizer.qk_clip.report.largest["attn"])
             clipped.append(optimizer.qk_clip.report.clipped)
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    group = optimizer._runners[0].step_set.tensor_group
+    group = optimizer.runners[0].step_set.tensor_group
     return {
         "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),
         "params": assembled(engine, None, group),

@@ -114,7 +114,7 @@ def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[s
                 each[name] = torch.cat([shares[number][key][name] for number in sorted(shares)])
         return found
     if kind in ("autotp", "megatron") and size > 1:
-        group = deepspeed_muon.muon_optimizer(engine)._runners[0].step_set.tensor_group
+        group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
         told = [None] * size
         dist.all_gather_object(told, found, group=group)
         fused = topology.get("mark") == "fused"

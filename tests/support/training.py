@@ -152,7 +152,7 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
     full: dict[str, Tensor] = {}
-    for runner in optimizer._runners:
+    for runner in optimizer.runners:
         tensors = {p.index: read(optimizer, p.tensor) for p in runner.step_set.partitions}
         tensors |= {index: decoded(runner, optimizer, index, each) for index, each in tensors.items()}
         for layout in (*runner.step_set.matrices, *runner.step_set.others):
@@ -236,7 +236,7 @@ def train(
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
             [matrix.numel, 2 * (matrix.numel - matrix.placement.held_by(owner))]
-            for runner in optimizer._runners
+            for runner in optimizer.runners
             for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
         ],
     }
@@ -258,7 +258,7 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     full: dict[str, Tensor] = {}
     keys = [each.key for each in VARIANTS[optimizer.config.variant].state]
-    for runner, key in ((runner, key) for runner in optimizer._runners for key in keys):
+    for runner, key in ((runner, key) for runner in optimizer.runners for key in keys):
         tensors = {p.index: optimizer.state[p.tensor].get(key) for p in runner.step_set.partitions}
         for places in row_places(runner.step_set.matrices):
             kept = tensors[places.matrix.partition]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
-from deepspeed_muon.ops import autotune, dispatch, library, reference
+from deepspeed_muon.ops import autotune, dispatch, library, torch_operators
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
 from tests.support.comparisons import within
@@ -244,7 +244,7 @@ def test_the_report_says_what_ran_and_why(tmp_path: Path, clock: Clock) -> None:
 
 def test_the_flat_passes_of_each_backend() -> None:
     """That they agree is shown in tests/unit/test_ops_kernels.py."""
-    native, plain = library.load(), reference
+    native, plain = library.load(), torch_operators
     for backend, name, holder in (("ops", "ops", native), ("auto", "ops", native), ("torch", "torch", plain)):
         passes = dispatch.flat_passes(backend)  # type: ignore[arg-type]
         assert passes.name == name
@@ -256,7 +256,7 @@ def test_the_flat_passes_of_each_backend() -> None:
 def test_bad_calls_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     library.load()
     assert not has_kernel(torch.ops.deepspeed_muon, "meta")
-    with pytest.raises(OpsUnavailableError, match="no flat passes for meta"):
+    with pytest.raises(InstallationError, match="no flat passes for meta"):
         dispatch.flat_passes("ops", "meta")
     with caplog.at_level(logging.WARNING):
         assert dispatch.flat_passes("auto", "meta").name == "torch"
@@ -267,7 +267,7 @@ def test_nothing_right_is_an_error(tmp_path: Path, taking: Taking) -> None:
     """With ``ns_backend: ops`` the first candidate ran although all had failed."""
     offered = [Candidate("ops gram", fails), taking("ops standard", 0.0, 2.0)]
     with pytest.raises(
-        OpsUnavailableError, match=r"ops gram: failed: no such kernel; ops standard: relative error"
+        InstallationError, match=r"ops gram: failed: no such kernel; ops standard: relative error"
     ):
         Tuner(tmp_path).choose(PROBLEM, offered, CPU)
 

@@ -219,13 +219,13 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
         model.model.layers[0].self_attn.q_proj.requires_grad_(False)
     optimizer = Muon(model, qk_clip={})
     with pytest.raises(ConfigError, match=text):
-        optimizer._clip_attention_of(model)
+        optimizer.attach_qk_clip(model)
 
 
 def test_a_model_without_attention_is_refused() -> None:
     model = build("toy")
     with pytest.raises(ConfigError, match="no attention layer was found"):
-        Muon(model, qk_clip={})._clip_attention_of(model)
+        Muon(model, qk_clip={}).attach_qk_clip(model)
 
 
 def test_recorders_go_with_the_last_optimizer() -> None:
@@ -237,7 +237,7 @@ def test_recorders_go_with_the_last_optimizer() -> None:
     held = dict(vars(layer))
     optimizers = [Muon(model, qk_clip={}) for _ in range(2)]
     for optimizer in optimizers:
-        optimizer._clip_attention_of(model)
+        optimizer.attach_qk_clip(model)
     del optimizer
     while optimizers:
         assert model.config._attn_implementation == f"qk_clip_{before}" and vars(layer) != held
@@ -251,4 +251,4 @@ def test_projections_stored_as_input_x_output_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"self_attn\.c_attn is a Conv1D, whose weight is stored as input x output"
     ):
-        Muon(model, qk_clip={})._clip_attention_of(model)
+        Muon(model, qk_clip={}).attach_qk_clip(model)

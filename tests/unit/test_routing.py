@@ -275,7 +275,7 @@ def test_frozen_parameters_are_routed_quickly_and_share_their_memory() -> None:
     model[0](torch.ones(1, 1)).sum().backward()
     optimizer.step()
     assert len(optimizer.state) == 2
-    assert len(optimizer._runners[0].step_set.layouts) == 2
+    assert len(optimizer.runners[0].step_set.layouts) == 2
 
 
 def test_zero_init_placeholders_are_judged_by_their_true_shape() -> None:
