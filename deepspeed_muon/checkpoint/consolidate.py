@@ -209,12 +209,12 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
         return
     local_values = {}
     for parameter in state.parameters.values():
-        fragment = parameter.local_fragment("fp32")
-        has_first = fragment is not None and fragment.matrix_offset == 0
-        if replicas[parameter.name, parameter.tensor_slice] > 1 and fragment is not None and has_first:
-            master = state.flat_tensor(parameter.local_partition, "fp32")
-            values = master.narrow(0, fragment.partition_offset, fragment.numel)
-            local_values[parameter.name] = values[:_COMPARED_NUMEL].tolist()
+        is_replica = replicas[parameter.name, parameter.tensor_slice] > 1
+        for fragment in parameter.local_fragments("fp32") if is_replica else ():
+            if fragment.matrix_offset == 0:
+                numel = min(fragment.numel, _COMPARED_NUMEL)
+                values = state.elements(parameter, "fp32", fragment.partition_offset, numel)
+                local_values[parameter.name] = values.tolist()
     first: dict[str, tuple[int, list[float]]] = {}
     gathered = all_ranks().gather(local_values, what="comparison of replicas")
     for rank, values_by_name in gathered.items():
@@ -381,9 +381,9 @@ class PieceExchange:
     def _elements(self, transfer: Transfer) -> Tensor:
         """Return the elements of a transfer from this rank, ``(numel,)`` fp32."""
         parameter = self._state.parameters[transfer.parameter.name]
-        # Only this rank knows the offsets of its per-row state.
-        offset = parameter.partition_offset(transfer.key, parameter.group_rank, transfer.start)
-        return self._state.elements(parameter, transfer.key, offset, transfer.numel)
+        return self._state.elements(
+            parameter, transfer.key, transfer.fragment.partition_offset, transfer.numel
+        )
 
     def fill(self, pieces: Sequence[Piece | None], content: Tensor) -> None:
         """Exchange the pieces of one round. Must be called by all ranks.

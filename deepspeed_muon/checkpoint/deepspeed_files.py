@@ -486,10 +486,11 @@ class DeepSpeedFiles:
         """Carry out the transfers that make up a piece of a full tensor, which is mutated."""
         read = []
         for transfer in transfers:
-            parameter, key, member = transfer.parameter, transfer.key, transfer.member
-            flat, offset = self._flat(parameter, key, member), transfer.partition_offset
+            parameter, key, member = transfer.parameter, transfer.key, transfer.fragment.rank
+            flat, offset = self._flat(parameter, key, member), transfer.fragment.partition_offset
             if key == "momentum_buffer" and (parameter.name, member) in self._full_momentum_offsets:
-                offset = self._full_momentum_offsets[parameter.name, member] + transfer.start
+                start = self._full_momentum_offsets[parameter.name, member]
+                offset = start + transfer.fragment.matrix_offset
             if offset + transfer.numel > flat.numel():
                 raise CheckpointError(
                     f"{self.files[transfer.source]}: {key} of parameter {parameter.name} is cut off: the partition has "
@@ -593,7 +594,7 @@ def derive_layout(
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
         parameters.append(
-            PartitionedParameter(record, whole_slice(name, shape), placement, None, members, partition)
+            PartitionedParameter(record, whole_slice(name, shape), placement, (), members, partition)
         )
     algorithms = {parameter.name: parameter.record.algorithm for parameter in parameters}
     return parameters, [

@@ -27,17 +27,15 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.index import checked
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
-from deepspeed_muon.checkpoint.parameters import Blocks, Count, ParameterRecord, PartitionedParameter
+from deepspeed_muon.checkpoint.parameters import Count, ParameterRecord, PartitionedParameter
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Placement, TensorSlice, whole_slice
-from deepspeed_muon.plan.rows import row_places
+from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, whole_slice
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
-RECORD_VERSION: Literal[2] = 2
+RECORD_VERSION: Literal[3] = 3
 SAVE_KEY = "deepspeed_muon_save"
 """Key of the save's id in a file with a model; in the state of an optimizer the id is in the record."""
 
@@ -54,7 +52,7 @@ class _Entry(ParameterRecord):
         spread: The numbers of its :attr:`placement`.
         cut: The slice, as dimension and ranges of a :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for
             the full tensor.
-        blocks: Rows and columns of the slice's blocks, if the variant has per-row state.
+        row_fragments: The numbers of :attr:`.PartitionedParameter.row_fragments`.
         weight_key: Key of its weights in the model's ``state_dict()`` if that is not its name; empty if they are not in
             there. Only at stage 0 in fp32, whose files have the weights nowhere else.
     """
@@ -63,7 +61,7 @@ class _Entry(ParameterRecord):
     partition: Count
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
-    blocks: tuple[Blocks, Blocks] | None = None
+    row_fragments: tuple[tuple[Count, Count, Count, Count], ...] = ()
     weight_key: str | None = None
 
     @property
@@ -79,20 +77,9 @@ class _Entry(ParameterRecord):
         return TensorSlice(self.name, self.shape, *self.cut)
 
     @property
-    def matrix(self) -> MatrixLayout | None:
-        """The layout of a matrix with :attr:`blocks`; ``None`` without."""
-        if self.blocks is None:
-            return None
-        rows, cols = map(sum, self.blocks)
-        return MatrixLayout(
-            self.name,
-            rows,
-            cols,
-            self.partition,
-            self.placement,
-            *self.blocks,
-            transposed=self.transposed,
-        )
+    def rows_by_owner(self) -> tuple[Fragment, ...]:
+        """Where its per-row state is stored; raises a ValueError if that is impossible."""
+        return tuple(Fragment(*numbers) for numbers in self.row_fragments)
 
 
 class _Group(BaseModel):
@@ -129,14 +116,12 @@ class _Group(BaseModel):
 
     def partitioned(self, files: tuple[int, ...]) -> Iterator[PartitionedParameter]:
         """Yield every parameter, before any step; ``files`` are the numbers of the files of the group's ranks."""
-        matrices = [entry.matrix for entry in self.parameters if entry.matrix is not None]
-        row_placements = {placement.matrix.name: placement for placement in row_places(matrices)}
         for entry in self.parameters:
             yield PartitionedParameter(
                 ParameterRecord.of(entry, group=entry.group),
                 entry.tensor_slice,
                 entry.placement,
-                row_placements.get(entry.name),
+                entry.rows_by_owner,
                 files,
                 entry.partition,
             )
@@ -149,15 +134,17 @@ class LayoutRecord(BaseModel):
         version: :data:`RECORD_VERSION`.
         save: Random id of the save.
         order: See :func:`order_of`.
+        row_order: See :func:`row_order_of`.
         optimizer: The settings of the optimizer.
         groups: The data-parallel groups of the rank.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[2] = RECORD_VERSION
+    version: Literal[3] = RECORD_VERSION
     save: str
     order: str
+    row_order: str
     optimizer: dict[str, Any]
     groups: tuple[_Group, ...]
 
@@ -172,8 +159,13 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
         raise ValueError(f"{where}ranks {placement.ranks} are not those of {world_size}")
     if entry.step or entry.rows or entry.tensors:
         raise ValueError(f"{where}a layout has no state")
-    if entry.matrix is not None and entry.matrix.numel != numel:
-        raise ValueError(f"{where}its blocks have {entry.matrix.numel} of {numel} elements")
+    end = 0
+    for rows in entry.rows_by_owner:
+        if rows.matrix_offset != end or rows.rank >= world_size:
+            raise ValueError(f"{where}its row state is not {rows}")
+        end += rows.numel
+    if end > numel:
+        raise ValueError(f"{where}it has {end} rows of {numel} elements")
 
 
 def _refuse_overlaps(partition: int, placements: Sequence[tuple[str, Placement]]) -> None:
@@ -237,7 +229,7 @@ def read_records(
     if not is_record or first_content.get("version") != RECORD_VERSION:
         raise CheckpointError(
             f"{where}: its layout record is not of version {RECORD_VERSION}, the only one that this release reads: "
-            f"load it with engine.load_checkpoint, at the same ZeRO stage and number of ranks, and save it again"
+            f"consolidate it with the version of deepspeed_muon that saved it"
         )
     refusal = f"{where}: layout record refused"
     records = [checked(LayoutRecord, content, f"{refusal}:\n") for content in contents]
@@ -285,6 +277,7 @@ def add_record_to_state_dict(engine: Any) -> None:
             "version": RECORD_VERSION,
             "save": optimizer.host.save_id,
             "order": order_of(optimizer),
+            "row_order": row_order_of(optimizer),
         }
         try:
             state_dict[RECORD_KEY] = {**record, **record_of(collect(engine))}
@@ -312,6 +305,20 @@ def order_of(optimizer: Muon) -> str:
     matrices = (matrix for runner in optimizer.runners for matrix in runner.step_set.matrices)
     rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def row_order_of(optimizer: Muon) -> str:
+    """Return a digest of which rank stores which rows of every Muon matrix; empty for a variant without row state.
+
+    The owners store them. Owners depend on the cost of the iteration (``ns_steps``, ``ns_method``, the kind of device),
+    so a run with other settings may have other owners.
+    """
+    rows = [
+        [matrix.name, fragment.rank, fragment.matrix_offset, fragment.partition_offset, fragment.numel]
+        for runner in optimizer.runners
+        for matrix, fragment in zip(runner.plan.matrices, runner.row_fragments, strict=False)
+    ]
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() if rows else ""
 
 
 def record_of(state: LiveState) -> Mapping[str, Any]:
@@ -351,8 +358,11 @@ def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str
     }
     if not parameter.tensor_slice.is_whole:
         entry["cut"] = [parameter.tensor_slice.dim, list(map(list, parameter.tensor_slice.ranges))]
-    if parameter.row_placement is not None:
-        entry["blocks"] = list(map(list, parameter.row_placement.matrix.grid))
+    if parameter.row_fragments:
+        entry["row_fragments"] = [
+            [rows.rank, rows.matrix_offset, rows.partition_offset, rows.numel]
+            for rows in parameter.row_fragments
+        ]
     if parameter.name in weight_keys:
         entry["weight_key"] = weight_keys[parameter.name]
     return entry

@@ -23,11 +23,9 @@ from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
-from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
 from deepspeed_muon.step.step_set import BoundPartition
-from deepspeed_muon.variants import VARIANTS
 
 
 class ParameterInfo(NamedTuple):
@@ -242,15 +240,19 @@ class LiveParameter(PartitionedParameter):
     group_rank: int
     int8_blocks: tuple[MomentumBlocks, int] | None = None
 
-    def local_fragment(self, key: str) -> Fragment | None:
-        """Return this rank's fragment of the master (``fp32``) or of a state tensor."""
-        return self.placement_of(key).on(self.group_rank)
+    def local_fragments(self, key: str) -> list[Fragment]:
+        """Return this rank's fragments of the master (``fp32``) or of a state tensor."""
+        return self.fragments_on(self.group_rank, key)
 
     def metadata(self) -> PartitionedParameter:
-        """Return what is sent to other ranks: no tensors, and row placements without their offsets."""
-        rows = None if self.row_placement is None else self.row_placement.alone()
+        """Return what is sent to other ranks: no tensors."""
         return PartitionedParameter(
-            self.record, self.tensor_slice, self.placement, rows, self.members, self.partition
+            self.record,
+            self.tensor_slice,
+            self.placement,
+            self.row_fragments,
+            self.members,
+            self.partition,
         )
 
 
@@ -317,12 +319,15 @@ def collect(engine: Any) -> LiveState:
     optimizer = optimizer_of(engine)
     host: Host = optimizer.host
     group_numbers = host.view.group_numbers()
-    has_rows = bool(VARIANTS[optimizer.config.variant].state)
     shared_members: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for each data-parallel group
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer.runners:
         step_set = runner.step_set
-        rows = {places.matrix.name: places for places in row_places(step_set.matrices)} if has_rows else {}
+        row_fragments: dict[
+            int, list[Fragment]
+        ] = {}  # by index of the matrix; none for variants without row state
+        for origin, fragment in zip(runner.assignment.origin, runner.row_fragments, strict=False):
+            row_fragments.setdefault(origin, []).append(fragment)
         members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         members = shared_members.setdefault(members, members)
         partitions = {partition.index: partition for partition in step_set.partitions}
@@ -340,7 +345,7 @@ def collect(engine: Any) -> LiveState:
                 record=info.record.model_copy(update={"group": group_numbers[partition.index]}),
                 tensor_slice=info.tensor_slice,
                 placement=layout.placement,
-                row_placement=rows.get(layout.name),
+                row_fragments=tuple(row_fragments.get(index, ())),
                 members=members,
                 partition=partition.index,
                 local_name=layout.name,

@@ -19,8 +19,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.placement import Placement, TensorSlice, add_up, whole_slice
-from deepspeed_muon.plan.rows import Places, RowPlaces, runs_within
+from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, add_up, whole_slice
 from deepspeed_muon.variants import ROW_STATE
 
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
@@ -125,7 +124,8 @@ class PartitionedParameter:
         record: Of the full tensor.
         tensor_slice: Which slice of the full tensor the group holds; has the name of the full tensor.
         placement: Where the elements of the slice are in the partitions of the group.
-        row_placement: The same for per-row state; ``None`` without such state.
+        row_fragments: Where its per-row state is stored, in rows and ascending; empty without such state. Of a
+            replicated parameter every member has all of it.
         members: The members of the group: global ranks, or numbers of files. One object for all parameters of a group.
         partition: Index of the flat partition on each member.
     """
@@ -133,7 +133,7 @@ class PartitionedParameter:
     record: ParameterRecord
     tensor_slice: TensorSlice
     placement: Placement
-    row_placement: RowPlaces | None
+    row_fragments: tuple[Fragment, ...]
     members: tuple[int, ...]
     partition: int
 
@@ -142,11 +142,44 @@ class PartitionedParameter:
         """The name of the full tensor."""
         return self.tensor_slice.name
 
-    def placement_of(self, key: str) -> Places:
-        """Return the placement of the tensor with a key: ``fp32`` or a key of the state."""
-        if self.row_placement is not None and key in ROW_KEYS[self.record.algorithm]:
-            return self.row_placement
-        return self.placement
+    @property
+    def row_count(self) -> int:
+        """Length of the per-row state of the slice."""
+        return sum(fragment.numel for fragment in self.row_fragments)
+
+    def fragments_on(self, member: int, key: str) -> list[Fragment]:
+        """Return what a member has of the tensor with a key (``fp32`` or a key of the state), and where."""
+        if key in ROW_KEYS[self.record.algorithm]:
+            is_replicated = self.placement.replicated
+            return [rows for rows in self.row_fragments if is_replicated or rows.rank == member]
+        fragment = self.placement.on(member)
+        return [] if fragment is None else [fragment]
+
+    def fragments_between(self, start: int, stop: int, key: str, *, reader: int = 0) -> Iterator[Fragment]:
+        """Yield where elements ``[start, stop)`` of the tensor with a key are stored, in ascending order.
+
+        Args:
+            start: The first element, counted in the slice.
+            stop: The element after the last.
+            key: ``fp32`` or a key of the state.
+            reader: The member that yields all elements of a replicated parameter.
+        """
+        fragments: Iterable[Fragment | None]
+        if self.placement.replicated:
+            fragments = (replace(fragment, rank=reader) for fragment in self.fragments_on(reader, key))
+        elif key in ROW_KEYS[self.record.algorithm]:
+            fragments = self.row_fragments
+        else:
+            ranks = range(self.placement.rank_at(start), self.placement.ranks.stop)
+            fragments = map(self.placement.on, ranks)
+        for fragment in filter(None, fragments):
+            first = max(start, fragment.matrix_offset)
+            last = min(stop, fragment.matrix_offset + fragment.numel)
+            if first < last:
+                offset = fragment.partition_offset + first - fragment.matrix_offset
+                yield Fragment(fragment.rank, first, offset, last - first)
+            if last == stop:
+                return
 
     def slice_of(self, key: str) -> TensorSlice:
         """Return which slice of the full tensor with a key the group holds.
@@ -154,26 +187,20 @@ class PartitionedParameter:
         Raises:
             ValueError: If per-row state cannot be sliced as the parameter is.
         """
-        if key not in ROW_KEYS[self.record.algorithm] or self.row_placement is None:
+        if key not in ROW_KEYS[self.record.algorithm] or not self.row_fragments:
             return self.tensor_slice
         # Each row is an output of the layer. Ranks that slice the inputs all have the state of all outputs.
         slices_outputs = len(self.tensor_slice.shape) > 2 or (
-            (self.tensor_slice.dim == 1) == self.row_placement.matrix.transposed
+            (self.tensor_slice.dim == 1) == self.record.transposed
         )
         if self.tensor_slice.is_whole or not slices_outputs:
-            return whole_slice(self.name, (self.row_placement.numel,))
-        return self.tensor_slice.scaled(self.row_placement.numel)
-
-    def partition_offset(self, key: str, member: int, element: int) -> int:
-        """Return the offset of an element of the slice in the partition of a member, which must hold it."""
-        fragment = self.placement_of(key).on(member)
-        assert fragment is not None
-        return fragment.partition_offset + element - fragment.matrix_offset
+            return whole_slice(self.name, (self.row_count,))
+        return self.tensor_slice.scaled(self.row_count)
 
     def with_state(self, state: Mapping[str, Any], step: int) -> Self:
         """Return a copy whose record has the step count, and the per-row state that the partition's ``state`` has."""
         row_keys: tuple[str, ...] = ()
-        if step and self.row_placement is not None:
+        if step and self.row_fragments:
             row_keys = tuple(key for key in ROW_KEYS[self.record.algorithm] if key in state)
         rows = self.slice_of(row_keys[0]).length if row_keys else 0
         record = ParameterRecord.of(
@@ -189,34 +216,30 @@ class Transfer:
     Attributes:
         parameter: What they are elements of.
         key: ``fp32`` or a key of the state.
-        member: Index in ``parameter.members`` of the partition that has them.
-        start: The first element, counted in the slice.
-        numel: How many elements.
+        fragment: The elements: which member has them, where they begin in the slice and in the member's partition.
         piece_start: The element of the full tensor with which the piece begins; negative if the tensor begins later.
     """
 
     parameter: PartitionedParameter
     key: str
-    member: int
-    start: int
-    numel: int
+    fragment: Fragment
     piece_start: int
 
     @property
     def source(self) -> int:
         """The global rank, or the number of the file, that has the elements."""
-        return self.parameter.members[self.member]
+        return self.parameter.members[self.fragment.rank]
 
     @property
-    def partition_offset(self) -> int:
-        """The offset of the first element in the partition."""
-        return self.parameter.partition_offset(self.key, self.member, self.start)
+    def numel(self) -> int:
+        """How many elements."""
+        return self.fragment.numel
 
     def write(self, elements: Tensor, piece: Tensor) -> None:
         """Copy the ``(numel,)`` elements to their positions in the piece, which is mutated."""
-        tensor_slice, stop = self.parameter.slice_of(self.key), self.start + self.numel
+        tensor_slice, start = self.parameter.slice_of(self.key), self.fragment.matrix_offset
         for source, target in matching_views(
-            tensor_slice, self.start, stop, elements, self.start, piece, self.piece_start
+            tensor_slice, start, start + self.numel, elements, start, piece, self.piece_start
         ):
             target.copy_(source)
 
@@ -242,14 +265,12 @@ def transfers(
             one, else from the group's first member.
     """
     for parameter in slices:
-        tensor_slice, placement = parameter.slice_of(key), parameter.placement_of(key)
+        tensor_slice = parameter.slice_of(key)
         begin, end = tensor_slice.before(start), tensor_slice.before(stop)
-        if begin < end and placement.replicated:
-            member = parameter.members.index(writer) if writer in parameter.members else 0
-            yield Transfer(parameter, key, member, begin, end - begin, piece_start)
-        elif begin < end:
-            for member, first, last in runs_within(placement, begin, end):
-                yield Transfer(parameter, key, member, first, last - first, piece_start)
+        if begin < end:
+            reader = parameter.members.index(writer) if writer in parameter.members else 0
+            for fragment in parameter.fragments_between(begin, end, key, reader=reader):
+                yield Transfer(parameter, key, fragment, piece_start)
 
 
 def slices_by_name(

@@ -26,7 +26,6 @@ from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_set
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
-from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.quantized import SCALE_KEY
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
@@ -166,7 +165,7 @@ def _differences(parameter: LiveParameter, saved: ParameterRecord, with_state: b
             f"{saved.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
             f"convert it again with --include / --exclude"
         )
-    elif with_state and saved.rows and parameter.row_placement:
+    elif with_state and saved.rows and parameter.row_fragments:
         rows = parameter.slice_of(saved.row_keys[0]).length
         if saved.rows != rows:
             yield (
@@ -256,11 +255,11 @@ class _RestorePlan:
             keys: tuple[str, ...] = ("fp32",)
             if plan.steps.get(parameter.partition):
                 keys += STATE_KEYS[parameter.record.algorithm]
-                keys += row_keys if parameter.row_placement else ()
+                keys += row_keys if parameter.row_fragments else ()
             for key in keys:
                 flat = plan._flat_tensor(parameter, key)
-                fragment = parameter.local_fragment(key)
-                if fragment is not None and fragment.partition_offset + fragment.numel > flat.numel():
+                ends = (f.partition_offset + f.numel for f in parameter.local_fragments(key))
+                if max(ends, default=0) > flat.numel():
                     raise CheckpointError(
                         f"parameter {parameter.name}: this rank's {key} is not in memory (it has {flat.numel()} "
                         f"elements): checkpoints do not know NVMe offload"
@@ -280,9 +279,8 @@ class _RestorePlan:
             return self.state.flat_tensor(partition, key)
         new_tensors = self.new_tensors.setdefault(partition.index, {})
         if key not in new_tensors and key in ROW_STATE:
-            assert parameter.row_placement is not None
-            matrices = parameter.row_placement.siblings.matrices
-            numel = rows_by_partition(matrices, parameter.group_rank)[partition.index]
+            parameters = (p for p in self.state.parameters.values() if p.partition == partition.index)
+            numel = sum(rows.numel for p in parameters for rows in p.local_fragments(key))
             new_tensors[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=partition.tensor.device)
         elif key not in new_tensors:
             new_tensors[key] = policy.make(key, partition.tensor).to(dtype)
@@ -319,7 +317,7 @@ def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
         without = [
             parameter.name
             for parameter, saved in pairs
-            if is_used and parameter.row_placement and saved.step and key not in saved.tensor_keys
+            if is_used and parameter.row_fragments and saved.step and key not in saved.tensor_keys
         ]
         if without:
             changes.append(f"{row_state.what} start anew for {len(without)} matrices ({without[0]}, ...)")
@@ -408,11 +406,11 @@ def _write_state(plan: _RestorePlan, source: StateSource) -> None:
 
 def _write_partitions(plan: _RestorePlan, source: StateSource) -> None:
     for parameter, key, flat in plan.writes:
-        fragment = parameter.local_fragment(key)
-        if fragment is not None and key in source.parameters[parameter.name].tensor_keys:
-            source.read_fragment(parameter.slice_of(key), key, fragment, flat)
-        elif fragment is not None:
-            start = ROW_STATE[key].start if key in ROW_STATE else 0.0
-            flat.narrow(0, fragment.partition_offset, fragment.numel).fill_(start)
+        for fragment in parameter.local_fragments(key):
+            if key in source.parameters[parameter.name].tensor_keys:
+                source.read_fragment(parameter.slice_of(key), key, fragment, flat)
+            else:
+                start = ROW_STATE[key].start if key in ROW_STATE else 0.0
+                flat.narrow(0, fragment.partition_offset, fragment.numel).fill_(start)
         if key not in plan.new_tensors.get(parameter.partition, ()):
             plan.state.write_back(parameter.local_partition, key, flat)
