@@ -89,8 +89,8 @@ def step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Take one step of a wrapper. Must be called by all ranks of the engine.
 
     Raises:
-        NumericalError: On all ranks, with ``nonfinite_grad`` ``error``: if DeepSpeed skipped the step and no dynamic loss
-            scale is being fitted, or if a matrix got no update in the step before.
+        NumericalError: On all ranks, with ``nonfinite_grad`` ``error``: if DeepSpeed skipped the step and there is no
+            dynamic loss scale, or if a matrix got no update in the step before.
     """
     optimizer, wrapper, memory = view.optimizer, view.wrapper, view.memory
     stops_at_nonfinite = optimizer.config.nonfinite_grad == "error"
