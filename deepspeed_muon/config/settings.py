@@ -122,8 +122,8 @@ class MuonConfig(_VariantSettings):
     ns_dtype: NsDtypeName = Field(
         default="auto",
         description="Dtype of Newton-Schulz: `fp32`, `bf16` or `fp16`. `auto` is fp16 on CUDA, bf16 on CPUs with AMX "
-        "and on AMD's with AVX512-BF16, and fp32 elsewhere; it is always fp32 for schedules that are sensitive to rounding "
-        "(`cans`, for which `bf16` and `fp16` are errors).",
+        "and on AMD's with AVX512-BF16, and fp32 elsewhere; it is always fp32 for schedules that are sensitive to "
+        "rounding (`cans`, for which `bf16` and `fp16` are errors).",
     )
     ns_backend: NsBackend = Field(
         default="auto",
