@@ -253,9 +253,10 @@ def test_stacks_are_cut_where_blocks_lie_whole() -> None:
 
 def test_a_stack_is_cut_only_between_blocks_of_int8_momentum() -> None:
     """Of blocks of 96 elements every eighth begins a block of 256 codes."""
-    whole, placement = 24 * 96, flat_placement(0, 24 * 96, 500)
-    runs = block_runs(24, 96, placement, cost=1.0, limit=1.0, divisor=256)
-    assert runs == [(0, 8), (8, 8), (16, 8)] and sum(count for _, count in runs) * 96 == whole
+    runs = block_runs(24, 96, replicated_placement(0, 24 * 96, 3), cost=1.0, limit=1.0, divisor=256)
+    assert runs == [(0, 8), (8, 8), (16, 8)]
+    runs = block_runs(24, 96, flat_placement(0, 24 * 96, 500), cost=1.0, limit=1.0, divisor=256)
+    assert runs == [(0, 16), (16, 8)]
     aligned = block_runs(9, 256, flat_placement(0, 9 * 256, 600), cost=1.0, limit=1.0, divisor=256)
     assert aligned == block_runs(9, 256, flat_placement(0, 9 * 256, 600), cost=1.0, limit=1.0)
 
