@@ -25,7 +25,7 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, or
 from deepspeed_muon.checkpoint.live import collect, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
-from deepspeed_muon.checkpoint.settings import Before
+from deepspeed_muon.checkpoint.settings import SettingsSnapshot
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save, stands_for
 from deepspeed_muon.engine.zero.stages import view_of
@@ -127,7 +127,7 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         # A mend: ZeRO 3 gathers its weights to load into them only where it knows that no optimizer state will follow.
         # With load_module_only alone it would load nothing and report success.
         given["load_optimizer_states"] = False
-    before = Before(engine)
+    before = SettingsSnapshot(engine)
     # A mend: without the optimizer's state ZeRO 3 takes weights of the tag that `latest` names, not of the given one.
     weights_of_tag = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=given.get("tag"))
     try:
