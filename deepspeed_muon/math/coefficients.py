@@ -22,6 +22,9 @@ from deepspeed_muon.errors import ScheduleError
 Coefficients = tuple[float, float, float]
 NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
 
+SMALLEST_NORM = 1e-12
+"""Matrices and rows with a smaller norm count as zero where something is divided by their norm."""
+
 _QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
 

@@ -8,13 +8,13 @@ Two equal polynomials of the input, with different costs and rounding:
   nothing and run the standard iteration. In half formats the Gram matrix drifts away from that of ``X``, so the
   iteration restarts: it multiplies ``X`` by ``Q`` and computes ``R`` again.
 
-The readable float64 counterpart is :func:`reference_orthogonalize`.
+The readable float64 counterpart is :func:`deepspeed_muon.reference.newton_schulz`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepspeed_muon.math.coefficients import Coefficients, steps_that_need_an_exact_input
+from deepspeed_muon.math.coefficients import SMALLEST_NORM, Coefficients, steps_that_need_an_exact_input
 
 NsMethod = Literal["gram", "standard"]
 GramOf = Callable[[Tensor], Tensor]
@@ -53,13 +53,11 @@ class NsSettings:
         coefficients: One ``(a, b, c)`` per iteration.
         method: ``gram`` or ``standard``.
         dtype: The dtype of the matrix products.
-        eps: The input is divided by its Frobenius norm, or by this if the norm is smaller.
     """
 
     coefficients: tuple[Coefficients, ...]
     method: NsMethod = "gram"
     dtype: torch.dtype = torch.float32
-    eps: float = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
     """Divide each matrix by its Frobenius norm, computed in at least float32, then cast."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype)
-    norm.clamp_(min=settings.eps)
+    norm.clamp_(min=SMALLEST_NORM)
     # One pass: the quotient is rounded as it is written.
     return torch.div(x, norm, out=torch.empty_like(x, dtype=settings.dtype))
 
@@ -260,16 +258,3 @@ def orthogonalize_flops(rows: int, cols: int, iteration: NsSettings | None = Non
                 squares += 2
         passes = 1 + len(restarts)
     return passes * 4.0 * short * short * long + squares * 2.0 * short**3
-
-
-def reference_orthogonalize(x: Tensor, coefficients: Sequence[Coefficients], eps: float = 1e-12) -> Tensor:
-    """Apply the polynomials to one matrix in float64: ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``."""
-    x = x.double()
-    transposed = x.shape[0] > x.shape[1]
-    if transposed:
-        x = x.T
-    x = x / max(float(x.norm()), eps)
-    for a, b, c in coefficients:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if transposed else x

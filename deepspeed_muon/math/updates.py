@@ -27,7 +27,7 @@ that is subtracted (``lr * u``: Muon's scaled orthogonal factor, or Adam's ratio
 =============== ======================================================================================================
 
 Every term reads ``p`` before the step. The float64 counterpart is
-:func:`tests.support.reference.decayed_step`.
+:meth:`deepspeed_muon.reference.ReferenceMuon.apply`.
 """
 
 from __future__ import annotations
@@ -154,23 +154,3 @@ def _decay(tensors: Sequence[AdamTensors], settings: AdamStep) -> None:
     else:
         factor = decay_factor(settings.decay_mode, lr=settings.lr, weight_decay=settings.weight_decay)
         torch._foreach_mul_([param for param, *_ in tensors], factor)
-
-
-def reference_adamw_step(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, settings: AdamStep
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of AdamW (arXiv 1711.05101) or Adam with decoupled or L2 decay, in float64. Mutates nothing.
-
-    Returns:
-        The new parameter, first and second moment.
-    """
-    param, grad = param.double(), grad.double()
-    beta1, beta2 = settings.betas
-    if settings.decoupled:
-        decayed = param * (1 - settings.lr * settings.weight_decay)
-    else:
-        decayed, grad = param, grad + settings.weight_decay * param
-    exp_avg = beta1 * exp_avg.double() + (1 - beta1) * grad
-    exp_avg_sq = beta2 * exp_avg_sq.double() + (1 - beta2) * grad**2
-    first, second = exp_avg / (1 - beta1**settings.step), exp_avg_sq / (1 - beta2**settings.step)
-    return decayed - settings.lr * first / (torch.sqrt(second) + settings.eps), exp_avg, exp_avg_sq

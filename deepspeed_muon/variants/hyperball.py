@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import ReferenceRates, Variant
+from deepspeed_muon.variants.variant import Variant
 
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -33,19 +33,8 @@ def apply(products: tuple[Tensor, Tensor, Tensor], rates: Tensor) -> tuple[Tenso
     return torch.where(moves, keep, 1.0), torch.where(moves, -keep * move, 0.0)
 
 
-def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
-    """See :data:`.variant.Reference`."""
-    update = rates.orthogonalize(direction)
-    if not update.any():
-        return update
-    moved = weights - rates.lr * weights.norm() * update / update.norm()
-    on_the_ball: Tensor = weights.norm() * moved / moved.norm()
-    return (weights - on_the_ball) / rates.lr
-
-
 VARIANT = Variant(
     "hyperball",
-    reference,
     description="every matrix keeps its norm, and `lr` is relative to that norm",
     apply=apply,
     relative_rate=True,

@@ -14,10 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import ReferenceRates, Sums, Variant
-
-_SMALLEST = 1e-12
-"""The norm below which a direction counts as zero, as in the iteration."""
+from deepspeed_muon.math.coefficients import SMALLEST_NORM
+from deepspeed_muon.variants.variant import Sums, Variant
 
 
 def before_iteration(directions: Tensor, sums: Sums) -> Tensor:
@@ -28,18 +26,11 @@ def before_iteration(directions: Tensor, sums: Sums) -> Tensor:
     """
     wide = torch.promote_types(directions.dtype, torch.float32)
     squares = sums.of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=wide).square_())
-    return directions / squares.sqrt_().clamp_(min=_SMALLEST).unsqueeze(-1)
-
-
-def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
-    """See :data:`.variant.Reference`."""
-    rows = [row / max(float(row.norm()), _SMALLEST) for row in direction]
-    return rates.scale * rates.orthogonalize(torch.stack(rows))
+    return directions / squares.sqrt_().clamp_(min=SMALLEST_NORM).unsqueeze(-1)
 
 
 VARIANT = Variant(
     "muon_eq",
-    reference,
     description="rows of the momentum direction are normalised before orthogonalisation",
     before_iteration=before_iteration,
 )

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import ReferenceRates, RowState, Setting, Sums, Variant
+from deepspeed_muon.variants.variant import RowState, Setting, Sums, Variant
 
 MOMENTS = "row_second_moment"
 _EPS = 1e-8
@@ -44,39 +44,8 @@ def finish(blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, T
     return blocks * factors.unsqueeze(-1)
 
 
-def reference_finish(o: Tensor, v: Tensor, *, beta2: float, eps: float = _EPS) -> tuple[Tensor, Tensor]:
-    """Do the same for one matrix, in float64 and written to be read; only tests call it.
-
-    Args:
-        o: ``(rows, cols)``.
-        v: ``(rows,)``: second moments before the step.
-        beta2: Decay of the second moments.
-        eps: Added to their roots.
-
-    Returns:
-        The new update and the new second moments.
-    """
-    o, v = o.double(), v.double().clone()
-    normalized = torch.zeros_like(o)
-    for i in range(o.shape[0]):
-        v[i] = beta2 * v[i] + (1 - beta2) * (o[i] ** 2).mean()
-        normalized[i] = o[i] / (v[i].sqrt() + eps)
-    if float(normalized.norm()) == 0.0:
-        return normalized, v
-    return normalized * (o.norm() / normalized.norm()), v
-
-
-def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
-    """See :data:`.variant.Reference`."""
-    moments = state.get(MOMENTS, direction.new_zeros(len(direction)))
-    factor = rates.orthogonalize(direction)
-    update, state[MOMENTS] = reference_finish(factor, moments, beta2=rates.settings["beta2"])
-    return rates.scale * update
-
-
 VARIANT = Variant(
     "normuon",
-    reference,
     description="rows of the update are normalised by a running second moment",
     state=(RowState(MOMENTS, "row moments of NorMuon"),),
     settings=(Setting("beta2", 0.95, Field(ge=0, lt=1), "Decay of NorMuon's second moment of each row."),),

@@ -30,30 +30,6 @@ With the weights ``W`` of a block and its update ``X``, ``a * W + b * X`` become
 for the device.
 """
 
-Reference = Callable[[Tensor, Tensor, dict[str, Tensor], "ReferenceRates"], Tensor]
-"""``(weights, direction, state, rates)`` to the update of one block, all float64, with a row for each output.
-
-The weights become ``decay(weights) - lr * update``, without the decay if the variant has ``apply``. ``state`` is empty
-before the first step and is mutated. Only tests call it: written to be read, without anything of the fast path.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceRates:
-    """What a :data:`Reference` needs besides.
-
-    Attributes:
-        orthogonalize: Returns the orthogonalised ``(rows, cols)`` of a direction.
-        lr: Learning rate.
-        scale: Factor of the scale rule.
-        settings: Values of the variant's settings.
-    """
-
-    orthogonalize: Callable[[Tensor], Tensor]
-    lr: float
-    scale: float
-    settings: Mapping[str, float]
-
 
 @dataclass(frozen=True, slots=True)
 class RowState:
@@ -95,7 +71,6 @@ class Variant:
 
     Attributes:
         name: The value of ``optimizer.params.variant``.
-        reference: One step of one block, for tests.
         description: What it does, as Markdown for the docs; empty for Muon itself.
         state: What it keeps beside the momentum.
         settings: The keys that only this variant reads.
@@ -108,7 +83,6 @@ class Variant:
     """
 
     name: str
-    reference: Reference
     description: str = ""
     state: tuple[RowState, ...] = ()
     settings: tuple[Setting, ...] = ()

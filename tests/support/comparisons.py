@@ -76,6 +76,12 @@ def close(
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
+def relative(actual: Tensor, expected: Tensor, start: Tensor) -> float:
+    """Return the norm of the difference of two paths from ``start``, relative to the expected one."""
+    path = expected.double() - start.double()
+    return float((actual.double() - expected.double()).norm() / path.norm())
+
+
 def take_nearest() -> Comparison | None:
     """Return the comparison of the running test that came nearest to its limit, and forget it."""
     global _nearest

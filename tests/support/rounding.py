@@ -27,14 +27,17 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.math.newton_schulz import DTYPES
+from deepspeed_muon import reference
+from deepspeed_muon.math.coefficients import SMALLEST_NORM, Coefficients, resolve_schedule
+from deepspeed_muon.math.newton_schulz import DTYPES, restart_steps
 from tests.support.kernels import forced_dtype
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 0.0}
@@ -87,9 +90,6 @@ class Arithmetic:
 
 
 USUAL = Arithmetic()
-EXACT = Arithmetic(
-    gradients=torch.float64, masters=torch.float64, products=torch.float64, exchanged=torch.float64
-)
 # Sums of up to 64 terms; the backward pass multiplies once more.
 FP32_MODEL = Arithmetic(model=math.sqrt(2 * 64) * 2.0**-24)
 # A gate that computes in fp32 whatever the model does: exponential, sum and quotient, and as many backward.
@@ -150,6 +150,44 @@ class Errors:
             error = error.triu() + error.triu(1).mT
         return exact + error
 
+    def newton_schulz(self, u: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+        """Do what :func:`deepspeed_muon.reference.newton_schulz` does, as a kernel that rounds all that it computes."""
+        u = self.rounded(u.double(), self.arithmetic.exchanged)
+        # One number, whose error scales all singular values: a sum in fp32, its root and its inverse.
+        norm = self.rounded(u.norm().clamp_min(SMALLEST_NORM), times=3)
+        x = self.rounded(u / norm, self.arithmetic.products)
+        iterate = self._standard if self.order == "standard" else self._gram
+        transposed = u.shape[0] > u.shape[1]
+        x = self.rounded(iterate(x.T if transposed else x, coefficients), self.arithmetic.exchanged)
+        return x.T if transposed else x
+
+    def _standard(self, x: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+        products = self.arithmetic.products
+        for a, b, c in coefficients:
+            s = self.product(x, x.T)
+            t = self.rounded(b * s + c * self.product(s, s), products)
+            x = self.rounded(a * x + self.product(t, x), products)
+        return x
+
+    def _gram(self, x: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+        products = self.arithmetic.products
+        restarts = restart_steps(tuple(coefficients), products)
+        r, q = self.product(x, x.T), None
+        for done, (a, b, c) in enumerate(coefficients, start=1):
+            z = self.rounded(b * r + c * self.product(r, r), products)
+            if q is None:
+                q = self.rounded(a * torch.eye(len(z), dtype=z.dtype) + z, products)
+            else:
+                q = self.rounded(a * q + self.product(q, z), products)
+            if done in restarts:
+                x = self.product(q, x)
+                r, q = self.product(x, x.T), None
+            else:
+                rz = self.rounded(a * r + self.product(r, z), products)
+                r = self.rounded(a * rz + self.product(z, rz), products)
+        assert q is not None
+        return self.product(q, x)
+
 
 _current: Errors | None = None
 
@@ -161,7 +199,7 @@ def current() -> Errors | None:
 
 @contextlib.contextmanager
 def making(errors: Errors) -> Iterator[None]:
-    """Have :class:`tests.support.reference.Oracle` and the modules of a model make these errors."""
+    """Have :class:`tests.support.oracle.Oracle` and the modules of a model make these errors."""
     global _current
     factor = errors.arithmetic.model
 
@@ -175,11 +213,39 @@ def making(errors: Errors) -> Iterator[None]:
         hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(errors.round_weights))
     _current = errors
     try:
-        yield
+        with mock.patch.object(reference, "newton_schulz", errors.newton_schulz):
+            yield
     finally:
         _current = None
         for hook in hooks:
             hook.remove()
+
+
+QUINTIC = resolve_schedule("quintic")
+
+
+def iteration_limit(
+    x: Tensor,
+    dtype: torch.dtype,
+    orders: Sequence[str] = ORDERS,
+    coefficients: Sequence[Coefficients] = QUINTIC,
+) -> float:
+    """Return how far a kernel's orthogonalised matrix may be from the reference's, relative to its norm.
+
+    Args:
+        x: The matrix.
+        dtype: Of the iteration and of its result.
+        orders: Of the products, ``gram`` or ``standard``.
+        coefficients: One triple for each iteration.
+    """
+    exact = reference.newton_schulz(x, coefficients)
+    largest = 0.0
+    # The norm over many elements is the same in every run.
+    seeds = SEEDS if x.numel() < 1 << 15 else 1
+    for order, seed in itertools.product(orders, range(seeds)):
+        errors = Errors(Arithmetic(products=dtype), order, torch.Generator().manual_seed(seed))
+        largest = max(largest, float((errors.newton_schulz(x, coefficients) - exact).norm() / exact.norm()))
+    return min(LARGEST, SPARE * largest)
 
 
 @dataclass
@@ -187,7 +253,7 @@ class Limits:
     """How far each result may lie from the reference's, as :func:`limits` found.
 
     Attributes:
-        paths: Distance of two paths relative to the path, by name of the parameter (:func:`.reference.relative`).
+        paths: Distance of two paths relative to the path, by name of the parameter (:func:`.comparisons.relative`).
         rows: The same for each slice of a parameter along its first dimension.
         norms: Relative, of the gradient norms.
         momentum: Relative, by name.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig
-from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-from deepspeed_muon.math.updates import AdamStep, adam_step_
+from deepspeed_muon.math.updates import AdamStep, adam_step_, update_scale
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import (
@@ -18,11 +18,11 @@ from deepspeed_muon.plan.placement import (
     sharded_placement,
 )
 from deepspeed_muon.plan.rows import RowPlaces, row_places
-from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
+from deepspeed_muon.reference import ReferenceMuon
+from deepspeed_muon.variants.normuon import MOMENTS, finish
 from deepspeed_muon.variants.variant import Sums
 from tests.support.comparisons import close
 from tests.support.layouts import fragments_of
-from tests.support.reference import decayed_step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,11 +34,15 @@ def test_rows_match_the_reference(shape: tuple[int, int, int], dtype: torch.dtyp
     updates = torch.randn(shape).mul_(torch.logspace(-4, 1, shape[1]).unsqueeze(-1)).to(dtype)
     result = finish(updates, {MOMENTS: moments}, {"beta2": torch.full((shape[0], 1), 0.9)}, Sums())
     assert result.dtype == torch.float32
-    for number in range(shape[0]):
-        update, moment = reference_finish(updates[number], expected_moments[number], beta2=0.9)
+    for number, update in enumerate(updates.double()):
+        reference = ReferenceMuon(
+            {}, variant="normuon", beta2=0.9, state={(MOMENTS,): expected_moments[number]}
+        )
+        with mock.patch("deepspeed_muon.reference.newton_schulz", return_value=update):
+            expected = reference.update_of(update, update) / update_scale("original", *update.shape)
         # A dozen fp32 roundings (6e-8) of sums of positive numbers.
-        close(result[number].double(), update, rtol=1e-6, atol=0)
-        close(moments[number].double(), moment, rtol=1e-6, atol=0)
+        close(result[number].double(), expected, rtol=1e-6, atol=0)
+        close(moments[number].double(), reference.state[MOMENTS,], rtol=1e-6, atol=0)
 
 
 def test_rows_keep_the_norm_and_zero_stays_zero() -> None:
@@ -60,10 +64,12 @@ def test_adam_decays_by_its_mode(mode: str) -> None:
     param, grad = torch.randn(64), torch.randn(64)
     first, second = torch.randn(64), torch.rand(64)
     settings = AdamStep(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, step=3, decay_mode=mode)  # type: ignore[arg-type]
-    m = 0.9 * first.double() + 0.1 * grad.double()
-    v = 0.95 * second.double() + 0.05 * grad.double() ** 2
-    update = m / (1 - 0.9**3) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
-    expected = decayed_step(param, update, lr=0.1, weight_decay=0.3, mode=mode)
+    expected = param.double()
+    state = {("param", "exp_avg"): first.double(), ("param", "exp_avg_sq"): second.double()}
+    reference = ReferenceMuon(
+        {}, adam_lr=0.1, eps=1e-8, weight_decay=0.3, weight_decay_mode=mode, steps=2, state=state
+    )
+    reference.step({"param": expected}, {"param": grad})
     adam_step_([(param, grad, first, second)], settings=settings)
     close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -72,7 +78,8 @@ def test_cautious_apply_matches_the_reference() -> None:
     torch.manual_seed(4)
     param, update = torch.randn(257), torch.randn(257).bfloat16()
     update[:3] = 0.0
-    expected = decayed_step(param, update.double() * 2.0, lr=0.1, weight_decay=0.5, mode="cautious")
+    expected = param.double()
+    ReferenceMuon({}, weight_decay_mode="cautious").apply(expected, update.double() * 2.0, 0.1, 0.5)
     # Two fragments with an element between them that stays.
     table = torch.tensor([[0, 0, 0, 0, 100, 0], [0, 101, 0, 101, 156, 0]])
     rates = torch.tensor([[0.2, 0.05]], dtype=torch.float64)
@@ -190,11 +197,10 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
     direction = grad.T if transposed else grad
     moments = []
     for part, moved in zip(direction.split([8, 12]), outputs.split([8, 12]), strict=True):
-        factor = reference_orthogonalize(part, resolve_schedule("quintic", 5))
-        expected, moment = reference_finish(factor, torch.zeros(len(part)), beta2=0.95)
-        moments.append(moment)
-        scale = max(1.0, len(part) / 6) ** 0.5
+        reference = ReferenceMuon({}, variant="normuon")
+        expected = reference.update_of(part, part)
+        moments.append(reference.state[MOMENTS,])
         # Newton-Schulz in fp32 on Gaussian matrices: 1e-5 at most.
-        close(moved.double(), 0.1 * scale * expected, rtol=1e-3, atol=1e-5)
+        close(moved.double(), 0.1 * expected, rtol=1e-3, atol=1e-5)
     kept = optimizer.state[weight]["row_second_moment"]
     close(kept.double(), torch.cat(moments), rtol=1e-4, atol=0)
