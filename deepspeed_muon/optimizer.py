@@ -23,8 +23,7 @@ from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig, takes_settings
 from deepspeed_muon.errors import (
     BindingError,
     ConfigError,
-    NonFiniteGradientError,
-    OrthogonalizationError,
+    NumericalError,
 )
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
@@ -210,7 +209,7 @@ class Muon(RoutedOptimizer):
             ranks: The ranks of the engine; without them it is this one alone.
 
         Raises:
-            OpsUnavailableError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
+            InstallationError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
         # Replicas of other processes (DDP) must round like these. Nobody knows who steps, so nothing can be agreed.
         replicas = ranks is None and dist.is_initialized() and dist.get_world_size() > 1
@@ -291,10 +290,9 @@ class Muon(RoutedOptimizer):
         Raises:
             BindingError: If ZeRO hands over a tensor that was not there when the optimizer was bound; if the last step
                 met a block of zeros under a variant that keeps its norm.
-            NonFiniteGradientError: On every rank, when a gradient is not finite and ``nonfinite_grad`` is ``error``.
-            OrthogonalizationError: When a matrix got no update because it was wrong in fp32 too, and
-                ``nonfinite_grad`` is ``error``: at the end of this step in a single process without DeepSpeed; else on
-                every rank when the next step begins, before it changes anything.
+            NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
+                matrix got no update because it was wrong in fp32 too, at the end of this step in a single process
+                without DeepSpeed, else on every rank when the next step begins, before it changes anything.
         """
         loss = None
         if closure is not None:
@@ -415,7 +413,7 @@ class Muon(RoutedOptimizer):
     def report_failed(self, names: Sequence[str], when: str) -> None:
         """Raise, if so configured, for matrices that got no update."""
         if names and self.config.nonfinite_grad == "error":
-            raise OrthogonalizationError(
+            raise NumericalError(
                 f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
@@ -474,7 +472,7 @@ class Muon(RoutedOptimizer):
         where = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
         message = f"non-finite gradient in {len(nonfinite)} parameters ({where})"
         if self.config.nonfinite_grad == "error" and found_inf is None:
-            raise NonFiniteGradientError(
+            raise NumericalError(
                 f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"
             )
         self.skipped_steps += 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.reference import newton_schulz
@@ -86,7 +86,7 @@ class Tuner:
         A process keeps its choice, stored or not: its next optimizer rounds like this one.
 
         Raises:
-            OpsUnavailableError: If every candidate gave a wrong result or failed.
+            InstallationError: If every candidate gave a wrong result or failed.
         """
         key = problem.key()
         known = (key, *(each.name for each in candidates))
@@ -95,7 +95,7 @@ class Tuner:
         chosen = next((each for each in candidates if each.name == choice.name), None)
         if chosen is None:
             told = "; ".join(f"{name}: {why}" for name, why in choice.rejected.items())
-            raise OpsUnavailableError(
+            raise InstallationError(
                 f"nothing that ns_backend allows gives a right result for {key} ({told}). Use ns_backend 'auto' or "
                 f"'torch', and please report this"
             )

@@ -31,7 +31,7 @@ def self_test() -> Checks:
         One entry for each check: ``op``, ``device``, ``error``, ``bound``, ``ok``.
 
     Raises:
-        OpsUnavailableError: If the library can be neither loaded nor built.
+        InstallationError: If the library can be neither loaded nor built.
     """
     checks = _test_operators(library.load(), "cpu", _TESTS)
     return checks + cuda_checks() if torch.cuda.is_available() else checks

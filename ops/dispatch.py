@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.newton_schulz import NsSettings
 
 from . import library, torch_operators
@@ -47,7 +47,7 @@ class Orthogonalizer:
                 take the kernel that is expected to be the fastest: on equal machines the same in all processes.
 
         Raises:
-            OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
+            InstallationError: If the backend is ``ops`` and the library can be neither loaded nor built.
         """
         self.backend = backend
         self._operators = _operators(backend)
@@ -68,7 +68,7 @@ class Orthogonalizer:
             A new tensor of the same shape, in ``settings.dtype``.
 
         Raises:
-            OpsUnavailableError: If the backend is ``ops`` and the library holds no kernel for this device.
+            InstallationError: If the backend is ``ops`` and the library holds no kernel for this device.
         """
         chosen = self.prepare(x, settings=settings, device=x.device)
         chosen.calls += 1
@@ -99,7 +99,7 @@ class Orthogonalizer:
             return small, Choice(small.name, "small matrices on a CPU")
         failed = trusted(device).failed
         if self.backend == "ops" and "native" in failed:
-            raise OpsUnavailableError(
+            raise InstallationError(
                 f"ns_backend is 'ops', but the self-test of this machine failed: {failed['native']}. Use ns_backend "
                 f"'auto' or 'torch'"
             )
@@ -107,7 +107,7 @@ class Orthogonalizer:
         if self.backend == "ops":
             candidates = [each for each in candidates if each.name.startswith("ops ")]
             if not candidates:
-                raise OpsUnavailableError(
+                raise InstallationError(
                     f"ns_backend is 'ops', but the native library holds no kernel for {problem.device}; "
                     f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
                 )
@@ -173,7 +173,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8:
         int8: Whether momentum is in 8 bits: on a GPU that pass has a verdict of its own.
 
     Raises:
-        OpsUnavailableError: If the backend is ``ops`` and there are no native passes for ``device``.
+        InstallationError: If the backend is ``ops`` and there are no native passes for ``device``.
     """
     operators = _operators(backend)
     kind = torch.device(device).type
@@ -188,7 +188,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8:
             passes = (operators.momentum_pack_, operators.momentum_pack_int8_, operators.unpack_apply_)
             return FlatPasses("ops", *(each.default for each in passes))
     if backend == "ops":
-        raise OpsUnavailableError(
+        raise InstallationError(
             f"ns_backend is 'ops', but there are no flat passes for {kind}: {missing}; "
             f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
         )
@@ -206,7 +206,7 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
     On CUDA every backend uses torch's, which is a single kernel there.
 
     Raises:
-        OpsUnavailableError: If the backend is ``ops`` and the library can be neither loaded nor built.
+        InstallationError: If the backend is ``ops`` and the library can be neither loaded nor built.
     """
     operators = _operators(backend)
     if has_kernel(operators, torch.device(device).type, "frobenius_norms"):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import announce, warn_on_each_machine
 
 from . import toolchain
@@ -37,7 +37,7 @@ WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
 
 _guard = threading.Lock()
 _operators: Any = None
-_failure: OpsUnavailableError | None = None
+_failure: InstallationError | None = None
 
 
 def load() -> Any:
@@ -46,7 +46,7 @@ def load() -> Any:
     Several processes may call it at once.
 
     Raises:
-        OpsUnavailableError: If there is no compiler, the build fails, or the build of another process takes too long;
+        InstallationError: If there is no compiler, the build fails, or the build of another process takes too long;
             every later call of the process raises it again.
     """
     global _operators, _failure
@@ -56,7 +56,7 @@ def load() -> Any:
                 raise _failure
             try:
                 build_and_load()
-            except OpsUnavailableError as error:
+            except InstallationError as error:
                 _failure = error
                 raise
             _operators = torch.ops.deepspeed_muon
@@ -75,7 +75,7 @@ def try_load() -> Any | None:
     known = _failure
     try:
         return load()
-    except OpsUnavailableError as error:
+    except InstallationError as error:
         if known is None:
             warn_on_each_machine(
                 "deepspeed_muon runs its torch code, which is slower: %s\n"
@@ -119,10 +119,10 @@ def build_and_load() -> None:
     if path is not None:
         return _load_library(path)
     if reason := unavailable_reason():
-        raise OpsUnavailableError(f"the native ops cannot be built here: {reason}")
+        raise InstallationError(f"the native ops cannot be built here: {reason}")
     try:
         _build(wanted)
-    except OpsUnavailableError as error:
+    except InstallationError as error:
         if not wanted.with_cuda:
             raise
         warn_on_each_machine(
@@ -162,7 +162,7 @@ def _build(spec: BuildSpec) -> None:
         failed = target.parent / "failed.txt"
         if not target.exists():
             if failed.exists():
-                raise OpsUnavailableError(failed.read_text())
+                raise InstallationError(failed.read_text())
             announce(
                 "deepspeed_muon: building its native operators%s into %s, once for this torch and this machine; that "
                 "takes a minute or two (`python -m deepspeed_muon report --selftest` builds them ahead)",
@@ -174,7 +174,7 @@ def _build(spec: BuildSpec) -> None:
             try:
                 _compile(spec, target)
                 announce("deepspeed_muon: built in %.0f s", time.monotonic() - started, on_any_rank=True)
-            except OpsUnavailableError as error:
+            except InstallationError as error:
                 if spec.with_cuda:
                     # Minutes in every process of every run, otherwise.
                     failed.write_text(str(error))
@@ -190,7 +190,7 @@ def _load_library(path: Path) -> None:
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
-            raise OpsUnavailableError(
+            raise InstallationError(
                 f"the native ops at {path} cannot be loaded ({error}); remove the folder to build them again"
             ) from error
         _loaded.add(path)
@@ -214,7 +214,7 @@ def _exclusive(folder: Path) -> Iterator[bool]:
     """Hold the folder's lock; yield whether it can be shared at all. Raise after ``WAIT_SECONDS``."""
     with locked(folder / ".building", WAIT_SECONDS) as mine:
         if mine is False:
-            raise OpsUnavailableError(
+            raise InstallationError(
                 f"another process has been building the native ops in {folder} for {WAIT_SECONDS:g} s; raise "
                 f"DS_MUON_BUILD_TIMEOUT (seconds), or build before the ranks start with "
                 f"`python -m deepspeed_muon report --selftest`"
@@ -252,7 +252,7 @@ def _compile(spec: BuildSpec, target: Path) -> None:
             is_standalone=False,
         )
     except (RuntimeError, OSError) as error:
-        raise OpsUnavailableError(f"building the native ops in {work} failed:\n{error}") from error
+        raise InstallationError(f"building the native ops in {work} failed:\n{error}") from error
     finally:
         os.environ["PATH"] = path
     built = work / f"{toolchain.library_name(spec.key)}.so"

@@ -208,8 +208,8 @@ class MuonConfig(_VariantSettings):
             where: The name of the section in messages.
 
         Raises:
-            ConfigError: With one line per bad key, naming the key, the value and what is allowed.
-            ScheduleError: If ``ns_schedule`` cannot run for ``ns_steps``.
+            ConfigError: With one line per bad key, naming the key, the value and what is allowed; or if ``ns_schedule``
+                cannot run for ``ns_steps``.
         """
         if not isinstance(params, (Mapping, type(None))):
             raise ConfigError(f"{where}: must be an object, got {shown(params)}")
@@ -267,7 +267,7 @@ class MuonConfig(_VariantSettings):
                 raise ConfigError(f"{where}.{key}: {shown(values[key])} with variant {self.variant!r}: {why}")
 
     def coefficients(self) -> tuple[Coefficients, ...]:
-        """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ScheduleError``."""
+        """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ConfigError``."""
         return resolve_schedule(self.ns_schedule, self.ns_steps)
 
     def ns_settings(self, device: torch.device) -> NsSettings:

@@ -38,7 +38,7 @@ from deepspeed_muon.engine.topology import (
 )
 from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
 from deepspeed_muon.engine.zero.views import Original
-from deepspeed_muon.errors import CheckpointError, ConfigError, PlanMismatchError, UnsupportedConfigError
+from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
@@ -168,7 +168,7 @@ def _refuse_wrapped(optimizer: Any) -> None:
     """Raise for an optimizer around ours."""
     if not isinstance(optimizer, Muon):
         kind = type(optimizer)
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"the optimizer that deepspeed.initialize got is a {kind.__module__}.{kind.__qualname__} around "
             f"deepspeed_muon.Muon, and DeepSpeed would divide the parameters without telling the Muon inside: pass the "
             f"Muon itself"
@@ -231,7 +231,7 @@ def _refuse_foreign(engine: Any, optimizer: Muon) -> None:
     foreign = [p for p in params if p.requires_grad and id(p) not in of_model]
     if foreign:
         names = [optimizer.routed.by_id[id(param)].name for param in foreign]
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"the optimizer has parameters that are not in the model of deepspeed.initialize: {listed(names, 5)}. ZeRO "
             f"reduces the gradients of the model's parameters alone: make them attributes of the model, or set "
             f"zero_optimization.stage to 0"
@@ -307,7 +307,7 @@ def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
         facts = optimizer.plan_facts()
     except Exception as caught:
         error = caught
-    agree(facts, error=error, kind=PlanMismatchError, ranks=ranks)
+    agree(facts, error=error, ranks=ranks, subject="comparison of plans")
 
 
 def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -367,9 +367,7 @@ def _require_consolidated(engine: Any, config: MuonConfig) -> None:
         require_all_ranks(engine)
         collect(engine)
     except CheckpointError as error:
-        raise UnsupportedConfigError(
-            f"optimizer.params.{wanted} does not work here, unset it: {error}"
-        ) from error
+        raise ConfigError(f"optimizer.params.{wanted} does not work here, unset it: {error}") from error
 
 
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
@@ -380,7 +378,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     stages = one_of_each.gather(own, what="comparison of the stages' routes").values()
     counts = [count for _, count in stages]
     if len(set(counts)) > 1 and norm_by_group:
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"the stages of the pipeline have {counts} param groups, and DeepSpeed's norm at ZeRO 1 waits for each of "
             f"them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
             f"otherwise, or in fp32 set zero_optimization.stage to 0"

@@ -56,7 +56,7 @@ from deepspeed_muon.engine import (
 from deepspeed_muon.engine.zero import stages, views
 from deepspeed_muon.engine.zero.stages import WRAPPERS, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import Bf16View, FlatView, HalfView, Memory, Original, PlainView, View
-from deepspeed_muon.errors import RegistrationError
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.optimizer import Muon
 
 
@@ -296,18 +296,18 @@ def register() -> None:
     ``import deepspeed_muon`` calls it. Calling it again does nothing. Existing engines keep their optimizer.
 
     Raises:
-        RegistrationError: If this DeepSpeed is older than :data:`OLDEST`, or :func:`differences` finds some.
+        InstallationError: If this DeepSpeed is older than :data:`OLDEST`, or :func:`differences` finds some.
     """
     if _INSTALLED:
         return
     if Version(deepspeed.__version__) < Version(OLDEST):
-        raise RegistrationError(
+        raise InstallationError(
             f"DeepSpeed {deepspeed.__version__} is not supported: with current torch, releases before {OLDEST} lose "
             f"gradients at ZeRO 2 with accumulation or fail in their all-gather, whatever the optimizer; "
             f"run `pip install 'deepspeed>={OLDEST}'`"
         )
     if unknown := differences():
-        raise RegistrationError(
+        raise InstallationError(
             f"DeepSpeed {deepspeed.__version__} differs from the tested releases, so Muon could train wrong: "
             f"{'; '.join(unknown)}. Tested are {', '.join(fingerprints.table()['releases'])}: install one of them, or "
             f"a newer deepspeed_muon"
@@ -336,11 +336,11 @@ def unregister() -> None:
     """Give the config type ``Muon`` back to DeepSpeed. Existing engines keep their optimizer.
 
     Raises:
-        RegistrationError: If another library replaced one of the functions after this one.
+        InstallationError: If another library replaced one of the functions after this one.
     """
     for hook, (_, ours) in _INSTALLED.items():
         if getattr(hook.owner, hook.attribute) is not ours:
-            raise RegistrationError(
+            raise InstallationError(
                 f"{hook} was hooked again after deepspeed_muon.register(); undo that one first"
             )
     while _INSTALLED:

@@ -51,7 +51,7 @@ from deepspeed_muon.checkpoint.live import optimizer_of
 from deepspeed_muon.checkpoint.tag_folder import Glance
 from deepspeed_muon.engine.zero.stages import Zero3View, view_of
 from deepspeed_muon.engine.zero.views import Original, View
-from deepspeed_muon.errors import CheckpointError, OpsUnavailableError
+from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
 from deepspeed_muon.reference import ReferenceMuon
 
@@ -179,7 +179,7 @@ class CpuAdam:
             moments: Dtype of both moments.
 
         Raises:
-            OpsUnavailableError: If it can be neither loaded nor built, or its result is not the reference's.
+            InstallationError: If it can be neither loaded nor built, or its result is not the reference's.
         """
         try:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -190,7 +190,7 @@ class CpuAdam:
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
         except Exception as error:
-            raise OpsUnavailableError(f"DeepSpeed's cpu_adam operator is not available: {error}") from error
+            raise InstallationError(f"DeepSpeed's cpu_adam operator is not available: {error}") from error
         weakref.finalize(self, self._op.destroy_adam, self._number)
         self._check(decoupled, master, moments)
 
@@ -221,7 +221,7 @@ class CpuAdam:
             try:
                 self([(param, grad, exp_avg, exp_avg_sq)], settings=settings)
             except RuntimeError as failed:
-                raise OpsUnavailableError(
+                raise InstallationError(
                     f"DeepSpeed's cpu_adam operator does not take {master} with moments in {moments}: {failed}"
                 ) from failed
             error = max(error, float((param.double() - expected).abs().max()))
@@ -229,7 +229,7 @@ class CpuAdam:
         # holds a few roundings of the moments. The error of a wrong formula is of the size of an update.
         unit = torch.finfo(master).eps * 0.1 + torch.finfo(moments).eps * 0.02 * 8
         if not error <= unit:
-            raise OpsUnavailableError(
+            raise InstallationError(
                 f"DeepSpeed's cpu_adam operator differs from the reference by {error:.1e} (allowed {unit:.1e})"
             )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.engine.offload import offload_device
-from deepspeed_muon.errors import RoutingError, UnsupportedConfigError
+from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import divide_again
 
@@ -44,7 +44,7 @@ def regroup(engine: Any, optimizer: Muon) -> None:
 
     Raises:
         RoutingError: If a scheduler was made for groups that change, and cannot follow them.
-        UnsupportedConfigError: If ZeRO 3 would fail because of the parameters' dtypes.
+        ConfigError: If ZeRO 3 would fail because of the parameters' dtypes.
     """
     if engine.zero_optimization_stage() == 3 and offload_device(engine, "offload_param") == "none":
         _refuse_several_dtypes(optimizer)
@@ -73,7 +73,7 @@ def _refuse_several_dtypes(optimizer: Muon) -> None:
     first = {param.dtype: name_of[id(param)] for param in reversed(_trained(optimizer))}
     if len(first) > 1:
         shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"ZeRO 3 needs trained parameters of one dtype: {shown}. Enable bf16 or fp16 in the configuration, which "
             f"casts them, convert the model with model.to(dtype), or train at ZeRO 1 or 2"
         )

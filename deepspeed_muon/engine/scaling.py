@@ -36,7 +36,7 @@ from torch import Tensor
 
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.engine.zero.views import Bf16View, HalfView, Original, View
-from deepspeed_muon.errors import NonFiniteGradientError
+from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 
@@ -78,7 +78,7 @@ def raise_on_overflow(original: Original, view: View, *args: Any, **kwargs: Any)
     """Turn a step that ZeRO skipped into an error; all ranks agree on ``overflow``."""
     result = original(*args, **kwargs)
     if view.wrapper.overflow:
-        raise NonFiniteGradientError(
+        raise NumericalError(
             "a gradient or the global gradient norm is not finite and optimizer.params.nonfinite_grad is 'error'; "
             "DeepSpeed left weights and optimizer state unchanged"
         )

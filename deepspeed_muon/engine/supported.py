@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import master_dtype, offload_device
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.errors import UnsupportedConfigError
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import is_divided
@@ -36,13 +36,13 @@ def refuse_unsupported(engine: Any, config: MuonConfig) -> None:
         config: The optimizer's settings.
 
     Raises:
-        UnsupportedConfigError: Naming the config key, why, and what to do.
+        ConfigError: Naming the config key, why, and what to do.
     """
     for key, (asked, why) in _REFUSED.items():
         if asked(engine, config):
-            raise UnsupportedConfigError(f"{key} is not supported by deepspeed_muon: {why}")
+            raise ConfigError(f"{key} is not supported by deepspeed_muon: {why}")
     if unknown := list(_unknown_keys(engine._config.zero_config)):
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"zero_optimization.{', zero_optimization.'.join(unknown)} is not supported by deepspeed_muon "
             f"{__version__}: no result with it has been compared with the reference; remove it, or install a newer one"
         )

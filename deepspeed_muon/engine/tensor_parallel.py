@@ -24,7 +24,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
-from deepspeed_muon.errors import PlanMismatchError, UnsupportedConfigError
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
@@ -171,7 +171,7 @@ def tensor_shards(engine: Any, routes: Mapping[int, Route] | None = None) -> dic
         routes: ``id(parameter)`` to its route, once there are routes.
 
     Raises:
-        UnsupportedConfigError: If a layer does not say how a matrix is cut that goes to Muon.
+        ConfigError: If a layer does not say how a matrix is cut that goes to Muon.
     """
     group, found = tensor_parallel_group(engine), {}
     for param in engine.module.parameters() if group is not None else ():
@@ -200,14 +200,14 @@ def with_tensor_parallel(
         routes: ``id(model parameter)`` to its route.
 
     Raises:
-        UnsupportedConfigError: On every rank that can tell, naming the parameter, if a shard could not be told from a
+        ConfigError: On every rank that can tell, naming the parameter, if a shard could not be told from a
             whole matrix, or is of a kind that is not supported.
-        PlanMismatchError: If another rank of the group failed.
+        RankDisagreementError: If another rank of the group failed.
     """
     ranks = Ranks((group,))
     sets: list[StepSet] = []
     held: dict[str, tuple[tuple[int, int], str]] = {}
-    with raise_on_all_ranks(PlanMismatchError, ranks=ranks):
+    with raise_on_all_ranks(ranks=ranks, subject="comparison of plans"):
         shards = {
             routes[key].name: each for key, each in tensor_shards(engine, routes).items() if key in routes
         }
@@ -238,7 +238,7 @@ def with_tensor_parallel(
 
 
 def _refuse(name: str, why: str) -> NoReturn:
-    raise UnsupportedConfigError(
+    raise ConfigError(
         f"tensor parallelism: {name} cannot be orthogonalised: {why}. Send it to AdamW with "
         f"optimizer.params.exclude, or train without tensor parallelism"
     )

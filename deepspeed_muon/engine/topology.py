@@ -101,10 +101,10 @@ def read_step_sets(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) ->
         The step sets in an order that all ranks share.
 
     Raises:
-        UnsupportedConfigError: If the wrapper is of an unknown class, or a matrix that tensor parallelism cuts is of a
+        ConfigError: If the wrapper is of an unknown class, or a matrix that tensor parallelism cuts is of a
             kind that cannot be orthogonalised.
         BindingError: If the layout does not fit the routes.
-        PlanMismatchError: If the ranks of a tensor-parallel group hold different matrices.
+        RankDisagreementError: If the ranks of a tensor-parallel group hold different matrices.
     """
     read = functools.partial(_read, engine, optimizer, routes)
     group = tensor_parallel_group(engine)

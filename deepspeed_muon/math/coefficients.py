@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepspeed_muon.errors import ScheduleError
+from deepspeed_muon.errors import ConfigError
 
 Coefficients = tuple[float, float, float]
 NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
@@ -98,7 +98,7 @@ def resolve_schedule(
             length.
 
     Raises:
-        ScheduleError: If the table is not valid for ``steps``, or a caller's own table does not map singular values
+        ConfigError: If the table is not valid for ``steps``, or a caller's own table does not map singular values
             into the neighbourhood of 1.
     """
     name: str = schedule if isinstance(schedule, str) else "<own table>"
@@ -109,7 +109,7 @@ def resolve_schedule(
     if steps is None:
         steps = 5 if name in _ANY_LENGTH else len(rows)
     if steps != len(rows) and name not in _ANY_LENGTH:
-        raise ScheduleError(
+        raise ConfigError(
             f"ns_schedule {name!r} is a table of {len(rows)} steps and cannot run for ns_steps={steps}: "
             f"set ns_steps to {len(rows)}, or use ns_schedule 'quintic' or 'polar_express', which are valid "
             f"for any number of steps"
@@ -118,7 +118,7 @@ def resolve_schedule(
     if not isinstance(schedule, str):
         band = band_of(coefficients)
         if not (band.low > 0.2 and band.high < 2.0):
-            raise ScheduleError(
+            raise ConfigError(
                 f"ns_schedule: this table maps singular values in [0.05, 1] to [{band.low:.3g}, {band.high:.3g}] "
                 f"after {steps} steps; an orthogonalising schedule ends near 1 (accepted: 0.2 to 2)"
             )

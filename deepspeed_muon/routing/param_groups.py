@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
 from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
-from deepspeed_muon.errors import ConfigError, MuonError, ParameterTypeError, RoutingError
+from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
@@ -316,7 +316,7 @@ def expert_group_name(param: Tensor) -> str | None:
 
 def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -> list[CallerGroup]:
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise ParameterTypeError(
+        raise RoutingError(
             f"params is a {type(params).__name__}, expected a module or an iterable of parameters, of (name, "
             f"parameter) pairs or of param groups"
         )
@@ -335,11 +335,11 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
             raise RoutingError(f"param group {number} has no 'params'")
         entries = item["params"]
         if not isinstance(entries, Iterable):
-            raise ParameterTypeError(
+            raise RoutingError(
                 f"the params of param group {number} are a {type(entries).__name__}, expected a list of parameters"
             )
         if isinstance(entries, (set, frozenset)):
-            raise ParameterTypeError(
+            raise RoutingError(
                 f"the params of param group {number} are a set, whose order differs between runs and ranks; pass a list"
             )
         entries = [entries] if isinstance(entries, Tensor) else list(entries)
@@ -376,7 +376,7 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
 
 def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], place: str) -> NamedParameter:
     if not isinstance(param, Tensor):
-        raise ParameterTypeError(
+        raise RoutingError(
             f"{place} is a {type(param).__name__}, expected a parameter or a (name, parameter) pair"
         )
     if id(param) in known:

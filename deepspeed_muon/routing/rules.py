@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import MatricesConfig
-from deepspeed_muon.errors import ParameterTypeError, RoutingError
+from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.ends import Places
 from deepspeed_muon.routing.evidence import Claim, NamedParameter
@@ -159,27 +159,25 @@ def _refuse_untrainable(item: NamedParameter) -> None:
         return
     what = f"parameter {item.name} of shape {list(true_shape(param))}"
     if param.is_complex():
-        raise ParameterTypeError(
+        raise RoutingError(
             f"{what} is complex ({param.dtype}), which neither Muon nor AdamW updates here; keep it as a real "
             f"parameter and use torch.view_as_complex in forward, freeze it, or leave it to another optimizer"
         )
     kind = type(param.data).__name__
     is_wrapper: bool = is_traceable_wrapper_subclass(param.data)
     if is_wrapper:
-        raise ParameterTypeError(
+        raise RoutingError(
             f"{what} is a {kind}, whose elements lie in other tensors, and only ordinary tensors can be trained here. "
             f"DeepSpeed's ZeRO and AutoTP divide ordinary parameters themselves: leave out fully_shard (FSDP2), "
             f"parallelize_module and the like"
         )
     if not param.is_complex() and param.dtype not in _TRAINABLE:
-        raise ParameterTypeError(
+        raise RoutingError(
             f"{what} is {param.dtype}, and only float32, float64, bfloat16 and float16 can be trained here; keep the "
             f"parameter in one of them and convert it in forward, freeze it, or leave it to another optimizer"
         )
     if param.layout != torch.strided:
-        raise ParameterTypeError(
-            f"{what} has the layout {param.layout}; only dense parameters can be trained here"
-        )
+        raise RoutingError(f"{what} has the layout {param.layout}; only dense parameters can be trained here")
     if not param.is_leaf and not param.retains_grad:
         raise RoutingError(
             f"{what} is computed from other tensors, not a leaf: it has no gradient of its own"

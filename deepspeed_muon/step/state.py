@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.errors import BindingError, OpsUnavailableError
+from deepspeed_muon.errors import BindingError, InstallationError
 from deepspeed_muon.logs import logger, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
 from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
@@ -109,7 +109,7 @@ def _native(
     """Return DeepSpeed's kernel, or why it cannot be used. The cache makes one for all, and one warning."""
     try:
         return make(decoupled=decoupled, master=master, moments=moments)
-    except OpsUnavailableError as error:
+    except InstallationError as error:
         warn_on_each_machine("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
         return str(error)
 

@@ -55,7 +55,7 @@ class StepSet:
             without tensor parallelism.
         native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload keeps the partitions off the device, else ``None``.
             Called with ``decoupled``, ``master`` and ``moments``, it returns a function like
-            :func:`deepspeed_muon.math.updates.adam_step_` or raises ``OpsUnavailableError``.
+            :func:`deepspeed_muon.math.updates.adam_step_` or raises ``InstallationError``.
     """
 
     partitions: tuple[BoundPartition, ...]

@@ -15,23 +15,11 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from deepspeed_muon.errors import (
-    CheckpointError,
-    MuonError,
-    PlanMismatchError,
-    RankDisagreementError,
-    ShardingError,
-)
+from deepspeed_muon.errors import CheckpointError, MuonError, RankDisagreementError
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 # An error lists at most this number of differences: models of two sizes differ in every parameter.
 _LINES = 20
-
-_COMPARED: dict[type[MuonError], str] = {
-    PlanMismatchError: "comparison of plans",
-    CheckpointError: "agreement on a checkpoint",
-    ShardingError: "comparison of shards",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +70,7 @@ def agree(
     error: Exception | None = None,
     kind: type[MuonError] = RankDisagreementError,
     ranks: Ranks | None = None,
+    subject: str | None = None,
 ) -> None:
     """Compare this rank's facts with those of the other ranks and raise on every rank if they differ.
 
@@ -93,6 +82,7 @@ def agree(
         error: An exception that this rank caught before. The other ranks learn of it; then it is raised.
         kind: Class of the error on the other ranks.
         ranks: The ranks that compare; by default all of the default process group.
+        subject: What the error says if a rank does not join, such as "comparison of plans".
 
     Raises:
         MuonError: ``error`` itself on the ranks that failed; ``kind`` if another rank failed or differs, with
@@ -103,24 +93,25 @@ def agree(
         if error is not None:
             raise error
         return
-    what = _COMPARED.get(kind, "comparison of settings")
+    if subject is None:
+        subject = "agreement on a checkpoint" if kind is CheckpointError else "comparison of settings"
     everyone = Scope("all ranks", ranks.position, ranks.size)
     told = {} if error is not None or own_facts is None else own_facts
     facts = {scope or everyone: sorted(texts.items()) for scope, texts in told.items()}
-    failed, *sums = ranks.reduce([int(error is not None), *_checksums(facts)], "sum", what=what)
+    failed, *sums = ranks.reduce([int(error is not None), *_checksums(facts)], "sum", what=subject)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failures = ranks.gather(text, what=what)
+        failures = ranks.gather(text, what=subject)
         if error is not None:
             raise error
         lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(lines))
     if not any(sums):
         return
-    differences = _differences(ranks.gather({s.name: dict(each) for s, each in facts.items()}, what=what))
+    differences = _differences(ranks.gather({s.name: dict(each) for s, each in facts.items()}, what=subject))
     if not differences:
-        groups = ranks.gather([(scope.name, scope.size) for scope in facts], what=what)
+        groups = ranks.gather([(scope.name, scope.size) for scope in facts], what=subject)
         differences = [f"the groups of rank {rank}: {own}" for rank, own in groups.items()]
     more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
     raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
@@ -128,7 +119,10 @@ def agree(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(
-    kind: type[MuonError] = RankDisagreementError, *, ranks: Ranks | None = None
+    kind: type[MuonError] = RankDisagreementError,
+    *,
+    ranks: Ranks | None = None,
+    subject: str | None = None,
 ) -> Iterator[RankFacts]:
     """Let all ranks raise if one of them does in the block, or if they leave it with different facts.
 
@@ -137,6 +131,7 @@ def raise_on_all_ranks(
     Args:
         kind: See :func:`agree`.
         ranks: See :func:`agree`.
+        subject: See :func:`agree`.
 
     Yields:
         The facts to compare, for the block to fill in.
@@ -147,7 +142,7 @@ def raise_on_all_ranks(
         yield own_facts
     except Exception as caught:
         error = caught
-    agree(own_facts, error=error, kind=kind, ranks=ranks)
+    agree(own_facts, error=error, kind=kind, ranks=ranks, subject=subject)
 
 
 def _checksums(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:

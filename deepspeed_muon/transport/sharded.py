@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.errors import ShardingError
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
@@ -57,8 +57,8 @@ def orthogonalize_sharded(
         A new tensor of the shape of ``x``, in ``settings.dtype``.
 
     Raises:
-        ShardingError: On every rank, if the shards do not fit together, ``shard_dim`` is not a dimension of the matrix,
-            or ``group`` is not one that this rank belongs to.
+        ConfigError: If ``shard_dim`` is not a dimension of the matrix, or this rank is not in ``group``.
+        RankDisagreementError: If the shards do not fit together, or another rank raised ``ConfigError``.
     """
     dim, shard_sizes = _checked(x, group, shard_dim, settings, shard_sizes)
     world_size = len(shard_sizes)
@@ -95,13 +95,13 @@ def _checked(
     Without ``shard_sizes`` the ranks compare their shards, and all raise if those do not fit.
     """
     if not isinstance(group, dist.ProcessGroup):
-        raise ShardingError(
+        raise ConfigError(
             f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
             f"default group, and this rank must be a member of the one that is given"
         )
     if shard_sizes is None:
         ranks = Ranks.of([group])
-        with raise_on_all_ranks(ShardingError, ranks=ranks) as own:
+        with raise_on_all_ranks(ranks=ranks, subject="comparison of shards") as own:
             dim = _matrix_dim(x, shard_dim)
             own.tell("shard_dim", dim)
             own.tell("matrices", x.shape[:-2].numel())
@@ -111,7 +111,7 @@ def _checked(
         return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
     dim, rank, count = _matrix_dim(x, shard_dim), dist.get_rank(group), dist.get_world_size(group)
     if len(shard_sizes) != count or shard_sizes[rank] != x.shape[dim]:
-        raise ShardingError(
+        raise ConfigError(
             f"shard_sizes {list(shard_sizes)} do not describe {count} ranks of which rank {rank} holds "
             f"{x.shape[dim]} along dimension {dim}"
         )
@@ -121,12 +121,12 @@ def _checked(
 def _matrix_dim(x: Tensor, shard_dim: int) -> int:
     """Return ``shard_dim`` counted from the end: -2 or -1."""
     if x.ndim < 2 or not x.is_floating_point():
-        raise ShardingError(
+        raise ConfigError(
             f"orthogonalize_sharded needs floating (..., rows, cols), got {x.dtype} of shape {tuple(x.shape)}"
         )
     dim = shard_dim - x.ndim if shard_dim >= 0 else shard_dim
     if dim not in (-2, -1):
-        raise ShardingError(
+        raise ConfigError(
             f"shard_dim {shard_dim} of a tensor of shape {tuple(x.shape)} is not a dimension of its matrices: "
             f"use -2 for rows, -1 for columns"
         )

@@ -328,4 +328,4 @@ def without_async_io(rank: int, world_size: int) -> Any:
 
 def test_without_the_operator(ranks: Any) -> None:
     for text in ranks(2).run(without_async_io):
-        assert text.startswith("UnsupportedConfigError: ") and "libaio" in text, text
+        assert text.startswith("ConfigError: ") and "libaio" in text, text

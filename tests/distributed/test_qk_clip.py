@@ -356,7 +356,7 @@ def on_shared_sequences(rank: int, world_size: int) -> str:
     config = training.ds_config(1, params={"qk_clip": CLIP})
     start = lambda: training.initialize(build("grouped"), config, mpu=parallel_state_sp)  # noqa: E731
     try:
-        return training.refusal(start, deepspeed_muon.UnsupportedConfigError)
+        return training.refusal(start, deepspeed_muon.ConfigError)
     finally:
         parallel_state_sp._release_sequence_parallel_groups()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_muon import NsSettings, ShardingError, orthogonalize, orthogonalize_sharded
+from deepspeed_muon import MuonError, NsSettings, orthogonalize, orthogonalize_sharded
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.transport import sharded
@@ -157,7 +157,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         arguments = {"group": group, "shard_dim": -1, "settings": settings(), **arguments}
         try:
             orthogonalize_sharded(arguments.pop("x"), **arguments)
-        except ShardingError as error:
+        except MuonError as error:
             messages[name] = str(error)
     return messages
 
@@ -173,5 +173,5 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks: Any) -> None:
         assert "matrices: ranks [0]: 1; ranks [1]: 3" in messages["matrices"]
         assert "holds 6 along dimension -1" in messages["sizes"]
         assert "settings: ranks [0]: " in messages["settings"] and "standard" in messages["settings"]
-    assert "rank 1: ShardingError: orthogonalize_sharded needs floating" in first["vector"]
+    assert "rank 1: ConfigError: orthogonalize_sharded needs floating" in first["vector"]
     assert "shape (6,)" in second["vector"]

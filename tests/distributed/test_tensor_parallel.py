@@ -159,7 +159,7 @@ def test_refused_on_every_rank(ranks: Any, what: str) -> None:
     """A shard is never orthogonalised as if it were the matrix."""
     text, arguments = REFUSED[what]
     for message in ranks(2).run(tensor_parallel.failing, **arguments):
-        assert message.startswith("UnsupportedConfigError: tensor parallelism: "), message
+        assert message.startswith("ConfigError: tensor parallelism: "), message
         assert text in message and "optimizer.params.exclude" in message
 
 

@@ -86,7 +86,7 @@ def refused(rank: int, world_size: int, *, folder: str) -> list[str]:
     if rank == 2:
         return []
     config = training.ds_config(2, params={"consolidate_on_save": True})
-    said = training.refusal(lambda: engine_of(mpu, config), deepspeed_muon.UnsupportedConfigError)
+    said = training.refusal(lambda: engine_of(mpu, config), deepspeed_muon.ConfigError)
     engine = engine_of(mpu, training.ds_config(2))
     calls = (deepspeed_muon.checkpoint.consolidate, deepspeed_muon.checkpoint.restore)
     refusals = (

@@ -18,7 +18,7 @@ from torch import nn
 
 from deepspeed_muon import Muon
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.errors import ConfigError, ScheduleError
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import resolve_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_schedules() -> None:
     assert len(MuonConfig.from_params({"ns_schedule": "deepseekv4"}).coefficients()) == 10
     own = [[3.4445, -4.7750, 2.0315]] * 6
     assert len(MuonConfig.from_params({"ns_schedule": own}).coefficients()) == 6
-    with pytest.raises(ScheduleError):
+    with pytest.raises(ConfigError):
         MuonConfig.from_params({"ns_schedule": own, "ns_steps": 5})
 
 
@@ -167,13 +167,6 @@ def test_type_checkers_know_every_key(tmp_path: Path) -> None:
     found = mypy.run(arguments)[0]
     assert re.findall(r"program\.py:(\d): error", found) == ["5", "6", "7"], found
     assert 'Unexpected keyword argument "mun_lr" for "Muon"; did you mean "muon_lr"?' in found
-
-
-def test_help_shows_what_users_call() -> None:
-    """And not how the engine binds the optimizer and runs it."""
-    public = {name for name in dir(Muon) if not name.startswith("_")} - set(dir(torch.optim.Optimizer))
-    # DeepSpeed asks an offloaded optimizer for fp32_optimizer_states.
-    assert public == {"adam_report", "fp32_optimizer_states", "health", "kernel_report", "routes"}
 
 
 def test_a_subclass_has_its_own_signature() -> None:

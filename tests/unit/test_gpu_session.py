@@ -38,15 +38,6 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_part(session: ModuleType, t
     assert "why" in (tmp_path / "part.log").read_text()
 
 
-@pytest.mark.full
-def test_a_limit_ends_a_part(session: ModuleType, tmp_path: Path) -> None:
-    steps = [
-        session.Step(str(n), session.python("-c", "import time; time.sleep(600)"), 60.0) for n in range(2)
-    ]
-    found = session.run_part(steps, tmp_path / "part.log", None, limit=6.0)
-    assert [each["ended"] for each in found] == ["took too long", "not started: no time left"]
-
-
 def test_a_resumed_part_runs_what_is_not_ok_yet_and_what_prepares_it(
     session: ModuleType, tmp_path: Path
 ) -> None:

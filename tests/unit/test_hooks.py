@@ -48,7 +48,7 @@ def test_a_row_that_another_library_replaced_stops_unregister(
     other = functools.wraps(ours[hook])(lambda *args, **kwargs: None)
     with monkeypatch.context() as patch:
         patch.setattr(hook.owner, hook.attribute, other)
-        with pytest.raises(deepspeed_muon.RegistrationError, match=f"{hook} was hooked again"):
+        with pytest.raises(deepspeed_muon.InstallationError, match=f"{hook} was hooked again"):
             deepspeed_muon.unregister()
         assert in_place() == {**ours, hook: other}
 
@@ -57,7 +57,7 @@ def test_releases_that_train_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) 
     deepspeed_muon.unregister()
     monkeypatch.setattr("deepspeed.__version__", "0.18.9")
     with pytest.raises(
-        deepspeed_muon.RegistrationError, match=r"0\.18\.9 is not supported.*deepspeed>=0\.19\.2"
+        deepspeed_muon.InstallationError, match=r"0\.18\.9 is not supported.*deepspeed>=0\.19\.2"
     ):
         deepspeed_muon.register()
 
@@ -84,7 +84,7 @@ def test_a_deepspeed_with_other_functions_is_refused_before_anything_is_replaced
     monkeypatch.setattr(DeepSpeedEngine, "_take_model_step", step)
     monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "step", instrument_w_nvtx(step))
     before = vars(DeepSpeedEngine)["_configure_optimizer"]
-    with pytest.raises(deepspeed_muon.RegistrationError) as raised:
+    with pytest.raises(deepspeed_muon.InstallationError) as raised:
         deepspeed_muon.register()
     *_, found = str(raised.value).split("train wrong: ")
     found, remedy = found.split(". Tested are")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops import dispatch, library, toolchain
@@ -91,9 +91,9 @@ def test_without_a_compiler_auto_warns_once_and_runs_torch(
 
 
 def test_without_a_compiler_ops_is_a_typed_error(without_compiler: None) -> None:
-    with pytest.raises(OpsUnavailableError, match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH"):
+    with pytest.raises(InstallationError, match="no C\\+\\+ compiler: 'no-such-compiler' is not on PATH"):
         dispatch.Orthogonalizer("ops")
-    with pytest.raises(OpsUnavailableError):
+    with pytest.raises(InstallationError):
         dispatch.flat_passes("ops")
     assert dispatch.Orthogonalizer("torch")(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
 
@@ -103,7 +103,7 @@ def test_a_broken_source_is_a_typed_error_with_the_compilers_output(
 ) -> None:
     monkeypatch.setattr(toolchain, "CSRC", write_source(tmp_path, "this is not C++;\n"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    with pytest.raises(OpsUnavailableError, match=r"tiny\.cpp:1:1: error"):
+    with pytest.raises(InstallationError, match=r"tiny\.cpp:1:1: error"):
         library.build_and_load()
 
 
@@ -161,7 +161,7 @@ def test_the_lock_dies_with_its_holder_and_waiting_ends(
         assert holder.stdout is not None
         assert any("held" in line for line in holder.stdout)
         monkeypatch.setattr(library, "WAIT_SECONDS", 0.3)
-        with pytest.raises(OpsUnavailableError, match="DS_MUON_BUILD_TIMEOUT"), library._exclusive(tmp_path):
+        with pytest.raises(InstallationError, match="DS_MUON_BUILD_TIMEOUT"), library._exclusive(tmp_path):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait(timeout=30)
@@ -186,7 +186,7 @@ def test_a_failed_cuda_build_leaves_the_cpu_operators(
     def compile_(spec: toolchain.BuildSpec, target: Path) -> None:
         tried.append(spec.with_cuda)
         if spec.with_cuda:
-            raise OpsUnavailableError("nvcc: no such file as cuda_runtime.h")
+            raise InstallationError("nvcc: no such file as cuda_runtime.h")
         target.touch()
 
     loaded: list[Path] = []

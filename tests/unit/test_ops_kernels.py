@@ -360,22 +360,6 @@ def test_torchs_passes_have_as_many_operations_for_50_fragments_as_for_one(
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("state", DTYPES)
-def test_a_table_of_fragments_in_torch(ops: Any, state: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    table, numbers = fragments(generator)
-    tensors = [[torch.randn(70_000, generator=generator).to(state) for _ in range(2)] for _ in range(3)]
-    copies = [[each.clone() for each in each_of] for each_of in tensors]
-    for run, (bufs, grads, outs) in ((ops, tensors), (torch_operators, copies)):
-        run.momentum_pack_(bufs, grads, outs, table, numbers)
-        run.unpack_apply_(bufs, outs, table, numbers)
-    for mine, right in zip(tensors, copies, strict=True):
-        for one, other in zip(mine, right, strict=True):
-            # As in test_momentum_pack; a rounded direction may fall on the other side.
-            eps = torch.finfo(state).eps
-            torch.testing.assert_close(one, other, rtol=2 * eps, atol=max(2e-6, eps / 16))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_largest_magnitudes(ops: Any, dtype: torch.dtype) -> None:
     table, _ = fragments(torch.Generator().manual_seed(0))

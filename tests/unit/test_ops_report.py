@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_muon.__main__ import main
-from deepspeed_muon.errors import OpsUnavailableError
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.ops import checks, library, report
 from deepspeed_muon.ops.gate import Verdict
 from tests.support.harness import run_command
@@ -71,7 +71,7 @@ def test_ops_that_cannot_be_built_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
-        raise OpsUnavailableError("no C++ compiler")
+        raise InstallationError("no C++ compiler")
 
     monkeypatch.setattr(checks, "self_test", fail)
     assert main(["report", "--selftest"]) == 2

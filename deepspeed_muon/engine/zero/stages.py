@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_muon.engine.zero.views import Bf16View, FlatView, HalfView, Original, PlainView, View
-from deepspeed_muon.errors import UnsupportedConfigError
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import Placement, sharded_placement
 from deepspeed_muon.step.state import STATE_TENSORS
@@ -428,12 +428,12 @@ def view_of(wrapper: Any) -> View:
     """Return the view of what an engine has as its ``optimizer``.
 
     Raises:
-        UnsupportedConfigError: If it is of an unknown class.
+        ConfigError: If it is of an unknown class.
     """
     if isinstance(wrapper, Muon):
         return PlainView(wrapper)
     if type(wrapper) not in WRAPPERS:  # a subclass may keep everything elsewhere
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, which deepspeed_muon does not know. Known "
             f"are {', '.join(each.__name__ for each in WRAPPERS)}: remove the key of zero_optimization that asks for "
             f"another one"
@@ -448,7 +448,7 @@ def require_known(wrapper: Any) -> None:
         wrapper: What an engine has as its ``optimizer``.
 
     Raises:
-        UnsupportedConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the
+        ConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the
             message has all of them.
     """
     kind = WRAPPERS.get(type(wrapper), PlainView)
@@ -456,7 +456,7 @@ def require_known(wrapper: Any) -> None:
     if not missing and view_of(wrapper).offloads:
         missing = [name for name in _READ_WITH_OFFLOAD if not hasattr(wrapper, name)]
     if missing:
-        raise UnsupportedConfigError(
+        raise ConfigError(
             f"{type(wrapper).__name__} of this DeepSpeed has no {', '.join(missing)}, where deepspeed_muon looks for "
             f"weights, gradients and scales. Install a DeepSpeed that docs/usage.md lists, or a newer deepspeed_muon"
         )
