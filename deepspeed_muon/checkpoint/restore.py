@@ -367,9 +367,9 @@ def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
         kept = key in _row_keys(state)
         without = [m.name for m, r in pairs if kept and m.row_places and r.step and key not in r.tensor_keys]
         if without:
-            told.append(f"{kind.what} start anew for {len(without)} matrices ({without[0]}, ...)")
+            told.append(f"{kind.label} start anew for {len(without)} matrices ({without[0]}, ...)")
         if not kept and any(key in saved.row_keys for _, saved in pairs):
-            told.append(f"{kind.what} are dropped")
+            told.append(f"{kind.label} are dropped")
     if told:
         warn(
             "deepspeed_muon: %s was saved with another variant than %r: %s",

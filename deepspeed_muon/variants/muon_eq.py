@@ -4,9 +4,9 @@ For each row ``i`` of the ``r x c`` direction ``u``, before Newton-Schulz::
 
     u_i <- u_i / |u_i|
 
-A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. The authors' code
-treats rows with a norm below about ``1e-4`` differently; here the result does not depend on the scale of the gradients.
-Nothing is kept from step to step.
+A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. The authors' code treats
+rows with a norm below about ``1e-4`` differently; here the result does not depend on the scale of the gradients. The
+variant has no state.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def before_iteration(directions: Tensor, sums: Sums) -> Tensor:
     Returns:
         A new fp32 tensor (float64 for float64 directions).
     """
-    wide = torch.promote_types(directions.dtype, torch.float32)
-    squares = sums.of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=wide).square_())
+    dtype = torch.promote_types(directions.dtype, torch.float32)
+    squares = sums.of_rows(
+        torch.linalg.vector_norm(directions, dim=-1, dtype=dtype).square_()
+    )  # (batch, rows)
     return directions / squares.sqrt_().clamp_(min=SMALLEST_NORM).unsqueeze(-1)
 
 

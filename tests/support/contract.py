@@ -81,7 +81,7 @@ def compare_paths(
 
 def params_of(variant: str) -> dict[str, Any]:
     """Return ``optimizer.params`` that select a variant, without what it refuses of the tests' settings."""
-    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].relative_rate else {})}
+    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].apply else {})}
 
 
 def compare(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from unittest import mock
 
 import pytest
 import torch
+from pydantic import Field
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig
@@ -19,6 +21,7 @@ from deepspeed_muon.plan.placement import (
 )
 from deepspeed_muon.plan.rows import RowPlaces, row_places
 from deepspeed_muon.reference import ReferenceMuon
+from deepspeed_muon.variants import variant
 from deepspeed_muon.variants.normuon import MOMENTS, finish
 from deepspeed_muon.variants.variant import Sums
 from tests.support.comparisons import close
@@ -204,3 +207,17 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
         close(moved.double(), 0.1 * expected, rtol=1e-3, atol=1e-5)
     kept = optimizer.state[weight]["row_second_moment"]
     close(kept.double(), torch.cat(moments), rtol=1e-4, atol=0)
+
+
+def test_the_example_of_a_variant_runs() -> None:
+    """A reader of ``variant.py`` can copy it."""
+    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nThe keys")[0]
+    names = {"torch": torch, "Field": Field, **vars(variant)}
+    exec(textwrap.dedent(example), names)
+    declared = names["VARIANT"]
+    state = {entry.key: torch.full((2, 3), entry.start) for entry in declared.state}
+    settings = {setting.name: torch.full((2, 1), setting.default) for setting in declared.settings}
+    blocks = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(7))
+    rows = declared.finish(blocks, state, settings, Sums()).square().mean(-1)
+    close(rows, torch.ones(2, 3), rtol=1e-5, atol=0)
+    close(state["row_peak"], blocks.square().mean(-1).sqrt(), rtol=1e-5, atol=0)
