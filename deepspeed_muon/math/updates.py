@@ -1,7 +1,7 @@
 """How an update is scaled and applied: ``adjust_lr_fn``, ``weight_decay_mode``, and AdamW by torch's fused kernels.
 
-``adjust_lr_fn``: the factor of an orthogonalised update. Each formula stands in this file only. Beware of "spectral":
-other projects call two different rules so. For a matrix of ``rows x cols``:
+``adjust_lr_fn``: the factor of an orthogonalised update, for a matrix of ``rows x cols``. Beware of "spectral": other
+projects call two different rules by that name.
 
 ==================  ===========================  ==================================================
 name                factor                       source
@@ -46,13 +46,13 @@ WeightDecayMode = Literal["decoupled", "independent", "cautious"]
 
 
 def decay_factor(mode: WeightDecayMode, *, lr: float, weight_decay: float) -> float:
-    """Return the factor of every element before the update is subtracted; not for ``cautious``, which has many."""
+    """Return the factor of a weight before the update is subtracted; ``cautious`` has no common factor."""
     assert mode != "cautious"
     return 1.0 - weight_decay * (lr if mode == "decoupled" else 1.0)
 
 
 def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
-    """Shrink the elements of ``param`` whose update has their sign, or is zero.
+    """Shrink the elements of ``param`` whose update has their sign or is zero.
 
     Args:
         param: Any shape. Mutated.
@@ -145,10 +145,10 @@ def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
 
 
 def _decay(tensors: Sequence[AdamTensors], settings: AdamStep) -> None:
-    """Shrink the parameters by a kind of decay that torch's kernel does not know."""
+    """Shrink the parameters by a kind of decay that torch's kernel does not have."""
     if settings.decay_mode == "cautious":
         for param, grad, exp_avg, _ in tensors:
-            # Adam's update has the sign of the new first moment, which the kernel computes only later.
+            # Adam's update has the sign of the new first moment, which the kernel has not computed yet.
             first = torch.lerp(exp_avg, grad, 1.0 - settings.betas[0])
             cautious_decay_(param, first, decay=settings.lr * settings.weight_decay)
     else:
