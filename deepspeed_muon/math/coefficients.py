@@ -153,7 +153,7 @@ def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
 def _image(
     values: NDArray[np.float64], coefficients: Sequence[Coefficients], rounding: float = 0.0
 ) -> NDArray[np.float64]:
-    """Return what all steps make of singular values, which are rounded up by the factor ``1 + rounding`` before each."""
+    """Return the images of singular values under all steps, with a factor of ``1 + rounding`` before every step."""
     with np.errstate(over="ignore", invalid="ignore"):
         for a, b, c in coefficients:
             values = values * (1 + rounding)
