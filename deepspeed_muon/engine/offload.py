@@ -46,9 +46,9 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
+from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import optimizer_of
-from deepspeed_muon.checkpoint.tag_folder import Glance
 from deepspeed_muon.engine.zero.stages import Zero3View, view_of
 from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.errors import CheckpointError, InstallationError
@@ -288,7 +288,9 @@ def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -
     return original(*args, **kwargs)
 
 
-def check_copy(engine: Any, tag_folder: Path, saved: Glance | None, save_id: str | None, state: bool) -> None:
+def check_copy(
+    engine: Any, tag_folder: Path, saved: SavedTag | None, save_id: str | None, state: bool
+) -> None:
     """Check that a checkpoint offloads to NVMe as the engine does, and that this rank's copy is of that save.
 
     Args:

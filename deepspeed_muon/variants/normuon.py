@@ -6,8 +6,8 @@ For each row ``i`` of the orthogonalised ``r x c`` update ``o``::
     n_i  = o_i / (sqrt(v_i) + eps)
     o_i <- n_i * |o|_F / |n|_F
 
-The last line restores the norm of the whole matrix, so the update is as large as plain Muon's and every
-``adjust_lr_fn`` keeps its meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
+The last line restores the norm of the matrix, so the update is as large as Muon's and every ``adjust_lr_fn`` keeps its
+meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ _EPS = 1e-8
 """Added to the root of the second moment, so that a row that was always zero stays zero and does not become NaN."""
 
 
-def finish(blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: Sums) -> Tensor:
+def finish(
+    blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: Sums
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Normalise the rows of a batch of orthogonalised matrices; see :data:`.variant.Finish`.
 
     Returns:
-        A new fp32 tensor. An all-zero matrix gives zeros.
+        A new fp32 tensor, and the new moments. An all-zero matrix gives zeros.
     """
-    moments = state[MOMENTS]
-    wide = torch.promote_types(blocks.dtype, torch.float32)
-    squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=wide).square_())
+    dtype = torch.promote_types(blocks.dtype, torch.float32)
+    squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype).square_())  # (batch, rows)
     squares = squares.div_(sums.cols or blocks.shape[-1]).float()
-    moments.lerp_(squares, 1.0 - settings["beta2"])
+    moments = state[MOMENTS].lerp(squares, 1.0 - settings["beta2"])
     factors = moments.sqrt().add_(_EPS).reciprocal_()
-    # |o|^2 / |n|^2 from the mean squares of the rows; where the denominator is zero, so is the numerator.
+    # |o|^2 / |n|^2 from the mean squares of rows; where the denominator is zero, so is the numerator. (batch, 2)
     norms = sums.over_rows(torch.stack((squares, squares * factors.square()), dim=-1))
     before, after = norms.split(1, dim=-1)
     factors *= (before / after.clamp_(min=torch.finfo(torch.float32).tiny)).sqrt_()
-    return blocks * factors.unsqueeze(-1)
+    return blocks * factors.unsqueeze(-1), {MOMENTS: moments}
 
 
 VARIANT = Variant(

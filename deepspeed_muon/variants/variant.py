@@ -7,8 +7,8 @@ number for each row and divides the rows by it::
     def finish(blocks, state, settings, sums):  # blocks: (batch, rows, cols), orthogonalised
         squares = sums.of_rows(blocks.float().square().sum(-1))  # (batch, rows), over the columns on all ranks
         size = squares.div(sums.cols or blocks.shape[-1]).sqrt()
-        peak = state["row_peak"].mul_(settings["peak_decay"]).clamp_(min=size)
-        return blocks / peak.clamp(min=1e-8).unsqueeze(-1)
+        peak = torch.maximum(settings["peak_decay"] * state["row_peak"], size)
+        return blocks / peak.clamp(min=1e-8).unsqueeze(-1), {"row_peak": peak}
 
     VARIANT = Variant(
         "peaks",
@@ -18,8 +18,8 @@ number for each row and divides the rows by it::
         finish=finish,
     )
 
-The keys of the configuration and their documentation, the exchange of rows between ranks, memory plans, checkpoints at
-other numbers of ranks and the tests of all these follow from the declaration.
+The keys of the configuration and their documentation, the memory plan, checkpoints for any number of ranks and the
+tests of all these follow from the declaration.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ BeforeIteration = Callable[[Tensor, "Sums"], Tensor]
 Both are ``(batch, rows, cols)`` with a row for each output of the layer, ``directions`` in the communication dtype.
 """
 
-Finish = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], Tensor]
-"""``(blocks, state, settings, sums)`` to the updates: a new tensor of the shape of ``blocks``.
+Finish = Callable[
+    [Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], tuple[Tensor, dict[str, Tensor]]
+]
+"""``(blocks, state, settings, sums)`` to the updates, of the shape of ``blocks``, and the new state; all new tensors.
 
-``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. ``state`` has
-``(batch, rows)`` for each key and is mutated; ``settings`` has ``(batch, 1)`` for each name.
+``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. The state has
+``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each name.
 """
 
 Apply = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
