@@ -7,15 +7,12 @@ import inspect
 import json
 import secrets
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
-from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is_ours
@@ -27,9 +24,15 @@ from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import SettingsSnapshot
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
-from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save, stands_for
+from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
+from deepspeed_muon.engine.patching import Original
+from deepspeed_muon.engine.workarounds.checkpoints import (
+    MODULE_ONLY,
+    load_no_state_into_divided_weights,
+    weights_of_tag,
+)
 from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.engine.zero.views import Original, View
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
@@ -119,19 +122,11 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
             _tag_to_load(given.get("load_dir"), given.get("tag"), "latest_universal")
     else:
         saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
-    if (
-        given.get("load_module_only", False)
-        and engine.zero_optimization_partition_weights()
-        and not universal
-    ):
-        # A mend: ZeRO 3 gathers its weights to load into them only where it knows that no optimizer state will follow.
-        # With load_module_only alone it would load nothing and report success.
-        given["load_optimizer_states"] = False
+    if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
+        load_no_state_into_divided_weights(engine, given)
     before = SettingsSnapshot(engine)
-    # A mend: without the optimizer's state ZeRO 3 takes weights of the tag that `latest` names, not of the given one.
-    weights_of_tag = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=given.get("tag"))
     try:
-        with stands_for(weights_of_tag, deepspeed_engine, get_fp32_state_dict_from_zero_checkpoint.__name__):
+        with weights_of_tag(given.get("tag")):
             path, client_state = original(*call.args[1:], **call.kwargs)
         if saved is not None:
             load_the_rest(engine, given.get("load_dir"), saved.folder.name)
@@ -151,17 +146,6 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     others = [f"gradient_clipping is {clipping}, configured {configured}"] if replaced else []
     before.warn_of_replaced("engine.load_checkpoint", way, others)
     return path, client_state
-
-
-def load_weights(
-    original: Original, engine: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Load the weights of ZeRO 1 and 2 from the state dict alone.
-
-    It has the frozen ones too, and each rank's own experts among them. From ZeRO 2 on DeepSpeed writes over them what
-    the first rank has under the same name.
-    """
-    return original({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
 
 
 def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:

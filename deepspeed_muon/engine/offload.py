@@ -34,9 +34,10 @@ import contextlib
 import json
 import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
@@ -49,10 +50,13 @@ from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import optimizer_of
-from deepspeed_muon.engine.zero.stages import Zero3View, view_of
-from deepspeed_muon.engine.zero.views import Original, View
+from deepspeed_muon.engine.patching import Original
+from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
+from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError, InstallationError
-from deepspeed_muon.math.updates import AdamStep, AdamTensors, reference_adamw_step
+from deepspeed_muon.math.updates import AdamStep, AdamTensors
+from deepspeed_muon.reference import ReferenceMuon
 
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
 _CHECKED = 1043
@@ -106,7 +110,7 @@ def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
             group.setdefault("amsgrad", False)
     if is_twin_flow or master_dtype(engine) != torch.float32:
         for module in (stage3, stage_1_and_2):
-            wrapping.enter_context(stands_for(type(optimizer), module, "DeepSpeedCPUAdam"))
+            wrapping.enter_context(mock.patch.object(module, "DeepSpeedCPUAdam", type(optimizer)))
 
 
 def _take_all(
@@ -123,17 +127,6 @@ def _take_all(
             del group[extra]
 
 
-@contextlib.contextmanager
-def stands_for(ours: Any, module: Any, name: str) -> Iterator[None]:
-    """Put ours in the place of a class or function that a module of DeepSpeed uses."""
-    known = getattr(module, name)
-    setattr(module, name, ours)
-    try:
-        yield
-    finally:
-        setattr(module, name, known)
-
-
 def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Release our working memory, and let the wrapper move our optimizer's state.
 
@@ -142,28 +135,31 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
     would also look for the weights in the order of the model, and for frozen ones, which are not in its buffer.
     """
 
-    def places(_: Any) -> Any:
+    def mapping(_: Any) -> Any:
         return get_mapping_to_flat_buffer([param.ds_tensor for group in view.params for param in group])  # type: ignore[attr-defined]
 
     # First, because the original ends by returning free memory to the device.
     view.optimizer.release_memory()
     with (
-        stands_for(type(view.optimizer), fused_adam, "FusedAdam"),
-        stands_for(offload_optimizer_states, stage3, "offload_adam_states"),
-        stands_for(places, stage3, "get_mapping_to_flat_buffer"),
+        mock.patch.object(fused_adam, "FusedAdam", type(view.optimizer)),
+        mock.patch.object(stage3, "offload_adam_states", offload_optimizer_states),
+        mock.patch.object(stage3, "get_mapping_to_flat_buffer", mapping),
     ):
         return original(*args, **kwargs)
 
 
-def reload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> None:
+def reload_states(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> None:
     """Take back what :func:`offload_states` moved."""
     moved = []  # host tensors, which must live until the original has waited for the copies
 
     def reload(*args: Any, **kwargs: Any) -> None:
         moved.append(reload_optimizer_states(*args, **kwargs))
 
-    with stands_for(reload, stage3, "reload_adam_states"):
+    # Stage 3 would look for copies of FusedAdam's state.
+    with mock.patch.object(stage3, "reload_adam_states", reload):
         original(*args, **kwargs)
+    if isinstance(view, Zero12View) and LOST_LINKS.is_needed:
+        view.link_params()
 
 
 class CpuAdam:
@@ -208,12 +204,15 @@ class CpuAdam:
         generator = torch.Generator().manual_seed(0)
         param = (0.02 * torch.randn(_CHECKED, generator=generator)).to(master)
         exp_avg, exp_avg_sq = torch.zeros(2, _CHECKED, dtype=moments)
-        expected, m, v = param.double(), exp_avg.double(), exp_avg_sq.double()
+        reference = ReferenceMuon({}, adam_lr=0.01, eps=1e-8, weight_decay=0.1 if decoupled else 0.0)
+        expected = param.double()
         error = 0.0
         for step in (1, 2):
             grad = torch.randn(_CHECKED, generator=generator).to(master)
             settings = AdamStep(0.01, (0.9, 0.95), 1e-8, 0.1, step, decoupled)
-            expected, m, v = reference_adamw_step(expected, grad, m, v, settings=settings)
+            # Adam's L2 term is decay as a term of the gradient.
+            gradient = grad.double() if decoupled else grad + 0.1 * expected
+            reference.step({"param": expected}, {"param": gradient})
             try:
                 self([(param, grad, exp_avg, exp_avg_sq)], settings=settings)
             except RuntimeError as failed:
