@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from deepspeed_muon.engine.offload import CpuAdam
 from deepspeed_muon.engine.tensor_parallel import (
-    is_copy,
-    read_cut,
+    is_replicated,
+    read_sharding,
     tensor_parallel_group,
     with_tensor_parallel,
 )
@@ -226,7 +226,7 @@ def _part_of_shard(
     param: Tensor, part: TensorSlice, rank: int, shapes: Sequence[tuple[int, ...]]
 ) -> TensorSlice:
     """Return the part that tensor parallelism leaves of ``part``; ``shapes`` are those of the group's ranks."""
-    if is_copy(param):
+    if is_replicated(param):
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"its shape differs between tensor-parallel ranks, {[list(shape) for shape in shapes]}, but it is not "
@@ -235,13 +235,13 @@ def _part_of_shard(
         return part
     if not part.is_whole:
         raise ValueError("a stack of experts is cut by tensor parallelism too")
-    told = read_cut(param)
+    told = read_sharding(param)
     dimensions = len(shapes[rank])
     if not -dimensions <= told.dim < dimensions:
         raise ValueError(f"it is marked as cut along dimension {told.dim} of {dimensions} (partition_dim)")
     dim = told.dim % dimensions
     sizes = [shape[dim] for shape in shapes]
-    starts = [list(accumulate(each, initial=0)) for each in told.shares(sizes)]
+    starts = [list(accumulate(each, initial=0)) for each in told.shard_lengths(sizes)]
     first = accumulate((each[-1] for each in starts), initial=0)
     ranges = tuple(
         (base + each[rank], base + each[rank + 1]) for base, each in zip(first, starts, strict=False)
