@@ -38,7 +38,7 @@ from deepspeed_muon.engine.topology import (
 )
 from deepspeed_muon.engine.workarounds.experts import LEAF_INPUTS, mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.workarounds.norm import total_norm
-from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
+from deepspeed_muon.engine.zero.stages import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
@@ -303,7 +303,7 @@ def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
     try:
         if optimizer.config.qk_clip is not None and optimizer.qk_clip is None:
             optimizer.attach_qk_clip(engine.module)
-        require_known(engine.optimizer)
+        require_attributes(engine.optimizer)
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
         optimizer.bind(step_sets, device=_compute_device(), ranks=ranks)
         facts = optimizer.plan_facts()
