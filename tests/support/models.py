@@ -242,7 +242,7 @@ class FusedExperts(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """A fused grouped-query projection (4 query and 2 key-value heads of width 4), and one of three equal projections."""
+    """Fused grouped-query projections (4 query and 2 key-value heads of width 4), and a fusion of three equal ones."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
