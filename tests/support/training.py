@@ -194,7 +194,7 @@ def whole_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase
 def cuts_of(engine: Any) -> dict[str, list[int]]:
     """Return the elements of each matrix at which the fragment of another rank begins."""
     cuts = {}
-    for runner in deepspeed_muon.muon_optimizer(engine)._runners:
+    for runner in deepspeed_muon.muon_optimizer(engine).runners:
         for matrix in runner.step_set.matrices:
             placement = matrix.placement
             fragments = [] if placement.replicated else [placement.on(rank) for rank in placement.ranks]

@@ -18,7 +18,7 @@ from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.int8 import Int8Blocks
 from tests.support.comparisons import close
 from tests.support.models import build, train_alone
-from tests.support.reference import in_8_bits
+from tests.support.oracle import in_8_bits
 
 pytestmark = pytest.mark.kernels(native=True)
 

@@ -147,7 +147,7 @@ def counted(model: str, ranks: int) -> tuple[StepRunner, Launches]:
     settle = launches.during("check", ResultCheck.settle)
     with (
         mock.patch("deepspeed_muon.transport.exchange.start_messages", send),
-        mock.patch("deepspeed_muon.step.bound.reduce_tensor", reduce),
+        mock.patch("deepspeed_muon.step.gradient_status.reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
