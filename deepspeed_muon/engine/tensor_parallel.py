@@ -207,7 +207,7 @@ def with_tensor_parallel(
     ranks = Ranks((group,))
     sets: list[StepSet] = []
     held: dict[str, tuple[tuple[int, int], str]] = {}
-    with raise_on_all_ranks(ranks=ranks, subject="comparison of plans"):
+    with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans"):
         shards = {
             routes[key].name: each for key, each in tensor_shards(engine, routes).items() if key in routes
         }
@@ -222,7 +222,7 @@ def with_tensor_parallel(
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
                 held |= _held(step_set)
             sets.append(step_set)
-    told = ranks.gather(held, what="comparison of tensor-parallel shards").values()
+    told = ranks.gather(held, purpose="comparison of tensor-parallel shards").values()
     for name, own in held.items():
         others = [each[name] for each in told if name in each]
         if set(others) == {own}:
@@ -249,8 +249,8 @@ def _held(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
     flat = {partition.index: partition.tensor.detach().reshape(-1) for partition in step_set.partitions}
     found = {}
     for matrix in step_set.matrices:
-        content, fragment = "", matrix.placement.on(step_set.rank)
-        if not matrix.is_cut:
+        content, fragment = "", matrix.placement.fragment_on(step_set.rank)
+        if not matrix.is_sharded:
             content = "copy"
             if fragment is not None:
                 part = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)

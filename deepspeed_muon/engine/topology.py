@@ -26,7 +26,7 @@ from deepspeed_muon.engine.tensor_parallel import (
 from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import PlainView, View
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import TensorSlice, whole_slice
+from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import Route
@@ -85,7 +85,9 @@ def model_facts(engine: Any) -> RankFacts:
     facts, scope_of = RankFacts(), functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
         shown = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
-        facts.tell(f"parameter {name}", shown, scope_of(groups_of(param, engine.seq_data_parallel_group)[0]))
+        facts.record(
+            f"parameter {name}", shown, scope_of(groups_of(param, engine.seq_data_parallel_group)[0])
+        )
     return facts
 
 
@@ -173,7 +175,9 @@ def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice 
     rank = 0
     if group is not None:
         rank = dist.get_rank(group)
-        shapes = list(Ranks((group,)).gather(shapes[0], what="comparison of tensor-parallel shapes").values())
+        shapes = list(
+            Ranks((group,)).gather(shapes[0], purpose="comparison of tensor-parallel shapes").values()
+        )
     found: dict[str, TensorSlice | str] = {}
     for param in engine.module.parameters():
         route = routes.get(id(param))
@@ -205,14 +209,14 @@ def _part_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[int
     name = expert_group_name(param)
     group = None if name is None else groups._get_expert_parallel_group(name)
     if group is None or dist.get_world_size(group) == 1:
-        return whole_slice(route.name, route.shape)
+        return full_slice(route.name, route.shape)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if id(param) in numbers:
         own, count = numbers[id(param)]
         before, mark, behind = route.name.rpartition(f"deepspeed_experts.{own}.")
         if not mark:
             raise ValueError("it belongs to an expert whose number its name does not have")
-        return whole_slice(f"{before}deepspeed_experts.{rank * count + own}.{behind}", route.shape)
+        return full_slice(f"{before}deepspeed_experts.{rank * count + own}.{behind}", route.shape)
     stack = getattr(param, _STACK, None)
     if stack is None:
         raise ValueError("it belongs to experts of which nothing says which of all experts they are")
@@ -233,7 +237,7 @@ def _part_of_shard(
                 f"marked as a shard (tensor_model_parallel, partition_dim)"
             )
         return part
-    if not part.is_whole:
+    if not part.is_full:
         raise ValueError("a stack of experts is cut by tensor parallelism too")
     told = read_cut(param)
     dimensions = len(shapes[rank])
@@ -248,7 +252,7 @@ def _part_of_shard(
     )
     length = told.shape[dim] if told.shape else sum(sizes)
     cut = TensorSlice(part.name, (*part.shape[:dim], length, *part.shape[dim + 1 :]), dim, ranges)
-    if cut.own_shape != part.shape:
+    if cut.local_shape != part.shape:
         raise ValueError(
             f"its shape {list(part.shape)} is not that of its part {list(ranges)} along dimension {dim}"
         )
