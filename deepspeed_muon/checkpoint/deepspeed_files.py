@@ -55,7 +55,7 @@ from deepspeed_muon.checkpoint.parameters import (
 )
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import counted, logger
-from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
+from deepspeed_muon.plan.placement import Placement, flat_placement, full_slice, sharded_placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.saved import route_saved
 from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
@@ -526,7 +526,7 @@ class DeepSpeedFiles:
             for slices in self.slices.values()
             for parameter in slices
             if parameter.members == members and parameter.partition == partition
-            if (fragment := parameter.placement.on(member)) is not None
+            if (fragment := parameter.placement.fragment_on(member)) is not None
         )
 
 
@@ -588,7 +588,7 @@ def derive_layout(
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
         parameters.append(
-            PartitionedParameter(record, whole_slice(name, shape), placement, (), members, partition, ())
+            PartitionedParameter(record, full_slice(name, shape), placement, (), members, partition, ())
         )
     algorithms = {parameter.name: parameter.record.algorithm for parameter in parameters}
     return parameters, [

@@ -38,7 +38,7 @@ from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsS
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops.dispatch import NsBackend
 from deepspeed_muon.ops.torch_operators import BLOCK
-from deepspeed_muon.plan.exchange import CODED, PLAIN, WireFormat
+from deepspeed_muon.plan.chunks import INT8, UNCOMPRESSED, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
 
@@ -307,7 +307,7 @@ class MuonConfig(_VariantSettings):
     @property
     def wire_format(self) -> WireFormat:
         """The room that directions and updates take in communication buffers."""
-        return CODED if self.wire_dtype == "int8" else PLAIN
+        return INT8 if self.wire_dtype == "int8" else UNCOMPRESSED
 
     @property
     def cut_divisor(self) -> int:

@@ -22,7 +22,7 @@ from deepspeed_muon.step.gradient_status import (
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
-from deepspeed_muon.transport.exchange import overlap_fits
+from deepspeed_muon.transport.all_to_all import overlap_fits
 
 
 class BoundSteps:
@@ -201,32 +201,32 @@ class BoundSteps:
             # In the order of the flags, which the ranks match by position.
             layouts = ", ".join(f"{layout.name} ({layout.numel})" for layout in step_set.layouts)
             alike = [n for n, each in enumerate(shared) if each == ranks]
-            facts.tell(f"step sets of ranks {ranks.name}", alike, ranks)
-            facts.tell(f"plan of step set {number}", plan.digest(), ranks)
+            facts.record(f"step sets of ranks {ranks.name}", alike, ranks)
+            facts.record(f"plan of step set {number}", plan.digest(), ranks)
             # It decides about the order of the all-to-alls.
-            facts.tell(f"overlap in step set {number}", overlap, ranks)
-            facts.tell(f"parameters of step set {number}", layouts, ranks)
+            facts.record(f"overlap in step set {number}", overlap, ranks)
+            facts.record(f"parameters of step set {number}", layouts, ranks)
             if (skips := wider[number]) is not None:
                 # The wider group exchanges flags once for each of these sets, in order.
                 same = [n for n, each in enumerate(wider) if each == skips]
-                facts.tell(f"step sets that ranks {skips.name} skip together", same, skips)
+                facts.record(f"step sets that ranks {skips.name} skip together", same, skips)
             if step_set.stack_group is not None:
                 # These ranks exchange flags too, by position.
                 stacks = Scope.of(step_set.stack_group)
-                facts.tell(f"stacks of experts in step set {number}", layouts, stacks)
+                facts.record(f"stacks of experts in step set {number}", layouts, stacks)
             if step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = Scope.of(step_set.tensor_group)
                 shards = [matrix.shards for matrix in step_set.matrices]
-                facts.tell(f"plan of step set {number}", (plan.digest(), shards, overlap), across)
+                facts.record(f"plan of step set {number}", (plan.digest(), shards, overlap), across)
                 # Shards of AdamW's parameters may be unequal.
                 names = [layout.name for layout in step_set.layouts]
                 fact = (
                     f"parameters of step set {number} (at ZeRO 3 one sub-group must hold all: sub_group_size)"
                 )
-                facts.tell(fact, names, across)
+                facts.record(fact, names, across)
                 own = self._config.model_dump_json()
-                facts.tell(f"optimizer.params for step set {number}", own, across)
+                facts.record(f"optimizer.params for step set {number}", own, across)
         return facts
 
 

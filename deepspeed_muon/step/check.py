@@ -115,7 +115,7 @@ class ResultCheck:
         Args:
             recorder: Samples and counters of the optimizer.
             matrices: Those of the plan.
-            device: Where the iteration runs.
+            device: Where the iteration slices.
             ns: The iteration.
             norms: Returns the Frobenius norms of a batch in fp32.
             origin: The position of each matrix in the step set, by which the ranks exchange verdicts; by default that
@@ -231,9 +231,9 @@ class ResultCheck:
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # so is NaN
-        result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
-        if result.finish is not None:
-            result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
+        result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
+        if result.finish is not None and self.recorder.sampling:
+            result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         indices = [index for index, _ in result.members]
         self.left_out.append(([self._origin[index] for index in indices], wrong))
         if result.distributed is None or result.distributed.counts:
@@ -376,7 +376,7 @@ def _gathered(local: Tensor, distributed: DistributedIteration | None) -> Tensor
     """
     if distributed is None:
         return local.unsqueeze(0)
-    return gather_tensors(local, distributed.group, what="check of results")
+    return gather_tensors(local, distributed.group, purpose="check of results")
 
 
 def _full_norms(local: Tensor, distributed: DistributedIteration | None) -> list[float]:

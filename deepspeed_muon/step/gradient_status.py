@@ -87,7 +87,7 @@ class GradientStatus:
         """
         flags = torch.cat([status._local_flags(grads) for status in statuses], dim=1)
         for group in statuses[0].groups if flags.numel() else ():
-            flags = reduce_tensor(flags, group, what=_PHASE, how="max")
+            flags = reduce_tensor(flags, group, purpose=_PHASE, how="max")
         return flags
 
     def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
@@ -108,7 +108,7 @@ class GradientStatus:
         failed = tuple(self._check.read_verdicts(set_positions(left_out)))
         if (group := self._step_set.wider_group) is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
-            is_nonfinite, is_failed = reduce_tensor(bad, group, what=_PHASE, how="max").tolist()
+            is_nonfinite, is_failed = reduce_tensor(bad, group, purpose=_PHASE, how="max").tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * is_nonfinite
             failed = failed or ("a matrix of other ranks",) * is_failed
         return GradientReport(active, nonfinite, failed)

@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.ops.torch_operators import BLOCK, from_codes, quantize
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.owners import shares_of_blocks
+from deepspeed_muon.plan.owners import split_shard
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.state import State, refuse_other_layout
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
@@ -121,7 +121,7 @@ def block_starts(matrix: MatrixLayout) -> tuple[int, ...]:
     apart, so no block may reach from one into the next; in few models are heads not multiples of 256 elements. Stacks
     that several owners divide are cut only between blocks (``divisor`` of :func:`.owners.assign`).
     """
-    firsts = (share.first_row * share.cols for share in shares_of_blocks(matrix))
+    firsts = (share.first_row * share.cols for share in split_shard(matrix))
     return tuple(first for first in firsts if first % BLOCK)
 
 

@@ -13,7 +13,7 @@ from deepspeed_muon.ops.candidates import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.check import Member, Result, ResultCheck
 from deepspeed_muon.step.tables import Step
-from deepspeed_muon.transport.exchange import StepContext
+from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.row_state import before_iteration
 
 Orthogonalize = Callable[..., Tensor]
@@ -35,7 +35,7 @@ def batches(
     members_of: dict[object, list[int]] = {}
     for index in indices:
         matrix = matrices[index]
-        sharding = matrix.shards if by_shards else matrix.is_cut
+        sharding = matrix.shards if by_shards else matrix.is_sharded
         kind = matrix.logical_shape, matrix.block_shapes, matrix.transposed, sharding
         members_of.setdefault(kind, []).append(index)
     grouped: list[list[int]] = []
@@ -119,7 +119,7 @@ class WholeAtOwner:
         planned = []
         for indices in batches(self.matrices, self.context, owned):
             first = self.matrices[indices[0]]
-            shapes, is_stack = first.block_shapes, first.is_cut or first.equal_blocks is not None
+            shapes, is_stack = first.block_shapes, first.is_sharded or first.equal_blocks is not None
             members_of: dict[tuple[int, int], list[Member]] = {}
             if is_stack:
                 members_of[shapes[0]] = [

@@ -6,7 +6,7 @@
 1. ``_pack``: both ranks update the momentum of their halves of ``A`` and ``B`` and write the directions to the send
    buffer, in the communication dtype.
 2. gather: rank 1 sends its half of ``A`` to rank 0 and receives rank 0's half of ``B``.
-3. ``_orthogonalize``: rank 1 puts ``B`` together, runs Newton-Schulz on it, has the result checked
+3. ``_orthogonalize``: rank 1 puts ``B`` together, slices Newton-Schulz on it, has the result checked
    (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its receive buffer.
 4. scatter: rank 1 sends rank 0's half of the update of ``B`` back, and receives its half of the update of ``A``.
 5. ``_apply``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``.
@@ -31,7 +31,7 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
-from deepspeed_muon.plan.exchange import build_exchange_plan
+from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.block_sums import BlockSums
@@ -42,7 +42,7 @@ from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, st
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
-from deepspeed_muon.transport.exchange import (
+from deepspeed_muon.transport.all_to_all import (
     ChunkExchange,
     Codec,
     ExchangeBuffers,
@@ -132,7 +132,7 @@ class StepRunner:
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
             wire=config.wire_format,
-            row_units=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
+            row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
         self.rows: RowStorage | None = None
         if context.variant.finish is not None:
@@ -158,7 +158,7 @@ class StepRunner:
                 chunk,
                 batches(matrices, context, chunk.owned),
                 position_of,
-                exact=context.codec.exact,
+                exact=context.codec.is_uncompressed,
             )
             for chunk in self.plan.chunks
         ]
@@ -308,14 +308,14 @@ class StepRunner:
         device, dtype = step.momentum[0].device, context.comm_dtype
         # Matrices without a gradient keep what the buffers held before: nobody reads it.
         directions = torch.empty(table.local_numel, dtype=dtype, device=device)
-        is_direct = context.codec.exact and device == send.device
+        is_direct = context.codec.is_uncompressed and device == send.device
         sent = send if is_direct else torch.empty(table.sent_numel, dtype=dtype, device=device)
         pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
         if is_direct or not flight.chunk.gathers:
             return
         sent = sent.to(context.device)
-        if context.codec.exact:
+        if context.codec.is_uncompressed:
             send.copy_(sent)
             return
         for matrix, segment in table.int8_segments:
@@ -333,7 +333,7 @@ class StepRunner:
             for segment in batch.received:
                 sent, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
                 codec.write(sent, fragments, record_loss)
-                if flight.chunk.copies and not codec.exact:
+                if flight.chunk.copies and not codec.is_uncompressed:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     fragments.copy_(codec.read(sent, segment.shape[2]))
             for segment in batch.local:
@@ -368,7 +368,7 @@ class StepRunner:
             active = step.active(flight.chunk.matrices)
             step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         updates = flight.send_buffer
-        if not context.codec.exact:
+        if not context.codec.is_uncompressed:
             updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
             for matrix, segment in table.int8_segments:
                 if step.mask is None or step.mask[matrix]:

@@ -22,7 +22,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
-from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
+from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
@@ -83,7 +83,7 @@ class ChunkTable:
             exact: Whether fragments are sent uncompressed.
         """
         self._matrices, self._position_of = plan.matrices, position_of
-        fragments = {index: plan.matrices[index].placement.on(plan.rank) for index in chunk.matrices}
+        fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
         self._fragments = {index: each for index, each in fragments.items() if each is not None}
         self._received: dict[int, list[Segment]] = {}
         for index, segment in chunk.receive_buffer.segments:
@@ -100,13 +100,16 @@ class ChunkTable:
         segments = chunk.send_buffer.segments
         sent = [index for index, _ in segments]
         if exact:
-            send_offsets, self.sent_numel = [each.at_buffer for _, each in segments], chunk.send_buffer.numel
+            send_offsets, self.sent_numel = (
+                [each.buffer_offset for _, each in segments],
+                chunk.send_buffer.numel,
+            )
         else:
             send_offsets, self.sent_numel = self._aligned_offsets(sent)
         self.int8_segments: tuple[tuple[int, Segment], ...] = ()
         if not exact:
             self.int8_segments = tuple(
-                (index, segment._replace(at_matrix=offset))
+                (index, segment._replace(matrix_offset=offset))
                 for (index, segment), offset in zip(segments, send_offsets, strict=True)
             )
 
@@ -140,11 +143,11 @@ class ChunkTable:
             for position, segment in enumerate(self._received.get(index, ())):
                 if position == len(received):
                     received.append([])
-                received[position].append(segment._replace(at_matrix=start + segment.at_matrix))
+                received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
         local_joined = tuple(_joined(local, numel))
         received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
         in_order = any(  # of the first; there is none if this rank's shards of the matrices are empty
-            math.prod(each.shape) == len(indices) * numel and each.at_buffer % _ALIGNMENT == 0
+            math.prod(each.shape) == len(indices) * numel and each.buffer_offset % _ALIGNMENT == 0
             for each in (local_joined or received_joined)[:1]
         )
         return Batch(local_joined, received_joined, in_order)
@@ -175,7 +178,7 @@ def _joined(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
     """Yield segments of one matrix each, with those of consecutive matrices at equal distances as one."""
     last: Segment | None = None
     for segment in segments:
-        longer = None if last is None else last.before(segment, distance)
+        longer = None if last is None else last.joined(segment, distance)
         if last is not None and longer is None:
             yield last
         last = longer or segment._replace(matrix_strides=(distance, *segment.matrix_strides[1:]))

@@ -31,7 +31,7 @@ from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.check import DistributedIteration, Result
 from deepspeed_muon.step.orthogonalize import Directions, Updates, WholeAtOwner, batches
 from deepspeed_muon.step.tables import Step
-from deepspeed_muon.transport.exchange import exchange_bytes
+from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import before_iteration
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
@@ -97,7 +97,7 @@ class OverTensorGroup:
     def _divided(self, owned: tuple[int, ...]) -> _Division:
         """Divide active owned matrices of a chunk between the ranks of the group."""
         alone = [index for index in owned if self._matrices[index].shards is None]
-        shards = [index for index in owned if self._matrices[index].is_cut]
+        shards = [index for index in owned if self._matrices[index].is_sharded]
         copies = [index for index in owned if index not in {*alone, *shards}]
         if self._distributed:
             together = batches(self._matrices, self._context, shards, by_shards=True)
@@ -134,7 +134,7 @@ class OverTensorGroup:
         # 1. directions, and the row state of the variant, to the ranks that orthogonalise
         matrices = self._assembled(of_rank, {index: directions([index])[0] for index in indices}, dims, dtype)
         local_rows = {} if step.finish is None else step.finish.rows
-        row_dims = {index: 0 if self._matrices[index].cuts_outputs else None for index in indices}
+        row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in indices}
         rows = {
             key: self._assembled(
                 of_rank, {index: stored[index].clone() for index in indices}, row_dims, torch.float32
@@ -255,19 +255,12 @@ class OverTensorGroup:
         self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> list[Sequence[Tensor]]:
         """Send tensors to every rank; return what each sent, flat and cut into ``lengths``."""
-        context = self._context
-        flat = [part.reshape(-1).to(context.device) for of_rank in parts for part in of_rank]
-        send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=context.device)
-        out = [sum(part.numel() for part in of_rank) for of_rank in parts]
-        into = [sum(of_rank) for of_rank in lengths]
-        received = torch.empty(sum(into), dtype=dtype, device=context.device)
-        with phase("exchange between tensor-parallel ranks", self._group):
-            exchange_bytes(received, send, into, out, group=self._group).wait()
-        context.stats.count_exchange((sum(out) - out[self._rank]) * received.element_size())
-        return [
-            part.split(list(each)) if each else ()
-            for part, each in zip(received.split(into), lengths, strict=True)
-        ]
+        context, like = self._context, torch.empty(0, dtype=dtype, device=self._context.device)
+        sent = sum(part.numel() for rank, each in enumerate(parts) for part in each if rank != self._rank)
+        purpose = "exchange between tensor-parallel ranks"
+        received = exchange_tensors(parts, lengths, like=like, group=self._group, purpose=purpose)
+        context.stats.count_exchange(sent * dtype.itemsize)
+        return received
 
 
 def _resized(shape: Sequence[int], dim: int | None, length: int) -> list[int]:

@@ -160,7 +160,7 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
             if tensor is None:
                 continue
             flat = torch.zeros(layout.numel, dtype=torch.float64)
-            fragment = layout.placement.on(runner.step_set.rank)
+            fragment = layout.placement.fragment_on(runner.step_set.rank)
             if fragment is not None:
                 source = tensor.reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
                 flat.narrow(0, fragment.matrix_offset, fragment.numel).copy_(source)
@@ -197,7 +197,9 @@ def cuts_of(engine: Any) -> dict[str, list[int]]:
     for runner in deepspeed_muon.muon_optimizer(engine).runners:
         for matrix in runner.step_set.matrices:
             placement = matrix.placement
-            fragments = [] if placement.replicated else [placement.on(rank) for rank in placement.ranks]
+            fragments = (
+                [] if placement.replicated else [placement.fragment_on(rank) for rank in placement.ranks]
+            )
             cuts[matrix.name] = [each.matrix_offset for each in fragments if each is not None][1:]
     return cuts
 
@@ -263,7 +265,7 @@ def train(
         "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
-            [matrix.numel, 2 * (matrix.numel - matrix.placement.held_by(owner))]
+            [matrix.numel, 2 * (matrix.numel - matrix.placement.numel_on(owner))]
             for runner in optimizer.runners
             for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
         ],
