@@ -22,7 +22,12 @@ from deepspeed_muon.checkpoint.files import folder_of, refusing
 from deepspeed_muon.checkpoint.index import OURS, Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.parameters import STATE_KEYS, ParameterRecord
-from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
+from deepspeed_muon.checkpoint.settings import (
+    SettingsSnapshot,
+    check_schedule,
+    group_settings,
+    write_progress,
+)
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
@@ -87,7 +92,7 @@ def restore_from_source(
     scheduler: bool = True,
     with_state: bool = True,
     allow_nonfinite: bool = False,
-) -> tuple[StateSource, Before]:
+) -> tuple[StateSource, SettingsSnapshot]:
     """Check a source against the engine on all ranks, then fill the engine from it. Must be called by all ranks.
 
     Args:
@@ -113,7 +118,7 @@ def restore_from_source(
         with raise_on_all_ranks(CheckpointError) as facts, refusing(where):
             source = open_source()
             stack.callback(source.close)
-            before, state = Before(engine), collect(engine)
+            before, state = SettingsSnapshot(engine), collect(engine)
             # The settings of another optimizer do not apply to this run.
             take_rates = hyperparameters and source.index.source.get("optimizer") == OURS
             run = source.index.progress if progress else None
@@ -124,7 +129,7 @@ def restore_from_source(
                     check_schedule(engine.lr_scheduler, run, source.where, rates=take_rates)
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
             digest = hashlib.sha256(source.index.model_dump_json().encode()).hexdigest()
-            facts.tell("checkpoint", digest)
+            facts.record("checkpoint", digest)
         _refuse_another_model(state, source, problems)
         _refuse_nonfinite(nonfinite, source, allow_nonfinite)
         # 2. Change the engine: settings, then partitions.
@@ -181,7 +186,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     """
     names = sorted(source.parameters)
     is_live = [float(name in state.parameters) for name in names]
-    is_live = all_ranks().reduce(is_live, "max", what="check of a checkpoint")
+    is_live = all_ranks().reduce(is_live, "max", purpose="check of a checkpoint")
     reason = "is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
     problems = [
         *problems,
@@ -203,7 +208,7 @@ def first_lines(lines: Collection[str]) -> str:
 
 def _refuse_nonfinite(nonfinite: Sequence[str], source: StateSource, allow: bool) -> None:
     """Raise on every rank, or warn if it is allowed, if tensors that any rank verified hold infinities or NaN."""
-    names_by_rank = all_ranks().gather(nonfinite, what="check of a checkpoint")
+    names_by_rank = all_ranks().gather(nonfinite, purpose="check of a checkpoint")
     names = sorted(chain.from_iterable(names_by_rank.values()))
     if not names:
         return
@@ -337,7 +342,7 @@ def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
 
 def _write_settings(
     plan: _RestorePlan,
-    before: Before,
+    before: SettingsSnapshot,
     run: Progress | None,
     where: str,
     *,

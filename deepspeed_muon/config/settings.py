@@ -13,6 +13,8 @@ The descriptions are Markdown. The constructor's docstring and ``docs/settings.m
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -35,7 +37,7 @@ from deepspeed_muon.math.coefficients import (
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops.dispatch import NsBackend
-from deepspeed_muon.plan.exchange import CODED, PLAIN, WireFormat
+from deepspeed_muon.plan.chunks import INT8, UNCOMPRESSED, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
 
@@ -304,7 +306,7 @@ class MuonConfig(_VariantSettings):
     @property
     def wire_format(self) -> WireFormat:
         """The room that directions and updates take in communication buffers."""
-        return CODED if self.wire_dtype == "int8" else PLAIN
+        return INT8 if self.wire_dtype == "int8" else UNCOMPRESSED
 
     def muon_defaults(self) -> dict[str, Any]:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""
@@ -346,13 +348,50 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-GROUP_KEYS = frozenset(MuonConfig().group_defaults("muon")) | {
+GROUP_SETTINGS = frozenset(MuonConfig().group_defaults("muon"))
+"""The settings that every param group has."""
+
+GROUP_KEYS = GROUP_SETTINGS | {
     "muon_lr",
     "adam_lr",
     "muon_weight_decay",
     "adam_weight_decay",
 }
 """Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping."""
+
+
+def checked_group_settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of a saved param group, checked as those of ``optimizer.params`` are.
+
+    Besides the settings these are ``initial_lr``, of torch's schedulers, and ``lr_ratio``. Other keys are left out.
+
+    Args:
+        group: From a state dict or a checkpoint.
+        where: Names the group in the error.
+
+    Raises:
+        ConfigError: With one line per bad key, naming the key, the value and what is allowed.
+    """
+    settings: dict[str, Any] = {}
+    problems: list[str] = []
+    for key in sorted(group.keys() & (GROUP_SETTINGS | {"initial_lr", "lr_ratio"})):
+        field, value = "lr" if key == "initial_lr" else key, group[key]
+        if value is None:
+            problems.append(f"{where}.{key}: must be set (got None)")
+        elif key == "lr_ratio":
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not 0 <= float(value) < math.inf:
+                problems.append(f"{where}.{key}: must be a number of at least 0 (got {shown(value)})")
+            settings[key] = value
+        else:
+            try:
+                settings[key] = getattr(MuonConfig.model_validate({field: value}), field)
+            except ValidationError as error:
+                line = readable(error, {field: value}, where)
+                problems.append(line.replace(f"{where}.{field}", f"{where}.{key}", 1))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return settings
 
 
 KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS)

@@ -23,7 +23,7 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, or
 from deepspeed_muon.checkpoint.live import collect, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
-from deepspeed_muon.checkpoint.settings import Before
+from deepspeed_muon.checkpoint.settings import SettingsSnapshot
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
@@ -94,7 +94,7 @@ def save_checkpoint(
     folder = Path(save_dir or "", f"global_step{engine.global_steps}" if tag is None else str(tag))
     if optimizer.config.consolidate_on_save and save_dir:
         consolidate(engine, folder / CONSOLIDATED_FOLDER)
-    ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
+    ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, purpose="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
@@ -125,7 +125,7 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         saved = _check_native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
     if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
         load_no_state_into_divided_weights(engine, given)
-    before = Before(engine)
+    before = SettingsSnapshot(engine)
     optimizer = optimizer_of(engine)
     load_state_dict = optimizer.load_state_dict
 
@@ -207,9 +207,9 @@ def _check_native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> 
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)
             check_copy(engine, folder / str(tag), saved, save_id, with_state)
-        agreed.tell(f"save of the rank's files ({_ONE_SAVE})", save_id)
+        agreed.record(f"save of the rank's files ({_ONE_SAVE})", save_id)
         shown = saved and f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
-        agreed.tell("checkpoint", shown or "none")
+        agreed.record("checkpoint", shown or "none")
     if saved is not None:
         _refuse_differences(saved, ranks, difference)
     return saved
@@ -217,7 +217,7 @@ def _check_native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> 
 
 def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) -> None:
     """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
-    of_ranks = ranks.gather(difference, what="check of a checkpoint").values()
+    of_ranks = ranks.gather(difference, purpose="check of a checkpoint").values()
     # The file of a group's first rank describes its parameters, at stage 0 every file.
     saved_names = set().union(*(names for names, *_ in of_ranks))
     missing = {
