@@ -196,12 +196,12 @@ def _check_native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> 
             file = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
             saved = identify_tag(folder / str(tag), file, load=load)
         if saved is not None and with_state:
+            _require_same_kind(engine, saved)
             if file is not None and not file.is_file():
                 raise CheckpointError(
                     f"{file}: no such file, and DeepSpeed would load weights without the optimizer's state: copy "
                     f"all files of the save into the folder, or load another tag"
                 )
-            _require_same_kind(engine, saved)
             difference = _difference(engine, saved)
         if tag is not None:
             with refusing(f"{load_dir!r}"):
