@@ -158,7 +158,8 @@ def test_int8_momentum_matches_the_rounding_reference(
         compare_matrices([result], "toy", micro_batches, 0.5, Arithmetic(momentum=torch.int8))
     for name, expected in momentum.items():
         error = float((result["momentum"][name] - expected).norm() / expected.norm())
-        within(error, 1 / 127, f"momentum of {name}")
+        # A cut block is rounded by other scales than the reference's: each of the two is off by half a code.
+        within(error, (2 if stage else 1) / 127, f"momentum of {name}")
 
 
 def resumed(
