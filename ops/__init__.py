@@ -2,5 +2,5 @@
 
 Importing this package neither compiles nor loads anything: :func:`~deepspeed_muon.ops.dispatch.Orthogonalizer`,
 :func:`~deepspeed_muon.ops.dispatch.flat_passes` and :func:`~deepspeed_muon.ops.library.load` do, once. Every operator
-has a readable torch counterpart in :mod:`deepspeed_muon.ops.reference` that it is tested against.
+has a readable torch counterpart in :mod:`deepspeed_muon.ops.torch_operators` that it is tested against.
 """

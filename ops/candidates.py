@@ -133,7 +133,7 @@ def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") 
 
 
 def products_of(sym_gemm: Callable[..., Tensor]) -> Products:
-    """Return the products of the iteration whose result is symmetric, by :func:`.reference.sym_gemm` or one like it."""
+    """Return the symmetric products of the iteration by a kernel like :func:`.torch_operators.sym_gemm`."""
 
     def multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
         # b is symmetric, so a b^T is a b.

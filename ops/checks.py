@@ -10,10 +10,10 @@ import torch
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize, restart_steps
 
-from . import library, reference
+from . import library, torch_operators
 from .autotune import TOLERANCE, error_of
 from .candidates import candidates_for, has_kernel, problem_of, triton_products
-from .reference import BLOCK
+from .torch_operators import BLOCK
 
 Checks = list[dict[str, Any]]
 
@@ -135,9 +135,9 @@ def _products(product: Callable[..., torch.Tensor], device: str, dtype: torch.dt
     processors = torch.cuda.get_device_properties(device).multi_processor_count if own else 0
     for shape in product_shapes(processors):
         a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
-        c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
+        c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
         result = product(a, a, c, 1.5, -0.5, 2.0)
-        error = error_of(result.double(), reference.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
+        error = error_of(result.double(), torch_operators.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
         if not torch.equal(result, result.mT):
             error = float("inf")
         yield f" {'x'.join(map(str, shape))}, bitwise symmetric", error, 2 * torch.finfo(dtype).eps
@@ -174,7 +174,7 @@ def _momentum_pack(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
     table, (buf, grad, _) = _fragments(device)
     rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
     results = []
-    for run in (operators.momentum_pack_, reference.momentum_pack_):
+    for run in (operators.momentum_pack_, torch_operators.momentum_pack_):
         copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
         run([copy], [grad], [out], table, rates)
         results.append((out, copy))
@@ -185,14 +185,14 @@ def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_
     table, (_, update, param) = _fragments(device)
     rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
     copies = [param.clone(), param.clone()]
-    for copy, run in zip(copies, (operators.unpack_apply_, reference.unpack_apply_), strict=True):
+    for copy, run in zip(copies, (operators.unpack_apply_, torch_operators.unpack_apply_), strict=True):
         run([copy], [update.to(dtype)], table, rates)
     yield "", _relative(*copies), 2 * torch.finfo(dtype).eps
 
 
 def _largest_magnitudes(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (_, grad, _) = _fragments(device)
-    runs = operators.largest_magnitudes, reference.largest_magnitudes
+    runs = operators.largest_magnitudes, torch_operators.largest_magnitudes
     found, expected = (run([grad.to(dtype)], table) for run in runs)
     yield "", _relative(found, expected), 0.0
 
@@ -211,7 +211,7 @@ def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iter
     # that is off by one rounding may have another scale and other codes.
     rates, cut = torch.tensor([[0.75, 1.0]], dtype=torch.float64), torch.full((2, 2), 0.0625, device=device)
     results = []
-    for run in (operators.momentum_pack_int8_, reference.momentum_pack_int8_):
+    for run in (operators.momentum_pack_int8_, torch_operators.momentum_pack_int8_):
         codes, out = torch.zeros_like(grad, dtype=torch.int8), torch.zeros_like(grad, dtype=dtype)
         scales = torch.zeros(int(counts.sum()), device=device)
         for _ in range(2):

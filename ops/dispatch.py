@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.newton_schulz import NsSettings
 
-from . import library, reference
+from . import library, torch_operators
 from .autotune import Choice, Tuner
 from .candidates import Candidate, Problem, Replayed, candidates_for, has_kernel, in_fp32, problem_of
 from .gate import Verdict, cuda_verdict
@@ -146,10 +146,10 @@ class FlatPasses:
 
     Attributes:
         name: ``ops`` or ``torch``, whichever really runs.
-        momentum_pack: ``(bufs, grads, outs, table, rates)``, see :func:`.reference.momentum_pack_`.
+        momentum_pack: ``(bufs, grads, outs, table, rates)``, see :func:`.torch_operators.momentum_pack_`.
         momentum_pack_int8: ``(codes, scales, grads, outs, table, rates, blocks, cut)``, see
-            :func:`.reference.momentum_pack_int8_`.
-        unpack_apply: ``(params, updates, table, rates)``, see :func:`.reference.unpack_apply_`.
+            :func:`.torch_operators.momentum_pack_int8_`.
+        unpack_apply: ``(params, updates, table, rates)``, see :func:`.torch_operators.unpack_apply_`.
     """
 
     name: str
@@ -193,12 +193,15 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8:
             f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
         )
     return FlatPasses(
-        "torch", reference.momentum_pack_, reference.momentum_pack_int8_, reference.unpack_apply_
+        "torch",
+        torch_operators.momentum_pack_,
+        torch_operators.momentum_pack_int8_,
+        torch_operators.unpack_apply_,
     )
 
 
 def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
-    """Return :func:`.reference.frobenius_norms` or its native counterpart for matrices on ``device``.
+    """Return :func:`.torch_operators.frobenius_norms` or its native counterpart for matrices on ``device``.
 
     On CUDA every backend uses torch's, which is a single kernel there.
 
@@ -210,13 +213,13 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
         assert operators is not None
         native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
         return native
-    return reference.frobenius_norms
+    return torch_operators.frobenius_norms
 
 
 def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
-    """Run :func:`.reference.largest_magnitudes` or its native counterpart, which says the same."""
+    """Run :func:`.torch_operators.largest_magnitudes` or its native counterpart, which says the same."""
     native = library.loaded() and all(each.device.type == "cpu" and each.dtype in _NATIVE for each in tensors)
-    run = library.load().largest_magnitudes.default if native else reference.largest_magnitudes
+    run = library.load().largest_magnitudes.default if native else torch_operators.largest_magnitudes
     found: Tensor = run(tensors, table)
     return found
 

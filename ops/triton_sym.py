@@ -66,7 +66,7 @@ def _sym_gemm(  # type: ignore[no-untyped-def]
 def sym_gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0, diag: float = 0.0
 ) -> Tensor:
-    """Return ``alpha a b^T + beta c + diag I``; arguments as of :func:`deepspeed_muon.ops.reference.sym_gemm`.
+    """Return ``alpha a b^T + beta c + diag I``; arguments as of :func:`deepspeed_muon.ops.torch_operators.sym_gemm`.
 
     The products are summed in fp32. Of ``c`` only the lower triangle is read.
     """

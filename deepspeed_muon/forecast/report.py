@@ -27,7 +27,7 @@ from deepspeed_muon.forecast.model_shapes import (
 )
 from deepspeed_muon.forecast.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
 from deepspeed_muon.monitoring.page import pyplot_for
-from deepspeed_muon.ops.reference import BLOCK
+from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.transport.exchange import SLOTS

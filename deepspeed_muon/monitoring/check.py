@@ -28,7 +28,7 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.ops.reference import frobenius_norms
+from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import gather_tensors, phase
 from deepspeed_muon.transport.row_state import RowsAtOwner

@@ -20,7 +20,7 @@ from torch import Tensor
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
-from deepspeed_muon.ops.reference import cautious_apply_
+from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.row_state import RowsAtOwner

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.ops.dispatch import FlatPasses
-from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes
+from deepspeed_muon.ops.torch_operators import BLOCK, block_scales, from_codes
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.step.passes import COLUMNS

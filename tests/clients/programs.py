@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CLIENTS", "Client", "Run"]
+__all__ = ["CLIENTS", "FOLDER", "Client", "Run"]
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-EXAMPLE = (
-    "https://raw.githubusercontent.com/huggingface/accelerate/v{version}/examples/by_feature/"
-    "deepspeed_with_config_support.py"
-)
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 
 
 @dataclass(frozen=True)
@@ -28,16 +23,12 @@ class Run:
         material: What :mod:`tests.clients.material` wrote.
         stage: The ZeRO stage.
         port: A free port.
-        versions: Package to installed version.
-        example: Accelerate's example, if it is on this machine.
     """
 
     folder: Path
     material: Path
     stage: int
     port: int
-    versions: dict[str, str]
-    example: Path | None
 
     @property
     def model(self) -> str:
@@ -53,24 +44,21 @@ class Run:
         path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
         return str(path)
 
-    def deepspeed(self, **more: Any) -> str:
-        """Write the DeepSpeed configuration; ``more`` are sections beside it, or in the place of its own.
-
-        A section that is ``None`` is left out.
-        """
+    def deepspeed(self, *, optimizer: bool = True) -> str:
+        """Write the DeepSpeed configuration, with an optimizer or without."""
         params = {"lr": "auto", "weight_decay": "auto", "adjust_lr_fn": "match_rms_adamw"}
-        config = {
+        config: dict[str, Any] = {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
             "zero_optimization": {"stage": self.stage},
-            "optimizer": {"type": "Muon", "params": params},
         }
+        if optimizer:
+            config["optimizer"] = {"type": "Muon", "params": params}
         if self.stage == 3:
             config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        merged = {key: value for key, value in {**config, **more}.items() if value is not None}
-        return self.write("ds.json", merged)
+        return self.write("ds.json", config)
 
     def accelerate(self, config: str) -> str:
         """Write the configuration of ``accelerate launch`` that names a DeepSpeed configuration."""
@@ -128,19 +116,7 @@ def _plain_config(run: Run) -> str:
 
 
 def _script(name: str) -> str:
-    return str(HERE / "scripts" / name)
-
-
-def _plain(run: Run) -> list[str]:
-    start = ["deepspeed", "--num_accelerators", "2", "--master_port", str(run.port)]
-    return [*start, _script("plain.py"), "--deepspeed_config", _plain_config(run)]
-
-
-def _trainer(run: Run) -> list[str]:
-    start = ["torchrun", "--nproc_per_node", "2", "--master_port", str(run.port)]
-    start += [_script("trainer.py"), "--model", run.model]
-    start += ["--data", str(run.data / "text" / "train.json"), "--deepspeed", run.deepspeed()]
-    return [*start, *_training(run), "--report_to", "none"]
+    return str(FOLDER / "scripts" / name)
 
 
 def _training(run: Run) -> list[str]:
@@ -148,26 +124,6 @@ def _training(run: Run) -> list[str]:
     options = ["--output_dir", str(run.folder / "run"), "--max_steps", "8", "--logging_steps", "2"]
     options += ["--learning_rate", "2e-3", "--per_device_train_batch_size", "4", "--save_steps", "8"]
     return [*options, "--lr_scheduler_type", "cosine", "--warmup_steps", "2", "--bf16", "False"]
-
-
-def _accelerate(run: Run) -> list[str]:
-    example = run.example
-    if example is None:
-        example = run.folder / "deepspeed_with_config_support.py"
-        urllib.request.urlretrieve(EXAMPLE.format(version=run.versions["accelerate"]), example)
-    rates = {"warmup_min_lr": 0.0, "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": "auto"}
-    config = run.deepspeed(
-        scheduler={"type": "WarmupDecayLR", "params": rates},
-        # Accelerate alone fills in rate and decay only.
-        gradient_accumulation_steps=1,
-        gradient_clipping=1.0,
-    )
-    text = str(run.data / "text" / "train.json")
-    options = ["--train_file", text, "--validation_file", text, "--model_name_or_path", run.model]
-    options += ["--output_dir", str(run.folder / "run"), "--block_size", "32", "--num_train_epochs", "1"]
-    options += ["--per_device_train_batch_size", "4", "--learning_rate", "2e-3", "--load_best_model"]
-    options += ["--with_tracking", "--report_to", "tensorboard"]
-    return ["accelerate", "launch", "--config_file", run.accelerate(config), str(example), *options]
 
 
 def _trl(run: Run) -> list[str]:
@@ -226,7 +182,7 @@ def _swift(run: Run) -> list[str]:
     options += ["--report_to", "tensorboard"]
     # Its Trainer fails on any optimizer of DeepSpeed's configuration.
     options += ["--external_plugins", str(ROOT / "examples" / "ms_swift.py"), "--optimizer", "deepspeed_muon"]
-    return ["swift", "sft", *options, "--deepspeed", run.deepspeed(optimizer=None), *_training(run)]
+    return ["swift", "sft", *options, "--deepspeed", run.deepspeed(optimizer=False), *_training(run)]
 
 
 def _openrlhf(run: Run) -> list[str]:
@@ -283,9 +239,6 @@ _HUGGING_FACE = ("transformers", "accelerate", "datasets")
 _FOR_CUDA = ("torchvision*", "torchaudio/lib")
 
 CLIENTS = {
-    "deepspeed": Client("hf", (), _plain),
-    "trainer": Client("hf", _HUGGING_FACE, _trainer),
-    "accelerate": Client("hf", (*_HUGGING_FACE, "tensorboard"), _accelerate),
     "trl": Client("hf", (*_HUGGING_FACE, "trl"), _trl),
     "peft": Client("hf", (*_HUGGING_FACE, "trl", "peft"), _peft),
     "lightning": Client("hf", ("lightning",), _lightning),

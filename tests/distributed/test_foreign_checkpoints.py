@@ -294,30 +294,6 @@ def test_a_damaged_foreign_checkpoint_gives_deepspeeds_error(ranks: Any, tmp_pat
     assert hooked == own and hooked != "" and "deepspeed_muon" not in hooked
 
 
-@pytest.mark.full
-def test_deepspeeds_muon_is_deepspeeds_to_convert(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=2, zero={})
-    hooked, own = both_ways(tmp_path / "in" / TAG, tmp_path)
-    assert hooked == own
-    assert not (tmp_path / "hooked" / "zero" / "muon_index.json").exists()
-
-
-@pytest.mark.full
-def test_a_sound_foreign_checkpoint_gives_the_same_files(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(save_other, folder=str(tmp_path / "in"), optimizer="AdamW", stage=2, zero={})
-    assert both_ways(tmp_path / "in" / TAG, tmp_path) == ("", "")
-    found = [
-        sorted(path.relative_to(tmp_path / way) for path in (tmp_path / way).rglob("*.pt"))
-        for way in ("hooked", "own")
-    ]
-    assert found[0] == found[1] and found[0]
-    for path in (path for path in found[0] if path.parts[0] == "zero" and path.stem != "optimizer_state"):
-        first, second = (torch.load(tmp_path / way / path, weights_only=False) for way in ("hooked", "own"))
-        if isinstance(first, dict):
-            first, second = first["param"], second["param"]
-        assert torch.equal(torch.as_tensor(first), torch.as_tensor(second)), path
-
-
 def test_ours_with_a_damaged_file_is_still_ours(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=2)
     first, *_ = sorted((tmp_path / "in" / TAG).glob("*_optim_states.pt"))

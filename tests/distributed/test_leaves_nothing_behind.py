@@ -1,13 +1,10 @@
-"""Many multi-rank tests in a row leave nothing: no file in /dev/shm, no process, no lock, no growing memory."""
+"""Engines that were destroyed, and calls of a pool of ranks, leave nothing: no tensor, group, thread or file."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +13,9 @@ import pytest
 import torch
 
 from tests.support import training
-from tests.support.harness import RankPool, RanksFailed, run_ranks, session_leftovers
-from tests.support.hygiene import stale_locks
+from tests.support.harness import RankPool
 from tests.support.models import build
-from tests.support.native_ops import warm
 from tests.support.thinning import full
-
-Pools = Callable[[int], RankPool]
 
 MEGABYTE = 2**20
 
@@ -92,52 +85,6 @@ def test_calls_leave_nothing_in_a_pool_that_goes_on(rounds: int) -> None:
     for start, end in zip(before, after, strict=True):
         assert end.pop("memory") - start.pop("memory") < 40 * MEGABYTE
         assert end == start and end["engines"] == end["tensors"] == 0
-
-
-def fail_in_turn(rank: int, world_size: int, *, how: str) -> int:
-    """One multi-rank test as it may go: well, or not."""
-    if how == "train":
-        train(rank, world_size, engines=4, destroy=False)
-    elif how == "raise" and rank == world_size - 1:
-        raise ValueError("as asked")
-    elif how == "die" and rank == 0:
-        os._exit(3)
-    elif how == "hang":
-        time.sleep(600)
-    torch.distributed.barrier()
-    return rank
-
-
-ENDINGS = {"train": 120.0, "raise": 120.0, "die": 120.0, "hang": 2.0}
-
-
-@pytest.mark.full
-@pytest.mark.time_limit(3600)
-@pytest.mark.parametrize(("pooled", "fresh"), [(30, 2), (260, 40)])
-def test_tests_in_a_row_leave_nothing_behind(ranks: Pools, pooled: int, fresh: int) -> None:
-    """Of those that share a pool one in ten fails, of those with processes of their own three in four.
-
-    The latter have the all-reduce operator that writes to /dev/shm.
-    """
-    extensions = warm()
-    ranks(2).run(usage)  # this pool and those of earlier tests may stay
-    locks, (_, processes) = stale_locks(extensions), session_leftovers()
-    failing = ["raise", "die", "hang"]
-    for number in range(pooled):
-        if number % 10 < 9:
-            assert ranks(2).run(fail_in_turn, how="train") == [0, 1]
-            continue
-        how = failing[number // 10 % 3]
-        with RankPool(2 + number // 10 % 3) as pool, pytest.raises(RanksFailed):
-            pool.run(fail_in_turn, how=how, timeout=ENDINGS[how])
-    for number in range(fresh):
-        how = ["train", *failing][number % 4]
-        with nullcontext() if how == "train" else pytest.raises(RanksFailed):
-            run_ranks(fail_in_turn, 2, {"how": how}, timeout=ENDINGS[how], shm_all_reduce=True)
-    assert stale_locks(extensions) == locks
-    files, remaining = session_leftovers()
-    assert files == []
-    assert set(remaining) <= set(processes)
 
 
 # An engine's optimizer and its partitions stayed in memory until the garbage collector ran.

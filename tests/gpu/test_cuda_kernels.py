@@ -126,7 +126,7 @@ def test_momentum_pack(kernels: Kernels, dtypes: Any, offsets: tuple[int, int, i
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (3, 3, 3), (8, 4, 4), (1, 0, 0), (5, 7, 3)], ids=str)
 def test_momentum_pack_int8(kernels: Kernels, dtypes: Any, offsets: tuple[int, int, int]) -> None:
     pytest.importorskip("deepspeed")
-    from deepspeed_muon.ops.reference import momentum_pack_int8_
+    from deepspeed_muon.ops.torch_operators import momentum_pack_int8_
 
     for many, nesterov in ((FLAT_ROWS["momentum_pack_int8"], True), (0, False)):
         lengths = [*cases.fragment_lengths(many), 255, 256, 257, 512, 3_000_001]
@@ -168,12 +168,12 @@ def test_gram_newton_schulz(
 
 def test_the_registered_operators_agree_with_their_references(kernels: Kernels) -> None:
     pytest.importorskip("deepspeed")
-    from deepspeed_muon.ops import library, reference
+    from deepspeed_muon.ops import library, torch_operators
 
     ops = library.load()
     a = random(2, 1024, 2048, dtype=torch.float16)
     c = lower_mirrored(random(2, 1024, 1024, dtype=torch.float16))
     actual = ops.sym_gemm(a, a, c, 0.01, -1.0, 3.0)
-    expected = reference.sym_gemm(a, a, c, 0.01, -1.0, 3.0)
+    expected = torch_operators.sym_gemm(a, a, c, 0.01, -1.0, 3.0)
     assert float((actual - expected).float().norm() / expected.float().norm()) <= 2e-3
     assert torch.equal(actual, actual.mT)

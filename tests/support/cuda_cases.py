@@ -220,7 +220,7 @@ def momentum_pack_int8(
 
     Args:
         kernels: Run the kernel.
-        run: ``momentum_pack_int8_`` of ``deepspeed_muon.ops.reference``, or its native counterpart.
+        run: ``momentum_pack_int8_`` of ``deepspeed_muon.ops.torch_operators``, or its native counterpart.
         lengths: Of the fragments.
         offsets: Of codes, gradient and what is sent.
         dtypes: Of gradient and what is sent.

@@ -42,7 +42,6 @@ from tests.support.hygiene import (
     remove_shm,
     remove_stale_locks,
     shm_files,
-    tagged_processes,
 )
 from tests.support.native_ops import REPOSITORY, extensions_dir, warm
 from tests.support.rank_server import ForkedRank, RankServer
@@ -63,8 +62,6 @@ MAX_OUTPUT = 200_000
 
 _FOREIGN_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _servers = (RankServer(), RankServer())
-_shm_prefixes: set[str] = set()
-"""How the files start that any pool of this process may have put into /dev/shm."""
 
 _RANK_VARIABLES = (
     "RANK",
@@ -271,7 +268,6 @@ class RankPool:
         for index in range(self.world_size):
             self._ranks.append(self._spawn(index, extensions))
         self._shm_prefixes += [f"torch_{pid}_" for pid in self.pids]
-        _shm_prefixes.update(self._shm_prefixes)
         self._await_replies(f"start of {self.world_size} ranks", START_TIMEOUT)
 
     def _spawn(self, index: int, extensions: Path) -> _Rank:
@@ -464,15 +460,6 @@ def run_command(
         ending = f"did not end within {timeout:g} s" if code is None else f"ended with code {code}"
         raise CommandFailed(f"{' '.join(arguments)} {ending}\n----- output -----\n{_shorten(text)}")
     return subprocess.CompletedProcess(arguments, code, stdout=text)
-
-
-def session_leftovers() -> tuple[list[str], list[int]]:
-    """Return the files in /dev/shm and the live processes that this session's ranks and commands account for.
-
-    Only the ranks of pools that are still alive belong there.
-    """
-    processes = [pid for pid in tagged_processes() if pid not in {server.pid for server in _servers}]
-    return [name for name in sorted(shm_files()) if name.startswith(tuple(_shm_prefixes))], processes
 
 
 def base_environment(extensions: Path | None = None) -> dict[str, str]:

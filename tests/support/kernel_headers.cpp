@@ -30,17 +30,6 @@ void schedule_tiles(int m, int batch, int32_t* out) {
   }
 }
 
-// The first index below triangle_count(rows), from `start` on, at which tile and index disagree or a tile is not in
-// the triangle; -1 if there is none.
-int64_t triangle_mismatch(int rows, int64_t start, int64_t end) {
-  for (int64_t index = start; index < end; ++index) {
-    const TileCoord tile = triangle_tile(index, rows);
-    if (tile.col < 0 || tile.col > tile.row || tile.row >= rows) return index;
-    if (triangle_index(tile.row, tile.col, rows) != index) return index;
-  }
-  return -1;
-}
-
 int triangle_row_of(int64_t index) { return triangle_row(index); }
 
 // out[index] = (row, chunk, byte offset) for the straight copy.
@@ -103,21 +92,6 @@ void sm80_b_addresses(int row, int step, int32_t* out) {
     const ChunkCoord at = sm80_b_source(row, step, lane);
     *out++ = sm80_operand_chunk(at.row, at.chunk);
   }
-}
-
-// (stage, phase) after `count` single advances, and after one skip of `count`, from the same state; `stages` is 4 or 5.
-void pipeline_advance(int stages, int count, int32_t* state) {
-  PipelineState pipeline{state[0], static_cast<uint32_t>(state[1])};
-  for (int i = 0; i < count; ++i) stages == 4 ? pipeline.advance<4>() : pipeline.advance<5>();
-  state[0] = pipeline.stage;
-  state[1] = static_cast<int32_t>(pipeline.phase);
-}
-
-void pipeline_skip(int stages, int count, int32_t* state) {
-  PipelineState pipeline{state[0], static_cast<uint32_t>(state[1])};
-  stages == 4 ? pipeline.skip<4>(count) : pipeline.skip<5>(count);
-  state[0] = pipeline.stage;
-  state[1] = static_cast<int32_t>(pipeline.phase);
 }
 
 // (head, vectors, singles), then the positions of the single elements.

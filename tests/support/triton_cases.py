@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
-from deepspeed_muon.ops import reference, triton_sym
+from deepspeed_muon.ops import torch_operators, triton_sym
 from deepspeed_muon.ops.autotune import error_of
 from deepspeed_muon.ops.candidates import products_of
 from tests.support.reference import iteration_limit
@@ -57,7 +57,7 @@ def product_faults(
     a = normal(batch, m, 2 * k if strided else k, dtype=dtype).to(device)
     a = a[..., ::2] if strided else a
     a = a.mT.contiguous().mT if strided and batch == 1 else a
-    c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0) if with_c else None
+    c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0) if with_c else None
     alpha, beta, diag = (1.5, -0.5, 2.0) if with_c else (1.0, 0.0, 0.0)
     read = None
     if c is not None:

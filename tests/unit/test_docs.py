@@ -1,4 +1,4 @@
-"""The links of the documentation lead somewhere, and its index names every page."""
+"""The links of the documentation and of its site lead somewhere, and figures are those that were measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed_muon
 from benchmarks import study
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -129,3 +131,21 @@ def test_the_study_is_the_demos() -> None:
                 assert min(values) < rate < max(values), (optimizer, key)
         if optimizer != study.UNCLIPPED:
             assert study.demo.RATES[optimizer] == tried[0]["rates"]
+
+
+def test_the_site_s_check_finds_links_to_missing_files_and_anchors(tmp_path: Path) -> None:
+    pages = {
+        "index.html": '<a href="a/">.</a><a href="a/#there">.</a><a href="https://x.org/y">.</a>',
+        "a/index.html": '<h1 id="there">.</h1><a href="#there">.</a><img src="../no.png">',
+        "b/index.html": '<a href="../a/#gone">.</a><a href="../c/">.</a>',
+    }
+    for name, body in pages.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"<html><body>{body}</body></html>")
+    broken = {"a/index.html: ../no.png", "b/index.html: ../a/#gone", "b/index.html: ../c/"}
+    assert set(load_script("build_docs").broken_links(tmp_path)) == broken
+
+
+def test_the_page_of_the_package_names_what_it_exports() -> None:
+    public = [name for name in deepspeed_muon.__all__ if name != "__version__"]
+    assert load_script("build_docs").public_names() == public

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,26 +10,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from torch import Tensor
 
-from benchmarks import newton_schulz
-from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from tests.support.comparisons import close
 from tests.support.harness import run_command
 from tests.support.native_ops import REPOSITORY
+from tests.support.scripts import load_script
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_session.py"
 
 
 @pytest.fixture(scope="module")
 def session() -> ModuleType:
-    found = importlib.util.spec_from_file_location("gpu_session", SCRIPT)
-    assert found is not None and found.loader is not None
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return load_script("gpu_session")
 
 
 @pytest.mark.full
@@ -46,15 +36,6 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_part(session: ModuleType, t
     assert ended[0].startswith("did not start") and ended[1:] == ["failed with 3", "took too long", "ok"]
     assert json.loads((tmp_path / "part.json").read_text()) == found
     assert "why" in (tmp_path / "part.log").read_text()
-
-
-@pytest.mark.full
-def test_a_limit_ends_a_part(session: ModuleType, tmp_path: Path) -> None:
-    steps = [
-        session.Step(str(n), session.python("-c", "import time; time.sleep(600)"), 60.0) for n in range(2)
-    ]
-    found = session.run_part(steps, tmp_path / "part.log", None, limit=6.0)
-    assert [each["ended"] for each in found] == ["took too long", "not started: no time left"]
 
 
 def test_a_resumed_part_runs_what_is_not_ok_yet_and_what_prepares_it(
@@ -79,18 +60,6 @@ def test_a_resumed_part_runs_what_is_not_ok_yet_and_what_prepares_it(
     # With nothing left nothing is prepared.
     session.run_part(steps[:2], tmp_path / "part.log", None, session.done_earlier(report))
     assert made.read_text() == "again"
-
-
-def test_the_tests_come_before_the_gate_and_racecheck_last(session: ModuleType, tmp_path: Path) -> None:
-    parts = {part: [step.name for step in steps] for part, steps in session.parts(tmp_path).items()}
-    assert parts["check"][-3:] == [
-        "every kernel against float64",
-        "self-test",
-        "self-test in a process of its own",
-    ]
-    assert [part for part, names in parts.items() if "racecheck" in names] == [list(parts)[-1]]
-    assert parts["time"].index("few shapes") < parts["time"].index("iteration beside the peers")
-    assert all(len(set(names)) == len(names) for names in parts.values())  # a report is by name
 
 
 def test_wheels_of_several_folders_are_unpacked_once(session: ModuleType, tmp_path: Path) -> None:
@@ -125,36 +94,6 @@ def test_the_rehearsal_sees_a_wrong_option(session: ModuleType, capfd: pytest.Ca
     step.command.append("--dryrun")
     assert not session.rehearse({"part": [step]}, None)
     assert "unrecognized arguments: --dryrun" in "".join(capfd.readouterr())
-
-
-def test_quacks_products_are_called_as_quack_defines_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gemm_symmetric(
-        a: Tensor, b: Tensor, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-    ) -> Tensor:
-        assert isinstance(alpha, float) and isinstance(beta, float)
-        return alpha * a @ b + (0.0 if C is None else beta * C)
-
-    quack = ModuleType("quack.gemm_interface")
-    monkeypatch.setattr(quack, "gemm_symmetric", gemm_symmetric, raising=False)
-    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack)
-    x = torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(0))
-    for method in ("gram", "standard"):
-        settings = NsSettings(resolve_schedule("quintic", 5), method, torch.float32)
-        products = newton_schulz.quack_products.__wrapped__()
-        actual = orthogonalize(x, settings=settings, products=products)
-        close(actual, orthogonalize(x, settings=settings), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.full
-@pytest.mark.time_limit(600)
-def test_the_iteration_of_chosen_shapes(tmp_path: Path) -> None:
-    out = tmp_path / "few"
-    command = [sys.executable, "benchmarks/newton_schulz.py", "--threads", "1", "--seconds", "0.1"]
-    run_command([*command, "--only", "iteration", "--shapes", "32x64", "--out", str(out)], timeout=500)
-    found = json.loads(out.with_suffix(".json").read_text())
-    assert [row["shape"] for row in found["iteration"]] == ["32 x 64", "32 x 64"]  # one matrix, and eight
-    assert "flat" not in found
 
 
 @pytest.mark.full

@@ -1,11 +1,9 @@
-"""``python -m deepspeed_muon health``: findings and the page of a run, looked at in a browser."""
+"""``python -m deepspeed_muon health``: findings and the page of a run."""
 
 from __future__ import annotations
 
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,29 +11,6 @@ import pytest
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.monitoring.page import findings, read_run, write_page
-
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
-
-
-def open_page(page: Path | str, picture: Path) -> str:
-    """Open a page, write what it shows to ``picture`` (PNG) and return its elements after all scripts ran.
-
-    Skips the test where there is no browser.
-    """
-    browser = next(filter(None, map(shutil.which, _NAMES)), None)
-    if browser is None:
-        pytest.skip("no browser: apt-get install chromium")
-    address = page if isinstance(page, str) else page.resolve().as_uri()
-    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    words += [f"--user-data-dir={picture.parent / 'browser'}", "--window-size=1300,2400"]
-    for what in (["--dump-dom"], [f"--screenshot={picture}"]):
-        done = subprocess.run(
-            [*words, *what, address], capture_output=True, text=True, timeout=120, check=True
-        )
-        if what == ["--dump-dom"]:
-            elements = done.stdout
-    return elements
-
 
 HEALTHY = {
     "train_loss": lambda x: 5.0 - x / 1000,
@@ -148,26 +123,13 @@ def test_folders_without_a_run_are_told(tmp_path, capsys):
     assert "Is a directory" in capsys.readouterr().err
 
 
-def test_the_page_in_a_browser(tmp_path):
-    """Every chart is drawn, nothing comes from elsewhere, and names of files cannot write into the page."""
-    from PIL import Image
-
+def test_the_page(tmp_path):
+    """All of it is in one file, and names of files cannot write into it."""
     folder = write_run(tmp_path / "a <run>", **{"loss_<b>": lambda x: 1.0 / x})
-    page = tmp_path / "page.html"
-    write_page(folder, page)
-    assert not re.search(r"(src|href)=\"(?!#)", page.read_text().replace("xlink:", ""))
-    elements = open_page(page, tmp_path / "page.png")
-    assert elements.count("<svg") == 9
-    assert "a &lt;run&gt;" in elements and "loss_&lt;b&gt;" in elements and "<b>_" not in elements
-    assert "Every orthogonalised matrix passed its check." in elements
-    shown = Image.open(tmp_path / "page.png").convert("RGB")
-    assert len(shown.getcolors(1 << 24)) > 50
-
-
-def test_a_page_needs_no_browser_to_be_whole(tmp_path):
-    folder = write_run(tmp_path / "run")
     assert main(["health", "--html", str(folder)]) == 0
     text = (folder / "health.html").read_text()
     titles = re.findall(r"<h2>(.*?)</h2>", text)
     assert titles[:3] == ["Loss", "Where the step&#x27;s time goes", "Seconds of the inner step"]
     assert titles[-1] == "All numbers"
+    assert "a &lt;run&gt;" in text and "loss_&lt;b&gt;" in text and "<b>" not in text
+    assert not re.search(r"(src|href)=\"(?!#)", text.replace("xlink:", ""))

@@ -19,7 +19,7 @@ from deepspeed_muon.math.newton_schulz import (
     restart_steps,
 )
 from deepspeed_muon.math.updates import update_scale
-from deepspeed_muon.ops.reference import momentum_pack_, unpack_apply_
+from deepspeed_muon.ops.torch_operators import momentum_pack_, unpack_apply_
 from tests.support.comparisons import close, within
 from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.matrices import DTYPES, matrix

@@ -10,7 +10,7 @@ from deepspeed_muon import ConfigError, Muon, MuonConfig
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 from deepspeed_muon.math.updates import AdamStep, adam_step_
-from deepspeed_muon.ops.reference import cautious_apply_
+from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import (
     flat_placement,

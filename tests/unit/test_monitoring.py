@@ -25,7 +25,7 @@ from deepspeed_muon.monitoring.measure import (
     spectrum,
 )
 from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, monitor_events, summarize
-from deepspeed_muon.ops.reference import frobenius_norms
+from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.transport.ranks import Ranks, all_ranks

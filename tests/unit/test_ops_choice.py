@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
-from deepspeed_muon.ops import autotune, dispatch, library, reference
+from deepspeed_muon.ops import autotune, dispatch, library, torch_operators
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
 from tests.support.comparisons import within
@@ -244,7 +244,7 @@ def test_the_report_says_what_ran_and_why(tmp_path: Path, clock: Clock) -> None:
 
 def test_the_flat_passes_of_each_backend() -> None:
     """That they agree is shown in tests/unit/test_ops_kernels.py."""
-    native, plain = library.load(), reference
+    native, plain = library.load(), torch_operators
     for backend, name, holder in (("ops", "ops", native), ("auto", "ops", native), ("torch", "torch", plain)):
         passes = dispatch.flat_passes(backend)  # type: ignore[arg-type]
         assert passes.name == name

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_muon.ops.reference import BLOCK, block_scales, to_codes
+from deepspeed_muon.ops.torch_operators import BLOCK, block_scales, to_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "ops" / "csrc" / "include"
@@ -33,8 +33,6 @@ def build(folder: Path) -> ctypes.CDLL:
     assert done.returncode == 0, done.stderr
     library = ctypes.CDLL(str(target))
     library.schedule_total.restype = ctypes.c_int64
-    library.triangle_mismatch.restype = ctypes.c_int64
-    library.triangle_mismatch.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     library.triangle_row_of.argtypes = [ctypes.c_int64]
     library.flat_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     library.code_blocks.argtypes = [
@@ -135,19 +133,6 @@ def banks_used(offsets: np.ndarray, width: int) -> np.ndarray:
     return np.bincount(np.unique(words) % 32, minlength=32)
 
 
-@pytest.mark.parametrize("rows", [*range(1, 70), 127, 128, 129, 500])
-def test_every_tile_of_the_triangle_once(maps: Maps, rows: int) -> None:
-    total = rows * (rows + 1) // 2
-    assert maps.library.triangle_mismatch(rows, 0, total) == -1
-
-
-@pytest.mark.parametrize("rows", [46341, 65536, 131072])
-def test_the_largest_triangles(maps: Maps, rows: int) -> None:
-    total = rows * (rows + 1) // 2  # beyond 2^31 for the last two
-    for start in (0, total // 3, total - 200_000):
-        assert maps.library.triangle_mismatch(rows, start, start + 200_000) == -1
-
-
 def test_triangle_row_at_every_boundary(maps: Maps) -> None:
     for row in [*range(1, 3000), *range(46_330, 46_350), *range(131_000, 131_072)]:
         first = row * (row + 1) // 2
@@ -172,14 +157,6 @@ def test_tiles_in_flight_need_few_panels(maps: Maps) -> None:
     work = maps.schedule(8192, 1)
     panels = [len(set(w[:, 1]) | set(w[:, 2])) for w in (work[i : i + 132] for i in range(0, len(work), 132))]
     assert max(panels) <= 45 and np.median(panels) <= 28
-
-
-def test_staging_is_a_bijection(maps: Maps) -> None:
-    offsets = maps.straight[:, 2]
-    assert sorted(offsets) == list(range(0, maps.library.constant_stage_bytes(), 16))
-    assert [tuple(at) for at in maps.straight[:, :2].tolist()] == [
-        (row, chunk) for row in range(maps.tile) for chunk in range(maps.chunks)
-    ]
 
 
 @pytest.mark.parametrize("shape", [SM80, SM90], ids=lambda shape: shape.name)
@@ -261,17 +238,6 @@ def test_sm80_operands_reach_the_mma_fragments(maps: Maps, step: int) -> None:
                     assert np.array_equal(registers[:, register, part], expected)
             for phase in addresses.reshape(-1, 8):
                 assert banks_used(phase, 16).max() == 1
-
-
-@pytest.mark.parametrize("stages", [4, 5])
-def test_skip_is_many_advances(maps: Maps, stages: int) -> None:
-    for stage in range(stages):
-        for phase in (0, 1):
-            for count in range(4 * stages + 1):
-                one, many = (np.array([stage, phase], dtype=np.int32) for _ in range(2))
-                maps.library.pipeline_skip(stages, count, one.ctypes.data_as(ctypes.c_void_p))
-                maps.library.pipeline_advance(stages, count, many.ctypes.data_as(ctypes.c_void_p))
-                assert one.tolist() == many.tolist()
 
 
 def flat_plan(maps: Maps, addresses: Sequence[int], widths: Sequence[int], n: int, out: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import reference_orthogonalize, restart_steps
-from deepspeed_muon.ops import library, reference
+from deepspeed_muon.ops import library, torch_operators
 from tests.support.comparisons import close, within
 from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
 from tests.support.matrices import DTYPES, matrix
@@ -213,10 +213,10 @@ def test_bad_arguments_are_refused(ops: Any) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (5, 40), (3, 33, 20), (2, 530, 100)])
 def test_sym_gemm(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     a = torch.randn(shape).to(dtype) / math.sqrt(shape[-1])
-    c = reference.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
+    c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
     for addend, beta, diag in ((None, 0.0, 0.0), (c, -0.7, 2.0)):
         result = ops.sym_gemm(a, a, addend, 1.5, beta, diag)
-        expected = reference.sym_gemm(a, a, addend, 1.5, beta, diag)
+        expected = torch_operators.sym_gemm(a, a, addend, 1.5, beta, diag)
         assert torch.equal(result, result.mT), "bitwise symmetric"
         # The sum is fp32 in both; the result is rounded once, on the diagonal perhaps twice. Two fp32 sums of a hundred
         # products in another order differ by some ten roundings of numbers up to 4.
@@ -243,7 +243,7 @@ def test_momentum_pack(ops: Any, numel: int, dtype: torch.dtype, momentum: float
     buf, grad = torch.randn(numel), torch.randn(numel)
     out = torch.empty(numel, dtype=dtype)
     expected_buf, expected, kept = buf.clone(), torch.empty(numel, dtype=dtype), grad.clone()
-    momentum_pack(reference.momentum_pack_, expected_buf, grad, expected, momentum, nesterov)
+    momentum_pack(torch_operators.momentum_pack_, expected_buf, grad, expected, momentum, nesterov)
     momentum_pack(ops.momentum_pack_, buf, grad, out, momentum, nesterov)
     # The same formula, with or without fused multiply-add: the last bit of sums of numbers of size 4.
     close(buf, expected_buf, rtol=3e-7, atol=1e-6)
@@ -275,7 +275,7 @@ def test_the_cast_of_the_flat_passes_is_torchs(ops: Any, dtype: torch.dtype) -> 
 def test_unpack_apply(ops: Any, numel: int, dtype: torch.dtype) -> None:
     param, update = torch.randn(numel), torch.randn(numel).to(dtype)
     expected, kept = param.clone(), update.clone()
-    unpack_apply(reference.unpack_apply_, expected, update, 0.02, 0.99)
+    unpack_apply(torch_operators.unpack_apply_, expected, update, 0.02, 0.99)
     unpack_apply(ops.unpack_apply_, param, update, 0.02, 0.99)
     close(param, expected, rtol=3e-7, atol=1e-6)
     assert torch.equal(update, kept)
@@ -304,7 +304,7 @@ def test_a_table_of_fragments(
     """Bit for bit what a call for each fragment makes of fp32 copies, rounded; nothing else changes."""
     generator = torch.Generator().manual_seed(0)
     table, numbers = fragments(generator)
-    passes = ops if backend == "ops" else reference
+    passes = ops if backend == "ops" else torch_operators
 
     def random(dtype: torch.dtype) -> list[Tensor]:
         return [torch.randn(70_000, generator=generator).to(dtype) for _ in range(2)]
@@ -353,26 +353,10 @@ def test_torchs_passes_have_as_many_operations_for_50_fragments_as_for_one(
     for many in (1, 50):
         table = torch.tensor([(0, 8 * n, 0, 8 * n, 7, 0) for n in range(many)])
         with Operations() as operations:
-            reference.momentum_pack_([buf], [grad], [out], table, rates(0.9, 1.0))
-            reference.unpack_apply_([buf], [out], table, rates(0.02, 0.99))
+            torch_operators.momentum_pack_([buf], [grad], [out], table, rates(0.9, 1.0))
+            torch_operators.unpack_apply_([buf], [out], table, rates(0.02, 0.99))
         counts.append(operations.count)
     assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("state", DTYPES)
-def test_a_table_of_fragments_in_torch(ops: Any, state: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    table, numbers = fragments(generator)
-    tensors = [[torch.randn(70_000, generator=generator).to(state) for _ in range(2)] for _ in range(3)]
-    copies = [[each.clone() for each in each_of] for each_of in tensors]
-    for run, (bufs, grads, outs) in ((ops, tensors), (reference, copies)):
-        run.momentum_pack_(bufs, grads, outs, table, numbers)
-        run.unpack_apply_(bufs, outs, table, numbers)
-    for mine, right in zip(tensors, copies, strict=True):
-        for one, other in zip(mine, right, strict=True):
-            # As in test_momentum_pack; a rounded direction may fall on the other side.
-            eps = torch.finfo(state).eps
-            torch.testing.assert_close(one, other, rtol=2 * eps, atol=max(2e-6, eps / 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -380,13 +364,15 @@ def test_largest_magnitudes(ops: Any, dtype: torch.dtype) -> None:
     table, _ = fragments(torch.Generator().manual_seed(0))
     table[:, 2:4] = table[:, :2]
     tensors = [torch.randn(70_000).to(dtype), torch.zeros(70_000, dtype=dtype)]
-    assert torch.equal(ops.largest_magnitudes(tensors, table), reference.largest_magnitudes(tensors, table))
+    assert torch.equal(
+        ops.largest_magnitudes(tensors, table), torch_operators.largest_magnitudes(tensors, table)
+    )
     assert ops.largest_magnitudes(tensors, table)[1::2].tolist() == [0.0, 0.0]
     for value in (-math.inf, math.nan, -65504.0, -0.0):
         tensors[0][4010 + 39_999] = value
         found = ops.largest_magnitudes(tensors, table)
         torch.testing.assert_close(
-            found, reference.largest_magnitudes(tensors, table), rtol=0, atol=0, equal_nan=True
+            found, torch_operators.largest_magnitudes(tensors, table), rtol=0, atol=0, equal_nan=True
         )
     tensors[0][4010] = math.nan
     tensors[0][4011] = math.inf
@@ -404,7 +390,7 @@ def test_frobenius_norms(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -
         close(norms, expected, rtol=1e-6, atol=0)
         # torch sums all of a matrix in fp32 and rounds the norm to the matrix's dtype.
         loose = max(5e-6, 2 * torch.finfo(dtype).eps)
-        close(norms, reference.frobenius_norms(stored), rtol=loose, atol=0)
+        close(norms, torch_operators.frobenius_norms(stored), rtol=loose, atol=0)
 
 
 def test_frobenius_norms_beyond_fp32_squares(ops: Any) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import zipfile
 from importlib import import_module, metadata
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import deepspeed_muon
 from tests.support.harness import run_command
 from tests.support.native_ops import REPOSITORY
+from tests.support.scripts import load_script
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +31,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(source: Path) -> Path:
+def build_wheel(source: Path, folder: Path) -> Path:
     command = [
         "python",
         "-m",
@@ -43,12 +41,17 @@ def wheel(source: Path) -> Path:
         "--no-deps",
         "--no-build-isolation",
         "-w",
-        source.parent,
+        folder,
         source,
     ]
     run_command(command)
-    (found,) = source.parent.glob("*.whl")
-    return found
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    return build_wheel(source, source.parent)
 
 
 def test_version_is_stated_once() -> None:
@@ -111,17 +114,8 @@ def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp
         assert f"before {on} False" in done.stdout and f"after {on}" in done.stdout, (value, done.stdout)
 
 
-def script(name: str) -> ModuleType:
-    """Return a script of the repository as a module."""
-    specification = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / f"{name}.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def test_citation_and_changelog_have_the_version_of_the_code(tmp_path: Path) -> None:
-    faults = script("release_version").faults
+    faults = load_script("release_version").faults
     assert not faults(REPOSITORY)
     assert faults(REPOSITORY, "v0.0.1")[0].startswith("the tag is v0.0.1")
     for name in ("deepspeed_muon/version.py", "CITATION.cff", "CHANGELOG.md"):
@@ -132,7 +126,7 @@ def test_citation_and_changelog_have_the_version_of_the_code(tmp_path: Path) -> 
 
 
 def test_links_of_the_readme_work_on_pypi() -> None:
-    page = script("absolute_links").absolute(
+    page = load_script("absolute_links").absolute(
         (REPOSITORY / "README.md").read_text(), "https://github.com/a/b", "v1"
     )
     targets = re.findall(r"\]\(([^)\s]+)\)", page)
@@ -148,18 +142,5 @@ def test_a_wheel_made_from_the_archive_is_that_of_the_tree(source: Path, wheel: 
     (archive,) = tmp_path.glob("*.tar.gz")
     shutil.unpack_archive(archive, tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    command = [
-        "python",
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        tmp_path,
-        unpacked,
-    ]
-    run_command(command)
-    (of_archive,) = tmp_path.glob("*.whl")
-    assert not script("compare_wheels").faults(str(archive), str(of_archive), str(wheel))
+    of_archive = build_wheel(unpacked, tmp_path)
+    assert not load_script("compare_wheels").faults(str(archive), str(of_archive), str(wheel))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 from itertools import product
 
-from tests.support.native_ops import REPOSITORY
+from tests.support.scripts import load_script
 
-faults_in = runpy.run_path(str(REPOSITORY / "scripts" / "sass_check.py"))["faults_in"]
+faults_in = load_script("sass_check").faults_in
 
 # Kernel and its arrays (0: fp32), and 16-byte loads and stores of eight elements, by hand.
 KERNELS = [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed_muon import Muon
 from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
-from deepspeed_muon.ops.reference import BLOCK, block_scales, from_codes, to_codes
+from deepspeed_muon.ops.torch_operators import BLOCK, block_scales, from_codes, to_codes
 from tests.support.comparisons import close
 from tests.support.models import build, train_alone
 from tests.support.reference import in_8_bits

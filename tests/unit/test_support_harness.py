@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -47,25 +46,11 @@ def raise_on(rank: int, world_size: int, *, bad: int) -> int:
     return rank
 
 
-def raise_while_others_wait(rank: int, world_size: int) -> None:
-    if rank == 1:
-        raise ValueError("left the others alone")
-    dist.barrier()
-
-
 def sleep_on(rank: int, world_size: int, *, bad: int, seconds: float) -> int:
     print(f"rank {rank} speaks", flush=True)
     if rank == bad:
         time.sleep(seconds)
     return rank
-
-
-def start_child_and_fail(rank: int, world_size: int, *, note: str) -> None:
-    # A session of its own: neither the rank's process group nor its parent id leads to it.
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    Path(note, str(rank)).write_text(str(child.pid))
-    dist.barrier()
-    raise ValueError("both have a child")
 
 
 def spoil_state(rank: int, world_size: int) -> float:
@@ -116,21 +101,6 @@ def test_ranks_return_their_results_in_order(ranks: Pools, world_size: int) -> N
         torch.testing.assert_close(result["view"], torch.tensor([2.0, 3.0]))
 
 
-@pytest.mark.full
-def test_processes_are_kept_between_calls_and_block_when_idle() -> None:
-    # A pool of its own: an earlier test's library may keep threads of its own in the session's.
-    with RankPool(2) as pool:
-        first = pool.run("tests.unit.test_support_harness:describe")
-        for pid in pool.pids:
-            # Nanoseconds on a core and turns on one: a thread that blocks has none more, however long one looks.
-            times = Path(f"/proc/{pid}/schedstat")
-            while (before := times.read_text()) != (time.sleep(0.1), times.read_text())[1]:
-                pass
-            time.sleep(1.0)
-            assert times.read_text() == before
-        assert [result["pid"] for result in pool.run(describe)] == [result["pid"] for result in first]
-
-
 def test_an_exception_shows_all_output_and_does_not_spread(ranks: Pools) -> None:
     with pytest.raises(RanksFailed) as caught:
         ranks(2).run(raise_on, bad=1)
@@ -139,13 +109,6 @@ def test_an_exception_shows_all_output_and_does_not_spread(ranks: Pools) -> None
     for text in ("ValueError: no good on rank 1", "rank 0 speaks", "rank 1 speaks", "in raise_on"):
         assert text in str(caught.value)
     assert len(ranks(2).run(describe)) == 2
-
-
-@pytest.mark.full
-def test_ranks_that_wait_for_a_failed_one_do_not_use_up_the_time_limit(ranks: Pools) -> None:
-    with pytest.raises(RanksFailed, match="left the others alone") as caught:
-        ranks(2).run(raise_while_others_wait, timeout=10_000.0)  # above the limit of a test
-    assert caught.value.failures[0].type == "Hang"
 
 
 def test_a_hang_is_ended_and_its_stack_is_shown(ranks: Pools) -> None:
@@ -157,15 +120,6 @@ def test_a_hang_is_ended_and_its_stack_is_shown(ranks: Pools) -> None:
     assert caught.value.failures[0].type == "Hang"
     assert "in sleep_on" in caught.value.outputs[0]  # written by faulthandler
     assert not any(alive(pid) for pid in pids)
-
-
-@pytest.mark.full
-def test_children_of_ranks_are_killed_too(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="both have a child"):
-        run_ranks(start_child_and_fail, 2, {"note": str(tmp_path)})
-    children = [int(path.read_text()) for path in tmp_path.iterdir()]
-    assert len(children) == 2
-    assert not any(alive(pid) for pid in children)
 
 
 def test_a_call_cannot_see_the_one_before(ranks: Pools) -> None:

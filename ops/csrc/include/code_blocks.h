@@ -1,4 +1,4 @@
-// Momentum in 8 bits: the elements of a block share a scale (ops/reference.py).
+// Momentum in 8 bits: the elements of a block share a scale (ops/torch_operators.py).
 #pragma once
 
 #include <cfloat>
