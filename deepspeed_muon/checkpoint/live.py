@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -179,6 +179,11 @@ def optimizer_of(engine: Any) -> Muon:
     return optimizer
 
 
+def host_of(optimizer: Muon) -> Host:
+    """Return the engine around an optimizer that is bound to one."""
+    return cast(Host, optimizer.host)
+
+
 def require_all_ranks(engine: Any) -> None:
     """Raise on every rank, without waiting for others, where the ranks cannot save or restore together.
 
@@ -288,7 +293,7 @@ def collect(engine: Any) -> LiveState:
             which part of a whole tensor one of them is.
     """
     optimizer = optimizer_of(engine)
-    host: Host = optimizer.host
+    host = host_of(optimizer)
     groups = host.view.group_numbers()
     has_rows = bool(VARIANTS[optimizer.config.variant].state)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
-from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
+from deepspeed_muon.checkpoint.live import LiveState, host_of, optimizer_of
 from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import logger, warn
@@ -117,7 +117,7 @@ def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler
     Raises:
         CheckpointError: If the scheduler does not take its state.
     """
-    host: Host = optimizer.host
+    host = host_of(optimizer)
     host.set_counters({key: getattr(progress, key) for key in COUNTERS})
     own = host.engine.lr_scheduler
     if scheduler and own is not None and progress.lr_scheduler is not None:
@@ -243,7 +243,7 @@ class Before:
     def __init__(self, engine: Any) -> None:
         """Copy them."""
         self._optimizer = optimizer_of(engine)
-        self._host: Host = self._optimizer.host
+        self._host = host_of(self._optimizer)
         self._counters = self._host.counters()
         self._scheduler = engine.lr_scheduler
         self._attributes = dict(getattr(self._scheduler, "__dict__", {}))

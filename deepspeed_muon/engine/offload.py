@@ -47,7 +47,7 @@ from deepspeed.runtime.zero.offload_states import offload_optimizer_states, relo
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
 from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.live import optimizer_of
+from deepspeed_muon.checkpoint.live import host_of, optimizer_of
 from deepspeed_muon.checkpoint.tag_folder import Glance
 from deepspeed_muon.engine.zero.stages import Zero3View, view_of
 from deepspeed_muon.engine.zero.views import Original, View
@@ -279,7 +279,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: Any,
 
 def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Let all ranks end their copies before a save goes on."""
-    if view.optimizer.host.save_id is not None:
+    if host_of(view.optimizer).save_id is not None:
         view.optimizer.ranks.gather(None, what="copies of swap files in a save")
     return original(*args, **kwargs)
 

@@ -15,13 +15,15 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
+from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, MuonConfig
 from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
+from deepspeed_muon.logs import warn
+from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
-from deepspeed_muon.routing.route import Algorithm, Route
+from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.routing.shapes import true_shape
 
@@ -31,6 +33,8 @@ ParamsInput = nn.Module | Iterable[Any]
 _ALGORITHM_KEYS = ("algorithm", "use_muon")
 CALLER_GROUP = "caller_group"
 """Key of a param group with the number of the caller's group that it is a part of."""
+SMALL_MUON_LR = DEFAULT_MUON_LR / 10
+"""A rate below it, given as ``lr`` alone, is taken for one of AdamW's."""
 _NAMES = {"adjust_lr_fn": get_args(AdjustLrName), "weight_decay_mode": get_args(WeightDecayMode)}
 
 
@@ -148,6 +152,137 @@ class RoutedGroups:
                 f"none of the {len(by_id)} parameters is trainable: requires_grad is False for all of them"
             )
         return replace(self, by_id=by_id)
+
+    def warn_of_missing_names(self) -> None:
+        """Warn if parameters were routed without names or module types, where no engine provides the model."""
+        if self.unnamed:
+            warn(
+                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
+                "among them goes to Muon; pass the model or model.named_parameters()"
+            )
+        elif self.untyped:
+            warn(
+                "deepspeed_muon: parameters are routed by name and shape alone, since the types of their modules are "
+                "not known: an embedding or output head by another name goes to Muon, convolutions and stacked experts "
+                "may go to AdamW, and the weights of Conv1D are read as output x input; pass the model, or model=... "
+                "beside the parameters"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PortableRoutes:
+    """The routes in a copied or pickled optimizer, by position, since the copies of parameters have other ids.
+
+    Attributes:
+        entries: Of each parameter: itself, or ``None`` if it is frozen and in no group, and so not copied; its route;
+            its route if it were trained, or ``None``.
+        rest: Everything of the routes that does not depend on ids.
+    """
+
+    entries: list[tuple[NamedParameter | None, Route, Route | None]]
+    rest: RoutedGroups
+
+    @classmethod
+    def of(cls, routed: RoutedGroups, groups: Sequence[Mapping[str, Any]]) -> PortableRoutes:
+        """Return the routes of an optimizer with these param groups."""
+        params = {id(param) for group in groups for param in group["params"]}
+        entries = [
+            (routed.members[key] if key in params else None, route, routed.if_trained.get(key))
+            for key, route in routed.by_id.items()
+        ]
+        return cls(entries, replace(routed, groups=[], members={}, if_trained={}, by_id={}))
+
+    def routed(self, groups: list[dict[str, Any]]) -> RoutedGroups:
+        """Return the routes of the copy with these param groups."""
+        routed = replace(self.rest, groups=groups, members={}, if_trained={}, by_id={})
+        for number, (member, route, if_trained) in enumerate(self.entries, 1):
+            # Parameters that the copy does not have get keys that are no object's id.
+            key = -number if member is None else id(member.param)
+            routed.by_id[key] = route
+            if member is not None:
+                routed.members[key] = member
+            if if_trained is not None:
+                routed.if_trained[key] = if_trained
+        return routed
+
+
+class EqualRates:
+    """Warns of a schedule or program that writes one rate into groups that were given different ones."""
+
+    def __init__(self, reference_lr: float) -> None:
+        self._reference_lr = reference_lr
+        # Numbers of caller's groups whose rates were seen to differ, or of which the user was warned.
+        self._done: set[int] = set()
+
+    def warn(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warn once if the Muon and AdamW halves of a caller's group have one rate now, and were given two."""
+        halves_of: dict[int, list[Mapping[str, Any]]] = {}
+        for group in groups:
+            halves_of.setdefault(group.get(CALLER_GROUP, 0), []).append(group)
+        for number, halves in halves_of.items():
+            if number in self._done:
+                continue
+            rates = [group["lr"] for group in halves]
+            if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+                continue  # the host would wait for the device
+            # All of them are 0 at the start of a warm-up.
+            if float(rates[0]) == 0.0:
+                continue
+            if len({float(rate) for rate in rates}) > 1:
+                # A schedule that keeps them apart may end at one floor for all (eta_min, min_lr).
+                self._done.add(number)
+                continue
+            configured = {group["algorithm"]: group["lr_ratio"] * self._reference_lr for group in halves}
+            if len(set(configured.values())) > 1:
+                self._done.update(halves_of)
+                warn(
+                    "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, although muon_lr is %g and "
+                    "adam_lr %g: a schedule or the program writes one number into both halves of the group. Give the "
+                    "schedule a list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the "
+                    "program writes by g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where "
+                    "it keeps the ratio",
+                    number,
+                    float(rates[0]),
+                    configured["muon"],
+                    configured["adamw"],
+                )
+                return
+
+
+def warn_of_adamw_rate(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn if ``lr`` is one of AdamW's, and Muon's groups train with it under a scale that needs a larger one."""
+    if config.muon_lr is not None or config.adjust_lr_fn != "original" or config.lr is None:
+        return
+    if 0 < config.lr < SMALL_MUON_LR and any(
+        group["algorithm"] == "muon" and float(group["lr"]) == config.lr for group in groups
+    ):
+        warn(
+            "deepspeed_muon: the matrices train with lr %g under adjust_lr_fn 'original', where %g is usual, so their "
+            "updates are far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn to "
+            "'match_rms_adamw'; else set muon_lr",
+            config.lr,
+            DEFAULT_MUON_LR,
+        )
+
+
+def order_for_partitions(
+    groups: Sequence[dict[str, Any]], routes: Mapping[int, Route], ranks: int, settings: NsSettings
+) -> None:
+    """Order the matrices of Muon's param groups so that ZeRO 1 and 2 give all ranks equal Newton-Schulz work.
+
+    Must be called before the ZeRO wrapper is made, by all ranks; nothing is sent. Groups of experts stay as they are,
+    because other ranks divide them.
+
+    Args:
+        groups: The param groups. Mutated.
+        routes: ``id(parameter)`` to its route.
+        ranks: How many ranks will divide the groups.
+        settings: The iteration, which decides the cost of a matrix.
+    """
+    for group in groups:
+        if group["algorithm"] == "muon" and not group.get("moe"):
+            order = order_of_matrices([routes[id(param)] for param in group["params"]], ranks, settings)
+            group["params"] = [group["params"][position] for position in order]
 
 
 def build_groups(

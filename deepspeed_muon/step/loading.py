@@ -17,7 +17,7 @@ import copy
 import difflib
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def read_state_dict(
     config: MuonConfig,
     policy: StatePolicy,
     *,
-    name_of: Callable[[Tensor], str | None],
+    names: Mapping[int, str] | None,
 ) -> Loaded:
     """Check a state dict and return what is to be loaded. Neither it nor the optimizer is changed.
 
@@ -82,7 +82,7 @@ def read_state_dict(
         param_groups: The optimizer's groups.
         config: The optimizer's settings.
         policy: The dtypes of the state.
-        name_of: Returns the name of a parameter; ``None`` for a partition of ZeRO, which has padding and no name.
+        names: ``id(parameter)`` to its name; ``None`` if the groups hold ZeRO's partitions, which have padding.
 
     Raises:
         CheckpointError: If the state is not what an optimizer of this kind has saved.
@@ -111,7 +111,7 @@ def read_state_dict(
         settings.append(_checked_settings(where, saved, group, config))
         for position, (param, entry) in enumerate(entries):
             if entry:
-                name = name_of(param)
+                name = None if names is None else names[id(param)]
                 what = f"{where}, {f'parameter {name}' if name else f'partition {position}'}"
                 _check_entry(what, entry, group["algorithm"], shape=param.shape if name else None)
                 state[param] = _converted(entry, param, policy, converted)
