@@ -396,8 +396,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Bind the optimizer to the tensors that ``step()`` will update; nothing is sent.
 
-        Makes the exchange plans and chooses kernels. Called once the ZeRO wrapper exists, and again when a parameter was
-        unfrozen or converted. The caller compares :meth:`plan_facts` between the ranks.
+        Makes the exchange plans and chooses kernels. Called once the ZeRO wrapper exists, and again when a parameter
+        was unfrozen or converted. The caller compares :meth:`plan_facts` between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update.
