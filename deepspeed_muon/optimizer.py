@@ -26,7 +26,7 @@ from torch.optim.optimizer import StateDict
 from typing_extensions import Never, Unpack
 
 from deepspeed_muon.config.keywords import MuonKeywords
-from deepspeed_muon.config.settings import RATE_KEYS, MuonConfig, takes_settings
+from deepspeed_muon.config.settings import RATE_KEYS, GroupSettings, MuonConfig, takes_settings
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, ConfigError, NumericalError, RoutingError
 from deepspeed_muon.logs import warn
@@ -45,7 +45,8 @@ from deepspeed_muon.routing.param_groups import (
 )
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
-from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
+from deepspeed_muon.step.bound import BoundSteps, overlaps
+from deepspeed_muon.step.gradient_status import flat_gradients
 from deepspeed_muon.step.loading import read_state_dict
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.state import follow_parameters
@@ -274,7 +275,7 @@ class Muon(torch.optim.Optimizer):
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
         ]
-        reports = [bound.inspections[runner].report(grads) for runner, _, grads in current]
+        reports = [bound.statuses[runner].report(grads) for runner, _, grads in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
         self.overflow = False
@@ -466,7 +467,7 @@ class Muon(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: GroupSettings) -> None:
         """Add a group during construction; later additions are refused.
 
         Raises:
@@ -476,7 +477,7 @@ class Muon(torch.optim.Optimizer):
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Return what a copy needs: groups, state, settings and routes. A copy is unbound and counts from zero.
 
         Raises:
@@ -491,7 +492,7 @@ class Muon(torch.optim.Optimizer):
         routes = PortableRoutes.of(self.routed, self.param_groups)
         return {**super().__getstate__(), "routes": routes, "config": self.config, "model": self._model}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         """Take the state of a copied or pickled optimizer."""
         state = dict(state)
         routes: PortableRoutes = state.pop("routes")

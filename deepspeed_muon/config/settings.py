@@ -42,6 +42,9 @@ from deepspeed_muon.variants import VARIANTS
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
 
+GroupSettings: TypeAlias = dict[str, Any]
+"""A param group of ``torch.optim``, or its settings without ``params``."""
+
 RATE_KEYS = ("lr", "muon_lr", "adam_lr")
 """Keys whose value the constructor also takes as a tensor, which the param groups then keep."""
 
@@ -305,7 +308,7 @@ class MuonConfig(_VariantSettings):
         """The room that directions and updates take in communication buffers."""
         return CODED if self.wire_dtype == "int8" else PLAIN
 
-    def muon_defaults(self) -> dict[str, Any]:
+    def muon_defaults(self) -> GroupSettings:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""
         return {
             "lr": _first(self.muon_lr, self.lr, DEFAULT_MUON_LR),
@@ -317,7 +320,7 @@ class MuonConfig(_VariantSettings):
             **{key: getattr(self, key) for key in VARIANT_SETTINGS},
         }
 
-    def adam_defaults(self) -> dict[str, Any]:
+    def adam_defaults(self) -> GroupSettings:
         """Return the settings that AdamW reads, before the caller's own param group overrides them."""
         return {
             "lr": _first(self.adam_lr, self.lr, DEFAULT_ADAM_LR),
@@ -327,7 +330,7 @@ class MuonConfig(_VariantSettings):
             "weight_decay_mode": self.weight_decay_mode,
         }
 
-    def group_defaults(self, algorithm: str) -> dict[str, Any]:
+    def group_defaults(self, algorithm: str) -> GroupSettings:
         """Return all settings of a param group of ``muon`` or ``adamw``.
 
         Groups of both kinds have every key, because schedulers write the same keys into all groups.

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, MuonConfig
+from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, GroupSettings, MuonConfig
 from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
 from deepspeed_muon.logs import warn
@@ -27,7 +27,7 @@ from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.routing.shapes import true_shape
 
-ParamsInput = nn.Module | Iterable[Any]
+ParamsInput = nn.Module | Iterable[Tensor | tuple[str, Tensor] | GroupSettings]
 
 # With these keys the caller's group, or DeepSpeed's tag of a client group, decides the algorithm.
 _ALGORITHM_KEYS = ("algorithm", "use_muon")
@@ -63,7 +63,7 @@ class ParamGroup(dict[str, Any]):
             super().__setitem__("momentum", float(value[0]))
         super().__setitem__(key, value)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[ParamGroup], tuple[GroupSettings]]:
         """Copy and pickle all entries at once: one by one, ``betas`` would overwrite ``momentum``."""
         return type(self), (dict(self),)
 
@@ -79,7 +79,7 @@ class CallerGroup:
     """
 
     number: int
-    settings: dict[str, Any]
+    settings: GroupSettings
     members: list[NamedParameter] = field(default_factory=list)
 
     @property
@@ -107,7 +107,7 @@ class RoutedGroups:
         partial: Whether the parameters are those of one stage of a pipeline.
     """
 
-    groups: list[dict[str, Any]]
+    groups: list[GroupSettings]
     members: dict[int, NamedParameter]
     if_trained: dict[int, Route]
     by_id: dict[int, Route]
@@ -183,7 +183,7 @@ class PortableRoutes:
     rest: RoutedGroups
 
     @classmethod
-    def of(cls, routed: RoutedGroups, groups: Sequence[Mapping[str, Any]]) -> PortableRoutes:
+    def of(cls, routed: RoutedGroups, groups: Sequence[GroupSettings]) -> PortableRoutes:
         """Return the routes of an optimizer with these param groups."""
         params = {id(param) for group in groups for param in group["params"]}
         entries = [
@@ -192,7 +192,7 @@ class PortableRoutes:
         ]
         return cls(entries, replace(routed, groups=[], members={}, if_trained={}, by_id={}))
 
-    def routed(self, groups: list[dict[str, Any]]) -> RoutedGroups:
+    def routed(self, groups: list[GroupSettings]) -> RoutedGroups:
         """Return the routes of the copy with these param groups."""
         routed = replace(self.rest, groups=groups, members={}, if_trained={}, by_id={})
         for number, (member, route, if_trained) in enumerate(self.entries, 1):
@@ -214,9 +214,9 @@ class EqualRates:
         # Numbers of caller's groups whose rates were seen to differ, or of which the user was warned.
         self._done: set[int] = set()
 
-    def warn(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def warn(self, groups: Sequence[GroupSettings]) -> None:
         """Warn once if the Muon and AdamW halves of a caller's group have one rate now, and were given two."""
-        halves_of: dict[int, list[Mapping[str, Any]]] = {}
+        halves_of: dict[int, list[GroupSettings]] = {}
         for group in groups:
             halves_of.setdefault(group.get(CALLER_GROUP, 0), []).append(group)
         for number, halves in halves_of.items():
@@ -249,7 +249,7 @@ class EqualRates:
                 return
 
 
-def warn_of_adamw_rate(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) -> None:
+def warn_of_adamw_rate(config: MuonConfig, groups: Sequence[GroupSettings]) -> None:
     """Warn if ``lr`` is one of AdamW's, and Muon's groups train with it under a scale that needs a larger one."""
     if config.muon_lr is not None or config.adjust_lr_fn != "original" or config.lr is None:
         return
@@ -266,7 +266,7 @@ def warn_of_adamw_rate(config: MuonConfig, groups: Sequence[Mapping[str, Any]]) 
 
 
 def order_for_partitions(
-    groups: Sequence[dict[str, Any]], routes: Mapping[int, Route], ranks: int, settings: NsSettings
+    groups: Sequence[GroupSettings], routes: Mapping[int, Route], ranks: int, settings: NsSettings
 ) -> None:
     """Order the matrices of Muon's param groups so that ZeRO 1 and 2 give all ranks equal Newton-Schulz work.
 
@@ -344,7 +344,7 @@ def build_groups(
 
 def route_again(
     routed: RoutedGroups,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[GroupSettings],
     config: MuonConfig,
     model: nn.Module,
     *,
@@ -390,12 +390,12 @@ def route_again(
 
 def divide_again(
     routed: RoutedGroups,
-    groups: Sequence[dict[str, Any]],
+    groups: Sequence[GroupSettings],
     config: MuonConfig,
     *,
     keep_frozen: bool,
     by_dtype: bool,
-) -> list[tuple[dict[str, Any], list[Tensor], int | None]]:
+) -> list[tuple[GroupSettings, list[Tensor], int | None]]:
     """Divide the groups of an optimizer by its routes, into groups of one algorithm that have parameters.
 
     A group that still has parameters stays the same object: schedulers refer to it. Nothing is changed yet.
@@ -411,7 +411,7 @@ def divide_again(
         The groups, each with its new list of parameters and with the number of the group whose settings it has;
         ``None`` if it has the caller's.
     """
-    divided: list[tuple[float, dict[str, Any], list[Tensor], int | None]] = []
+    divided: list[tuple[float, GroupSettings, list[Tensor], int | None]] = []
     for number, caller in routed.callers.items():
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
         kinds = {
@@ -509,7 +509,9 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
     return groups
 
 
-def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], place: str) -> NamedParameter:
+def _member(
+    name: str | None, param: object, known: Mapping[int, NamedParameter], place: str
+) -> NamedParameter:
     if not isinstance(param, Tensor):
         raise RoutingError(
             f"{place} is a {type(param).__name__}, expected a parameter or a (name, parameter) pair"
@@ -551,7 +553,7 @@ def _as_both_know(
 
 
 def _explicit_algorithms(
-    callers: Iterable[tuple[Mapping[str, Any], Iterable[NamedParameter]]],
+    callers: Iterable[tuple[GroupSettings, Iterable[NamedParameter]]],
 ) -> dict[int, Algorithm]:
     """Return ``id(parameter)`` to the algorithm that the settings of its group say, where they say one."""
     return {
@@ -562,7 +564,7 @@ def _explicit_algorithms(
     }
 
 
-def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
+def _explicit_algorithm(settings: GroupSettings) -> Algorithm | None:
     algorithm: Algorithm | None = settings.get("algorithm")
     if algorithm not in (None, "muon", "adamw"):
         raise ConfigError(f"param group: algorithm must be 'muon' or 'adamw', got {algorithm!r}")
@@ -636,13 +638,13 @@ def _frozen_route(member: NamedParameter, if_trained: Route | None) -> Route:
 
 def _parts_of(
     group: CallerGroup, routes: Mapping[int, Route], config: MuonConfig, rates: Mapping[str, Tensor]
-) -> list[dict[str, Any]]:
+) -> list[GroupSettings]:
     """Return the group's Muon half and AdamW half, if not empty, with all settings.
 
     DeepSpeed's experts get groups of their own, with the marks that its wrappers expect.
     """
     _checked_settings(group, config)
-    parts: list[dict[str, Any]] = []
+    parts: list[GroupSettings] = []
     for algorithm in ("muon", "adamw"):
         shared: dict[str | None, list[Tensor]] = {}
         for param in (member.param for member in group.members):
@@ -657,7 +659,7 @@ def _parts_of(
 
 def _group_of(
     group: CallerGroup, algorithm: Algorithm, config: MuonConfig, rates: Mapping[str, Tensor]
-) -> dict[str, Any]:
+) -> GroupSettings:
     """Return the half of a caller's group that has an algorithm, with all settings and without parameters."""
     unused = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
     extra = {key: value for key, value in group.settings.items() if key not in unused}

@@ -26,7 +26,7 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
-from deepspeed_muon.step.bound import GradientInspection
+from deepspeed_muon.step.gradient_status import GradientStatus
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
@@ -155,7 +155,7 @@ def counted(model: str, ranks: int) -> tuple[StepRunner, Launches]:
             launches.counts.clear()
             launches.waits = launches.calls = 0
             with launches:
-                flags = launches.during("flags", GradientInspection(runner).report)(grads)
+                flags = launches.during("flags", GradientStatus(runner).report)(grads)
                 runner.run(flags.active, grads, {0: group}, state)
     return runner, launches
 
