@@ -6,9 +6,8 @@ expert-parallel groups. The divided groups keep the caller's settings, for examp
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -587,22 +586,28 @@ def _route_as_trained(
     Raises:
         RoutingError: As :func:`~deepspeed_muon.routing.rules.route_parameters`, about those that are not frozen.
     """
-    frozen = [member for member in members if not member.param.requires_grad and _can_train(member.param)]
+    # Integers and tensors made in inference mode can never require a gradient.
+    frozen = [
+        member
+        for member in members
+        if member.is_frozen and member.param.is_floating_point() and not member.param.is_inference()
+    ]
 
-    def attempt(thawed: Sequence[NamedParameter], *, partial: bool) -> dict[int, Route]:
-        with _thawed(thawed):
-            routes = route_parameters(members, config, explicit=explicit, partial=partial)
+    def attempt(as_trained: Sequence[NamedParameter], *, partial: bool) -> dict[int, Route]:
+        chosen = {id(member.param) for member in as_trained}
+        routed = [replace(member, as_trained=id(member.param) in chosen) for member in members]
+        routes = route_parameters(routed, config, explicit=explicit, partial=partial)
         pairs = zip(members, routes, strict=True)
         return {id(member.param): route for member, route in pairs if route.algorithm != "frozen"}
 
-    def attempt_in_halves(thawed: Sequence[NamedParameter]) -> dict[int, Route]:
+    def attempt_in_halves(as_trained: Sequence[NamedParameter]) -> dict[int, Route]:
         try:
-            return attempt(thawed, partial=True)
+            return attempt(as_trained, partial=True)
         except MuonError:
-            middle = len(thawed) // 2
+            middle = len(as_trained) // 2
             if middle == 0:
                 return {}
-            return attempt_in_halves(thawed[:middle]) | attempt_in_halves(thawed[middle:])
+            return attempt_in_halves(as_trained[:middle]) | attempt_in_halves(as_trained[middle:])
 
     try:
         return attempt(frozen, partial=partial)
@@ -611,24 +616,6 @@ def _route_as_trained(
             raise
     # Raises if a parameter is at fault that is not frozen.
     return attempt((), partial=partial) | attempt_in_halves(frozen)
-
-
-def _can_train(param: Tensor) -> bool:
-    """Return whether a frozen parameter could ever require a gradient."""
-    return param.is_floating_point() and not param.is_inference()
-
-
-@contextlib.contextmanager
-def _thawed(members: Iterable[NamedParameter]) -> Iterator[None]:
-    """Let frozen parameters require a gradient in the block."""
-    params = [member.param for member in members]
-    try:
-        for param in params:
-            param.requires_grad_(True)
-        yield
-    finally:
-        for param in params:
-            param.requires_grad_(False)
 
 
 def _frozen_route(member: NamedParameter, if_trained: Route | None) -> Route:
