@@ -10,16 +10,16 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import blocks_flops, grid_blocks
 from deepspeed_muon.plan.placement import (
     Fragment,
+    Placement,
     flat_placement,
     replicated_placement,
     sharded_placement,
 )
-from deepspeed_muon.plan.rows import Places
 
 ITERATION = NsSettings(resolve_schedule("quintic", 5), "standard", torch.float32)
 
 
-def fragments_of(places: Places) -> list[Fragment]:
+def fragments_of(places: Placement) -> list[Fragment]:
     """Return the fragments of all ranks, one after the other."""
     return [fragment for fragment in map(places.on, places.ranks) if fragment is not None]
 
