@@ -13,20 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
 from deepspeed_muon.checkpoint.live import LiveState, host_of, optimizer_of
-from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
-from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.config.settings import GroupSettings, checked_group_settings
+from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
 
-# What a scheduler or the user changes in the course of a run. The algorithm itself belongs to the model.
-_CONFIG_SETTINGS = GROUP_KEYS - {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
-_RATES = ("initial_lr", "lr_ratio")  # a rate like lr, which the configuration has no key for
 # Counters of schedulers, of torch and of DeepSpeed; -1 before the first step.
 _COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
 # Schedulers of torch without a closed form whose rates follow from the count nevertheless.
@@ -37,21 +33,19 @@ _BY_COUNT = (
 )
 
 
-def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+def checked_settings(groups: Sequence[Mapping[str, object]], where: str) -> list[GroupSettings]:
     """Return what a run takes over from every saved param group, checked as ``optimizer.params`` would be.
 
     Raises:
         CheckpointError: Naming the checkpoint ``where`` and every group and key that cannot be used.
     """
-    checked: list[dict[str, Any]] = []
+    checked: list[GroupSettings] = []
     problems: list[str] = []
     for number, group in enumerate(groups):
-        checked.append({})
-        for key in sorted(group.keys() & (_CONFIG_SETTINGS | set(_RATES))):
-            try:
-                checked[-1][key] = _checked(key, group[key])
-            except ValueError as error:
-                problems.append(f"param group {number}: {key}: {error} (got {group[key]!r})")
+        try:
+            checked.append(checked_group_settings(group, f"param group {number}"))
+        except ConfigError as error:
+            problems += str(error).splitlines()
     if problems:
         raise CheckpointError(
             f"{where}: settings of param groups cannot be used:\n"
@@ -91,16 +85,6 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
             else:
                 found[number][key] = values[0]
     return found
-
-
-def _checked(key: str, value: Any) -> Any:
-    if value is None or (key == "nesterov" and not isinstance(value, bool)):
-        raise ValueError(f"is a {type(value).__name__}")
-    name = "lr" if key in _RATES else key
-    try:
-        return getattr(MuonConfig.model_validate({name: value}), name)
-    except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
 
 
 def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler: bool, rates: bool) -> None:

@@ -6,7 +6,6 @@ expert-parallel groups. The divided groups keep the caller's settings, for examp
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -14,8 +13,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.config.settings import DEFAULT_MUON_LR, GROUP_KEYS, GroupSettings, MuonConfig
-from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
+from deepspeed_muon.config.settings import (
+    DEFAULT_MUON_LR,
+    GROUP_KEYS,
+    GroupSettings,
+    MuonConfig,
+    refuse_unknown_keys,
+)
+from deepspeed_muon.config.values import TORCH_OPTIONS
 from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
@@ -667,11 +672,7 @@ def _group_of(
 
 
 def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
-    """Validate a group's own settings with the rules of the configuration."""
-    for key, value in group.settings.items():
-        # Groups of torch's optimizers carry all options of torch, most of them off.
-        on = key in TORCH_OPTIONS and value not in (None, False)
-        if on or (key not in GROUP_KEYS and difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8)):
-            raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
-    own = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
-    return MuonConfig.from_params({**config.model_dump(), **own}, where=group.where)
+    """Return the configuration with the settings of a caller's group, checked by its rules."""
+    refuse_unknown_keys(group.settings, group.where, GROUP_KEYS)
+    settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
+    return MuonConfig.from_params({**config.model_dump(), **settings}, where=group.where)
