@@ -173,7 +173,7 @@ def _torch_settings(
     records = [index.parameters[name] for name in names]
     if any(record.heads > 1 for record in records):
         lossy.append("torch.optim.Muon does not orthogonalise heads, experts or parts separately")
-    if dropped := sorted({ROW_STATE[key].what for record in records for key in record.row_keys}):
+    if dropped := sorted({ROW_STATE[key].label for record in records for key in record.row_keys}):
         lossy.append(f"torch.optim.Muon keeps a momentum only: {', '.join(dropped)} are dropped")
     if any(record.transposed for record in records):
         lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")

@@ -320,9 +320,9 @@ def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
             if is_used and parameter.row_fragments and saved.step and key not in saved.tensor_keys
         ]
         if without:
-            changes.append(f"{row_state.what} start anew for {len(without)} matrices ({without[0]}, ...)")
+            changes.append(f"{row_state.label} start anew for {len(without)} matrices ({without[0]}, ...)")
         if not is_used and any(key in saved.row_keys for _, saved in pairs):
-            changes.append(f"{row_state.what} are dropped")
+            changes.append(f"{row_state.label} are dropped")
     if changes:
         warn(
             "deepspeed_muon: %s was saved with another variant than %r: %s",

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.support import tensor_parallel, training
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import compare, compare_matrices, reference
 from tests.support.models import MATRICES, build
-from tests.support.reference import relative
 from tests.support.rounding import BF16_MODEL, FP32_MODEL, Arithmetic, limits
 from tests.support.thinning import full, usual
 

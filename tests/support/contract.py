@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed_muon.variants import VARIANTS
-from tests.support.comparisons import all_within, within
+from tests.support.comparisons import all_within, relative, within
 from tests.support.models import CUTS, MATRICES, batch, build
-from tests.support.reference import Oracle, relative
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import USUAL, Arithmetic, Limits, limits
 
 STEPS = 3
@@ -61,17 +61,13 @@ def reference(
     """Train in one process in float64 on all micro-batches; return start, end, raw norms and momentum."""
     model = build(kind)
     heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2} if kind == "heads" else {}
-    oracle = Oracle(
-        MATRICES[kind],
-        clipping=clipping,
-        heads=heads,
-        experts={"experts.up_proj"},
-        cuts=CUTS.get(cuts or kind, {}),
+    matrices = matrices_of(
+        MATRICES[kind], heads=heads, experts={"experts.up_proj"}, grids=CUTS.get(cuts or kind, {})
     )
-    oracle.variant, oracle.decay_mode = variant, decay_mode
+    oracle = Oracle(matrices, clipping=clipping, variant=variant, weight_decay_mode=decay_mode)
     start, end, norms = train_reference(model, oracle, micro_batches, steps)
     end = {name: value for name, value in end.items() if model.get_parameter(name).requires_grad}
-    momentum = {name: oracle.state[name][0] for name in MATRICES[kind]}
+    momentum = {name: oracle.state[name, "momentum_buffer"] for name in MATRICES[kind]}
     return start, end, norms, momentum
 
 
@@ -85,7 +81,7 @@ def compare_paths(
 
 def params_of(variant: str) -> dict[str, Any]:
     """Return ``optimizer.params`` that select a variant, without what it refuses of the tests' settings."""
-    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].relative_rate else {})}
+    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].apply else {})}
 
 
 def compare(

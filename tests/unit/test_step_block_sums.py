@@ -16,8 +16,9 @@ from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.plan.rectangles import rectangles_of
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.hyperball import apply
-from tests.support.comparisons import close, within
-from tests.support.reference import Oracle, iteration_limit, relative
+from tests.support.comparisons import close, relative, within
+from tests.support.oracle import Oracle, matrices_of
+from tests.support.rounding import iteration_limit
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def train_beside_reference(
     """Take six steps of a schedule with both, and compare the weights."""
     other, start = copy.deepcopy(model).double(), model.layer.weight.detach().clone()
     for step in range(6):
-        optimizer.param_groups[0]["lr"] = oracle.lr = 0.1 / (1 + step)
+        optimizer.param_groups[0]["lr"] = oracle.muon_lr = 0.1 / (1 + step)
         train(model, optimizer, 1, first=step)
         other.layer.weight.grad = model.layer.weight.grad.double()
         oracle.update(other)
@@ -114,7 +115,7 @@ def test_the_norm_stays(momentum_dtype: str | None) -> None:
     model = model_of()
     start = model.layer.weight.detach().clone()
     optimizer = Muon(model, **SETTINGS, momentum_dtype=momentum_dtype)
-    oracle = Oracle({"layer.weight"}, variant="hyperball")
+    oracle = Oracle(matrices_of(["layer.weight"]), variant="hyperball")
     train_beside_reference(model, optimizer, oracle, momentum_dtype=momentum_dtype)
     close(model.layer.weight.norm(), start.norm(), rtol=1e-6, atol=0)
     assert optimizer.state[model.layer.weight].keys() == {"momentum_buffer", "step"}
