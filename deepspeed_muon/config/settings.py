@@ -118,7 +118,7 @@ class MuonConfig(_VariantSettings):
         description="Coefficients of the Newton-Schulz steps: `quintic` or `polar_express` (any number of steps), "
         "`polar_express_5` or `cans` (5 steps), `deepseekv4` (10 steps), or your own, as `[[a, b, c], ...]`.",
     )
-    ns_steps: v.Whole | None = Field(
+    ns_steps: v.Integer | None = Field(
         default=None,
         ge=1,
         le=100,
@@ -366,20 +366,22 @@ _GROUP_RATES = ("initial_lr", "lr_ratio")
 """Numbers that schedulers and the optimizer store in a param group beside ``lr``."""
 
 
-def refuse_unknown_keys(group: Mapping[str, object], where: str, known: Collection[str]) -> None:
+def refuse_unknown_keys(group: Mapping[str, object], where: str, not_misspelt: Collection[str]) -> None:
     """Refuse an option of torch's optimizers, or what looks like a misspelt setting, in a param group.
 
     Args:
         group: The param group. It may have other keys of the caller's, and torch's options that are off.
         where: The group in error messages.
-        known: Keys that are not misspelt, though they may look so.
+        not_misspelt: Valid keys, some of which look like misspelt settings.
 
     Raises:
         ConfigError: Naming the key.
     """
     for key, value in group.items():
         is_on = key in v.TORCH_OPTIONS and value is not None and value is not False
-        is_misspelt = key not in known and difflib.get_close_matches(str(key), GROUP_KEYS, n=1, cutoff=0.8)
+        is_misspelt = key not in not_misspelt and difflib.get_close_matches(
+            str(key), GROUP_KEYS, n=1, cutoff=0.8
+        )
         if is_on or (is_misspelt and key not in v.TORCH_OPTIONS):
             raise ConfigError(v.unknown_key_message(key, GROUP_KEYS, where))
 

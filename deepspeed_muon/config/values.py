@@ -51,7 +51,7 @@ RENAMED = {
 """Arguments of the Muon of Dion, Megatron-LM (Emerging-Optimizers) and Keller Jordan, with this package's keys."""
 
 # All arguments of other Muons, with what to do instead.
-_OF_OTHER_MUONS = {
+_FOREIGN_KEYS = {
     **{argument: f"write {key}" for argument, key in RENAMED.items()},
     "epsilon": "write eps, which is AdamW's",
     "newton_schulz_func": "ns_backend and ns_schedule choose the iteration",
@@ -86,20 +86,20 @@ _BOUNDS = {
 }
 
 
-def unknown_key_message(key: str, known: Iterable[str], where: str = "") -> str:
+def unknown_key_message(key: str, valid_keys: Iterable[str], where: str = "") -> str:
     """Return the message of an error about an unknown key, which suggests what to write instead.
 
     Args:
         key: The unknown key.
-        known: The keys that exist.
+        valid_keys: The keys that exist.
         where: The section or param group in which it is.
     """
     where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
-    if key in _OF_OTHER_MUONS:
-        return f"{where}{key!r} is an argument of another Muon; {_OF_OTHER_MUONS[key]}"
-    names = sorted(known)
+    if key in _FOREIGN_KEYS:
+        return f"{where}{key!r} is an argument of another Muon; {_FOREIGN_KEYS[key]}"
+    names = sorted(valid_keys)
     similar = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
     hint = f"did you mean {similar[0]!r}?" if similar else f"known keys: {', '.join(names)}"
     return f"{where}unknown key {key!r}; {hint}"
@@ -195,7 +195,7 @@ def by_pattern(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_number)]
-Whole = Annotated[int, BeforeValidator(_number)]
+Integer = Annotated[int, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 # A larger rate or decay is a mistake: the bound is far above useful values and far below the largest fp32.
 Rate = Annotated[Number, Field(ge=0, le=1e4)]
@@ -205,8 +205,8 @@ SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
 # In fp32 a smaller one may round to 0, and 0 / 0 is NaN. Values up to 1 are in use.
 Eps = Annotated[Number, Field(ge=1e-30, le=100)]
 Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
-ChunkNumel = Annotated[Whole, Field(ge=1, le=1 << 40)]
-Size = Annotated[Whole, Field(ge=1, strict=True)]
+ChunkNumel = Annotated[Integer, Field(ge=1, le=1 << 40)]
+Size = Annotated[Integer, Field(ge=1, strict=True)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
 Fractions = Annotated[list[Annotated[Number, Field(gt=0, lt=1)]], Field(min_length=2)]
 

@@ -148,7 +148,7 @@ class BoundSteps:
                 status.exchanged = columns
         return on_cpu[: len(norms)]
 
-    def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
+    def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is inf or NaN, after :meth:`exchange_flags`.
 
         Args:
@@ -157,7 +157,7 @@ class BoundSteps:
         # At stage 3 ZeRO's sub-groups have another group object than its wrapper, of the same ranks.
         ranks_of = dist.get_process_group_ranks
         groups = {runner.step_set.group for runner in self.runners} - {group}
-        if any(ranks_of(other) != ranks_of(group) for other in groups):
+        if any(ranks_of(sharing) != ranks_of(group) for sharing in groups):
             return None
         if any(status.exchanged is None for status in self.statuses.values()):
             return None
