@@ -1,7 +1,7 @@
 """Muon for one process in float64, written to be read: the rest of the package computes the same, sharded and fast.
 
-Muon moves a weight matrix along the nearest matrix whose singular values are all 1, so that a step is equally long in
-every direction. With the gradient ``G`` of a weight ``W`` of ``rows x cols`` (a row for each output of the layer)::
+Muon moves a weight along the matrix that is nearest to its momentum and has only singular values of 1, so that a step
+is equally long in every direction. With the gradient ``G`` of a weight ``W`` (``rows x cols``: outputs x inputs)::
 
     M <- momentum * M + (1 - momentum) * G           running mean of the gradients
     U  = momentum * M + (1 - momentum) * G           Nesterov, one step ahead; without it U = M

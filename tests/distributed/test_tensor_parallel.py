@@ -90,7 +90,7 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
     params = results[0]["params"]
     for name in MATRICES["even"] - {"mix.weight"}:
         params[name] = in_order(params[name], int("down" in name))
-    compare_matrices(results, "even", 1, 0.0, FP32_MODEL, cuts="even-halves")
+    compare_matrices(results, "even", 1, 0.0, FP32_MODEL, grids="even-halves")
 
 
 def test_heads_of_the_configuration(ranks: Any) -> None:

@@ -26,13 +26,13 @@ def matrices_of(
     experts: Collection[str] = (),
     grids: Mapping[str, Grid] | None = None,
 ) -> dict[str, Views]:
-    """Return ``ReferenceMuon.matrices`` for parameters that are one matrix each, but for the ones named.
+    """Return ``ReferenceMuon.matrices`` for the parameters ``names``, each of which is one matrix by default.
 
     Args:
-        names: The parameters of Muon; more than one input dimension counts as one.
-        heads: Blocks of equally many rows.
-        experts: Stacks of matrices.
-        grids: Blocks of any sizes; the matrices of a stack are below each other.
+        names: The parameters of Muon; all dimensions but the first are inputs.
+        heads: The number of blocks for those that consist of blocks of equally many rows.
+        experts: Those that are stacks of matrices.
+        grids: The blocks of those that consist of a grid; a stack counts as its matrices one below the other.
     """
     heads, grids = heads or {}, grids or {}
     return {
@@ -66,7 +66,7 @@ class Oracle(ReferenceMuon):
 
     Attributes:
         clipping: ``gradient_clipping``.
-        store_momentum: Rounds momentum that is kept in fewer bits between steps.
+        store_momentum: Rounds momentum to the dtype in which it is stored between steps.
         store_moments: Does the same for AdamW's moments.
     """
 

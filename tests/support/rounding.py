@@ -10,7 +10,8 @@ reference by :meth:`Errors.newton_schulz`.
 
 What is rounded, with the unit roundoff ``u`` (2^-24 in fp32):
 
-* every stored value (weights, gradients, momentum, what is normalised): ``x (1 + u r)`` with a random ``r`` in [-1, 1];
+* every stored value (weights, gradients, momentum, normalised matrices): ``x (1 + u r)`` with a random ``r`` in
+  [-1, 1];
 * every product ``A B`` of the iteration over ``k`` terms: ``A B + u sqrt(k) |A| |B| r`` elementwise. An algorithm may
   add in any order: ``u k |A| |B|`` is the bound of all orders, ``sqrt(k)`` what independent roundings of any
   order come to (Higham and Mary 2019). Kernels with fused multiply-adds or several accumulators err by less;
@@ -154,7 +155,7 @@ class Errors:
         return exact + error
 
     def newton_schulz(self, u: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
-        """Do what :func:`deepspeed_muon.reference.newton_schulz` does, as a kernel that rounds all that it computes."""
+        """Return :func:`deepspeed_muon.reference.newton_schulz` from a kernel that rounds every product and result."""
         u = self.rounded(u.double(), self.arithmetic.exchanged)
         # One number, whose error scales all singular values: a sum in fp32, its root and its inverse.
         norm = self.rounded(u.norm().clamp_min(SMALLEST_NORM), times=3)

@@ -124,9 +124,9 @@ def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tenso
     """
     squares: dict[str | None, list[Tensor]] = {None: []}
     for param, grad in pairs:
-        own = squares.setdefault(expert_group_name(param), [])
+        squares_of_group = squares.setdefault(expert_group_name(param), [])
         if grad is not None:
-            own.append(torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square())
+            squares_of_group.append(torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square())
     device = pairs[0][0].device
     total = torch.stack(squares.pop(None) or [torch.zeros((), device=device)]).sum()
     for name in sorted(str(key) for key in squares):
