@@ -401,9 +401,7 @@ def checked_group_settings(
     """
     values = {key: group[key] for key in sorted(group.keys() & GROUP_SETTINGS)}
     rates = {key: group[key] for key in _GROUP_RATES if key in group}
-    problems = [
-        f"{where}.{key}: must be a number (got None)" for key, value in values.items() if value is None
-    ]
+    problems = [f"{where}.{key}: must be set (got None)" for key, value in values.items() if value is None]
     for key, value in rates.items():
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if (

@@ -23,7 +23,7 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, or
 from deepspeed_muon.checkpoint.live import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
-from deepspeed_muon.checkpoint.settings import Before
+from deepspeed_muon.checkpoint.settings import SettingsSnapshot
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
@@ -125,7 +125,7 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
     if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
         load_no_state_into_divided_weights(engine, given)
-    before = Before(engine)
+    before = SettingsSnapshot(engine)
     optimizer = optimizer_of(engine)
     load_state_dict = optimizer.load_state_dict
 

@@ -109,7 +109,7 @@ def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> N
 @pytest.mark.parametrize(
     ("mark", "said"),
     [
-        ("none", "hold different values, and nothing says that they hold different parts of it"),
+        ("none", "hold different values, and nothing says that they hold different slices of it"),
         full("no dimension", "marked as a shard without the dimension"),
     ],
 )

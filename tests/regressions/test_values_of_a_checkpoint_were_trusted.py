@@ -69,7 +69,7 @@ BAD = [
     ("eps", 0),
     ("adjust_lr_fn", "mystery"),
     ("adjust_lr_fn", ["original"]),
-    ("nesterov", "no"),
+    ("nesterov", 2),
     ("beta2", 1),
     ("weight_decay_mode", "sideways"),
 ]

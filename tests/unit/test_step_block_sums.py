@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.plan.rectangles import rectangles_of
+from deepspeed_muon.reference import ReferenceMuon
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.hyperball import apply
 from tests.support.comparisons import close, relative, within
@@ -54,11 +56,10 @@ def test_sums_give_the_factors_of_the_formula() -> None:
     for unmoved in (1, 3):
         assert (keep[unmoved], move[unmoved]) == (1, 0)
     for i in (0, 2):
-        norm = weights[i].norm()
-        moved = weights[i] - rates[i] * norm * updates[i] / updates[i].norm()
-        close(
-            keep[i] * weights[i] + move[i] * updates[i], norm * moved / moved.norm(), rtol=1e-12, atol=1e-14
-        )
+        reference = ReferenceMuon({}, variant="hyperball", muon_lr=float(rates[i]))
+        with mock.patch("deepspeed_muon.reference.newton_schulz", return_value=updates[i]):
+            expected = weights[i] - rates[i] * reference.update_of(weights[i], updates[i])
+        close(keep[i] * weights[i] + move[i] * updates[i], expected, rtol=1e-12, atol=1e-14)
 
 
 def model_of(fill: float | None = None) -> nn.Module:
