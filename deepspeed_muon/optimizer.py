@@ -45,14 +45,13 @@ from deepspeed_muon.routing.param_groups import (
 )
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
-from deepspeed_muon.step.bound import BoundSteps, overlaps
-from deepspeed_muon.step.gradient_status import flat_gradients
+from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.loading import read_state_dict
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.state import follow_parameters
 from deepspeed_muon.step.step_set import StepSet, step_set_of_parameters
 from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
-from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.variants import VARIANTS
 
@@ -275,7 +274,7 @@ class Muon(torch.optim.Optimizer):
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
         ]
-        reports = [bound.statuses[runner].report(grads) for runner, _, grads in current]
+        reports = [bound.gradient_status[runner].report(grads) for runner, _, grads in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
         self.overflow = False
@@ -299,7 +298,7 @@ class Muon(torch.optim.Optimizer):
         if not self.managed:
             failed = [name for runner, *_ in current for name in runner.check.take_failed()]
             self.report_failed(failed, "in this step")
-            if not any(runner.check.told_later for runner in self.runners):
+            if not any(runner.check.is_deferred for runner in self.runners):
                 self.refuse_zero_weights()
 
     def _skip(self, nonfinite: Sequence[str]) -> None:
@@ -571,7 +570,7 @@ class Muon(torch.optim.Optimizer):
         if self.qk_clip is not None:
             for scope in filter(None, [*facts]):
                 fact = f"attention layers of qk_clip on ranks {scope.name}"
-                facts.tell(fact, self.qk_clip.description(), scope)
+                facts.record(fact, self.qk_clip.description(), scope)
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
-        facts.tell("optimizer.params.health", self.config.health)
+        facts.record("optimizer.params.health", self.config.health)
         return facts

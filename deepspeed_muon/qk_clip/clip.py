@@ -111,13 +111,15 @@ class QkClip:
         rank, ranks = 0, 1
         if self._tensor_group is not None:
             rank, ranks = dist.get_rank(self._tensor_group), dist.get_world_size(self._tensor_group)
-            cut_of = {matrix.name: matrix.is_cut for step_set in step_sets for matrix in step_set.matrices}
+            cut_of = {
+                matrix.name: matrix.is_sharded for step_set in step_sets for matrix in step_set.matrices
+            }
             self._divisions = [_division(layer, cut_of) for layer in self.layers]
         names = {block.parameter for layer in self.layers for block in layer.rows}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
             parameters = {
-                layout.name: (layout.partition, layout.placement.on(step_set.rank))
+                layout.name: (layout.partition, layout.placement.fragment_on(step_set.rank))
                 for layout in step_set.layouts
                 if layout.name in names
             }
@@ -154,7 +156,7 @@ class QkClip:
         # A maximum with NaN would differ between ranks.
         flat = torch.cat(local).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:
-            reduce_tensor(flat, self._group, what="comparison of attention logits", how="max")
+            reduce_tensor(flat, self._group, purpose="comparison of attention logits", how="max")
         reduced = self._of_all_heads(flat, [len(values) for values in local])
         self._largest, bounds = reduced[::2], reduced[1::2]
         self._make_report(self._largest, bounds)
@@ -166,7 +168,7 @@ class QkClip:
         """Return two entries for each layer with the values of all heads, also those on other tensor-parallel ranks."""
         gathered = flat.unsqueeze(0)  # (tensor-parallel ranks, values)
         if self._tensor_group is not None:
-            gathered = gather_tensors(flat, self._tensor_group, what="comparison of attention logits")
+            gathered = gather_tensors(flat, self._tensor_group, purpose="comparison of attention logits")
         # Ranks that have the same heads computed the same values, perhaps with different rounding.
         return [
             (values.amax(dim=0) if self._divisions[number // 2] == "none" else values.flatten()).tolist()

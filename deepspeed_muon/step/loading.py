@@ -33,7 +33,7 @@ from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.param_groups import CALLER_GROUP
-from deepspeed_muon.step.quantized import SCALE_KEY
+from deepspeed_muon.step.int8 import SCALE_KEY
 from deepspeed_muon.step.state import STATE_TENSORS
 from deepspeed_muon.variants import ROW_STATE
 
@@ -318,7 +318,7 @@ def _is_count(value: object) -> bool:
 def _converted(entry: StateDict, param: Tensor, policy: StatePolicy, conversions: set[str]) -> StateDict:
     """Return the state of a parameter on its device and in the dtypes of ``policy``.
 
-    To and from int8 the next step converts (:func:`.quantized.convert_momentum`), because that needs the layout.
+    To and from int8 the next step converts (:func:`.int8.convert_momentum`), because that needs the layout.
 
     Args:
         entry: The saved state.
