@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
-from deepspeed_muon.checkpoint.live import collect, optimizer_of
+from deepspeed_muon.checkpoint.live import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import SettingsSnapshot
@@ -72,7 +72,7 @@ def load_universal_checkpoint(
         engine, open_source, str(checkpoint_folder), progress=False, with_state=load_optimizer_states
     )
     if source.index.progress.loss_scale:
-        optimizer_of(engine).host.set_loss_scale(source.index.progress.loss_scale)
+        host_of(optimizer_of(engine)).set_loss_scale(source.index.progress.loss_scale)
 
 
 def save_checkpoint(

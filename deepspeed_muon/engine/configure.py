@@ -43,7 +43,7 @@ from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.param_groups import CALLER_GROUP
+from deepspeed_muon.routing.param_groups import CALLER_GROUP, order_for_partitions, route_again
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_of_large_guesses, warn_without_muon
@@ -197,7 +197,13 @@ def _admitted(
         _refuse_wrapped(optimizer)
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
-            optimizer.reroute(engine.module, tensor_shards(engine))
+            optimizer.routed = route_again(
+                optimizer.routed,
+                optimizer.param_groups,
+                optimizer.config,
+                engine.module,
+                shards=tensor_shards(engine),
+            )
         _refuse_foreign(engine, optimizer)
         regroup(engine, optimizer)
         facts.update(_facts(engine, optimizer))
@@ -217,7 +223,8 @@ def _admitted(
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
         ranks = dist.get_world_size(engine.seq_data_parallel_group)
-        optimizer.order_parameters(ranks, device=_compute_device())
+        settings = optimizer.config.ns_settings(_compute_device())
+        order_for_partitions(optimizer.param_groups, optimizer.routed.by_id, ranks, settings)
     return optimizer
 
 

@@ -49,7 +49,7 @@ from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.live import optimizer_of
+from deepspeed_muon.checkpoint.live import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
@@ -278,7 +278,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: Any,
 
 def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Let all ranks end their copies before a save goes on."""
-    if view.optimizer.host.save_id is not None:
+    if host_of(view.optimizer).save_id is not None:
         view.optimizer.ranks.gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)
 
