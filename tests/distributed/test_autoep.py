@@ -275,7 +275,7 @@ def test_with_autotp(ranks: Any, ep_size: int, mode: str, clipping: float) -> No
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
     engine = make_engine(2, stage, clipping=0.5, **settings)
-    return training.whole_or_rest(engine, rank, world_size, folder=folder, phase=phase)
+    return training.train_all_or_rest(engine, rank, world_size, folder=folder, phase=phase)
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,10 @@ def reference(
 
 
 def compare_paths(
-    found: dict[str, Tensor], start: dict[str, Tensor], end: dict[str, Tensor], limits: Limits
+    params: dict[str, Tensor], start: dict[str, Tensor], end: dict[str, Tensor], limits: Limits
 ) -> None:
     """Check how far the paths of the parameters are from the reference's."""
-    errors = {name: relative(found[name], end[name], start[name]) for name in end}
+    errors = {name: relative(params[name], end[name], start[name]) for name in end}
     all_within(errors, limits.paths, "path of")
 
 
@@ -130,7 +130,7 @@ def compare_matrices(
         compare_norms(result["norms"], norms, allowed.norms)
 
 
-def compare_norms(found: list[float], expected: list[float], limit: float) -> None:
+def compare_norms(norms: list[float], expected: list[float], limit: float) -> None:
     """Check gradient norms, relative to the expected ones."""
-    for step, (norm, other) in enumerate(zip(found, expected, strict=True)):
-        within(abs(norm - other) / other, limit, f"gradient norm of step {step}")
+    for step, (norm, expected_norm) in enumerate(zip(norms, expected, strict=True)):
+        within(abs(norm - expected_norm) / expected_norm, limit, f"gradient norm of step {step}")

@@ -127,7 +127,7 @@ def count_second_step(
     names = [route.name for route in routes if route.algorithm == "muon"]
     # A variant's row state travels on top of what the planner counts.
     exchanges = [runner._rows for runner in optimizer.runners if runner._rows is not None]
-    rows = sum(each.sent_bytes for each in exchanges)
+    rows = sum(exchange.sent_bytes for exchange in exchanges)
     # Broadcasts in the step of stage 0 are the optimizer's own exchange.
     broadcasts = inside.sent.get("broadcast_", 0.0) if stage == 0 else 0.0
     return {

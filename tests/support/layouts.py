@@ -19,9 +19,9 @@ from deepspeed_muon.plan.rows import Places
 ITERATION = NsSettings(resolve_schedule("quintic", 5), "standard", torch.float32)
 
 
-def fragments_of(places: Places) -> list[Fragment]:
+def fragments_of(placement: Places) -> list[Fragment]:
     """Return the fragments of all ranks, one after the other."""
-    return [fragment for fragment in map(places.on, places.ranks) if fragment is not None]
+    return [fragment for fragment in map(placement.on, placement.ranks) if fragment is not None]
 
 
 def matrix_flops(matrix: MatrixLayout) -> float:

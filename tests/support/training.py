@@ -89,7 +89,7 @@ def run_step(engine: Any, step: int, rank: int, world_size: int, accumulation: i
     """Run the micro-batches of one optimizer step and the step itself; return the mean loss of this rank."""
     total = 0.0
     for micro in range(accumulation):
-        tokens, targets = (each.to(engine.device) for each in batch(step, micro * world_size + rank))
+        tokens, targets = (tensor.to(engine.device) for tensor in batch(step, micro * world_size + rank))
         loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()
@@ -178,7 +178,7 @@ def outcome(engine: Any) -> dict[str, Any]:
     return {"params": full_masters(engine), **{name: full_states(engine, key) for name, key in keys.items()}}
 
 
-def whole_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase: str) -> dict[str, Any]:
+def train_all_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase: str) -> dict[str, Any]:
     """Take four steps and save after two (``whole``), or load that and take the last two (``rest``)."""
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
@@ -190,12 +190,12 @@ def whole_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase
     return outcome(engine)
 
 
-def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], *keys: str) -> None:
+def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any], *keys: str) -> None:
     """Fail unless the entries of two reports hold equal tensors under equal names; an empty one fails too."""
     for key in keys or expected:
-        assert found[key].keys() == expected[key].keys() and expected[key], key
+        assert actual[key].keys() == expected[key].keys() and expected[key], key
         for name, tensor in expected[key].items():
-            assert torch.equal(found[key][name], tensor), (key, name)
+            assert torch.equal(actual[key][name], tensor), (key, name)
 
 
 def train(
@@ -291,9 +291,9 @@ EVENTS = {
 
 def state_bytes(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, int]:
     """Return how many bytes this rank's state tensors take, by key."""
-    found: dict[str, int] = {}
-    for own in state.values():
-        for key, value in own.items():
+    totals: dict[str, int] = {}
+    for tensors in state.values():
+        for key, value in tensors.items():
             if isinstance(value, Tensor):
-                found[key] = found.get(key, 0) + value.numel() * value.element_size()
-    return found
+                totals[key] = totals.get(key, 0) + value.numel() * value.element_size()
+    return totals
