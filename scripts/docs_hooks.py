@@ -10,4 +10,4 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>"
 
 def on_post_page(output: str, **_: object) -> str:
     """Show the name of an object where a docstring refers to it."""
-    return _ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", output)
+    return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", output)
