@@ -115,9 +115,9 @@ OPENED = {
     "": ("deepspeed_muon", "Muon for models trained with DeepSpeed ZeRO"),
     "docs/settings/": ("Settings", "adjust_lr_fn"),
     "docs/api/": ("Python", "consolidate"),
-    "docs/clients/": ("Programs", "DEEPSPEED_MUON"),
+    "docs/clients/": ("Programs that you cannot edit", "DEEPSPEED_MUON"),
     "docs/how_it_works/": ("How it works", 'class="flowchart" style="max-width'),
-    "CONTRIBUTING/": ("Contributing", "messageLine0"),
+    "docs/architecture/": ("Architecture", "messageLine0"),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -126,8 +126,8 @@ def _compare_copies(state: LiveState, held: Sequence[HeldParameter]) -> None:
         return
     own = {}
     for each in state.parameters.values():
-        fragment = each.own_fragment("fp32")
-        if copies[each.name, each.part] > 1 and fragment is not None and fragment.matrix_offset == 0:
+        begin = [fragment for fragment in each.local_fragments("fp32") if fragment.matrix_offset == 0]
+        for fragment in begin if copies[each.name, each.part] > 1 else ():
             start = state.tensor(each.bound, "fp32").narrow(0, fragment.partition_offset, fragment.numel)
             own[each.name] = start[:_COMPARED].tolist()
     first: dict[str, tuple[int, list[float]]] = {}

@@ -260,7 +260,7 @@ def foreign_state(
         if saved.kind != "AdamW":  # DeepSpeed's Muon says it itself: its matrices have a momentum_buffer
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
-        held.append(HeldParameter(record, whole_slice(name, shape), placement, None, holders, partition))
+        held.append(HeldParameter(record, whole_slice(name, shape), placement, (), holders, partition))
     algorithms = {each.name: each.record.algorithm for each in held}
     return held, [*repeat_in_run(algorithms, routes, **patterns), *_lossy(saved, held)]
 

@@ -28,17 +28,15 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.index import checked
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
-from deepspeed_muon.checkpoint.parameters import Blocks, Count, HeldParameter, ParameterRecord
+from deepspeed_muon.checkpoint.parameters import Count, HeldParameter, ParameterRecord
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import Placement, TensorSlice, whole_slice
-from deepspeed_muon.plan.rows import Places, row_places
+from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, whole_slice
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
-RECORD_VERSION: Literal[2] = 2
+RECORD_VERSION: Literal[3] = 3
 SAVE_KEY = "deepspeed_muon_save"
 """Where a file with a model has the id of its save; in the state of an optimizer it is in the record."""
 
@@ -52,7 +50,7 @@ class _Entry(ParameterRecord):
         spread: The numbers of its :attr:`placement`.
         cut: Which part of the whole tensor the ranks hold, as dimension and ranges of a
             :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for all of it.
-        blocks: Rows and columns of the part's blocks, where the variant keeps numbers of its rows.
+        row_fragments: The numbers of the fragments of the row state, see :attr:`.HeldParameter.row_fragments`.
         weight_key: The key of its weights in the model's ``state_dict()`` where that is not its name, empty where it is
             not in there; only at stage 0 in fp32, whose files have the weights nowhere else.
     """
@@ -61,7 +59,7 @@ class _Entry(ParameterRecord):
     partition: Count
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
-    blocks: tuple[Blocks, Blocks] | None = None
+    row_fragments: tuple[tuple[Count, Count, Count, Count], ...] = ()
     weight_key: str | None = None
 
     @property
@@ -79,13 +77,9 @@ class _Entry(ParameterRecord):
         )
 
     @property
-    def matrix(self) -> MatrixLayout | None:
-        """The layout of a parameter with :attr:`blocks`."""
-        if self.blocks is None:
-            return None
-        rows, cols = map(sum, self.blocks)
-        where = self.partition, self.placement, *self.blocks
-        return MatrixLayout(self.name, rows, cols, *where, transposed=self.transposed)
+    def rows_by_owner(self) -> tuple[Fragment, ...]:
+        """Where its row state is; raises a ValueError if it cannot be there."""
+        return tuple(Fragment(*numbers) for numbers in self.row_fragments)
 
 
 class _Group(BaseModel):
@@ -109,7 +103,7 @@ class _Group(BaseModel):
     def _consistent(self) -> _Group:
         """Raise if two parameters share a name or an element of a partition, or if one cannot be where it is said."""
         names: set[str] = set()
-        partitions: dict[int, list[tuple[str, Places]]] = {}
+        partitions: dict[int, list[tuple[str, Placement]]] = {}
         for entry in self.parameters:
             if entry.name in names:
                 raise ValueError(f"two parameters are called {entry.name}")
@@ -122,11 +116,9 @@ class _Group(BaseModel):
 
     def held(self, files: tuple[int, ...]) -> Iterator[HeldParameter]:
         """Yield what the files of the group's ranks hold of each parameter, before any step."""
-        matrices = [entry.matrix for entry in self.parameters if entry.matrix is not None]
-        rows = {each.matrix.name: each for each in row_places(matrices)}
         for entry in self.parameters:
             record = ParameterRecord.of(entry, group=entry.group)
-            place = entry.placement, rows.get(entry.name), files, entry.partition
+            place = entry.placement, entry.rows_by_owner, files, entry.partition
             yield HeldParameter(record, entry.part, *place)
 
 
@@ -137,15 +129,17 @@ class LayoutRecord(BaseModel):
         version: :data:`RECORD_VERSION`.
         save: Random id of the save.
         order: See :func:`order_of`.
+        row_order: See :func:`row_order_of`.
         optimizer: The settings of the optimizer.
         groups: The data-parallel groups that the rank is in.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[2] = RECORD_VERSION
+    version: Literal[3] = RECORD_VERSION
     save: str
     order: str
+    row_order: str
     optimizer: dict[str, Any]
     groups: tuple[_Group, ...]
 
@@ -159,11 +153,16 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
         raise ValueError(f"{where}ranks {placement.ranks} are not those of {world_size}")
     if entry.step or entry.rows or entry.tensors:
         raise ValueError(f"{where}a layout has no state")
-    if entry.matrix is not None and entry.matrix.numel != numel:
-        raise ValueError(f"{where}its blocks have {entry.matrix.numel} of {numel} elements")
+    end = 0
+    for rows in entry.rows_by_owner:
+        if rows.matrix_offset != end or rows.rank >= world_size:
+            raise ValueError(f"{where}its row state is not {rows}")
+        end += rows.numel
+    if end > numel:
+        raise ValueError(f"{where}it has {end} rows of {numel} elements")
 
 
-def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Places]]) -> None:
+def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Placement]]) -> None:
     """Raise if two parameters share elements of a rank's partition.
 
     Between the ranks where a placement begins, goes on and ends, all fragments are alike, so these ranks stand for all.
@@ -220,7 +219,7 @@ def read_records(
     if not isinstance(content, Mapping) or content.get("version") != RECORD_VERSION or "save" not in content:
         raise CheckpointError(
             f"{where}: its layout record is not of version {RECORD_VERSION}, the only one that this release reads: "
-            f"load it with engine.load_checkpoint, at the same ZeRO stage and number of ranks, and save it again"
+            f"consolidate it with the version of deepspeed_muon that saved it"
         )
     records = [checked(LayoutRecord, each, f"{where}: layout record refused:\n") for each in contents]
     members: dict[str, dict[int, tuple[int, _Group]]] = {}
@@ -262,6 +261,7 @@ def add_record_to_state_dict(engine: Any) -> None:
             "version": RECORD_VERSION,
             "save": live.basic_optimizer.host.save_id,
             "order": order_of(live.basic_optimizer),
+            "row_order": row_order_of(live.basic_optimizer),
         }
         try:
             state_dict[RECORD_KEY] = {**record, **record_of(collect(live))}
@@ -290,6 +290,20 @@ def order_of(optimizer: Muon) -> str:
     matrices = (matrix for runner in optimizer.runners for matrix in runner.step_set.matrices)
     rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def row_order_of(optimizer: Muon) -> str:
+    """Return a digest of which rank stores which rows of every Muon matrix, empty for a variant without row state.
+
+    The owners store them. These depend on the cost of the iteration (``ns_steps``, ``ns_method``, the kind of device),
+    so a run with other settings may have other owners.
+    """
+    rows = [
+        [matrix.name, fragment.rank, fragment.matrix_offset, fragment.partition_offset, fragment.numel]
+        for runner in optimizer.runners
+        for matrix, fragment in zip(runner.plan.matrices, runner.row_fragments, strict=False)
+    ]
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() if rows else ""
 
 
 def record_of(state: LiveState) -> Mapping[str, Any]:
@@ -367,8 +381,11 @@ def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str
     }
     if not part.is_whole:
         entry["cut"] = [part.dim, list(map(list, part.ranges))]
-    if parameter.row_places is not None:
-        entry["blocks"] = list(map(list, parameter.row_places.matrix.grid))
+    if parameter.row_fragments:
+        entry["row_fragments"] = [
+            [rows.rank, rows.matrix_offset, rows.partition_offset, rows.numel]
+            for rows in parameter.row_fragments
+        ]
     if parameter.name in weight_keys:
         entry["weight_key"] = weight_keys[parameter.name]
     return entry

@@ -20,11 +20,9 @@ from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
-from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
 from deepspeed_muon.step.step_set import BoundPartition
-from deepspeed_muon.variants import VARIANTS
 
 SOME_RANKS = (
     "the ranks of a save agree over the default process group, whose other ranks would not come, as in DeepSpeed's own "
@@ -218,14 +216,15 @@ class LiveParameter(HeldParameter):
     rank: int
     coded: tuple[MomentumBlocks, int] | None = None
 
-    def own_fragment(self, key: str) -> Fragment | None:
-        """Return this rank's fragment of the master or of an entry of the state."""
-        return self.places_of(key).on(self.rank)
+    def local_fragments(self, key: str) -> list[Fragment]:
+        """Return this rank's fragments of the master or of an entry of the state."""
+        return self.fragments(key, self.rank)
 
     def without_tensors(self) -> HeldParameter:
-        """Return what is sent to the other ranks: no tensors, and of the rows' places only which rank has which."""
-        rows = None if self.row_places is None else self.row_places.alone()
-        return HeldParameter(self.record, self.part, self.placement, rows, self.holders, self.partition)
+        """Return what is sent to the other ranks."""
+        return HeldParameter(
+            self.record, self.part, self.placement, self.row_fragments, self.holders, self.partition
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +289,13 @@ def collect(engine: Any) -> LiveState:
     optimizer = optimizer_of(engine)
     host: Host = optimizer.host
     groups = host.view.group_numbers()
-    has_rows = bool(VARIANTS[optimizer.config.variant].state)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer.runners:
         step_set = runner.step_set
-        rows = {places.matrix.name: places for places in row_places(step_set.matrices)} if has_rows else {}
+        rows: dict[int, list[Fragment]] = {}
+        for origin, fragment in zip(runner.assignment.origin, runner.row_fragments, strict=False):
+            rows.setdefault(origin, []).append(fragment)
         ranks = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         ranks = members.setdefault(ranks, ranks)
         partitions = {partition.index: partition for partition in step_set.partitions}
@@ -311,7 +311,7 @@ def collect(engine: Any) -> LiveState:
             record, part, reason = known
             state = optimizer.state.get(bound.tensor, {})
             record = record.model_copy(update={"group": groups[bound.index]})
-            place = layout.placement, rows.get(layout.name), ranks, bound.index
+            place = layout.placement, tuple(rows.get(number, ())), ranks, bound.index
             coded = (runner.blocks, number) if SCALE_KEY in state else None
             found = LiveParameter(
                 record, part, *place, layout.name, reason, bound, step_set.rank, coded

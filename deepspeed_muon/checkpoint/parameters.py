@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.placement import Placement, TensorSlice, add_up, whole_slice
-from deepspeed_muon.plan.rows import Places, RowPlaces, runs_within
+from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, add_up, whole_slice
 from deepspeed_muon.variants import ROW_STATE
 
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
@@ -125,7 +125,8 @@ class HeldParameter:
         record: Of the whole tensor.
         part: The part of it that they hold, with its name.
         placement: Where the master and the entries of the state lie, except for those with one number a row.
-        row_places: Where these lie; ``None`` where there are none.
+        row_fragments: Where these are stored, in rows, ascending; empty where there are none. Of a replicated parameter
+            every rank has all of them.
         holders: The ranks of the group, as global ranks or as numbers of files: one object for all its parameters.
         partition: Index of the flat partition.
     """
@@ -133,7 +134,7 @@ class HeldParameter:
     record: ParameterRecord
     part: TensorSlice
     placement: Placement
-    row_places: RowPlaces | None
+    row_fragments: tuple[Fragment, ...]
     holders: tuple[int, ...]
     partition: int
 
@@ -142,11 +143,33 @@ class HeldParameter:
         """The name of the whole tensor."""
         return self.part.name
 
-    def places_of(self, key: str) -> Places:
-        """Return where the master (``fp32``) or an entry of the state lies."""
-        if self.row_places is not None and key in ROW_KEYS[self.record.algorithm]:
-            return self.row_places
-        return self.placement
+    @property
+    def row_count(self) -> int:
+        """How many rows the ranks hold."""
+        return sum(fragment.numel for fragment in self.row_fragments)
+
+    def fragments(self, key: str, rank: int) -> list[Fragment]:
+        """Return what a rank of the group has of the master (``fp32``) or of an entry of the state, and where."""
+        if key in ROW_KEYS[self.record.algorithm]:
+            replicated = self.placement.replicated
+            return [fragment for fragment in self.row_fragments if replicated or fragment.rank == rank]
+        fragment = self.placement.on(rank)
+        return [] if fragment is None else [fragment]
+
+    def shares(self, key: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield rank, start and stop of the consecutive elements among ``[start, stop)`` that one rank has."""
+        if key in ROW_KEYS[self.record.algorithm]:
+            for fragment in self.row_fragments:
+                first = max(start, fragment.matrix_offset)
+                last = min(stop, fragment.matrix_offset + fragment.numel)
+                if first < last:
+                    yield fragment.rank, first, last
+            return
+        while start < stop:
+            rank = self.placement.rank_at(start)
+            end = min(stop, int(self.placement.starts(np.array([rank + 1]))[0]))
+            yield rank, start, end
+            start = end
 
     def part_of(self, key: str) -> TensorSlice:
         """Return which part of the whole master or entry of the state the ranks hold.
@@ -154,24 +177,23 @@ class HeldParameter:
         Raises:
             ValueError: If the rows do not divide as the parameter does.
         """
-        if key not in ROW_KEYS[self.record.algorithm] or self.row_places is None:
+        if key not in ROW_KEYS[self.record.algorithm] or not self.row_fragments:
             return self.part
         # A row is an output of the layer. Ranks that cut the inputs keep the numbers of all outputs each.
-        cuts_outputs = len(self.part.shape) > 2 or (self.part.dim == 1) == self.row_places.matrix.transposed
+        cuts_outputs = len(self.part.shape) > 2 or (self.part.dim == 1) == self.record.transposed
         if self.part.is_whole or not cuts_outputs:
-            return whole_slice(self.part.name, (self.row_places.numel,))
-        return self.part.scaled(self.row_places.numel)
+            return whole_slice(self.part.name, (self.row_count,))
+        return self.part.scaled(self.row_count)
 
     def offset(self, key: str, rank: int, element: int) -> int:
         """Return where an element of the part lies in the partition of a rank of the group, which must hold it."""
-        fragment = self.places_of(key).on(rank)
-        assert fragment is not None
-        return fragment.partition_offset + element - fragment.matrix_offset
+        inside = ((each, element - each.matrix_offset) for each in self.fragments(key, rank))
+        return next(each.partition_offset + n for each, n in inside if 0 <= n < each.numel)
 
     def with_state(self, state: Mapping[str, Any], step: int) -> Self:
         """Return it with the steps that were taken, and with the rows that the ``state`` of its partition has."""
         keys: tuple[str, ...] = ()
-        if step and self.row_places is not None:
+        if step and self.row_fragments:
             keys = tuple(key for key in ROW_KEYS[self.record.algorithm] if key in state)
         rows = self.part_of(keys[0]).length if keys else 0
         own = ParameterRecord.of(self.record, group=self.record.group, step=step, rows=rows, row_keys=keys)
@@ -224,13 +246,13 @@ def transfers_of(
         writer: The rank that gets them. Of copies it gets its own if it has one, else that of the first rank.
     """
     for held in parts:
-        part, places = held.part_of(key), held.places_of(key)
+        part = held.part_of(key)
         begin, end = part.before(start), part.before(stop)
-        if begin < end and places.replicated:
+        if begin < end and held.placement.replicated:
             rank = held.holders.index(writer) if writer in held.holders else 0
             yield Transfer(held, key, rank, begin, end - begin, piece_start)
         elif begin < end:
-            for rank, first, last in runs_within(places, begin, end):
+            for rank, first, last in held.shares(key, begin, end):
                 yield Transfer(held, key, rank, first, last - first, piece_start)
 
 

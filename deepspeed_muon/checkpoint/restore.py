@@ -25,7 +25,6 @@ from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_set
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
-from deepspeed_muon.plan.rows import rows_by_partition
 from deepspeed_muon.step.quantized import SCALE_KEY
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
@@ -200,7 +199,7 @@ def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: b
             f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
             f"convert it again with --include / --exclude"
         )
-    elif state_too and record.rows and parameter.row_places:
+    elif state_too and record.rows and parameter.row_fragments:
         rows = parameter.part_of(record.row_keys[0]).length
         if record.rows != rows:
             yield (
@@ -237,11 +236,11 @@ class _Plan:
             keys: tuple[str, ...] = ("fp32",)
             if plan.steps.get(parameter.partition):
                 keys += STATE_KEYS[parameter.record.algorithm]
-                keys += _row_keys(state) if parameter.row_places else ()
+                keys += _row_keys(state) if parameter.row_fragments else ()
             for key in keys:
                 target = plan._target(parameter, key)
-                own = parameter.own_fragment(key)
-                if own is not None and own.partition_offset + own.numel > target.numel():
+                ends = [each.partition_offset + each.numel for each in parameter.local_fragments(key)]
+                if max(ends, default=0) > target.numel():
                     raise CheckpointError(
                         f"parameter {parameter.name}: this rank's {key} is not in memory (it has "
                         f"{target.numel()} elements): checkpoints do not know NVMe offload"
@@ -261,8 +260,8 @@ class _Plan:
             return self.state.tensor(bound, key)
         made = self.made.setdefault(bound.index, {})
         if key in ROW_STATE and key not in made:
-            assert parameter.row_places is not None
-            numel = rows_by_partition(parameter.row_places.siblings.matrices, parameter.rank)[bound.index]
+            every = (p for p in self.state.parameters.values() if p.partition == bound.index)
+            numel = sum(fragment.numel for p in every for fragment in p.local_fragments(key))
             made[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=bound.tensor.device)
         elif key not in made:
             made[key] = policy.make(key, bound.tensor).to(dtype)
@@ -328,12 +327,12 @@ def _fill(plan: _Plan, source: StateSource) -> None:
 
 def _write_partitions(plan: _Plan, source: StateSource) -> None:
     for parameter, key, target in plan.writes:
-        own = parameter.own_fragment(key)
-        if own is not None and key in source.parameters[parameter.name].tensor_keys:
-            source.fill(parameter.part_of(key), key, own, target)
-        elif own is not None:
-            start = ROW_STATE[key].start if key in ROW_STATE else 0.0
-            target.narrow(0, own.partition_offset, own.numel).fill_(start)
+        for fragment in parameter.local_fragments(key):
+            if key in source.parameters[parameter.name].tensor_keys:
+                source.fill(parameter.part_of(key), key, fragment, target)
+            else:
+                start = ROW_STATE[key].start if key in ROW_STATE else 0.0
+                target.narrow(0, fragment.partition_offset, fragment.numel).fill_(start)
         if key not in plan.made.get(parameter.partition, ()):
             plan.state.keep(parameter.bound, key, target)
 
@@ -365,7 +364,9 @@ def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
     told = []
     for key, kind in ROW_STATE.items():
         kept = key in _row_keys(state)
-        without = [m.name for m, r in pairs if kept and m.row_places and r.step and key not in r.tensor_keys]
+        without = [
+            m.name for m, r in pairs if kept and m.row_fragments and r.step and key not in r.tensor_keys
+        ]
         if without:
             told.append(f"{kind.what} start anew for {len(without)} matrices ({without[0]}, ...)")
         if not kept and any(key in saved.row_keys for _, saved in pairs):

@@ -61,7 +61,7 @@ def plan_report(engine: Any) -> dict[str, Any]:
 
     ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
     set are those among which its plan is made: all, or those that hold the same experts. ``own_bytes_per_step`` are
-    those that this rank sends, a variant's row state included; ``exchange_buffer_bytes`` those of its buffers.
+    those that this rank sends; ``exchange_buffer_bytes`` those of its buffers.
 
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.

@@ -20,7 +20,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
-from deepspeed_muon.checkpoint.layout_record import SAVE_KEY, order_of, save_of
+from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
 from deepspeed_muon.checkpoint.live import collect, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
@@ -248,8 +248,8 @@ def _refuse_differences(saved: Glance, ranks: Ranks, own: _Difference) -> None:
     if any(moved for *_, moved in every):
         raise CheckpointError(
             f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: param "
-            f"groups, matrices, sub_group_size, round_robin_gradients, the kind of device or the version of "
-            f"deepspeed_muon may differ; or {saved.way()} instead of loading this"
+            f"groups, matrices, sub_group_size, round_robin_gradients, the kind of device or (with row state) ns_steps "
+            f"and ns_method may differ; or {saved.way()} instead of loading this"
         )
 
 
@@ -284,12 +284,20 @@ def _require_own(engine: Any, saved: Glance) -> None:
             f"{saved}. engine.load_checkpoint continues what deepspeed_muon saved at the engine's own stage and number "
             f"of ranks ({stage} and {ranks}): {saved.way()} instead of loading this"
         )
+    if saved.record.get("version") != RECORD_VERSION:
+        raise CheckpointError(
+            f"{saved.folder}: saved by a version of deepspeed_muon that stores its state otherwise (layout record "
+            f"{saved.record.get('version')}, this version has {RECORD_VERSION}): with that version {saved.way()} here"
+        )
 
 
 def _difference(engine: Any, saved: Glance) -> _Difference:
     """Compare this rank's file with its engine."""
     # At stage 0 every rank looks at the first one's file, which may be of other layers.
     moved = bool(saved.stage) and saved.record.get("order") != order_of(optimizer_of(engine))
+    rows_then, rows_now = saved.record.get("row_order"), row_order_of(optimizer_of(engine))
+    # Another variant starts its row state anew.
+    moved = moved or bool(saved.stage and rows_then and rows_now and rows_then != rows_now)
     try:
         live = collect(engine).parameters
     except CheckpointError:  # nobody knows what a parameter is a part of; the digest of the order is left

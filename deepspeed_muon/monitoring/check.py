@@ -31,7 +31,7 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import gather_tensors, phase
-from deepspeed_muon.transport.row_state import RowsAtOwner
+from deepspeed_muon.transport.row_state import OwnedRows
 
 Member = tuple[int, int]
 """Matrix index and number of its block."""
@@ -71,18 +71,22 @@ class Result:
         finish: Turns blocks into updates of the same Frobenius norms; ``None`` if they are the updates.
         distributed: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
         updates: The updates to apply.
+        rows: The new row state of the entries, ``(entries, outputs)`` for each key, which is stored once it is right.
     """
 
     members: Sequence[Member]
     inputs: Tensor
     blocks: Tensor
     scales: Sequence[tuple[float, ...]]
-    finish: RowsAtOwner | None = None
+    finish: OwnedRows | None = None
     distributed: DistributedIteration | None = None
     updates: Tensor = field(init=False)
+    rows: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.updates = self.blocks if self.finish is None else self.finish.finish(self.members, self.blocks)
+        self.updates, self.rows = self.blocks, {}
+        if self.finish is not None:
+            self.updates, self.rows = self.finish.finish(self.members, self.blocks)
 
 
 class ResultCheck:
@@ -133,7 +137,7 @@ class ResultCheck:
         self._warned: set[int] = set()
 
     def settle(self, result: Result) -> None:
-        """Check a result, and replace in place what is wrong.
+        """Check a result, replace in place what is wrong, and store its row state.
 
         On a CPU it is computed again at once. On an accelerator it is left out
         instead, by a factor that the host never sees. :meth:`learn` hears of it when the ranks tell each other the
@@ -142,12 +146,15 @@ class ResultCheck:
         A small all-gather serves each result that is cut over a group: all its ranks must bring the same results in the
         same order, and reach the same verdict.
         """
+        wrong: Tensor | None = None
         if self.recorder.check and self.told_later:
-            self._settle_on_device(result)
+            wrong = self._settle_on_device(result)
         elif self.recorder.check:
             self._settle_now(result)
         if self.recorder.sampling and result.distributed is None:
             self._sample(result)
+        if result.finish is not None:
+            result.finish.write(result.members, result.rows, wrong)
 
     def learn(self, told: Collection[int]) -> list[str]:
         """Hear which matrices of the step set some rank left out in the step before, and forget those of this rank.
@@ -205,8 +212,8 @@ class ResultCheck:
         name_of = {number: matrix.name for number, matrix in pairs}
         return [name_of[number] for number in sorted(numbers)]
 
-    def _settle_on_device(self, result: Result) -> None:
-        """Zero the entries whose norm is wrong, and restore their row state, without waiting for the device."""
+    def _settle_on_device(self, result: Result) -> Tensor:
+        """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
         for position, (index, _) in enumerate(result.members if self._careful else ()):
             if self._origin[index] in self._careful:
                 # Row moments, which may be the cause, start anew once.
@@ -224,11 +231,11 @@ class ResultCheck:
         result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.finish is not None:
             result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
-            result.finish.keep(result.members, ~wrong)
         indices = [index for index, _ in result.members]
         self.left_out.append(([self._origin[index] for index in indices], wrong))
         if result.distributed is None or result.distributed.counts:
             self._uncounted.append((indices, wrong))
+        return wrong
 
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
@@ -266,7 +273,7 @@ class ResultCheck:
         return check_failure(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
-        """Return the update of one entry from the iteration in fp32, ``(rows, cols)``, and keep its block.
+        """Return the update of one entry from the iteration in fp32, ``(rows, cols)``; its block and row state change.
 
         ``anew`` starts its row moments anew.
         """
@@ -280,10 +287,10 @@ class ResultCheck:
         result.blocks[position].copy_(block[0])
         if result.finish is None:
             return block[0]
-        result.finish.take_back(member)
-        if anew:
-            result.finish.start_anew(member)
-        return result.finish.finish([member], block)[0]
+        updates, rows = result.finish.finish([member], block, anew=anew)
+        for key, new in rows.items():
+            result.rows[key][position].copy_(new[0])
+        return updates[0]
 
     def _replace(self, result: Result, position: int, update: Tensor, why: str, failure: str | None) -> None:
         """Write an update that was computed again, or zeros if it is wrong again; count and report it."""
@@ -297,7 +304,8 @@ class ResultCheck:
             result.blocks[position].zero_()
             result.updates[position].zero_()
             if result.finish is not None:
-                result.finish.take_back(result.members[position])
+                for key, before in result.finish.stored([result.members[position]]).items():
+                    result.rows[key][position].copy_(before[0])
         if result.distributed is not None and not result.distributed.counts:
             return
         if failure is None:

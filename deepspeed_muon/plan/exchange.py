@@ -1,8 +1,8 @@
 """The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
 Gather brings every fragment of a matrix to its owner, the owner's own too; scatter brings the updates back. Of
-replicated matrices only the updates are sent: every owner broadcasts its own. Chunks have a bounded size, which bounds
-the buffers. A chunk in which nothing moves has no all-to-all on any rank.
+replicated matrices only the updates are sent: every owner broadcasts its own, each with the row state of the matrix.
+Chunks have a bounded size, which bounds the buffers. A chunk in which nothing moves has no all-to-all on any rank.
 
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
 by peer, then by matrix. Both sides derive that order from the same layouts, so no header is sent. Peers that send equal
@@ -234,6 +234,7 @@ def build_exchange_plan(
     world_size: int,
     chunk_numel: int,
     wire: WireFormat = PLAIN,
+    row_units: int = 0,
 ) -> ExchangePlan:
     """Make the plan of one rank.
 
@@ -245,10 +246,12 @@ def build_exchange_plan(
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix is sent without others of its owner. Chunks are smaller where this bound would make only a few.
         wire: The room that a fragment takes in a buffer.
+        row_units: The room of one row's state, which follows the update of a replicated matrix.
     """
     placements = [matrix.placement for matrix in matrices]
+    tails = [row_units * matrix.output_count if matrix.replicated else 0 for matrix in matrices]
     chunks = [
-        build_chunk(placements, owners, indices, rank, wire)
+        build_chunk(placements, owners, indices, rank, wire, tails)
         for indices in cut_into_chunks(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
@@ -309,6 +312,7 @@ def build_chunk(
     indices: Sequence[int],
     rank: int,
     wire: WireFormat = PLAIN,
+    tails: Sequence[int] = (),
 ) -> Chunk:
     """Plan one chunk for one rank.
 
@@ -318,13 +322,16 @@ def build_chunk(
         indices: The matrices of the chunk, ascending; all replicated, or none.
         rank: The rank.
         wire: The room that a fragment takes in a buffer.
+        tails: Room behind the update of each replicated matrix of the plan, for its row state; none by default.
     """
     moving = [index for index in indices if moves(places[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
     if moving and places[moving[0]].replicated:
         # The owner has the whole gradient already.
         others = [index for index in moving if owners[index] != rank]
-        held, own = _send_buffer(places, owners, others, rank, wire), _own_updates(places, owned, wire)
+        tails = tails or [0] * len(places)
+        held = _send_buffer(places, owners, others, rank, wire, tails)
+        own = _own_updates(places, owned, wire, tails)
         copies = len(places[moving[0]].ranks) - 1
         return Chunk(tuple(indices), owned, held, own, gathers=False, scatters=True, copies=copies)
     return Chunk(
@@ -337,18 +344,26 @@ def build_chunk(
     )
 
 
-def _own_updates(places: Sequence[Placement], owned: Sequence[int], wire: WireFormat) -> BufferPlan:
+def _own_updates(
+    places: Sequence[Placement], owned: Sequence[int], wire: WireFormat, tails: Sequence[int]
+) -> BufferPlan:
     """Lay out a rank's own updates of replicated matrices, one copy for all ranks."""
-    ends = [0, *accumulate(wire.units(places[index].numel) for index in owned)]
+    units = [wire.units(places[index].numel) for index in owned]
+    ends = list(accumulate(map(sum, zip(units, (tails[index] for index in owned), strict=True)), initial=0))
     segments = tuple(
-        (index, Segment.of(0, places[index].numel, start, stop - start))
-        for index, start, stop in zip(owned, ends, ends[1:], strict=False)
+        (index, Segment.of(0, places[index].numel, start, length))
+        for index, start, length in zip(owned, ends, units, strict=False)
     )
     return BufferPlan(segments, _ints(()), _ints(()), ends[-1], ends[-1])
 
 
 def _send_buffer(
-    places: Sequence[Placement], owners: Sequence[int], indices: Sequence[int], rank: int, wire: WireFormat
+    places: Sequence[Placement],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    rank: int,
+    wire: WireFormat,
+    tails: Sequence[int] = (),
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of some matrices, by owner."""
     segments: list[tuple[int, Segment]] = []
@@ -358,8 +373,9 @@ def _send_buffer(
         if (fragment := places[index].on(rank)) is not None:
             units = wire.units(fragment.numel)
             segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset, units)))
-            counts[owners[index]] = counts.get(owners[index], 0) + units
-            offset += units
+            length = units + (tails[index] if tails else 0)
+            counts[owners[index]] = counts.get(owners[index], 0) + length
+            offset += length
     others = offset - counts.get(rank, 0)
     return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset, others)
 

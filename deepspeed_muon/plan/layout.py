@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -113,6 +113,21 @@ class MatrixLayout:
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows and columns of the grid of blocks; one cell for a matrix that is not divided."""
         return self.row_blocks or (self.rows,), self.col_blocks or (self.cols,)
+
+    @property
+    def output_count(self) -> int:
+        """Outputs of the layer, those of all blocks together: the numbers that a variant stores for each matrix.
+
+        They are numbered row by row: of ``(r, c)`` blocks beside each other the first row of each, then the second one.
+        Those of a transposed matrix are its columns, and are numbered block row by block row.
+        """
+        row_blocks, col_blocks = self.grid
+        return self.cols * len(row_blocks) if self.transposed else self.rows * len(col_blocks)
+
+    @property
+    def batch_key(self) -> Hashable:
+        """Equal for matrices that may be orthogonalised in one batch."""
+        return self.logical_shape, self.block_shapes, self.transposed, self.is_cut
 
     @property
     def first_cols(self) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ import numpy as np
 
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.placement import Floats, Ints, Placement
+from deepspeed_muon.plan.placement import Floats, Fragment, Ints, Placement
 
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
@@ -64,6 +64,40 @@ class Assignment:
     owners: tuple[int, ...]
     origin: tuple[int, ...]
     work: tuple[float, ...]
+
+    def row_fragments(self) -> tuple[Fragment, ...]:
+        """Return where the rows of each layout are stored: the numbers that a variant has for each output of a matrix.
+
+        They are stored where they are used, at the owner of the layout; those of replicated matrices on every rank.
+        Each rank has one vector for each partition. In it layouts that run in one batch follow each other, so that the
+        rows of a batch are a view; replicated ones are in the order of the matrices, which no owner changes.
+
+        Example: rank 1 owns a 4 x 3 and a 2 x 5 matrix of one partition. Their fragments are ``Fragment(1, 0, 0, 4)``
+        and ``Fragment(1, 0, 4, 2)``. All numbers are in rows: the first one in the matrix, the first one in the vector,
+        and how many.
+        """
+        first_rows: list[int] = []
+        end_of: dict[int, int] = {}
+        for matrix, number in zip(self.matrices, self.origin, strict=True):
+            first_rows.append(end_of.get(number, 0))
+            end_of[number] = first_rows[-1] + matrix.output_count
+        batches: dict[Hashable, int] = {}
+
+        def order(index: int) -> tuple[int, int]:
+            matrix = self.matrices[index]
+            # Matrices that are sent and matrices that are not are never in one chunk.
+            batch = matrix.batch_key, matrix.placement.whole_on is None
+            return (0 if matrix.replicated else batches.setdefault(batch, index)), index
+
+        offsets: dict[tuple[int, int], int] = {}
+        fragments: dict[int, Fragment] = {}
+        for index in sorted(range(len(self.matrices)), key=order):
+            matrix, owner = self.matrices[index], self.owners[index]
+            vector = matrix.partition, -1 if matrix.replicated else owner
+            offset = offsets.get(vector, 0)
+            fragments[index] = Fragment(owner, first_rows[index], offset, matrix.output_count)
+            offsets[vector] = offset + matrix.output_count
+        return tuple(fragments[index] for index in range(len(self.matrices)))
 
 
 def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats) -> Assignment:

@@ -23,7 +23,7 @@ from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.row_state import RowsAtOwner
+from deepspeed_muon.transport.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
 
 # The columns of a table of ops/: tensor and offset, other tensor and offset, numel, and the index of the matrix.
@@ -184,14 +184,14 @@ class Rates:
         cautious: ``(partitions,)``, bool: where only weights decay that have the sign of their update; ``None`` if
             nowhere.
         scales: Factor of the scale rule for each block of each matrix.
-        settings: ``(matrices, settings)``, float64: values of the variant's settings.
+        settings: Values of the variant's settings for each matrix; empty if it has no settings.
     """
 
     momentum: Tensor
     apply: Tensor
     cautious: Tensor | None
     scales: Sequence[tuple[float, ...]]
-    settings: Tensor
+    settings: Sequence[tuple[float, ...]]
 
 
 class RateTable:
@@ -244,6 +244,7 @@ class RateTable:
             (lr, _decay(mode, lr, decay), momentum, nesterov, *more)
             for lr, decay, mode, _, momentum, nesterov, *more in read
         ]
+        settings = [own[4:] for own in numbers]
         width = 4 + len(self._keys)
         rows = torch.tensor(numbers, dtype=torch.float64).view(-1, width)[self._positions]
         rows[:, 0] *= first
@@ -253,7 +254,7 @@ class RateTable:
             rows[:, :2].contiguous(),
             cautious if cautious.any() else None,
             scales,
-            rows[:, 4:],
+            [settings[position] for position in self._positions.tolist()] if self._keys else (),
         )
 
     def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:
@@ -293,7 +294,7 @@ class Step:
     flat: Sequence[Tensor]
     momentum: Sequence[Tensor]
     grads: Sequence[Tensor]
-    finish: RowsAtOwner | None
+    finish: OwnedRows | None
     passes: FlatPasses
     quantized: tuple[Sequence[Tensor], Tensor] | None = None
 

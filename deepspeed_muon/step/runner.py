@@ -19,8 +19,7 @@ from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.exchange import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
-from deepspeed_muon.plan.placement import Floats
-from deepspeed_muon.plan.rows import rows_by_partition
+from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.quantized import MomentumBlocks, convert_momentum, scales_of
@@ -36,7 +35,7 @@ from deepspeed_muon.transport.exchange import (
     StepContext,
     StepStats,
 )
-from deepspeed_muon.transport.row_state import RowsAtOwner, RowStateExchange
+from deepspeed_muon.transport.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.variants import VARIANTS
 
 
@@ -71,6 +70,7 @@ class StepRunner:
         context: What every part of its step needs.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
+        rows: Where the row state of the variant is stored; ``None`` if it has none.
         check: Checks and samples the results.
         adam: Updates the parameters that are not Muon's.
     """
@@ -117,7 +117,11 @@ class StepRunner:
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
             wire=config.wire_format,
+            row_units=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
+        self.rows: RowStorage | None = None
+        if context.variant.finish is not None:
+            self.rows = RowStorage(self.plan, self.assignment.row_fragments(), context)
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
         norms = matrix_norms(config.ns_backend, device)
@@ -146,11 +150,6 @@ class StepRunner:
         if self._policy.quantizes_momentum:
             for table in self._tables:
                 table.blocks = self.blocks.table(table.packed)
-        self._rows: RowStateExchange | None = None
-        if context.variant.finish is not None:
-            device = self.step_set.partitions[0].tensor.device
-            self._rows = RowStateExchange(plan, context, device)
-        self._kept = rows_by_partition(plan.matrices, plan.rank) if context.variant.state else {}
         self._sums: list[BlockSums] = []
         if context.variant.apply is not None:
             device = self.step_set.partitions[0].tensor.device
@@ -158,6 +157,11 @@ class StepRunner:
                 BlockSums(plan, chunk.matrices, table.held, context, device)
                 for chunk, table in zip(plan.chunks, self._tables, strict=True)
             ]
+
+    @property
+    def row_fragments(self) -> Sequence[Fragment]:
+        """Where the row state of each matrix of the plan is stored; empty where the variant has none."""
+        return () if self.rows is None else self.rows.fragments
 
     @functools.cached_property
     def blocks(self) -> MomentumBlocks:
@@ -177,8 +181,7 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        exchanges = [*self._sums] if self._rows is None else [self._rows]
-        sums = sum(exchange.sent_bytes for exchange in exchanges)
+        sums = sum(each.sent_bytes for each in self._sums)
         sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
         cut = self.blocks.sent_bytes if self._policy.quantizes_momentum else 0
         return sent + sums + cut
@@ -236,7 +239,7 @@ class StepRunner:
         state: State,
         flat: Mapping[int, Tensor],
     ) -> Iterator[Step]:
-        """Read the rates and momentum of this step; bring the row state to the owners, and back at the end."""
+        """Read the rates, momentum and row state of this step."""
         self.convert_momentum(state)
         own = [state_of(partition, state, self._policy) for partition in self._muon]
         order = [partition.index for partition in self._muon]
@@ -249,15 +252,13 @@ class StepRunner:
         entering = self.step_set.gradients(grads, flat, of_matrices)
         rates = self._rates.of({index: groups[index] for index in order})
         # Also in a step without gradients: a later one would take the state for lost.
-        variant, counted = self.context.variant, self._kept
-        kept = {
-            each.index: row_state_of(each, state, variant, counted.get(each.index, 0)) for each in self._muon
+        variant, counts = self.context.variant, {} if self.rows is None else self.rows.counts
+        vectors = {
+            partition.index: row_state_of(partition, state, variant, counts.get(partition.index, 0))
+            for partition in self._muon
         }
-        finish: RowsAtOwner | None = None
         is_active = any(of_matrices)
-        if is_active and self._rows is not None:
-            finish = self._rows.gather(kept, rates.settings)
-        step = Step(mask, rates, weights, momentum, entering, finish, self._passes)
+        step = Step(mask, rates, weights, momentum, entering, None, self._passes)
         if self._policy.quantizes_momentum:
             # Also in a step without gradients: a state dict has codes and scales, or neither.
             scales = [
@@ -267,9 +268,11 @@ class StepRunner:
             if is_active:
                 cut = self.blocks.begin(momentum, scales, step.grads, rates.momentum, mask, self._passes)
                 step = replace(step, quantized=(scales, cut))
-        yield step
-        if self._rows is not None and finish is not None:
-            self._rows.scatter(finish, kept)
+        with contextlib.ExitStack() as opened:
+            if is_active and self.rows is not None:
+                rows = opened.enter_context(self.rows.opened(vectors, rates.settings))
+                step = replace(step, finish=rows)
+            yield step
 
     def _pack(self, flight: InFlight, step: Step) -> None:
         """Update the momentum of a chunk's matrices and put the directions that are sent into the send buffer."""
@@ -313,6 +316,8 @@ class StepRunner:
                     fragments.copy_(codec.read(place, segment.shape[2]))
             for segment in batch.own:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
+        if step.finish is not None and flight.chunk.copies:
+            step.finish.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
@@ -351,6 +356,9 @@ class StepRunner:
         """Wait for the scatter of a chunk and apply all its updates."""
         with self.check.recorder.span("scatter"):
             self._exchange.wait("scatter", flight)
+        if step.finish is not None and flight.chunk.copies:
+            active = step.active(flight.chunk.matrices)
+            step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         table, codec = self._tables[flight.number], self.context.codec
         updates = flight.send_buffer
         if not codec.exact:

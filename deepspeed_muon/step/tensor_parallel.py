@@ -120,7 +120,7 @@ class OverTensorGroup:
             for key, held in kept.rows.items():
                 copies = {index: held[index].clone() for index in part}
                 rows[key] = self._assembled(of_rank, copies, row_dims, torch.float32)
-            step = replace(step, finish=kept.with_whole(rows))
+            step = replace(step, finish=kept.with_assembled(rows))
         found = {
             index: update.view(self._matrices[index].logical_shape)
             for indices, updates in self._whole.updates(

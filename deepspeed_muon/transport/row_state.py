@@ -1,24 +1,29 @@
-"""Brings what a variant keeps for each row from the ranks that keep it to the owners of the matrices, and back.
+"""The row state of a variant in a step: one number for each output of a matrix, where the matrix is orthogonalised.
 
-It is sent in fp32, in two small all-to-alls a step (of replicated matrices in one, from the owners), and only if some
-rank holds elements of another one's matrix.
+The owner of a matrix stores the rows of all of it (:meth:`.Assignment.row_fragments`), so nothing is sent for them.
+Only of replicated matrices every rank has a copy: the owner's broadcast of the update carries the new rows. A matrix
+that tensor parallelism cuts has its rows at the owners of its shards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import ExchangePlan
+from deepspeed_muon.plan.exchange import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
-from deepspeed_muon.transport.row_exchange import RowExchange, RowStates
 from deepspeed_muon.variants.variant import Sums, Variant
+
+ROW_BYTES = torch.float32.itemsize
+"""Of one number of a row, as it is computed with and sent."""
 
 
 def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
@@ -58,7 +63,59 @@ def before_iteration(
     return changed.mT if matrix.transposed else changed
 
 
-class RowsAtOwner:
+class RowStorage:
+    """Where this rank stores the row state of the matrices of one plan: in a vector for each partition.
+
+    Attributes:
+        fragments: Of all matrices of the plan, see :meth:`.Assignment.row_fragments`.
+        counts: Index of each partition with matrices to the rows that this rank stores.
+    """
+
+    def __init__(self, plan: ExchangePlan, fragments: Sequence[Fragment], context: StepContext) -> None:
+        """Keep the arguments; nothing is sent.
+
+        Args:
+            plan: The exchange plan.
+            fragments: Of its matrices.
+            context: Of the step set; its variant has ``finish``.
+        """
+        self.fragments = fragments
+        self.counts = {matrix.partition: 0 for matrix in plan.matrices}
+        self._matrices, self._context = plan.matrices, context
+        self._local: list[tuple[int, int, Fragment]] = []  # index of the matrix, its partition, its rows
+        for index, (matrix, fragment) in enumerate(zip(plan.matrices, fragments, strict=True)):
+            if matrix.replicated or fragment.rank == plan.rank:
+                self._local.append((index, matrix.partition, fragment))
+                self.counts[matrix.partition] += fragment.numel
+
+    @contextlib.contextmanager
+    def opened(
+        self, vectors: Mapping[int, Mapping[str, Tensor]], settings: Sequence[tuple[float, ...]]
+    ) -> Iterator[OwnedRows]:
+        """Yield the rows for one step; those of offloaded partitions are copied to the device of the iteration.
+
+        Args:
+            vectors: Index of the partition and key to this rank's vector. Mutated.
+            settings: As :attr:`.Rates.settings`.
+        """
+        context, rows = self._context, dict[str, dict[int, Tensor]]()
+        copies = {
+            index: {key: vector.to(context.device, torch.float32) for key, vector in by_key.items()}
+            for index, by_key in vectors.items()
+        }
+        for entry in context.variant.state:
+            rows[entry.key] = {
+                index: copies[partition][entry.key].narrow(0, fragment.partition_offset, fragment.numel)
+                for index, partition, fragment in self._local
+            }
+        yield OwnedRows(self._matrices, context.variant, settings, rows, group=context.tensor_group)
+        for index, by_key in vectors.items():
+            for key, vector in by_key.items():
+                if copies[index][key] is not vector:
+                    vector.copy_(copies[index][key])
+
+
+class OwnedRows:
     """A variant's ``finish`` with the row state of matrices on this rank: whole matrices, or its shards of cut ones.
 
     Attributes:
@@ -69,7 +126,7 @@ class RowsAtOwner:
         self,
         matrices: Sequence[MatrixLayout],
         variant: Variant,
-        settings: Tensor,
+        settings: Sequence[tuple[float, ...]],
         rows: dict[str, dict[int, Tensor]],
         *,
         group: dist.ProcessGroup | None,
@@ -80,7 +137,7 @@ class RowsAtOwner:
             matrices: Of the exchange plan.
             variant: One with ``finish``.
             settings: As :attr:`.Rates.settings`.
-            rows: See the class. Mutated.
+            rows: See the class. Mutated by :meth:`write`.
             group: The tensor-parallel group that has the other shards of cut matrices; ``None`` if they are whole here.
         """
         self.rows = rows
@@ -88,104 +145,139 @@ class RowsAtOwner:
         self._variant = variant
         self._settings = settings
         self._group = group
-        self._before: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def with_whole(self, rows: dict[str, dict[int, Tensor]]) -> RowsAtOwner:
-        """Return the same for matrices whose shards were gathered here."""
-        return RowsAtOwner(self._matrices, self._variant, self._settings, rows, group=None)
+    def with_assembled(self, rows: dict[str, dict[int, Tensor]]) -> OwnedRows:
+        """Return the same for matrices whose shards were gathered on this rank."""
+        return OwnedRows(self._matrices, self._variant, self._settings, rows, group=None)
 
-    def finish(self, blocks: Sequence[tuple[int, int]], results: Tensor) -> Tensor:
-        """Turn orthogonalised blocks into updates and advance their state.
+    def finish(
+        self, blocks: Sequence[tuple[int, int]], results: Tensor, *, anew: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Turn orthogonalised blocks into updates; the stored state does not change.
 
         For shards of cut matrices it must be called by all ranks of the tensor-parallel group.
 
         Args:
             blocks: The block of each result: index of the matrix and number of the block. All are transposed, or none.
             results: ``(blocks, rows, cols)``.
+            anew: Begin with the state of a first step.
 
         Returns:
-            A new tensor of the same shape.
+            The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)`` for each key.
         """
         assert self._variant.finish is not None
-        kept = {key: [self._of_block(each, *block) for block in blocks] for key, each in self.rows.items()}
-        state = {key: torch.stack(views) for key, views in kept.items()}
-        copies = {key: values.clone() for key, values in state.items()}
-        for number, block in enumerate(blocks):
-            self._before.setdefault(block, {key: values[number] for key, values in copies.items()})
-        own = self._settings[[index for index, _ in blocks]].to(results.device, torch.float32)
-        names = [each.name for each in self._variant.settings]
-        settings = dict(zip(names, own.split(1, dim=1), strict=True))
+        state = self.stored(blocks)
+        if anew:
+            state = {
+                entry.key: torch.full_like(state[entry.key], entry.start) for entry in self._variant.state
+            }
+        settings = {
+            setting.name: _on_device(
+                tuple(self._settings[index][number] for index, _ in blocks), results.device
+            )
+            for number, setting in enumerate(self._variant.settings)
+        }
         first = self._matrices[blocks[0][0]]
         oriented = results.mT if first.transposed else results
-        updates = self._variant.finish(oriented, state, settings, sums_of(first, self._group))
-        for key, views in kept.items():
-            for view, new in zip(views, state[key], strict=True):
-                view.copy_(new)
-        return updates.mT if first.transposed else updates
+        updates, state = self._variant.finish(oriented, state, settings, sums_of(first, self._group))
+        return updates.mT if first.transposed else updates, state
 
-    def take_back(self, block: tuple[int, int]) -> None:
-        """Restore the state that a block had before this step."""
-        for key, rows in self.rows.items():
-            self._of_block(rows, *block).copy_(self._before[block][key])
+    def stored(self, blocks: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+        """Return the stored state of some blocks, ``(blocks, outputs)`` for each key; not to be written to."""
+        stored = {}
+        for key in self.rows:
+            views = self._views(key, blocks)
+            joint = _joint(views)
+            stored[key] = torch.stack(views) if joint is None else joint
+        return stored
 
-    def keep(self, blocks: Sequence[tuple[int, int]], right: Tensor) -> None:
-        """Restore the state of the blocks whose flag in ``right`` is not set, without waiting for the device."""
-        for number, block in enumerate(blocks):
-            for key, rows in self.rows.items():
-                own = self._of_block(rows, *block)
-                own.copy_(torch.where(right[number], own, self._before[block][key]))
-
-    def start_anew(self, block: tuple[int, int]) -> None:
-        """Give a block the state that it has before the first step."""
-        for each in self._variant.state:
-            self._of_block(self.rows[each.key], *block).fill_(each.start)
-
-    def _of_block(self, rows: Mapping[int, Tensor], index: int, number: int) -> Tensor:
-        """Return a view of the rows of one block of a matrix."""
-        matrix = self._matrices[index]
-        if matrix.is_cut:
-            return rows[index]
-        row_blocks, col_blocks = matrix.grid
-        row, col = divmod(number, len(col_blocks))
-        if matrix.transposed:
-            return rows[index].view(-1, matrix.cols)[row].narrow(0, matrix.first_cols[col], col_blocks[col])
-        return rows[index].view(matrix.rows, -1)[:, col].narrow(0, sum(row_blocks[:row]), row_blocks[row])
-
-
-class RowStateExchange:
-    """Exchanges the row state of the matrices of one plan."""
-
-    def __init__(self, plan: ExchangePlan, context: StepContext, device: torch.device) -> None:
-        """Find out which rows this rank keeps.
+    def write(
+        self, blocks: Sequence[tuple[int, int]], state: Mapping[str, Tensor], wrong: Tensor | None = None
+    ) -> None:
+        """Store the new state of some blocks, without waiting for the device.
 
         Args:
-            plan: The exchange plan.
-            context: Of the step set; its variant has ``finish``.
-            device: Of what is kept.
+            blocks: The blocks.
+            state: From :meth:`finish`.
+            wrong: Blocks that keep their stored state, ``(blocks,)`` bool on the device; ``None`` for none.
         """
-        self._matrices, self._context = plan.matrices, context
-        self._rows = RowExchange(plan, context, device)
+        for key, new in state.items():
+            views = self._views(key, blocks)
+            joint = _joint(views)
+            if joint is None:
+                if wrong is not None:
+                    new = torch.where(wrong.unsqueeze(1), torch.stack(views), new)
+                torch._foreach_copy_(views, list(new.unbind()))
+            elif wrong is None:
+                joint.copy_(new)
+            else:
+                torch.where(wrong.unsqueeze(1), joint, new, out=joint)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends to data-parallel ranks per step."""
-        return sum(self._rows.sent_numbers) * len(self._context.variant.state) * torch.float32.itemsize
+    def send(self, indices: Collection[int], segments: Sequence[tuple[int, Segment]], buffer: Tensor) -> None:
+        """Write the rows of replicated matrices behind their updates in a buffer that is broadcast.
 
-    def gather(self, kept: RowStates, settings: Tensor) -> RowsAtOwner:
-        """Bring the rows of every matrix to its owner. Must be called by all ranks of the group."""
-        owned = self._rows.gather(self._rows.state(kept))
-        counts = [len(rows) for _, rows in self._rows.owned.values()]
-        rows = {
-            entry.key: dict(zip(self._rows.owned, owned[:, number].contiguous().split(counts), strict=True))
-            for number, entry in enumerate(self._context.variant.state)
-        }
-        context = self._context
-        return RowsAtOwner(self._matrices, context.variant, settings, rows, group=context.tensor_group)
-
-    def scatter(self, done: RowsAtOwner, kept: RowStates) -> None:
-        """Bring the rows back to the ranks that keep them; those of inactive matrices are unchanged.
-
-        Must be called by all ranks of the group. The tensors in ``kept`` are mutated.
+        Args:
+            indices: The active ones.
+            segments: Those of the buffer.
+            buffer: Mutated.
         """
-        whole = torch.stack([torch.cat([*rows.values()]) for rows in done.rows.values()], 1)
-        self._rows.keep(kept, self._rows.scatter(whole))
+        stored, sent = self._as_bytes(indices, segments, buffer)
+        if stored:
+            torch._foreach_copy_(sent, stored)
+
+    def receive(
+        self, indices: Collection[int], segments: Sequence[tuple[int, Segment]], buffer: Tensor
+    ) -> None:
+        """Store the rows of replicated matrices that their owners have broadcast; called as :meth:`send`."""
+        stored, received = self._as_bytes(indices, segments, buffer)
+        if stored:
+            torch._foreach_copy_(stored, received)
+
+    def _as_bytes(
+        self, indices: Collection[int], segments: Sequence[tuple[int, Segment]], buffer: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the rows of matrices as bytes: where they are stored, and where they are in a buffer."""
+        active, in_bytes = set(indices), buffer.view(torch.uint8)
+        stored: list[Tensor] = []
+        sent: list[Tensor] = []
+        for index, segment in segments:
+            start = (segment.at_buffer + segment.units) * buffer.element_size()
+            for rows in self.rows.values() if index in active else ():
+                stored.append(rows[index].view(torch.uint8))
+                sent.append(in_bytes.narrow(0, start, len(stored[-1])))
+                start += len(stored[-1])
+        return stored, sent
+
+    def _views(self, key: str, blocks: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return a view of the rows of each block."""
+        views = []
+        for index, number in blocks:
+            matrix, rows = self._matrices[index], self.rows[key][index]
+            if not matrix.is_cut:
+                row_blocks, col_blocks = matrix.grid
+                row, col = divmod(number, len(col_blocks))
+                if matrix.transposed:
+                    rows = rows.view(-1, matrix.cols)[row].narrow(0, matrix.first_cols[col], col_blocks[col])
+                else:
+                    rows = rows.view(matrix.rows, -1)[:, col].narrow(
+                        0, sum(row_blocks[:row]), row_blocks[row]
+                    )
+            views.append(rows)
+        return views
+
+
+def _joint(views: Sequence[Tensor]) -> Tensor | None:
+    """Return vectors of one length that follow each other in memory as a view ``(views, length)``, else ``None``."""
+    first, length = views[0], len(views[0])
+    start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for number, view in enumerate(views):
+        follows = view.storage_offset() == start + number * length and view.is_contiguous()
+        if not follows or view.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(views), length), (length, 1))
+
+
+@functools.lru_cache(maxsize=256)
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return numbers as fp32 ``(values, 1)``; the same ones every step, so that the host need not wait for a copy."""
+    return torch.tensor(values, dtype=torch.float64).to(device, torch.float32).unsqueeze(1)

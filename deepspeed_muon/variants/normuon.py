@@ -25,23 +25,24 @@ _EPS = 1e-8
 """Added to the root of the second moment, so that a row that was always zero stays zero and does not become NaN."""
 
 
-def finish(blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: Sums) -> Tensor:
+def finish(
+    blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: Sums
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Normalise the rows of a batch of orthogonalised matrices; see :data:`.variant.Finish`.
 
     Returns:
-        A new fp32 tensor. An all-zero matrix gives zeros.
+        A new fp32 tensor, and the new moments. An all-zero matrix gives zeros.
     """
-    moments = state[MOMENTS]
     wide = torch.promote_types(blocks.dtype, torch.float32)
     squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=wide).square_())
     squares = squares.div_(sums.cols or blocks.shape[-1]).float()
-    moments.lerp_(squares, 1.0 - settings["beta2"])
+    moments = state[MOMENTS].lerp(squares, 1.0 - settings["beta2"])
     factors = moments.sqrt().add_(_EPS).reciprocal_()
     # |o|^2 / |n|^2 from the mean squares of the rows; where the denominator is zero, so is the numerator.
     norms = sums.over_rows(torch.stack((squares, squares * factors.square()), dim=-1))
     before, after = norms.split(1, dim=-1)
     factors *= (before / after.clamp_(min=torch.finfo(torch.float32).tiny)).sqrt_()
-    return blocks * factors.unsqueeze(-1)
+    return blocks * factors.unsqueeze(-1), {MOMENTS: moments}
 
 
 def reference_finish(o: Tensor, v: Tensor, *, beta2: float, eps: float = _EPS) -> tuple[Tensor, Tensor]:

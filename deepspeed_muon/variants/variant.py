@@ -15,11 +15,13 @@ BeforeIteration = Callable[[Tensor, "Sums"], Tensor]
 ``directions`` is ``(batch, rows, cols)`` with a row for each output of the layer, in the communication dtype.
 """
 
-Finish = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], Tensor]
-"""``(blocks, state, settings, sums)`` to the updates: a new tensor of the shape of ``blocks``.
+Finish = Callable[
+    [Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], tuple[Tensor, dict[str, Tensor]]
+]
+"""``(blocks, state, settings, sums)`` to the updates, of the shape of ``blocks``, and the new state; all new tensors.
 
-``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. ``state`` has
-``(batch, rows)`` for each key and is mutated; ``settings`` has ``(batch, 1)`` for each name.
+``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. The state has
+``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each name.
 """
 
 Combine = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]

@@ -10,16 +10,20 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import blocks_flops, grid_blocks
 from deepspeed_muon.plan.placement import (
     Fragment,
+    Placement,
     flat_placement,
     replicated_placement,
     sharded_placement,
 )
-from deepspeed_muon.plan.rows import Places
 
 ITERATION = NsSettings(resolve_schedule("quintic", 5), "standard", torch.float32)
 
 
+<<<<<<< HEAD
 def fragments_of(placement: Places) -> list[Fragment]:
+=======
+def fragments_of(places: Placement) -> list[Fragment]:
+>>>>>>> main
     """Return the fragments of all ranks, one after the other."""
     return [fragment for fragment in map(placement.on, placement.ranks) if fragment is not None]
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.rows import row_places
 from deepspeed_muon.variants import VARIANTS
 from tests.support.contract import STEPS
 from tests.support.kernels import forced_dtype
@@ -259,18 +258,19 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
     full: dict[str, Tensor] = {}
     keys = [each.key for each in VARIANTS[optimizer.config.variant].state]
     for runner, key in ((runner, key) for runner in optimizer.runners for key in keys):
-        tensors = {p.index: optimizer.state[p.tensor].get(key) for p in runner.step_set.partitions}
-        for places in row_places(runner.step_set.matrices):
-            kept = tensors[places.matrix.partition]
-            if kept is None:
+        vectors = {p.index: optimizer.state[p.tensor].get(key) for p in runner.step_set.partitions}
+        for origin, matrix in enumerate(runner.step_set.matrices):
+            if (vector := vectors[matrix.partition]) is None:
                 continue
-            whole = torch.zeros(places.numel, dtype=torch.float64)
-            run = places.on(runner.step_set.rank)
-            if run is not None and not (places.replicated and run.rank):
-                whole[run.matrix_offset :][: run.numel] = kept[run.partition_offset :][: run.numel]
+            rows = torch.zeros(matrix.output_count, dtype=torch.float64)
+            pairs = zip(runner.assignment.origin, runner.row_fragments, strict=True)
+            for fragment in (fragment for number, fragment in pairs if number == origin):
+                if fragment.rank == runner.step_set.rank:
+                    stored = vector.narrow(0, fragment.partition_offset, fragment.numel)
+                    rows.narrow(0, fragment.matrix_offset, fragment.numel).copy_(stored)
             if runner.step_set.world_size > 1:
-                dist.all_reduce(whole, group=runner.step_set.group)
-            full[places.matrix.name] = whole
+                dist.all_reduce(rows, group=runner.step_set.group)
+            full[matrix.name] = rows
     return full
 
 

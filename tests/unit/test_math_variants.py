@@ -12,16 +12,11 @@ from deepspeed_muon.math.newton_schulz import reference_orthogonalize
 from deepspeed_muon.math.updates import AdamStep, adam_step_
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import (
-    flat_placement,
-    replicated_placement,
-    sharded_placement,
-)
-from deepspeed_muon.plan.rows import RowPlaces, row_places
+from deepspeed_muon.plan.owners import Assignment
+from deepspeed_muon.plan.placement import Fragment, flat_placement, replicated_placement
 from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
 from deepspeed_muon.variants.variant import Sums
 from tests.support.comparisons import close
-from tests.support.layouts import fragments_of
 from tests.support.reference import decayed_step
 
 
@@ -30,15 +25,15 @@ from tests.support.reference import decayed_step
 def test_rows_match_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     moments = torch.rand(shape[:2]) * 0.1
-    expected_moments = moments.double()
     updates = torch.randn(shape).mul_(torch.logspace(-4, 1, shape[1]).unsqueeze(-1)).to(dtype)
-    result = finish(updates, {MOMENTS: moments}, {"beta2": torch.full((shape[0], 1), 0.9)}, Sums())
+    settings = {"beta2": torch.full((shape[0], 1), 0.9)}
+    result, new = finish(updates, {MOMENTS: moments}, settings, Sums())
     assert result.dtype == torch.float32
     for number in range(shape[0]):
-        update, moment = reference_finish(updates[number], expected_moments[number], beta2=0.9)
+        update, moment = reference_finish(updates[number], moments[number].double(), beta2=0.9)
         # A dozen fp32 roundings (6e-8) of sums of positive numbers.
         close(result[number].double(), update, rtol=1e-6, atol=0)
-        close(moments[number].double(), moment, rtol=1e-6, atol=0)
+        close(new[MOMENTS][number].double(), moment, rtol=1e-6, atol=0)
 
 
 def test_rows_keep_the_norm_and_zero_stays_zero() -> None:
@@ -47,7 +42,7 @@ def test_rows_keep_the_norm_and_zero_stays_zero() -> None:
     updates[0, 2] = 0.0
     updates[1] = 0.0
     moments = torch.zeros(2, 6)
-    result = finish(updates, {MOMENTS: moments}, {"beta2": torch.full((2, 1), 0.95)}, Sums())
+    result, _ = finish(updates, {MOMENTS: moments}, {"beta2": torch.full((2, 1), 0.95)}, Sums())
     close(result[0].norm(), updates[0].norm(), rtol=1e-6, atol=0)
     assert not result[0, 2].any() and not result[1].any()
     first = result[0].norm(dim=-1)
@@ -81,35 +76,34 @@ def test_cautious_apply_matches_the_reference() -> None:
     close(param.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def covered(layouts: tuple[RowPlaces, ...], rank: int) -> list[tuple[int, int]]:
-    """Return the compact places that a rank keeps, with the rows."""
-    runs = [(f.partition_offset, f.numel) for each in layouts if (f := each.on(rank))]
-    return sorted(runs)
+def test_owners_store_the_rows_of_their_matrices() -> None:
+    """One vector for each partition; matrices of one shape follow each other, and blocks of one parameter count on."""
+    tall, broad = (4, 3), (2, 5)
+    matrices = [
+        MatrixLayout(f"m{number}", *shape, 0, flat_placement(12 * number, shape[0] * shape[1], 9))
+        for number, shape in enumerate((tall, broad, tall))
+    ]
+    stack = MatrixLayout("s", 6, 2, 1, flat_placement(0, 12, 5), row_blocks=(2, 2, 2))
+    pieces = [stack.run(0, (2,)), stack.run(2, (2, 2))]
+    owners, origin = (1, 1, 1, 1, 0), (0, 1, 2, 3, 3)
+    assignment = Assignment((*matrices, *pieces), owners, origin, (0.0,) * 5)
+    assert assignment.row_fragments() == (
+        Fragment(1, 0, 0, 4),
+        Fragment(1, 0, 8, 2),
+        Fragment(1, 0, 4, 4),
+        Fragment(1, 0, 0, 2),
+        Fragment(0, 2, 0, 4),
+    )
 
 
-def test_rows_belong_to_the_rank_of_their_first_element() -> None:
-    first = MatrixLayout("a", 4, 3, 0, flat_placement(2, 12, 9))
-    second = MatrixLayout("b", 2, 5, 0, flat_placement(14, 10, 9))
-    layouts = row_places((first, second))
-    # Ranks hold 9 elements each: "a" lies at 2..13, its rows begin at 2, 5, 8, 11; "b" at 14..23, at 14 and 19.
-    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layouts[0])] == [(0, 0, 3), (1, 3, 1)]
-    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layouts[1])] == [(1, 0, 1), (2, 1, 1)]
-    for rank in range(3):
-        ends = 0
-        for offset, numel in covered(layouts, rank):
-            assert offset == ends
-            ends += numel
-
-
-def test_rows_of_thin_and_replicated_matrices() -> None:
-    tall = MatrixLayout("tall", 7, 1, 0, sharded_placement(0, 7, 2))
-    wide = MatrixLayout("wide", 1, 7, 0, sharded_placement(2, 7, 2))
-    layouts = row_places((tall, wide))
-    assert [f.numel for f in fragments_of(layouts[0])] == [2, 2, 2, 1]
-    assert [(f.rank, f.partition_offset) for f in fragments_of(layouts[1])] == [(0, 2)]
-    whole = MatrixLayout("whole", 4, 3, 1, replicated_placement(0, 12, 2))
-    (layout,) = row_places((whole,))
-    assert layout.replicated and [f.numel for f in fragments_of(layout)] == [4, 4]
+def test_rows_of_replicated_matrices_do_not_depend_on_owners() -> None:
+    layout = MatrixLayout("a", 6, 2, 0, replicated_placement(0, 12, 2), row_blocks=(2, 2, 2))
+    found = [
+        Assignment((layout.run(0, (2,)), layout.run(2, (2, 2))), owners, (0, 0), (0.0, 0.0)).row_fragments()
+        for owners in ((0, 1), (1, 0))
+    ]
+    for fragments in found:
+        assert [(f.matrix_offset, f.partition_offset, f.numel) for f in fragments] == [(0, 0, 2), (2, 2, 4)]
 
 
 def test_modes_that_contradict_each_other_are_errors() -> None:
@@ -143,26 +137,12 @@ def test_a_group_of_the_caller_may_set_its_own() -> None:
     assert [g["weight_decay_mode"] for g in optimizer.param_groups] == ["cautious", "decoupled"]
 
 
-def test_rows_of_blocks_and_of_transposed_matrices() -> None:
-    """Each row of each block has a number; of a matrix stored input x output, each column."""
+def test_outputs_of_blocks_and_of_transposed_matrices() -> None:
+    """Each row of each block is an output; of a matrix stored input x output, each column."""
     grid = MatrixLayout("g", 3, 10, 0, flat_placement(0, 30, 12), col_blocks=(4, 6), row_blocks=(1, 2))
-    (layout,) = row_places((grid,))
-    # Rows of blocks begin at 0, 4 | 10, 14 | 20, 24; ranks hold 12, 12 and 6 elements.
-    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layout)] == [
-        (0, 0, 3),
-        (1, 3, 2),
-        (2, 5, 1),
-    ]
-    assert [layout.rank_at(row) for row in range(6)] == [0, 0, 0, 1, 1, 2]
+    assert grid.output_count == 6
     flipped = MatrixLayout("t", 4, 5, 0, flat_placement(0, 20, 7), row_blocks=(2, 2), transposed=True)
-    (layout,) = row_places((flipped,))
-    # Columns of blocks begin at 0 to 4 and 10 to 14; ranks hold 7, 7 and 6 elements.
-    assert layout.numel == 10
-    assert [(f.rank, f.matrix_offset, f.numel) for f in fragments_of(layout)] == [
-        (0, 0, 5),
-        (1, 5, 4),
-        (2, 9, 1),
-    ]
+    assert flipped.output_count == 10
 
 
 @pytest.mark.parametrize("transposed", [False, True])

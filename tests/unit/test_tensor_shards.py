@@ -102,28 +102,25 @@ def test_rows_of_shards_are_normalised_as_those_of_the_whole(dim: int) -> None:
     generator = torch.Generator().manual_seed(dim)
     whole = torch.randn(2, 6, 8, generator=generator)
     moments = torch.rand(2, 6, generator=generator)
-    expected_moments = moments.clone()
     settings = {"beta2": torch.full((2, 1), 0.9)}
-    expected = finish(whole, {MOMENTS: expected_moments}, settings, Sums())
+    expected, expected_state = finish(whole, {MOMENTS: moments}, settings, Sums())
     shards = whole.chunk(2, dim=dim + 1)
     if dim == 1:
         squares = whole.square().sum(-1)
         sums = Sums(cols=8, add_columns=lambda _: squares.clone())
-        own_moments = [moments.clone(), moments.clone()]
+        shard_moments = [moments, moments]
     else:
         after = moments.lerp(whole.square().mean(-1), 0.1)
         factors = 1 / (after.sqrt() + 1e-8)
         rows = whole.square().mean(-1)
         total = torch.stack((rows.sum(1), (rows * factors.square()).sum(1)), dim=-1)
         sums = Sums(add_rows=lambda _: total)
-        own_moments = [part.clone() for part in moments.chunk(2, dim=1)]
-    done = [
-        finish(shard, {MOMENTS: own}, settings, sums) for shard, own in zip(shards, own_moments, strict=True)
-    ]
-    torch.testing.assert_close(torch.cat(done, dim=dim + 1), expected)
-    torch.testing.assert_close(
-        own_moments[0] if dim == 1 else torch.cat(own_moments, dim=1), expected_moments
-    )
+        shard_moments = [*moments.chunk(2, dim=1)]
+    pairs = zip(shards, shard_moments, strict=True)
+    updates, states = zip(*(finish(x, {MOMENTS: rows}, settings, sums) for x, rows in pairs), strict=True)
+    torch.testing.assert_close(torch.cat(updates, dim=dim + 1), expected)
+    new = [state[MOMENTS] for state in states]
+    torch.testing.assert_close(new[0] if dim == 1 else torch.cat(new, dim=1), expected_state[MOMENTS])
 
 
 def test_rows_of_cut_directions_have_unit_norm() -> None:

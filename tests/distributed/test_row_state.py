@@ -1,0 +1,120 @@
+"""The owner of a matrix stores its row state: NorMuon sends what Muon sends, and starts as many kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deepspeed_muon
+from benchmarks.sent_bytes import counting
+from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.variants import normuon
+from tests.support import training
+from tests.support.thinning import full
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that compute or copy something: on an accelerator each is a kernel or more.
+
+    Those in a variant's own formula do not count, nor do views and new memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.scalar_reads = self.batches = 0
+        self.in_formula = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in outputs)
+        name = func.overloadpacket.__name__
+        self.scalar_reads += name == "_local_scalar_dense"
+        self.total += not (is_view or self.in_formula or name.startswith("empty") or func.namespace == "c10d")
+        return result
+
+    def formula(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches, self.in_formula = self.batches + 1, True
+        try:
+            return normuon.finish(*args, **kwargs)
+        finally:
+            self.in_formula = False
+
+
+def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Train two steps; count what the optimizer does in the second one."""
+    engine = training.make_engine(training.ds_config(stage, params={"ns_backend": "torch", **params}))
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    launches, finish = Launches(), OwnedRows.finish
+
+    def counted_finish(rows: OwnedRows, *args: Any, **kwargs: Any) -> Any:
+        formula = mock.patch.object(type(rows._variant), "finish", launches.formula)
+        with formula:
+            return finish(rows, *args, **kwargs)
+
+    training.run_step(engine, 0, rank, world_size, 1)
+    optimizer.stats.reset()
+    tokens, targets = training.batch(1, rank)
+    engine.backward(engine(tokens, targets))
+    with mock.patch.object(OwnedRows, "finish", counted_finish), counting() as sent, launches:
+        engine.step()
+    rows = sum(own[normuon.MOMENTS].numel() for own in optimizer.state.values() if normuon.MOMENTS in own)
+    owned = [
+        sum(m.output_count for m, owner in zip(r.plan.matrices, r.plan.owners, strict=True) if owner == rank)
+        for r in optimizer.runners
+    ]
+    return {
+        "calls": Counter(sent.calls),
+        "bytes": sent.total,
+        "exchanged": (optimizer.stats.exchanges, optimizer.stats.bytes_sent),
+        "launches": launches.total,
+        "reads": launches.scalar_reads,
+        "batches": launches.batches,
+        "rows": rows,
+        "owned": sum(owned),
+    }
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), full(2, 4), full(3, 2), (3, 4)])
+def test_normuon_sends_what_muon_sends(ranks: Any, stage: int, world: int) -> None:
+    muon, rows = (
+        ranks(world).run(second_step, stage=stage, params={"variant": variant})
+        for variant in ("muon", "normuon")
+    )
+    for plain, own in zip(muon, rows, strict=True):
+        for key in ("calls", "bytes", "exchanged", "reads"):
+            assert own[key] == plain[key], key
+        assert 0 <= own["launches"] - plain["launches"] <= own["batches"]
+        assert own["rows"] == own["owned"]
+    assert all(own["batches"] for own in rows)
+
+
+@pytest.mark.parametrize("world", [2, full(4)])
+def test_at_zero_0_the_broadcast_of_an_update_has_its_rows(ranks: Any, world: int) -> None:
+    muon, rows = (
+        ranks(world).run(second_step, stage=0, params={"variant": variant}) for variant in ("muon", "normuon")
+    )
+    for plain, own in zip(muon, rows, strict=True):
+        assert own["calls"] == plain["calls"] and own["exchanged"][0] == plain["exchanged"][0]
+        assert own["exchanged"][1] - plain["exchanged"][1] == 4 * own["owned"] * (world - 1)
+        assert own["rows"] == sum(each["owned"] for each in rows)
+
+
+def stored_rows(rank: int, world_size: int, *, params: dict[str, Any]) -> list[torch.Tensor]:
+    engine = training.make_engine(training.ds_config(0, params={"variant": "normuon", **params}), "mixed")
+    training.train_steps(engine, 2, rank, world_size)
+    state = deepspeed_muon.muon_optimizer(engine).state
+    return [own[normuon.MOMENTS] for own in state.values() if normuon.MOMENTS in own]
+
+
+@pytest.mark.parametrize("params", [{}, {"wire_dtype": "int8"}, {"wire_dtype": "bf16"}])
+def test_every_rank_has_the_rows_of_replicated_matrices(ranks: Any, params: dict[str, Any]) -> None:
+    first, *others = ranks(3).run(stored_rows, params=params)
+    assert first and all(rows.any() for rows in first)
+    for found in others:
+        assert all(torch.equal(rows, expected) for rows, expected in zip(found, first, strict=True))

@@ -1,0 +1,45 @@
+"""Reading and writing the row state of blocks where it is stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import flat_placement
+from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.variants import VARIANTS
+from deepspeed_muon.variants.normuon import MOMENTS
+
+BETA2 = 0.5
+
+
+def two_matrices(vector: torch.Tensor, *, adjacent: bool) -> OwnedRows:
+    """Return the rows of two 4 x 3 matrices in a vector: one after the other, or with two numbers between them."""
+    matrices = [MatrixLayout(name, 4, 3, 0, flat_placement(0, 12, 12)) for name in "ab"]
+    rows = {MOMENTS: {0: vector[:4], 1: vector[4:8] if adjacent else vector[6:10]}}
+    return OwnedRows(matrices, VARIANTS["normuon"], [(BETA2,)] * 2, rows, group=None)
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_wrong_blocks_keep_their_rows(adjacent: bool) -> None:
+    before = torch.arange(10.0)
+    vector, blocks = before.clone(), [(0, 0), (1, 0)]
+    rows = two_matrices(vector, adjacent=adjacent)
+    results = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    _, new = rows.finish(blocks, results)
+    assert torch.equal(vector, before), "nothing is stored before the result was checked"
+    rows.write(blocks, new, torch.tensor([True, False]))
+    stored = rows.rows[MOMENTS]
+    assert torch.equal(stored[0], before[:4])
+    expected = before[4:8] if adjacent else before[6:10]
+    torch.testing.assert_close(stored[1], expected.lerp(results[1].square().mean(1), 1 - BETA2))
+    rows.write(blocks, new)
+    assert torch.equal(torch.stack([stored[0], stored[1]]), new[MOMENTS])
+
+
+def test_blocks_may_begin_anew() -> None:
+    rows = two_matrices(torch.full((10,), 7.0), adjacent=True)
+    results = torch.ones(1, 4, 3)
+    _, new = rows.finish([(1, 0)], results, anew=True)
+    assert torch.equal(new[MOMENTS], torch.full((1, 4), 1 - BETA2))
