@@ -125,12 +125,6 @@ def count_second_step(
         for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True):
             owners.setdefault(matrix.name, owner)
     names = [route.name for route in routes if route.algorithm == "muon"]
-<<<<<<< HEAD
-    # A variant's row state travels on top of what the planner counts.
-    exchanges = [runner._rows for runner in optimizer.runners if runner._rows is not None]
-    rows = sum(exchange.sent_bytes for exchange in exchanges)
-=======
->>>>>>> main
     # Broadcasts in the step of stage 0 are the optimizer's own exchange.
     broadcasts = inside.sent.get("broadcast_", 0.0) if stage == 0 else 0.0
     return {

@@ -19,11 +19,7 @@ from deepspeed_muon.plan.placement import (
 ITERATION = NsSettings(resolve_schedule("quintic", 5), "standard", torch.float32)
 
 
-<<<<<<< HEAD
-def fragments_of(placement: Places) -> list[Fragment]:
-=======
-def fragments_of(places: Placement) -> list[Fragment]:
->>>>>>> main
+def fragments_of(placement: Placement) -> list[Fragment]:
     """Return the fragments of all ranks, one after the other."""
     return [fragment for fragment in map(placement.on, placement.ranks) if fragment is not None]
 
