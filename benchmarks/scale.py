@@ -141,7 +141,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
 
     import deepspeed_muon
     from deepspeed_muon.checkpoint.layout_record import record_of
-    from deepspeed_muon.checkpoint.live import collect, described
+    from deepspeed_muon.checkpoint.live import collect, describe_parameters
     from deepspeed_muon.engine.topology import read_step_sets
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.ranks import Ranks
@@ -178,7 +178,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     optimizer.host = SimpleNamespace(
         view=SimpleNamespace(group_numbers=lambda: list(groups)),
         counters=lambda: {"global_steps": 0},
-        described=described(optimizer.routes, {}),
+        parameters=describe_parameters(optimizer.routes, {}),
         save_id="0" * 12,
         engine=engine,
     )

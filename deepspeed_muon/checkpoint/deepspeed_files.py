@@ -1,11 +1,12 @@
-"""Read without an engine what DeepSpeed saved of our optimizer, its own Muon or AdamW, at stages 0 to 3.
+"""Read without an engine what ``engine.save_checkpoint`` wrote: our optimizer, DeepSpeed's own Muon or AdamW.
 
-The files are pickles. torch's restricted unpickler (``weights_only``) reads them, with a short list of DeepSpeed's own
-classes allowed. They are mapped into memory, so that the disk reads only what is copied.
+Stages 0 to 3 are read. The files are pickles; torch's restricted unpickler (``weights_only``) loads them, with a short
+list of DeepSpeed's own classes allowed. They are memory-mapped, so that the disk reads only what is copied.
 
-Files of ours have a record of the layout. For those of AdamW and of DeepSpeed's own Muon it is worked out as ZeRO lays
-parameters out, and :func:`~deepspeed_muon.routing.saved.route_saved` guesses their routes. Every guess is reported in
-words.
+Every rank writes files of its own, so the files of several saves can be mixed in one folder. Ours carry a random id of
+their save, which is compared; of other optimizers the step counts are. Our files also have a record of the layout
+(:mod:`.layout_record`). For those of AdamW and of DeepSpeed's Muon the layout is derived as ZeRO makes it, and
+:func:`~deepspeed_muon.routing.saved.route_saved` guesses the routes; every guess is reported in words.
 """
 
 from __future__ import annotations
@@ -14,33 +15,219 @@ import functools
 import json
 import math
 import os
+import re
+import shlex
+import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.files import check_tensor, drop_pages, refusing
-from deepspeed_muon.checkpoint.index import OURS, json_settings
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
-from deepspeed_muon.checkpoint.parameters import HeldParameter, ParameterRecord, Transfer, put_together
-from deepspeed_muon.checkpoint.tag_folder import TagFolder
+from deepspeed_muon.checkpoint.files import (
+    check_tensor,
+    drop_pages,
+    is_name,
+    latest_tag,
+    load_pickle,
+    refusing,
+)
+from deepspeed_muon.checkpoint.index import (
+    CONSOLIDATED_FOLDER,
+    COUNTERS,
+    INDEX_NAME,
+    OURS,
+    SCALE_KEYS,
+    Progress,
+    json_settings,
+    saved_schedule,
+)
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records, save_of
+from deepspeed_muon.checkpoint.parameters import (
+    ParameterRecord,
+    PartitionedParameter,
+    Transfer,
+    slices_by_name,
+)
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import counted, logger
 from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.saved import route_saved
 from deepspeed_muon.step.quantized import SCALE_KEY, first_scales, read_codes
 
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# At stage 0 each rank of an expert-parallel group writes a file for the optimizer.
+_EXPERT_OPTIMIZER_FILES = "expp_rank_*_mp_rank_*_optim_states.pt"
 
-class DeepSpeedFiles(TagFolder):
-    """The parameters that one tag of ``engine.save_checkpoint`` holds, by name.
+
+# ---- the folder of a tag -----------------------------------------------------------------------------------
+
+
+def find_tag_folder(folder: Path) -> Path:
+    """Return the folder of a tag: ``folder`` itself, or the one that ``latest`` in it names."""
+    tag = latest_tag(folder)
+    if tag is not None:
+        if not is_name(tag):
+            raise CheckpointError(
+                f"{folder / 'latest'}: names {tag!r}, which is not a folder beside it: give the tag's folder"
+            )
+        folder = folder / tag
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    return folder
+
+
+def _all_model_files(folder: Path) -> list[Path]:
+    """Return the files with counters and model of each model-parallel rank; at stage 3 of every rank."""
+    return sorted(path for path in folder.iterdir() if _MODEL_FILE.fullmatch(path.name))
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """Return the model files of data-parallel rank 0, by model-parallel rank (``mp_rank_00``)."""
+    files = {}
+    for path in reversed(_all_model_files(folder)):
+        if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
+            files[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
+    return files
+
+
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Return whether the files of a tag have our layout record, as far as it can be determined without unpickling."""
+    tag_folder = Path(folder)
+    if (tag_folder / "latest").is_file():
+        tag_folder /= (tag_folder / "latest").read_text(errors="replace").strip()
+    # At stage 0 the optimizer's state is in the model's file.
+    files = sorted(tag_folder.glob("*_optim_states.pt")) or sorted(tag_folder.glob("*_model_states.pt"))
+    for path in files:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+        except (
+            Exception
+        ) as error:  # a damaged file can make the reader raise anything; the next file may be intact
+            logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
+            continue
+        return any(RECORD_KEY.encode() in content for content in pickles)
+    return False
+
+
+def _wrapper_state(content: Mapping[str, Any]) -> Any:
+    """Return the state dict of the wrapper around the optimizer (ZeRO's, FP16_Optimizer's) in a file."""
+    return content.get("optimizer_state_dict") or content.get("optimizer") or {}
+
+
+def _unwrap(wrapper: Mapping[str, Any]) -> tuple[int, Any]:
+    """Return the ZeRO stage of a wrapper's state dict, and the ``state_dict()`` of the optimizer inside it."""
+    if "fp32_flat_groups" in wrapper:
+        return 3, wrapper.get("optimizer_state_dict")
+    if "base_optimizer_state" in wrapper:
+        return int(wrapper.get("zero_stage", 1)), wrapper["base_optimizer_state"]
+    return 0, wrapper.get("optimizer_state_dict", wrapper)
+
+
+def _optimizer_kind(optimizer: Mapping[str, Any]) -> str:
+    """Return which optimizer a ``state_dict()`` is of: :data:`OURS`, ``DeepSpeed's Muon`` or ``AdamW``."""
+    if RECORD_KEY in optimizer:
+        return OURS
+    groups, states = optimizer.get("param_groups", ()), optimizer.get("state", {}).values()
+    is_muon = any(group.get("use_muon") for group in groups)
+    return "DeepSpeed's Muon" if is_muon or any("momentum_buffer" in state for state in states) else "AdamW"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTag:
+    """Which optimizer saved a tag, at which stage and on how many ranks; read from one file.
 
     Attributes:
-        parts: Name of every whole tensor to the parts of it that groups of ranks hold.
-        parameters: Name of every parameter to its record.
-        about: What the index of a conversion says besides files and parameters.
+        folder: The tag's folder.
+        kind: The optimizer.
+        stage: The ZeRO stage.
+        ranks: Data-parallel ranks.
+        record: Our layout record, if that file has one.
+    """
+
+    folder: Path
+    kind: str
+    stage: int
+    ranks: int
+    record: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        ranks = counted(range(self.ranks), "data-parallel rank")
+        return f"{self.folder}: saved by {self.kind} at ZeRO stage {self.stage} on {ranks}"
+
+    def refuse_universal(self) -> None:
+        """Raise a CheckpointError if it is a universal checkpoint, which has another loader."""
+        if (self.folder / "zero").is_dir():
+            raise CheckpointError(
+                f'{self.folder}: a universal checkpoint: set "checkpoint": {{"load_universal": true}} in the DeepSpeed '
+                f"configuration, and call engine.load_checkpoint"
+            )
+
+    def remedy(self, restore_arguments: str = "") -> str:
+        """Return how to continue from it: by the key ``restore_from``, or by ``restore`` with some arguments."""
+        set_folder, convert = str(self.folder), ""
+        if not os.path.lexists(self.folder / CONSOLIDATED_FOLDER / INDEX_NAME):
+            set_folder = f"{self.folder}_consolidated"
+            paths = shlex.join((str(self.folder), set_folder))
+            convert = f"run 'python -m deepspeed_muon checkpoint consolidate {paths}' and "
+        if restore_arguments:
+            call = f"deepspeed_muon.restore(engine, {json.dumps(set_folder)}, {restore_arguments})"
+            return f"{convert}call {call}"
+        return f'{convert}set "restore_from": {json.dumps(set_folder)} in optimizer.params'
+
+
+def identify_tag(
+    folder: Path, file: Path | None = None, *, load: Callable[[Path], Any] = load_pickle
+) -> SavedTag | None:
+    """Read from one file which optimizer saved a tag, and how; ``None`` if DeepSpeed did not save the folder.
+
+    Args:
+        folder: The tag's folder.
+        file: The file with the optimizer's state to read, if it exists; by default the first one.
+        load: Loads a file.
+    """
+    models = _all_model_files(folder) if folder.is_dir() else []
+    if not models:
+        return None
+    with refusing(f"{folder}: not as DeepSpeed writes it"):
+        model = load(models[0])
+        files = [path for path in folder.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name)]
+        files = sorted(files) or sorted(folder.glob(_EXPERT_OPTIMIZER_FILES)) or models
+        chosen = file if file is not None and file in files else files[0]
+        stage, optimizer = _unwrap(model.get("optimizer") or _wrapper_state(load(chosen)))
+        optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+        ranks = int(model.get("dp_world_size", 1))
+        return SavedTag(folder, _optimizer_kind(optimizer), stage, ranks, optimizer.get(RECORD_KEY, {}))
+
+
+# ---- all files of a tag ------------------------------------------------------------------------------------
+
+
+class DeepSpeedFiles:
+    """The full parameters and optimizer state in one tag of ``engine.save_checkpoint``, by name.
+
+    The files are memory-mapped.
+
+    Attributes:
+        folder: The tag's folder.
+        model_file: The file with the model of the first rank.
+        model: Its content.
+        files: The files with the state of the optimizer: one for each rank, or fewer at stage 0.
+        wrappers: The state dict of the wrapper around the optimizer in each.
+        optimizers: The ``state_dict()`` of the optimizer in each.
+        kind: Which optimizer saved them.
+        stage: The ZeRO stage.
+        progress: How far the run had come.
+        slices: Name of each full tensor to the slices of it that data-parallel groups hold.
+        parameters: Name of each full tensor to its record.
+        index_fields: What the index of a conversion says besides files and parameters.
     """
 
     def __init__(
@@ -52,23 +239,31 @@ class DeepSpeedFiles(TagFolder):
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
-        """Find the files, map them into memory and work out where every parameter lies.
+        """Find the files, map them into memory and work out where every parameter is.
 
         Args:
             folder: The tag's folder, or the folder with ``latest``.
             trust: See :func:`~deepspeed_muon.checkpoint.files.load_pickle`.
             verify: Compare every file with the CRC-32 in it, before anything of it is used.
             include: For AdamW checkpoints: patterns of names that go to Muon.
-            exclude: For AdamW checkpoints: patterns of names that stay with AdamW.
+            exclude: For AdamW checkpoints: patterns of names that go to AdamW.
 
         Raises:
-            CheckpointError: Naming the file and, where one is to blame, the parameter.
+            CheckpointError: Naming the file and, if one is to blame, the parameter.
         """
-        super().__init__(folder, trust=trust, verify=verify)
+        self._trust = trust
+        with refusing(f"{str(folder)!r}"):
+            self.folder = find_tag_folder(Path(folder))
+            if verify:
+                _verify_crc(self.folder)
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
-            self._whole_momentum: Mapping[tuple[str, int], int] = {}
+            self._open_files()
+            self._refuse_mixed_saves()
+            self.progress = self._progress()
+            # Where each parameter is: from our record, or as ZeRO lays parameters out.
+            self._full_momentum_offsets: Mapping[tuple[str, int], int] = {}
             self._weight_keys: Mapping[str, str] = {}
-            optimizer: Mapping[str, Any] = {}
+            settings: Mapping[str, Any] = {}
             lossy: list[str] = []
             if self.kind != "AdamW" and (include or exclude):
                 raise CheckpointError(
@@ -76,275 +271,487 @@ class DeepSpeedFiles(TagFolder):
                     f"which are for AdamW's"
                 )
             if self.kind == OURS:
-                contents = [inner.get(RECORD_KEY) for inner in self.inner]
-                optimizer, held, self._weight_keys = read_records(contents, str(self.files[0]))
-                if self.stage and any(each.placement.replicated for each in held):
+                contents = [optimizer.get(RECORD_KEY) for optimizer in self.optimizers]
+                settings, parameters, self._weight_keys = read_records(contents, str(self.files[0]))
+                if self.stage and any(p.placement.replicated for p in parameters):
                     raise CheckpointError(
                         f"{self.files[0]}: its layout record is not one of ZeRO stage {self.stage}"
                     )
             else:
-                held, lossy = foreign_state(self, include, exclude)
-                self._whole_momentum = _whole_momentum(self, held)
-            self.parts = put_together(map(self._with_state, held), self.files)
-            self.parameters = {name: first.record for name, (first, *_) in self.parts.items()}
-            self.about: dict[str, Any] = {
+                parameters, lossy = derive_layout(self, include, exclude)
+                self._full_momentum_offsets = _full_momentum_offsets(self, parameters)
+            self.slices = slices_by_name(map(self._with_state, parameters), self.files)
+            self.parameters = {name: first.record for name, (first, *_) in self.slices.items()}
+            self.index_fields: dict[str, Any] = {
                 "source": {
                     "writer": "offline",
                     "optimizer": self.kind,
                     "zero_stage": self.stage,
-                    "world_size": self.world_size,
+                    "world_size": len(self.files),
                 },
                 "lossy": lossy,
-                "optimizer": optimizer,
-                "groups": [json_settings(group) for group in self.inner[0]["param_groups"]],
+                "optimizer": settings,
+                "groups": [json_settings(group) for group in self.optimizers[0]["param_groups"]],
                 "progress": self.progress,
             }
 
-    def _with_state(self, held: HeldParameter) -> HeldParameter:
-        """Return a parameter with what the files of its ranks say of its state."""
-        first = held.holders[0]
-        where = f"{self.files[first]}: parameter {held.name}"
-        groups = self.inner[first]["param_groups"]
-        if held.record.group >= len(self.inner[0]["param_groups"]):
-            raise CheckpointError(f"{where}: there is no param group {held.record.group}")
-        if self.stage == 0 and not any(held.partition in group["params"] for group in groups):
-            raise CheckpointError(f"{where}: there is no parameter number {held.partition}")
-        return held.with_state(self.state_of(held.partition, first), self.step_of(held.partition, first))
+    def _open_files(self) -> None:
+        """Find and map the files of the model and of the optimizer."""
+        if (self.folder / "zero").is_dir():
+            raise CheckpointError(
+                f"{self.folder}: a universal checkpoint: give the folder that it was made from, or its set "
+                f"{self.folder / 'zero'}"
+            )
+        if (self.folder / "offloaded_tensors").exists():
+            raise CheckpointError(
+                f"{self.folder}: checkpoints with NVMe offload cannot be read without an engine"
+            )
+        model_file = model_files(self.folder).get("mp_rank_00")
+        if model_file is None:
+            is_set = (self.folder / INDEX_NAME).is_file()
+            hint = (
+                "a consolidated set already" if is_set else "give a tag's folder, or one with a file 'latest'"
+            )
+            raise CheckpointError(f"{self.folder}: no model_states file: {hint}")
+        self.model_file = model_file
+        self.model = self._load(model_file)
+        self.files = (
+            self._partition_files()
+            or sorted(self.folder.glob(_EXPERT_OPTIMIZER_FILES))
+            or _all_model_files(self.folder)
+        )
+        contents = [self.model if path == model_file else self._load(path) for path in self.files]
+        self.wrappers: list[dict[str, Any]] = [_wrapper_state(content) for content in contents]
+        unwrapped = [_unwrap(wrapper) for wrapper in self.wrappers]
+        self.stage = unwrapped[0][0]
+        for path, (stage, optimizer) in zip(self.files, unwrapped, strict=True):
+            is_state = isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys()
+            if stage != self.stage or not is_state:
+                raise CheckpointError(f"{path}: holds no optimizer state (elastic checkpoints are not read)")
+        self.optimizers: list[dict[str, Any]] = [optimizer for _, optimizer in unwrapped]
+        self.kind = _optimizer_kind(self.optimizers[0])
+        # Without ZeRO, in fp32, the model's own weights are the masters.
+        weights_are_masters = self.stage == 0 and "fp32_groups" not in self.wrappers[0]
+        self._weights = [self._load_weights(path) for path in self.files] if weights_are_masters else []
 
-    def _flat(self, held: HeldParameter, key: str, rank: int) -> Tensor:
-        """Return the partition of a rank of a group, flat, as its file has it.
+    def _load(self, path: Path) -> dict[str, Any]:
+        content = load_pickle(path, trust=self._trust)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path}: not a checkpoint of DeepSpeed")
+        return content
+
+    def _partition_files(self) -> list[Path]:
+        """Return ZeRO's files, ordered by model-parallel and then by data-parallel rank; none at stage 0."""
+        files: dict[tuple[int, int], Path] = {}  # by model-parallel and data-parallel rank
+        for path in self.folder.iterdir():
+            if (match := _OPTIMIZER_FILE.fullmatch(path.name)) is None:
+                continue
+            ranks = int(match.group(2)), int(match.group(1))
+            if (first := files.setdefault(ranks, path)) != path:
+                raise CheckpointError(
+                    f"{path} and {first.name}: both are of rank {ranks[1]}: the folder holds two checkpoints"
+                )
+        if not files:
+            return []
+        model_ranks, data_ranks = (
+            range(int(self.model.get(key) or 1 + max(ranks[axis] for ranks in files)))
+            for axis, key in enumerate(("mp_world_size", "dp_world_size"))
+        )
+        saved = f"saved by {len(model_ranks) * len(data_ranks)} ranks"
+        missing = next((ranks for ranks in product(model_ranks, data_ranks) if ranks not in files), None)
+        if missing is not None:
+            name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[1]}", next(iter(files.values())).name)
+            name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
+            raise CheckpointError(f"{self.folder / name}: missing; the checkpoint was {saved}")
+        for ranks in sorted(files):
+            if ranks[0] not in model_ranks or ranks[1] not in data_ranks:
+                raise CheckpointError(
+                    f"{files[ranks]}: left of another checkpoint; this one was {saved} ({self.model_file.name})"
+                )
+        return [files[ranks] for ranks in sorted(files)]
+
+    def _load_weights(self, optimizer_file: Path) -> dict[str, Any]:
+        """Return the model's weights of stage 0 beside an optimizer's file; experts have files of their own."""
+        match = re.search(r"mp_rank_\d+", optimizer_file.name)
+        model_rank = "mp_rank_00" if match is None else match.group()
+        weights = dict(self._load(self.folder / f"{model_rank}_model_states.pt").get("module") or {})
+        for path in sorted(self.folder.glob(f"layer_*_expert_*_{model_rank}_model_states.pt")):
+            weights.update(self._load(path))
+        return weights
+
+    def _refuse_mixed_saves(self) -> None:
+        """Raise if the files are of different saves: by the id of the save, or by counters and step counts."""
+        models = [path for path in _all_model_files(self.folder) if path != self.model_file]
+        contents: list[tuple[Path, Any, Mapping[Any, Any]]] = [(self.model_file, self.model, {})]
+        contents += [(path, self._load(path), {}) for path in models]
+        contents += [(path, o, o["state"]) for path, o in zip(self.files, self.optimizers, strict=True)]
+        first: dict[str, tuple[Path, Any]] = {}
+        for path, content, states in contents:
+            facts: dict[str, Any] = {"save": save_of(content)}
+            if facts["save"] is None:
+                facts |= {key: content[key] for key in COUNTERS if key in content}
+                facts |= {
+                    f"step of partition {number}": int(state["step"])
+                    for number, state in sorted(states.items())
+                    if "step" in state
+                }
+            for key, value in facts.items():
+                first_path, expected = first.setdefault(key, (path, value))
+                if value != expected:
+                    raise CheckpointError(
+                        f"{first_path} and {path} are of different saves: {key} is {expected} in the first, {value} in "
+                        f"the second. A save was killed, or files were mixed: copy all files of one save into the "
+                        f"folder"
+                    )
+
+    def _progress(self) -> Progress:
+        wrapper, loss_scale = self.wrappers[0], None
+        if wrapper.get("dynamic_loss_scale"):
+            # At stage 0 the wrapper has the values itself, at other stages in an object.
+            values = vars(wrapper["loss_scaler"]) if wrapper.get("loss_scaler") else wrapper
+            loss_scale = {key: values[key] for key in SCALE_KEYS if key in values}
+        schedule = saved_schedule(self.model.get("lr_scheduler"))
+        counters = {key: int(self.model.get(key, 0)) for key in COUNTERS}
+        return Progress.model_validate({**counters, "lr_scheduler": schedule, "loss_scale": loss_scale})
+
+    def _with_state(self, parameter: PartitionedParameter) -> PartitionedParameter:
+        """Return a parameter with the step count and the state that the files of its group have."""
+        first = parameter.members[0]
+        where = f"{self.files[first]}: parameter {parameter.name}"
+        groups = self.optimizers[first]["param_groups"]
+        if parameter.record.group >= len(self.optimizers[0]["param_groups"]):
+            raise CheckpointError(f"{where}: there is no param group {parameter.record.group}")
+        if self.stage == 0 and not any(parameter.partition in group["params"] for group in groups):
+            raise CheckpointError(f"{where}: there is no parameter number {parameter.partition}")
+        state, step = self.state_of(parameter.partition, first), self.step_of(parameter.partition, first)
+        return parameter.with_state(state, step)
+
+    def state_of(self, partition: int, file: int = 0) -> Mapping[str, Any]:
+        """Return the optimizer state of a partition in a file; empty before the first step."""
+        state: Mapping[str, Any] = self.optimizers[file]["state"].get(partition, {})
+        return state
+
+    def step_of(self, partition: int, file: int = 0) -> int:
+        """Return the optimizer steps that a partition has taken."""
+        state = self.state_of(partition, file)
+        if state and "step" not in state:  # DeepSpeed's Muon
+            return int(self.model.get("global_steps", 0)) - int(self.model.get("skipped_steps", 0))
+        return int(state.get("step", 0))
+
+    def masters(self, file: int) -> Sequence[Tensor]:
+        """Return the master partitions in a file; not at stage 0."""
+        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        return list(self.wrappers[file][key])
+
+    def _master(self, file: int, partition: int, name: str) -> Any:
+        """Return a master partition in a file; at stage 0 the master of a parameter, by number or name."""
+        if self.stage:
+            return self.masters(file)[partition]
+        if not self._weights:
+            masters = [tensor for group in self.wrappers[file]["fp32_groups"] for tensor in group]
+            return masters[partition]
+        if not self._weights[file]:
+            raise CheckpointError(
+                f"{self.folder}: a pipeline without ZeRO keeps its weights by layers, which are not read; consolidate "
+                f"with the engine, or save at stage 1"
+            )
+        return self._weights[file][self._weight_keys.get(name, name)]
+
+    def _flat(self, parameter: PartitionedParameter, key: str, member: int) -> Tensor:
+        """Return the flat partition of a group's member that holds the parameter, as its file has it.
 
         Raises:
             CheckpointError: If the file has none, or something else.
         """
-        number = held.holders[rank]
-        state = self.state_of(held.partition, number)
+        file = parameter.members[member]
+        state = self.state_of(parameter.partition, file)
         from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
         try:
-            if key == "fp32":
-                key_of_weights = self._weight_keys.get(held.name, held.name)
-                saved = self.master(number, held.partition, key_of_weights)
-            else:
-                saved = state["exp_avg" if from_adam else key]
+            saved = (
+                self._master(file, parameter.partition, parameter.name)
+                if key == "fp32"
+                else state["exp_avg" if from_adam else key]
+            )
         except (KeyError, IndexError) as error:
             remedy = "" if self.stage else ": consolidate it with the engine, or save at ZeRO stage 1"
             raise CheckpointError(
-                f"{self.files[number]}: no {key} of parameter {held.name}{remedy}"
+                f"{self.files[file]}: no {key} of parameter {parameter.name}{remedy}"
             ) from error
-        coded = key == "momentum_buffer" and getattr(saved, "dtype", None) == torch.int8
-        check_tensor(saved, f"{self.files[number]}: {key} of parameter {held.name}", coded=coded)
+        is_int8 = key == "momentum_buffer" and getattr(saved, "dtype", None) == torch.int8
+        check_tensor(saved, f"{self.files[file]}: {key} of parameter {parameter.name}", allow_int8=is_int8)
         flat: Tensor = saved.detach().reshape(-1)
         return flat
 
     def copy(self, transfers: Iterable[Transfer], piece: Tensor) -> None:
-        """Copy what a piece of a tensor consists of to its places in the piece."""
+        """Carry out the transfers that make up a piece of a full tensor, which is mutated."""
         read = []
-        for each in transfers:
-            held, key = each.held, each.key
-            place, flat = held.offset(key, each.rank, each.start), self._flat(held, key, each.rank)
-            if key == "momentum_buffer" and (held.name, each.rank) in self._whole_momentum:
-                place = self._whole_momentum[held.name, each.rank] + each.start
-            if place + each.numel > flat.numel():
+        for transfer in transfers:
+            parameter, key, member = transfer.parameter, transfer.key, transfer.fragment.rank
+            flat, offset = self._flat(parameter, key, member), transfer.fragment.partition_offset
+            if key == "momentum_buffer" and (parameter.name, member) in self._full_momentum_offsets:
+                start = self._full_momentum_offsets[parameter.name, member]
+                offset = start + transfer.fragment.matrix_offset
+            if offset + transfer.numel > flat.numel():
                 raise CheckpointError(
-                    f"{self.files[each.source]}: {key} of parameter {held.name} is cut off: the partition has "
+                    f"{self.files[transfer.source]}: {key} of parameter {parameter.name} is cut off: the partition has "
                     f"{flat.numel()} elements"
                 )
-            read.append(flat.narrow(0, place, each.numel))
-            values = read[-1]
+            values = flat.narrow(0, offset, transfer.numel)
+            read.append(values)
             if flat.dtype == torch.int8:
-                values = self._decoded(held, each.rank, flat, place, each.numel)
-            each.put(values, piece)
+                values = self._dequantized(parameter, member, flat, offset, transfer.numel)
+            transfer.write(values, piece)
         drop_pages(read)
 
-    def _decoded(self, held: HeldParameter, rank: int, codes: Tensor, start: int, numel: int) -> Tensor:
-        """Return elements of a momentum in 8 bits, fp32; ``start`` is the first of them in the partition."""
-        fragment = held.placement.on(rank)
+    def _dequantized(
+        self, parameter: PartitionedParameter, member: int, flat: Tensor, offset: int, numel: int
+    ) -> Tensor:
+        """Return elements of an int8 momentum, ``(numel,)`` fp32, from an offset in the partition on."""
+        fragment = parameter.placement.on(member)
         assert fragment is not None
-        first, total = self._first_scales(held.holders, held.partition, rank)
-        number = held.holders[rank]
-        scales = self.inner[number]["state"][held.partition].get(SCALE_KEY)
-        if scales is None and not codes.narrow(0, start, numel).any():
-            return torch.zeros(numel)  # nothing in the partition ever had a gradient
-        where = f"{self.files[number]}: {SCALE_KEY} of parameter {held.name}"
+        first, total = self._first_scales(parameter.members, parameter.partition, member)
+        file = parameter.members[member]
+        scales: Any = self.state_of(parameter.partition, file).get(SCALE_KEY)
+        if scales is None and not flat.narrow(0, offset, numel).any():
+            return torch.zeros(numel)  # nothing in the partition has had a gradient yet
+        where = f"{self.files[file]}: {SCALE_KEY} of parameter {parameter.name}"
         check_tensor(scales, where)
         if scales.shape != (total,):
             raise CheckpointError(f"{where} has the shape {list(scales.shape)}, expected {total}")
-        return read_codes(codes, scales.float(), fragment, first[held.name], start, numel)
+        return read_codes(flat, scales.float(), fragment, first[parameter.name], offset, numel)
 
     @functools.cache  # noqa: B019 - lives as long as the files
     def _first_scales(
-        self, holders: tuple[int, ...], partition: int, rank: int
+        self, members: tuple[int, ...], partition: int, member: int
     ) -> tuple[dict[str, int], int]:
-        """Return the number of each parameter's first scale in a partition of a rank, and that of all scales."""
-        every = (held for parts in self.parts.values() for held in parts)
-        sharing = (held for held in every if held.holders == holders and held.partition == partition)
-        found = {held.name: held.placement.on(rank) for held in sharing}
-        own = {name: fragment for name, fragment in found.items() if fragment is not None}
-        starts, total = first_scales([*own.values()])
-        return dict(zip(own, starts, strict=True)), total
+        """Return the index of each parameter's first scale in a partition, and the number of scales there."""
+        fragments = {
+            parameter.name: fragment
+            for slices in self.slices.values()
+            for parameter in slices
+            if parameter.members == members and parameter.partition == partition
+            if (fragment := parameter.placement.on(member)) is not None
+        }
+        starts, total = first_scales([*fragments.values()])
+        return dict(zip(fragments, starts, strict=True)), total
 
 
-def repeat_in_run(
-    algorithms: Mapping[str, str],
-    routes: Mapping[str, Route],
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> list[str]:
-    """Say what ``optimizer.params`` of the run that continues must hold, so that its routes are the checkpoint's.
+def _verify_crc(folder: Path) -> None:
+    """Compare every file with the CRC-32 that ``torch.save`` stores in it.
 
-    Args:
-        algorithms: Name of every parameter to the algorithm in the checkpoint.
-        routes: Of :func:`~deepspeed_muon.routing.saved.route_saved`, with the same patterns.
-        include: The patterns that were used.
-        exclude: The patterns that were used.
-
-    Returns:
-        Sentences; none where there is nothing to say.
+    Raises:
+        CheckpointError: Naming the damaged file.
     """
-    wanted = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
-    # The files leave some open ("unsure"); training, which sees the modules, may route them to Muon.
-    for_muon = {name for name, route in routes.items() if route.algorithm == "muon" or route.rule == "unsure"}
-    unwanted = [name for name, kind in algorithms.items() if kind == "adamw" and name in for_muon]
-    said = []
-    settings = {"include": [*include, *wanted], "exclude": [*exclude, *unwanted]}
-    if any(settings.values()):
-        text = ", ".join(
-            f"{json.dumps(key)}: {json.dumps(names)}" for key, names in settings.items() if names
-        )
-        said.append(f"the run that goes on from here needs in optimizer.params: {text}")
-    filters = [name for name, each in routes.items() if each.rule == "hidden" and each.kind == "convolution"]
-    if plain := [name for name in filters if name not in unwanted]:
-        said.append(
-            f"taken for filters of plain convolutions, by their shapes: {', '.join(plain)}; if the run finds a grouped "
-            f"or transposed one among them, convert again with --exclude and its name"
-        )
-    return said
+    for path in sorted(folder.glob("*_states.pt")):
+        with refusing(str(path)), zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(
+                f"{path}: damaged: {damaged} in it does not have its CRC-32. Copy the file again, or take another "
+                f"checkpoint"
+            )
 
 
-def foreign_state(
-    saved: TagFolder, include: Sequence[str], exclude: Sequence[str]
-) -> tuple[list[HeldParameter], list[str]]:
-    """Work out where the parameters lie, as ZeRO lays them out, and route those of AdamW.
+# ---- layouts and routes of other optimizers ----------------------------------------------------------------
+
+
+def derive_layout(
+    saved: DeepSpeedFiles, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[list[PartitionedParameter], list[str]]:
+    """Work out where the parameters of another optimizer are, as ZeRO lays them out, and route those of AdamW.
 
     Args:
         saved: The files.
         include: For AdamW: patterns of names that go to Muon.
-        exclude: For AdamW: patterns of names that stay with AdamW.
+        exclude: For AdamW: patterns of names that go to AdamW.
 
     Returns:
-        What the files hold of each before any step, and what is lost or invented when it becomes our state, in words.
+        The parameters before any step, and sentences about what is lost or made up by the conversion.
 
     Raises:
         CheckpointError: Naming the file, if they cannot be read without an engine.
     """
-    for files, what in (
+    for pattern, kind in (
         ("*expert_*_model_states.pt", "mixture-of-experts"),
         ("*mp_rank_01*", "model-parallel"),
     ):
-        if found := sorted(saved.folder.glob(files)):
-            raise CheckpointError(f"{found[0]}: {what} checkpoints of {saved.kind} cannot be read")
-    members = list(_members(saved) if saved.stage else _whole_members(saved))
-    shapes = {name: shape for _, name, shape, _ in members}
-    if len(shapes) < len(members):
-        ((twice, _),) = Counter(name for _, name, *_ in members).most_common(1)
-        raise CheckpointError(f"{saved.model_file}: two parameters are called {twice}")
+        if files := sorted(saved.folder.glob(pattern)):
+            raise CheckpointError(f"{files[0]}: {kind} checkpoints of {saved.kind} cannot be read")
+    layout = list(_layout_of_partitions(saved) if saved.stage else _layout_of_stage_0(saved))
+    shapes = {name: shape for _, name, shape, _ in layout}
+    if len(shapes) < len(layout):
+        ((duplicate, _),) = Counter(name for _, name, *_ in layout).most_common(1)
+        raise CheckpointError(f"{saved.model_file}: two parameters are called {duplicate}")
     patterns = {"include": include, "exclude": exclude} if saved.kind == "AdamW" else {}
-    routes = route_saved(shapes, saved.aliases(), **patterns)
-    groups = enumerate(saved.inner[0]["param_groups"])
-    group_of = {index: number for number, group in groups for index in group["params"]}
-    holders = tuple(range(saved.world_size))
-    held = []
-    for partition, name, shape, placement in members:
+    routes = route_saved(shapes, _aliases(saved), **patterns)
+    groups = saved.optimizers[0]["param_groups"]
+    group_of = {index: number for number, group in enumerate(groups) for index in group["params"]}
+    members = tuple(range(len(saved.files)))
+    parameters = []
+    for partition, name, shape, placement in layout:
         algorithm: Any = routes[name].algorithm
-        if saved.kind != "AdamW":  # DeepSpeed's Muon says it itself: its matrices have a momentum_buffer
+        if saved.kind != "AdamW":  # the state of DeepSpeed's Muon shows which are its matrices
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
-        held.append(HeldParameter(record, whole_slice(name, shape), placement, (), holders, partition))
-    algorithms = {each.name: each.record.algorithm for each in held}
-    return held, [*repeat_in_run(algorithms, routes, **patterns), *_lossy(saved, held)]
+        parameters.append(
+            PartitionedParameter(record, whole_slice(name, shape), placement, (), members, partition)
+        )
+    algorithms = {parameter.name: parameter.record.algorithm for parameter in parameters}
+    return parameters, [
+        *settings_to_repeat(algorithms, routes, **patterns),
+        *_losses(saved, parameters),
+    ]
 
 
-def _members(saved: TagFolder) -> Iterator[tuple[int, str, tuple[int, ...], Placement]]:
-    """Yield partition, name, shape and place of every parameter, as ZeRO lays them out."""
+def _layout_of_partitions(
+    saved: DeepSpeedFiles,
+) -> Iterator[tuple[int, str, tuple[int, ...], Placement]]:
+    """Yield partition, name, shape and placement of every parameter at stages 1 to 3, as ZeRO lays them out."""
     shapes = saved.model.get("param_shapes")
     if not isinstance(shapes, (list, tuple)):
         raise CheckpointError(f"{saved.model_file}: no param_shapes")
+    world_size = len(saved.files)
     paddings = saved.wrappers[0].get("param_alignment_paddings")
-    for number, group in enumerate(shapes):
-        offset, size = 0, saved.masters(0)[number].numel()
+    for partition, group in enumerate(shapes):
+        # Stage 3 shards every parameter over the ranks; stages 1 and 2 divide the flat buffer of all parameters.
+        partition_numel = saved.masters(0)[partition].numel()
+        available = partition_numel if saved.stage == 3 else partition_numel * world_size
+        offset = 0
         for position, (name, shape) in enumerate(group.items()):
             shape = tuple(int(n) for n in shape)
             numel = math.prod(shape)
-            # What the parameter takes: at stage 3 of every rank's partition, below of all partitions together.
-            taken = -(-numel // saved.world_size) if saved.stage == 3 else numel
-            room = size if saved.stage == 3 else size * saved.world_size
-            if min(shape, default=0) < 0 or taken > room - offset:
+            taken = -(-numel // world_size) if saved.stage == 3 else numel
+            if min(shape, default=0) < 0 or taken > available - offset:
                 raise CheckpointError(
                     f"{saved.model_file}: parameter {name} of shape {list(shape)} is larger than what is left of its "
                     f"partition"
                 )
-            if numel:
-                rule, length = (sharded_placement, taken) if saved.stage == 3 else (flat_placement, size)
-                yield number, name, shape, rule(offset, numel, length)
+            if numel and saved.stage == 3:
+                yield partition, name, shape, sharded_placement(offset, numel, taken)
+            elif numel:
+                yield partition, name, shape, flat_placement(offset, numel, partition_numel)
             offset += taken
             if saved.stage != 3 and paddings:
-                offset += int(paddings[number][position])
+                offset += int(paddings[partition][position])
 
 
-def _whole_members(saved: TagFolder) -> Iterator[tuple[int, str, tuple[int, ...], Placement]]:
-    """Match the parameters of stage 0 by order, which is right for ``model.parameters()`` and checked by shape."""
+def _layout_of_stage_0(
+    saved: DeepSpeedFiles,
+) -> Iterator[tuple[int, str, tuple[int, ...], Placement]]:
+    """Match the state of stage 0 to names by order, which is right for ``model.parameters()`` and checked by shape."""
     left_out = set(saved.model.get("buffer_names") or ())
-    left_out.update(name for names in saved.aliases().values() for name in names)
-    named = [(n, tuple(t.shape)) for n, t in saved.model["module"].items() if n not in left_out]
-    groups, states = saved.inner[0]["param_groups"], saved.inner[0]["state"]
+    left_out.update(name for names in _aliases(saved).values() for name in names)
+    shapes = [(n, tuple(t.shape)) for n, t in saved.model["module"].items() if n not in left_out]
+    groups, states = saved.optimizers[0]["param_groups"], saved.optimizers[0]["state"]
     order = [index for group in groups for index in group["params"]]
-    fits = len(order) == len(named) and all(
-        tuple(states[i]["exp_avg"].shape) == named[i][1] for i in order if "exp_avg" in states.get(i, {})
+    fits = len(order) == len(shapes) and all(
+        tuple(states[i]["exp_avg"].shape) == shapes[i][1] for i in order if "exp_avg" in states.get(i, {})
     )
     if len(groups) != 1 or not fits:
         raise CheckpointError(
             f"{saved.model_file}: a checkpoint of stage 0 without names, whose parameters cannot be matched to the "
             f"model's by order; load it into an engine and save it at stage 1"
         )
-    for number, (name, shape) in enumerate(named):
+    for number, (name, shape) in enumerate(shapes):
         yield number, name, shape, sharded_placement(0, math.prod(shape), math.prod(shape))
 
 
-def _whole_momentum(saved: TagFolder, held: Sequence[HeldParameter]) -> dict[tuple[str, int], int]:
-    """Return where the momentum of a whole matrix starts in the state of each rank that holds some of the matrix.
+def _aliases(saved: DeepSpeedFiles) -> dict[str, list[str]]:
+    """Return the further names of parameters that several modules share, by their first name."""
+    aliases: dict[str, list[str]] = {}
+    if saved.stage:
+        for name, first_name in dict(saved.model.get("shared_params") or {}).items():
+            aliases.setdefault(str(first_name), []).append(str(name))
+        return aliases
+    name_of: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in saved.model["module"].items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            first_name = name_of.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+            if first_name != name:
+                aliases.setdefault(first_name, []).append(name)
+    return aliases
 
-    So DeepSpeed's Muon keeps it at stages 1 and 2: a rank's momentum covers all matrices that touch its partition. Of
-    partitions whose momentum is cut as they are there are no entries.
+
+def _full_momentum_offsets(
+    saved: DeepSpeedFiles, parameters: Sequence[PartitionedParameter]
+) -> dict[tuple[str, int], int]:
+    """Return the offset of a matrix's full momentum in a rank's state, by name and rank.
+
+    At stages 1 and 2 DeepSpeed's Muon stores, on every rank, the full momentum of all matrices that touch its
+    partition. Partitions that store only their own elements have no entries.
     """
-    found: dict[tuple[str, int], int] = {}
-    for partition, members in groupby(held, key=lambda each: each.partition):
-        starts: dict[tuple[str, int], int] = {}
-        wholes: Counter[int] = Counter()
-        for each in members if saved.stage in (1, 2) else ():
-            for rank in each.placement.ranks:
-                starts[each.name, rank] = wholes[rank]
-                wholes[rank] += each.record.numel
-        buffers = {rank: saved.state_of(partition, rank).get("momentum_buffer") for rank in wholes}
-        if all(buffer is not None and buffer.numel() == wholes[rank] for rank, buffer in buffers.items()):
-            found |= starts
-    return found
+    offsets: dict[tuple[str, int], int] = {}
+    for partition, members in groupby(parameters, key=lambda parameter: parameter.partition):
+        partition_offsets: dict[tuple[str, int], int] = {}
+        numel_on: Counter[int] = Counter()
+        for parameter in members if saved.stage in (1, 2) else ():
+            for rank in parameter.placement.ranks:
+                partition_offsets[parameter.name, rank] = numel_on[rank]
+                numel_on[rank] += parameter.record.numel
+        buffers = {rank: saved.state_of(partition, rank).get("momentum_buffer") for rank in numel_on}
+        if all(buffer is not None and buffer.numel() == numel_on[rank] for rank, buffer in buffers.items()):
+            offsets |= partition_offsets
+    return offsets
 
 
-def _lossy(saved: TagFolder, held: Sequence[HeldParameter]) -> Iterator[str]:
-    """Say what becomes of another optimizer's state of the matrices."""
-    muon = [each for each in held if each.record.algorithm == "muon" and saved.step_of(each.partition)]
-    if not muon:
+def settings_to_repeat(
+    algorithms: Mapping[str, str],
+    routes: Mapping[str, Route],
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> list[str]:
+    """Say what ``optimizer.params`` of the run that continues needs, so that its routes are the checkpoint's.
+
+    Args:
+        algorithms: Algorithm of every parameter in the checkpoint, by name.
+        routes: Of :func:`~deepspeed_muon.routing.saved.route_saved`, with the same patterns.
+        include: The patterns that were used.
+        exclude: The patterns that were used.
+
+    Returns:
+        Sentences; none if there is nothing to say.
+    """
+    included = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
+    # The files leave some routes open ("unsure"); training, which sees the modules, may decide for Muon.
+    may_be_muon = {
+        name for name, route in routes.items() if route.algorithm == "muon" or route.rule == "unsure"
+    }
+    excluded = [name for name, kind in algorithms.items() if kind == "adamw" and name in may_be_muon]
+    sentences = []
+    settings = {"include": [*include, *included], "exclude": [*exclude, *excluded]}
+    if any(settings.values()):
+        text = ", ".join(
+            f"{json.dumps(key)}: {json.dumps(names)}" for key, names in settings.items() if names
+        )
+        sentences.append(f"the run that goes on from here needs in optimizer.params: {text}")
+    filters = [
+        name
+        for name, route in routes.items()
+        if route.rule == "hidden" and route.kind == "convolution" and name not in excluded
+    ]
+    if filters:
+        sentences.append(
+            f"taken for filters of plain convolutions, by their shapes: {', '.join(filters)}; if the run finds a "
+            f"grouped or transposed one among them, convert again with --exclude and its name"
+        )
+    return sentences
+
+
+def _losses(saved: DeepSpeedFiles, parameters: Sequence[PartitionedParameter]) -> Iterator[str]:
+    """Yield sentences about what the conversion of another optimizer's state loses."""
+    matrices = [p for p in parameters if p.record.algorithm == "muon" and saved.step_of(p.partition)]
+    if not matrices:
         return
     yield "rates, decay, betas, eps and adjust_lr_fn are not carried over: those of the run's optimizer.params hold"
     if saved.kind == "AdamW":
-        betas = saved.inner[0]["param_groups"][muon[0].record.group].get("betas", ["?"])
+        betas = saved.optimizers[0]["param_groups"][matrices[0].record.group].get("betas", ["?"])
         yield (
-            f"AdamW's exp_avg became the momentum of {len(muon)} matrices: the same moving average of the gradient, "
-            f"with its decay {betas[0]}; exp_avg_sq of these matrices was dropped"
+            f"AdamW's exp_avg became the momentum of {len(matrices)} matrices: the same moving average of the "
+            f"gradient, with its decay {betas[0]}; exp_avg_sq of these matrices was dropped"
         )
         return
     yield "DeepSpeed's Muon counts no steps; global_steps - skipped_steps was taken"
-    buffer = saved.inner[0]["state"][muon[0].partition]["momentum_buffer"]
+    buffer = saved.state_of(matrices[0].partition)["momentum_buffer"]
     if buffer.dtype != torch.float32:
-        yield f"the momentum had been kept in {buffer.dtype} and is exactly that, widened to fp32"
+        yield f"the momentum had been stored in {buffer.dtype} and is exactly that, converted to fp32"

@@ -1,8 +1,10 @@
-"""Files and folders: untrusted ones are read, and what is replaced is replaced at once.
+"""Files and folders of checkpoints: safe reading of untrusted ones, atomic replacement, and one kind of lock.
 
-Only regular files are read, and pickles only if they hold tensors. Whoever reads a file or folder that is replaced
-finds the old or the new one, also after a power cut: everything is written under another name and synced, then renamed,
-then the folder that holds the name is synced.
+Reading: only regular files are read, never links, pipes or devices; pickles are loaded only if they hold tensors,
+numbers and a few classes of DeepSpeed.
+
+Writing: content is written under a temporary name, synced, and renamed (:func:`replace`); then the folder that holds
+the name is synced. So a reader finds the old content or the new content, also after a power cut.
 """
 
 from __future__ import annotations
@@ -31,43 +33,48 @@ from torch import Tensor
 
 from deepspeed_muon.errors import CheckpointError, MuonError
 
-_STAGES = "deepspeed.runtime.zero.config:ZeroStageEnum"
+_ZERO_STAGES = "deepspeed.runtime.zero.config:ZeroStageEnum"
 # DeepSpeed's own classes that its files may hold.
 _ALLOWED_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler",
-    _STAGES,
+    _ZERO_STAGES,
     "deepspeed.utils.tensor_fragment:fragment_address",
 )
-# What an index of some 80,000 parameters needs. More is refused before it is parsed, which takes many times its size.
-_MAX_BYTES = 40 << 20
-# Neither follow a link that took the file's place, nor wait for whoever writes into a pipe.
+MAX_BYTES = 40 << 20
+"""Largest file that is parsed: the index of some 80,000 parameters. Parsing takes many times the size of the text."""
+# Do not follow a link that replaced the file, and do not wait for a writer of a pipe.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-# NFS answers EBADF for a folder, which cannot be opened for writing.
+# Errors of file systems without locks. NFS answers EBADF for a folder, which cannot be opened for writing.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+
+UNTOUCHED = "what the folder held before is untouched"
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def refusing(where: str) -> Iterator[None]:
-    """Turn every exception but this package's own into a CheckpointError that begins with ``where``.
+def refusing(source: str) -> Iterator[None]:
+    """Turn every exception, except this package's own, into a CheckpointError that begins with ``source``.
 
-    It surrounds whatever reads content of unknown origin, which can make libraries raise anything.
+    For code that reads content of unknown origin, which can make libraries raise anything.
     """
     try:
         yield
     except MuonError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{where}: {error.strerror or error}") from error
+        raise CheckpointError(f"{source}: {error.strerror or error}") from error
     except Exception as error:
-        raise CheckpointError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def folder_of(argument: str, value: Any) -> Path:
-    """Return the folder that an argument of a call names.
+    """Return the folder that a caller's argument names.
 
     Raises:
-        CheckpointError: If it names none. An empty text would be the working directory.
+        CheckpointError: If it is not a path, or empty, which would be the working directory.
     """
     if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
         raise CheckpointError(f"{argument} must be the path of a folder, got {value!r}")
@@ -79,29 +86,29 @@ def folder_of(argument: str, value: Any) -> Path:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text names something right inside of a folder."""
+    """Return whether a text is the name of an entry of a folder, and not a path that leads elsewhere."""
     return text not in ("", ".", "..") and os.path.basename(text) == text and "\0" not in text
 
 
 def regular_size(path: Path) -> int:
-    """Return the size of a file.
+    """Return the size of a regular file.
 
     Raises:
-        CheckpointError: If it is no regular file itself, but a link, a pipe or a device.
-        OSError: If there is none.
+        CheckpointError: If it is a link, a pipe, a device or a folder.
+        OSError: If it does not exist.
     """
-    found = os.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading.
+    """Open a regular file for reading.
 
     Raises:
-        CheckpointError: If it is no regular file itself, but a link, a pipe or a device.
+        CheckpointError: If it is a link, a pipe, a device or a folder.
         OSError: If it cannot be opened.
     """
     regular_size(path)
@@ -112,49 +119,48 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_regular(path: Path, limit: int = _MAX_BYTES) -> bytes:
-    """Return the content of a regular file.
+def read_regular(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes.
 
     Raises:
-        CheckpointError: If it is no regular file, or larger than ``limit`` bytes.
+        CheckpointError: If it is not a regular file, or larger.
         OSError: If it cannot be opened.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
-            raise CheckpointError(f"{path}: larger than such a file can be")
+            raise CheckpointError(f"{path}: larger than {limit} bytes, the most that such a file can have")
         return file.read()
 
 
 def latest_tag(folder: Path) -> str | None:
-    """Return what ``latest`` in a folder names, which need not be a name; ``None`` if there is no such file."""
+    """Return the content of DeepSpeed's file ``latest``, which need not be a name; ``None`` without one."""
     try:
         return read_regular(folder / "latest", 4096).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _stage(kind: Any, name: str) -> Any:
-    """Return what Python 3.11.0 to 3.11.3 pickle as ``getattr(ZeroStageEnum, name)``; no other attribute is read."""
-    if kind is not pkgutil.resolve_name(_STAGES):
-        raise pickle.UnpicklingError(f"an attribute of {kind!r}")
-    return kind[name]
+def _zero_stage(enumeration: Any, name: str) -> Any:
+    """Stand in for ``getattr``, with which Python 3.11.0 to 3.11.3 pickle ``ZeroStageEnum`` members."""
+    if enumeration is not pkgutil.resolve_name(_ZERO_STAGES):
+        raise pickle.UnpicklingError(f"an attribute of {enumeration!r}")
+    return enumeration[name]
 
 
 def load_pickle(path: Path, *, trust: bool = False) -> Any:
-    """Read a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
+    """Load a file of ``torch.save`` on the CPU, memory-mapped, without running code from it.
 
     Args:
-        path: The file.
-        trust: Unpickle whatever the file asks for. It can run any code.
+        path: The file; may be a link to one.
+        trust: Unpickle anything, which can run any code.
 
     Raises:
-        CheckpointError: Naming the file and, where one is to blame, the class that is not allowed.
+        CheckpointError: Naming the file and, if there is one, the class that is not allowed.
     """
     allowed: list[Any] = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
-    allowed.append((_stage, "builtins.getattr"))
+    allowed.append((_zero_stage, "builtins.getattr"))
     with refusing(str(path)):
-        # DeepSpeed's files may be links. Reading a pipe would wait for whoever writes into it.
-        if not path.is_file() and path.exists():
+        if not path.is_file() and path.exists():  # torch would wait for the writer of a pipe
             raise CheckpointError(f"{path}: not a regular file")
         try:
             with torch.serialization.safe_globals(allowed):
@@ -166,45 +172,50 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
             ) from error
 
 
-def drop_pages(tensors: Sequence[Tensor]) -> None:
-    """Give back the memory of contiguous parts of mapped files after they were read; the disk has them still.
+def check_tensor(tensor: Any, source: str, *, allow_int8: bool = False) -> None:
+    """Raise unless an unpickled object is a dense CPU tensor of floats whose storage has all of its elements.
 
-    Pages of a mapping count as the process's until then. Nothing happens to other tensors.
+    Strides of zero could make a few numbers look like a large tensor.
+
+    Args:
+        tensor: The object.
+        source: What it is, for the error.
+        allow_int8: Accept integers too, for int8 momentum.
+    """
+    is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not is_dense or not (allow_int8 or tensor.is_floating_point()):
+        raise CheckpointError(f"{source} is no dense tensor of real numbers")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{source} says that it has {tensor.numel()} elements; the file holds fewer")
+
+
+def drop_pages(tensors: Sequence[Tensor]) -> None:
+    """Free the memory of contiguous slices of memory-mapped files after they were read.
+
+    The pages of a mapping count towards the memory of the process until then. Other tensors are left alone.
     """
     try:
         with open("/proc/self/maps") as maps:
-            fields = [line.split(maxsplit=5) for line in maps]
+            lines = [line.split(maxsplit=5) for line in maps]
     except OSError:
         return
-    spans = [span.split("-") for span, *_, inode in (each[:5] for each in fields) if inode != "0"]
-    mapped = [(int(first, 16), int(last, 16)) for first, last in spans]
+    spans = [span.split("-") for span, _, _, _, inode in (fields[:5] for fields in lines) if inode != "0"]
+    mappings = [(int(start, 16), int(stop, 16)) for start, stop in spans]
     madvise = ctypes.CDLL(None).madvise
     for tensor in tensors:
         start = tensor.data_ptr()
         stop = start + tensor.numel() * tensor.element_size()
-        first, last = mapped[bisect_right(mapped, (start, math.inf)) - 1]
-        if first <= start < stop <= last:
+        mapping_start, mapping_stop = mappings[bisect_right(mappings, (start, math.inf)) - 1]
+        if mapping_start <= start < stop <= mapping_stop:
             start -= start % mmap.PAGESIZE
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
-
-
-def check_tensor(tensor: Any, where: str, *, coded: bool = False) -> None:
-    """Raise unless what was unpickled is a dense tensor that holds all real numbers, or codes, of its shape.
-
-    Strides of zero could make a few numbers look like a large tensor.
-    """
-    dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not dense or not (coded or tensor.is_floating_point()):
-        raise CheckpointError(f"{where} is no dense tensor of real numbers")
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{where} says that it has {tensor.numel()} elements; the file holds fewer")
 
 
 def file_digest(path: Path) -> str:
     """Return the sha256 of a regular file, hexadecimal.
 
     Raises:
-        CheckpointError: If it is a link, a pipe or a device.
+        CheckpointError: If it is a link, a pipe, a device or a folder.
     """
     digest = hashlib.sha256()
     buffer = bytearray(16 << 20)
@@ -212,6 +223,36 @@ def file_digest(path: Path) -> str:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a path beside ``path`` to write its new content to; no other process uses it."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+def replace(temporary: Path, path: Path, *, check: Callable[[], None] = lambda: None) -> None:
+    """Sync a file or folder that was written under a temporary name, and rename it to its name.
+
+    The rename is on the disk when the folder above is synced, too (:func:`fsync_folder`).
+
+    Args:
+        temporary: The file, or the folder, with everything in it.
+        path: Its name. A file is replaced; a folder must be empty.
+        check: Called after the sync, right before the rename; may raise.
+    """
+    folders = os.walk(temporary)  # nothing, if it is a file
+    files = [temporary] if temporary.is_file() else []
+    for folder, _, names in folders:
+        files += [Path(folder, name) for name in names]
+        fsync_folder(Path(folder))
+    for file in files:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    check()
+    os.replace(temporary, path)
 
 
 def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lambda: None) -> None:
@@ -225,103 +266,91 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     Raises:
         CheckpointError: Saying what ``path`` holds now.
     """
-    untouched = "what the folder held before is untouched"
-    left = untouched
-    # No other process that writes to the same place has a file of this name.
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        with open(aside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+    outcome = UNTOUCHED
+    temporary = temporary_path(path)
+
+    def check_then_rename() -> None:
+        nonlocal outcome
         check()
-        left = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
-        os.replace(aside, path)
-        left = (
+        outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
+
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+        replace(temporary, path, check=check_then_rename)
+        outcome = (
             "the new set is in place and complete, but its index may not be on the disk: after a power cut the set "
             "before it may be back, complete too. Save again"
         )
         fsync_folder(path.parent)
     except (OSError, CheckpointError) as error:
-        if os.path.lexists(aside):  # a rename can report an error after it was done
-            left = untouched
-            unlink(aside)
-        raise CheckpointError(f"{path}: {error}; {left}") from error
+        if os.path.lexists(temporary):  # a rename can report an error after it was done
+            outcome = UNTOUCHED
+            unlink(temporary)
+        raise CheckpointError(f"{path}: {error}; {outcome}") from error
 
 
 @contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which gets its name when everything in it is on the disk, and is removed on failure.
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill. At the end it is synced and renamed to ``path``; on failure it is removed.
 
     Args:
-        out: The name; a folder there must be empty. Those above it are made.
+        path: The folder to make, with those above it; an empty one there is replaced.
 
     Raises:
-        CheckpointError: If it cannot be written, or holds something.
+        CheckpointError: If it cannot be written, or is not empty.
     """
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
-    held: int | None = None
+    temporary = temporary_path(path)
+    descriptor: int | None = None
     try:
-        if out.exists() and any(out.iterdir()):
-            raise CheckpointError(f"{out}: already holds something; name a new folder")
-        _remove_abandoned(out)
-        partial.mkdir(parents=True)
-        held = lock(partial)
-        yield partial
-        for place, _, files in os.walk(partial):
-            for name in files:
-                with open(os.path.join(place, name), "rb") as file:
-                    os.fsync(file.fileno())
-            fsync_folder(Path(place))
-        if out.exists():
-            out.rmdir()
-        os.replace(partial, out)
-        fsync_folder(out.parent)
+        if path.exists() and any(path.iterdir()):
+            raise CheckpointError(f"{path}: already holds something; name a new folder")
+        # Remove what killed processes left that wrote the same folder. A living one holds the lock of its folder.
+        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"):
+            with contextlib.suppress(OSError):
+                abandoned_descriptor = lock(abandoned)
+                if abandoned_descriptor is not None:
+                    shutil.rmtree(abandoned, ignore_errors=True)
+                    unlock(abandoned_descriptor)
+        temporary.mkdir(parents=True)
+        descriptor = lock(temporary)
+        yield temporary
+        replace(temporary, path)
+        fsync_folder(path.parent)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{out}: {error}") from error
+            raise CheckpointError(f"{path}: {error}") from error
         raise
     finally:
-        if held is not None:
-            unlock(held)
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Remove what killed processes left that wrote ``out``: a living one holds the lock of its folder."""
-    for left in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 12}.tmp"):
-        with contextlib.suppress(OSError):
-            held = lock(left)
-            if held is not None:
-                shutil.rmtree(left, ignore_errors=True)
-                unlock(held)
+        if descriptor is not None:
+            unlock(descriptor)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that they are still there after a power cut.
+    """Make a folder and the missing ones above it, durably: they survive a power cut.
 
     Raises:
         CheckpointError: If one cannot be made or synced.
     """
     with refusing(f"{folder}: cannot be made"):
         missing = []
-        place = Path(os.path.realpath(folder))
-        while not place.exists() and place != place.parent:
-            missing.append(place)
-            place = place.parent
-        if not os.path.ismount(place):
-            # A save that was killed may have made this one without syncing the folder above. One that cannot be opened
-            # for reading was not made by a save.
+        parent = Path(os.path.realpath(folder))
+        while not parent.exists() and parent != parent.parent:
+            missing.append(parent)
+            parent = parent.parent
+        if not os.path.ismount(parent):
+            # A save that was killed may have made this folder without syncing the one above, which is then readable.
             with contextlib.suppress(PermissionError):
-                fsync_folder(place.parent)
-        for each in reversed(missing):
-            each.mkdir(exist_ok=True)
-            fsync_folder(each.parent)
+                fsync_folder(parent.parent)
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            fsync_folder(path.parent)
         folder.mkdir(exist_ok=True)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -335,24 +364,27 @@ def unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+# ---- locks -------------------------------------------------------------------------------------------------
+
+
 def lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
-    """Lock a file or folder without waiting, and return the descriptor for :func:`unlock`.
+    """Lock a file or folder for this process without waiting, and return the descriptor for :func:`unlock`.
 
     The lock ends with the process. On a file system without locks nothing is locked, and ``None`` is returned.
 
     Args:
-        path: What to lock.
-        flags: How to open it.
+        path: The file or folder.
+        flags: With which to open it.
 
     Raises:
-        BlockingIOError: If another process has it.
+        BlockingIOError: If another process holds the lock.
         OSError: If it cannot be opened.
     """
     while True:
         descriptor = os.open(path, flags, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had the lock may have removed the file between the two calls.
+            # The process that held the lock may have removed the file between the two calls: then try again.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     return descriptor
@@ -365,7 +397,7 @@ def lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
 
 
 def unlock(descriptor: int) -> None:
-    """End a lock of :func:`lock`."""
+    """Release a lock of :func:`lock`."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
     with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""The JSON index of a consolidated checkpoint: what it must say, under a checksum; anything else is refused.
+"""The JSON index of a consolidated set: its schema, its checksum, and how it is read and written.
 
-A consolidated checkpoint is a folder with ``muon_index.json`` and the safetensors files that the index names. A save
-writes the index last, so a folder without one holds no checkpoint. The index is untrusted: a name of a file cannot
-lead out of the folder, and sizes are compared with the files before memory is allocated.
+A consolidated set is a folder with ``muon_index.json`` and the safetensors files that the index names. A save writes
+the index last, so a folder without one holds no set.
 
-The checksum is computed from a canonical form, so white space and the order of keys do not matter. It reveals damage;
-it does not prove who wrote the file.
+The index is untrusted. Its size is bounded, it must fit :class:`CheckpointIndex` exactly, file names cannot lead out of
+the folder, and the sizes of tensors are compared with those of the files. The checksum is computed from a canonical
+form, so white space and the order of keys do not matter; it detects damage, and does not prove who wrote the file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,50 +26,44 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from deepspeed_muon.checkpoint.files import read_regular, refusing
+from deepspeed_muon.checkpoint.files import MAX_BYTES, read_regular, refusing
 from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, Count, ParameterRecord, Steps
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.ops.machine import installed_version
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
+CONSOLIDATED_FOLDER = "muon_consolidated"
+"""Where ``consolidate_on_save`` writes the set, inside the folder of DeepSpeed's tag."""
 OURS = "deepspeed_muon"
-"""The optimizer of a checkpoint that was not converted from another one."""
+"""The optimizer of a checkpoint that was not converted from another optimizer's."""
 SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""What an engine counts."""
+"""Counters of an engine."""
+
+VERSION: Literal[1] = 1
+"""Version of the format."""
+_CHECKSUM = "sha256"
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-VERSION: Literal[1] = 1
-"""Of the documents."""
-_CHECKSUM = "sha256"
-# Such a document is refused before it is parsed, which takes many times its size.
-_MAX_OBJECTS = 160_000
-_MAX_VALUES = 2_000_000
-# Only maps of names to objects (parameters, files, tensors) are longer: each fault in a document takes a kilobyte.
-_MAX_KEYS = 1024
 
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FileRecord(_Record):
+class FileRecord(BaseModel):
     """One safetensors file.
 
     Attributes:
         bytes: Its size.
-        sha256: Checksum of the whole file, hexadecimal.
+        sha256: Of all its bytes, hexadecimal.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class LossScale(TypedDict, total=False):
-    """What a dynamic loss scale carries from step to step, under the names of DeepSpeed's attributes."""
+    """The state of a dynamic loss scale, under the names of DeepSpeed's attributes."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
@@ -81,17 +76,19 @@ class LossScale(TypedDict, total=False):
 SCALE_KEYS = tuple(LossScale.__annotations__)
 
 
-class Progress(_Record):
-    """Where the run stood.
+class Progress(BaseModel):
+    """How far the run had come.
 
     Attributes:
         global_steps: Steps of the engine, skipped ones included.
-        global_samples: Samples seen.
-        skipped_steps: Steps that overflowed.
-        lr_scheduler: The scheduler's ``state_dict()`` where JSON can hold it.
-        lr_scheduler_class: Name of its class, where it is known.
+        global_samples: Samples trained on.
+        skipped_steps: Steps that were skipped because of an overflow.
+        lr_scheduler: The scheduler's ``state_dict()``, if JSON can hold it.
+        lr_scheduler_class: Name of its class, if known.
         loss_scale: The dynamic loss scale.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     global_steps: Steps = 0
     global_samples: Count = 0
@@ -101,52 +98,54 @@ class Progress(_Record):
     loss_scale: LossScale | None = None
 
 
-class CheckpointIndex(_Record):
-    """The whole index of a consolidated set.
+class CheckpointIndex(BaseModel):
+    """The index of a consolidated set.
 
     Attributes:
         format: :data:`FORMAT`.
         version: Of the format.
         versions: Of the software that wrote it.
-        source: Where the state came from, in words and numbers; ``optimizer`` is :data:`OURS`, or what it was converted
+        source: Where the state came from; its ``optimizer`` is :data:`OURS`, or the optimizer that it was converted
             from.
-        lossy: What was lost or invented when it was converted from another optimizer.
+        lossy: Sentences about what a conversion from another optimizer lost or made up.
         optimizer: The settings of the optimizer.
-        groups: Hyperparameters of the param groups.
-        progress: Where the run stood.
-        files: The safetensors files.
-        parameters: Name of every parameter to its record.
+        groups: The settings of the param groups.
+        progress: How far the run had come.
+        files: The safetensors files by name.
+        parameters: The parameters by name.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["deepspeed_muon.consolidated"]
     version: Literal[1] = VERSION
     versions: dict[str, str]
     source: dict[str, Any] = {}
-    lossy: Annotated[list[str], Field(max_length=1024)] = []
+    lossy: list[str] = []
     optimizer: dict[str, Any] = {}
-    groups: Annotated[list[dict[str, Any]], Field(max_length=1024)]
+    groups: list[dict[str, Any]]
     progress: Progress = Progress()
     files: dict[str, FileRecord] = {}
     parameters: dict[str, ParameterRecord]
 
     def to_bytes(self) -> bytes:
-        """Return the file's content, with the checksum. It leaves out what has its default."""
+        """Return the content of the file, with the checksum and without entries that have their default."""
         return sealed_json(self.model_dump(mode="json", exclude_defaults=True))
 
     @model_validator(mode="after")
-    def _consistent(self) -> CheckpointIndex:
+    def _validate(self) -> CheckpointIndex:
         for name in self.files:
             if not SHARD_PATTERN.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a shard of this folder")
-        used = dict.fromkeys(self.files, 0)
+        used = dict.fromkeys(self.files, 0)  # bytes of the tensors in each file
         for name, record in self.parameters.items():
             if record.group >= len(self.groups):
                 raise ValueError(f"parameter {name}: param group {record.group} does not exist")
-            stateless = not record.step and record.rows
+            has_rows = bool(record.rows)
             if (
                 record.tensors.keys() != set(record.tensor_keys)
-                or stateless
-                or bool(record.rows) != bool(record.row_keys)
+                or has_rows != bool(record.row_keys)
+                or (has_rows and not record.step)
             ):
                 raise ValueError(
                     f"parameter {name}: holds {sorted(record.tensors)}, expected {sorted(record.tensor_keys)}"
@@ -162,17 +161,21 @@ class CheckpointIndex(_Record):
 
 
 def software_versions() -> dict[str, str]:
-    """Return the versions of the software that runs."""
-    packages = ("deepspeed_muon", "deepspeed", "torch")
-    found = {package: installed_version(package) or "unknown" for package in packages}
-    return {"python": platform.python_version(), **found}
+    """Return the versions of Python and of the packages that decide the results."""
+    versions = {"python": platform.python_version()}
+    for package in ("deepspeed_muon", "deepspeed", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # a source tree that is not installed
+            versions[package] = "unknown"
+    return versions
 
 
 def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
-    """Read and check the index of a checkpoint in a folder; the files that it names are not opened.
+    """Read and check the index of a consolidated set; the files that it names are not opened.
 
     Raises:
-        CheckpointError: Naming the file and, where one is to blame, the parameter.
+        CheckpointError: Naming the index and, if one is to blame, the parameter.
     """
     path = Path(folder) / INDEX_NAME
     with refusing(str(path)):
@@ -185,7 +188,7 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
         content = parse_sealed(text, str(path))
         models: dict[str, type[BaseModel]] = {"files": FileRecord, "parameters": ParameterRecord}
         for key, model in models.items():
-            # Here the first bad record raises: to tell of all could take gigabytes.
+            # One by one, so that the first bad entry raises: pydantic's report of all of them can take gigabytes.
             entries: Any = content.get(key)
             for name in entries if isinstance(entries, dict) else ():
                 entries[name] = checked(model, entries[name], f"{path}: refused:\n{key}: {name}: ")
@@ -193,32 +196,32 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
 
 
 def checked(model: type[_Model], content: Any, refusal: str) -> _Model:
-    """Return content as an object of a pydantic model.
+    """Return untrusted content as an object of a pydantic model.
 
     Args:
         model: The model.
         content: What was read.
-        refusal: What the error says before one line for each of the first faults.
+        refusal: Beginning of the error; a line for each of the first faults follows.
 
     Raises:
-        CheckpointError: If the content does not fit.
+        CheckpointError: If the content does not fit the model.
     """
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(refusal + _readable(error)) from error
+        lines = []
+        for item in error.errors(include_url=False, include_context=False, include_input=False)[:10]:
+            location = ".".join(map(str, item["loc"]))
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{location}: {message}" if location else message)
+        raise CheckpointError(refusal + "\n".join(lines)) from error
 
 
-def _readable(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors(include_url=False, include_context=False, include_input=False)[:10]:
-        where = ".".join(map(str, item["loc"]))
-        lines.append(f"{where + ': ' if where else ''}{item['msg'].removeprefix('Value error, ')}")
-    return "\n".join(lines)
+# ---- what JSON can hold ------------------------------------------------------------------------------------
 
 
 def is_json(value: Any) -> bool:
-    """Return whether JSON can hold ``value`` without loss; a tuple may come back as a list."""
+    """Return whether JSON can hold ``value`` without loss, except that tuples come back as lists."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -226,53 +229,57 @@ def is_json(value: Any) -> bool:
     return _has_text_keys(value)
 
 
-def saved_schedule(state: Any) -> dict[str, Any] | None:
-    """Return a scheduler's state as an index holds it; ``None`` if JSON cannot hold it.
-
-    The milestones of MultiStepLR, which have numbers for keys, are a list; infinities (ReduceLROnPlateau) are ``None``.
-    """
-    if not isinstance(state, Mapping):
-        return None
-    found = dict(state)
-    for key, value in state.items():
-        if isinstance(value, Counter):
-            found[key] = sorted(value.elements())
-        elif isinstance(value, float) and math.isinf(value):
-            found[key] = None
-    return found if is_json(found) else None
-
-
-def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the settings of a param group that JSON can hold; a tensor of one element becomes its number."""
-    plain = {
-        str(key): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key != "params"
-    }
-    return {key: value for key, value in plain.items() if is_json(value)}
-
-
 def _has_text_keys(value: Any) -> bool:
-    """Return whether all keys are text: JSON would turn a number into text, and torch's MultiStepLR not find it."""
+    """Return whether all keys are text. JSON turns numbers into text, under which torch's MultiStepLR finds nothing."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
 
 
+def saved_schedule(state: Any) -> dict[str, Any] | None:
+    """Return a scheduler's state as an index holds it; ``None`` if JSON cannot hold it.
+
+    The milestones of MultiStepLR, a Counter with numbers for keys, become a list; infinities (ReduceLROnPlateau) become
+    ``None``.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    schedule = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Counter):
+            schedule[key] = sorted(value.elements())
+        elif isinstance(value, float) and math.isinf(value):
+            schedule[key] = None
+    return schedule if is_json(schedule) else None
+
+
+def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the settings of a param group that JSON can hold; a tensor of one element becomes its number."""
+    settings = {
+        str(key): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {key: value for key, value in settings.items() if is_json(value)}
+
+
+# ---- documents with a checksum -----------------------------------------------------------------------------
+
+
 def sealed_json(content: Mapping[str, Any]) -> bytes:
-    """Return a document as text, with its version and checksum; every entry of its maps has a line of its own.
+    """Return a document as JSON with version and checksum; every entry of its objects has a line of its own.
 
     Args:
-        content: The document; ``version`` and the checksum in it are replaced.
+        content: The document; a ``version`` and a checksum in it are replaced.
 
     Raises:
-        CheckpointError: If it holds what no reader would take.
+        CheckpointError: If JSON cannot hold it, or a reader would refuse it.
     """
     try:
         text = json.dumps({**content, "version": VERSION}, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"JSON cannot hold what is to be written: {error}") from error
-    # As a reader will see it: lists for tuples, text for every key.
+    # The checksum is that of the document as a reader will see it: lists for tuples, text for every key.
     document = parse_json(text.encode(), "what is to be written")
     document[_CHECKSUM] = _checksum(document)
     lines = []
@@ -280,18 +287,20 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
         entries = value.items() if isinstance(value, dict) else ()
         rows = ",\n".join("  " + json.dumps({name: entry})[1:-1] for name, entry in entries)
         lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else " " + json.dumps({key: value})[1:-1])
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    sealed = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    if len(sealed) > MAX_BYTES:
+        raise CheckpointError(
+            f"what is to be written has {len(sealed)} bytes, more than the {MAX_BYTES} that are read"
+        )
+    return sealed
 
 
 def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
-    """Check form, version and checksum of a document.
+    """Return a document without its checksum, after comparing format, version and checksum.
 
     Args:
-        text: The file's content.
-        path: The file, for messages.
-
-    Returns:
-        The document, without its checksum.
+        text: The content of the file.
+        path: The file, for errors.
 
     Raises:
         CheckpointError: Naming the file.
@@ -305,21 +314,19 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
             f"{path}: format version {version!r}; this release reads version {VERSION}: consolidate DeepSpeed's "
             f"checkpoint again, or use the release that wrote it"
         )
-    found = content.pop(_CHECKSUM, None)
-    if found != _checksum(content):
-        what = "its checksum is missing" if found is None else "its checksum is not that of its content"
-        raise CheckpointError(f"{path}: {what}: the file was changed or is damaged")
+    checksum = content.pop(_CHECKSUM, None)
+    if checksum != _checksum(content):
+        problem = "its checksum is missing" if checksum is None else "its checksum is not that of its content"
+        raise CheckpointError(f"{path}: {problem}: the file was changed or is damaged")
     return content
 
 
 def parse_json(text: bytes, path: str) -> dict[str, Any]:
-    """Return a JSON object as this project writes it: ASCII, every key once, no more values than a checkpoint needs.
+    """Return a JSON object in ASCII in which every key is there once and every number is finite.
 
     Raises:
         CheckpointError: Naming ``path``.
     """
-    if text.count(b"{") > _MAX_OBJECTS or sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise CheckpointError(f"{path}: more values than that of a checkpoint can have")
     try:
         content = json.loads(
             text.decode("ascii"),
@@ -327,7 +334,7 @@ def parse_json(text: bytes, path: str) -> dict[str, Any]:
             parse_constant=_finite,
             parse_float=_finite,
         )
-        if b"\\u" in text:  # half of a surrogate pair is in no text
+        if b"\\u" in text:  # refuse escapes that are no text: halves of surrogate pairs
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error or 'no memory'}") from error
@@ -337,23 +344,22 @@ def parse_json(text: bytes, path: str) -> dict[str, Any]:
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """Return the sha256 of a document in canonical form, without the checksum that it may have."""
+    document = {key: value for key, value in content.items() if key != _CHECKSUM}
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > _MAX_KEYS and not all(isinstance(value, dict) for _, value in pairs):
-        raise ValueError(f"an object has {len(pairs)} keys")
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twice!r} is there twice")
-    return found
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        duplicate, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {duplicate!r} is there twice")
+    return entries
 
 
 def _finite(text: str) -> float:
-    """Return a number; raise for ``NaN`` and ``Infinity``, which JSON does not have, and for 1e999."""
+    """Return a number; raise for 1e999, and for ``NaN`` and ``Infinity``, which JSON does not have."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")

@@ -1,11 +1,10 @@
-"""A record of the placement of every parameter, inside every optimizer state that DeepSpeed saves.
+"""A record of the layout of all parameters, inside every optimizer state dict that DeepSpeed saves.
 
-DeepSpeed's own files do not tell where a parameter is under round-robin gradients or split groups, and at stage 0 they
-have no names. The record gives the rule of each parameter, a
-:class:`~deepspeed_muon.plan.placement.Placement`, so its size does not grow with the number of ranks. A file has a
-record for each data-parallel group of its rank; the file of the group's first rank describes its parameters, each with
-the part of the whole tensor that it is. The record consists of numbers, strings, lists and dicts, so that torch loads
-it with ``weights_only``.
+DeepSpeed's own files do not say where a parameter is under round-robin gradients or split groups, and at stage 0 they
+have no names. The record has the :class:`~deepspeed_muon.plan.placement.Placement` of each parameter, a rule of a few
+numbers, so its size does not grow with the number of ranks. A file has an entry for each data-parallel group of its
+rank; the file of the group's first rank describes the group's parameters, each with its slice of the full tensor. The
+record consists of numbers, strings, lists and dicts, which torch loads with ``weights_only``.
 
 Every save has a random id, which is in each rank's files: files of two saves are not read together, even if both are of
 the same step.
@@ -28,7 +27,7 @@ from torch import Tensor
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.index import checked
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
-from deepspeed_muon.checkpoint.parameters import Count, HeldParameter, ParameterRecord
+from deepspeed_muon.checkpoint.parameters import Count, ParameterRecord, PartitionedParameter
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
@@ -38,21 +37,24 @@ from deepspeed_muon.transport.agreement import Scope
 RECORD_KEY = "deepspeed_muon_layout"
 RECORD_VERSION: Literal[3] = 3
 SAVE_KEY = "deepspeed_muon_save"
-"""Where a file with a model has the id of its save; in the state of an optimizer it is in the record."""
+"""Key of the save's id in a file with a model; in the state of an optimizer the id is in the record."""
+
+
+# ---- the schema --------------------------------------------------------------------------------------------
 
 
 class _Entry(ParameterRecord):
-    """One parameter of the record: the whole tensor, the part of it that the ranks hold, and where that lies.
+    """One parameter of the record: the full tensor, the slice of it that the ranks hold, and the slice's placement.
 
     Attributes:
-        name: Dotted name of the whole tensor.
+        name: Dotted name of the full tensor.
         partition: Index of the flat partition in every rank's file.
         spread: The numbers of its :attr:`placement`.
-        cut: Which part of the whole tensor the ranks hold, as dimension and ranges of a
-            :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for all of it.
-        row_fragments: The numbers of the fragments of the row state, see :attr:`.HeldParameter.row_fragments`.
-        weight_key: The key of its weights in the model's ``state_dict()`` where that is not its name, empty where it is
-            not in there; only at stage 0 in fp32, whose files have the weights nowhere else.
+        cut: The slice, as dimension and ranges of a :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for
+            the full tensor.
+        row_fragments: The numbers of :attr:`.PartitionedParameter.row_fragments`.
+        weight_key: Key of its weights in the model's ``state_dict()`` if that is not its name; empty if they are not in
+            there. Only at stage 0 in fp32, whose files have the weights nowhere else.
     """
 
     name: str
@@ -64,32 +66,30 @@ class _Entry(ParameterRecord):
 
     @property
     def placement(self) -> Placement:
-        """Where its elements are; raises a ValueError if they cannot be there."""
+        """Where its elements are; raises a ValueError if that is impossible."""
         return Placement(*self.spread)
 
     @property
-    def part(self) -> TensorSlice:
-        """Which part of the whole tensor it is; raises a ValueError if it is none."""
-        return (
-            whole_slice(self.name, self.shape)
-            if self.cut is None
-            else TensorSlice(self.name, self.shape, *self.cut)
-        )
+    def tensor_slice(self) -> TensorSlice:
+        """Which slice of the full tensor it is; raises a ValueError if it is none."""
+        if self.cut is None:
+            return whole_slice(self.name, self.shape)
+        return TensorSlice(self.name, self.shape, *self.cut)
 
     @property
     def rows_by_owner(self) -> tuple[Fragment, ...]:
-        """Where its row state is; raises a ValueError if it cannot be there."""
+        """Where its per-row state is stored; raises a ValueError if that is impossible."""
         return tuple(Fragment(*numbers) for numbers in self.row_fragments)
 
 
 class _Group(BaseModel):
-    """What a rank's file says of one data-parallel group that the rank is in.
+    """What a rank's file says of one data-parallel group of the rank.
 
     Attributes:
         name: Of the group.
         rank: Of the file inside the group.
-        world_size: Ranks over which the parameters are spread.
-        parameters: All parameters; only the group's first rank describes them, or every rank if each holds all.
+        world_size: Ranks of the group.
+        parameters: All parameters, in the file of the group's first rank, and in every file if each rank has all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -100,26 +100,31 @@ class _Group(BaseModel):
     parameters: tuple[_Entry, ...]
 
     @model_validator(mode="after")
-    def _consistent(self) -> _Group:
-        """Raise if two parameters share a name or an element of a partition, or if one cannot be where it is said."""
+    def _validate(self) -> _Group:
+        """Raise if two parameters share a name or elements of a partition, or if a placement is impossible."""
         names: set[str] = set()
-        partitions: dict[int, list[tuple[str, Placement]]] = {}
+        placements_in: dict[int, list[tuple[str, Placement]]] = {}
         for entry in self.parameters:
             if entry.name in names:
                 raise ValueError(f"two parameters are called {entry.name}")
             names.add(entry.name)
             _require_fit(entry, self.world_size)
-            partitions.setdefault(entry.partition, []).append((entry.name, entry.placement))
-        for partition, members in partitions.items():
-            _refuse_overlaps(partition, members)
+            placements_in.setdefault(entry.partition, []).append((entry.name, entry.placement))
+        for partition, placements in placements_in.items():
+            _refuse_overlaps(partition, placements)
         return self
 
-    def held(self, files: tuple[int, ...]) -> Iterator[HeldParameter]:
-        """Yield what the files of the group's ranks hold of each parameter, before any step."""
+    def partitioned(self, files: tuple[int, ...]) -> Iterator[PartitionedParameter]:
+        """Yield every parameter, before any step; ``files`` are the numbers of the files of the group's ranks."""
         for entry in self.parameters:
-            record = ParameterRecord.of(entry, group=entry.group)
-            place = entry.placement, entry.rows_by_owner, files, entry.partition
-            yield HeldParameter(record, entry.part, *place)
+            yield PartitionedParameter(
+                ParameterRecord.of(entry, group=entry.group),
+                entry.tensor_slice,
+                entry.placement,
+                entry.rows_by_owner,
+                files,
+                entry.partition,
+            )
 
 
 class LayoutRecord(BaseModel):
@@ -131,7 +136,7 @@ class LayoutRecord(BaseModel):
         order: See :func:`order_of`.
         row_order: See :func:`row_order_of`.
         optimizer: The settings of the optimizer.
-        groups: The data-parallel groups that the rank is in.
+        groups: The data-parallel groups of the rank.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -145,8 +150,9 @@ class LayoutRecord(BaseModel):
 
 
 def _require_fit(entry: _Entry, world_size: int) -> None:
-    """Raise unless a parameter has as many elements as its placement, on ranks that exist."""
-    where, placement, numel = f"parameter {entry.name}: ", entry.placement, math.prod(entry.part.own_shape)
+    """Raise unless a placement has all elements of its parameter, on ranks that exist."""
+    where, placement = f"parameter {entry.name}: ", entry.placement
+    numel = math.prod(entry.tensor_slice.own_shape)
     if placement.numel != numel:
         raise ValueError(f"{where}its placement has {placement.numel} of {numel} elements")
     if placement.ranks.stop > world_size or placement.copies not in (0, world_size):
@@ -162,130 +168,139 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
         raise ValueError(f"{where}it has {end} rows of {numel} elements")
 
 
-def _refuse_overlaps(partition: int, members: Sequence[tuple[str, Placement]]) -> None:
+def _refuse_overlaps(partition: int, placements: Sequence[tuple[str, Placement]]) -> None:
     """Raise if two parameters share elements of a rank's partition.
 
-    Between the ranks where a placement begins, goes on and ends, all fragments are alike, so these ranks stand for all.
+    Between the ranks at which some placement begins, continues or ends, fragments repeat from rank to rank, so only
+    these ranks are compared.
     """
-    every = {rank for _, p in members for rank in (p.ranks.start, p.ranks.start + 1, p.ranks.stop - 1)}
-    looked_at = sorted(every)
-    taken: dict[int, list[tuple[int, int, str]]] = {}
-    for name, places in members:
-        first, stop = (bisect_left(looked_at, rank) for rank in (places.ranks.start, places.ranks.stop))
-        for fragment in filter(None, map(places.on, looked_at[first:stop])):
-            taken.setdefault(fragment.rank, []).append((fragment.partition_offset, fragment.numel, name))
-    for rank, held in taken.items():
-        end, before = 0, ""
-        for start, numel, name in sorted(held):
+    ranks = sorted({r for _, p in placements for r in (p.ranks.start, p.ranks.start + 1, p.ranks.stop - 1)})
+    spans: dict[int, list[tuple[int, int, str]]] = {}  # by rank: start, numel and name
+    for name, placement in placements:
+        first, stop = (bisect_left(ranks, rank) for rank in (placement.ranks.start, placement.ranks.stop))
+        for fragment in filter(None, map(placement.on, ranks[first:stop])):
+            spans.setdefault(fragment.rank, []).append((fragment.partition_offset, fragment.numel, name))
+    for rank, spans_on_rank in spans.items():
+        end, previous = 0, ""
+        for start, numel, name in sorted(spans_on_rank):
             if start < end:
-                raise ValueError(f"{before} and {name} overlap in partition {partition} of rank {rank}")
-            end, before = start + numel, name
+                raise ValueError(f"{previous} and {name} overlap in partition {partition} of rank {rank}")
+            end, previous = start + numel, name
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
 
 
 def save_of(content: Any) -> str | None:
-    """Return the id of the save that a file of DeepSpeed is of; ``None`` where another optimizer saved it."""
+    """Return the id of the save that a file of DeepSpeed is of; ``None`` if another optimizer saved it."""
     if not isinstance(content, Mapping):
         return None
     for key in ("optimizer_state_dict", "base_optimizer_state", "optimizer"):
         if isinstance(content.get(key), Mapping) and SAVE_KEY not in content:
             return save_of(content[key])
     record = content.get(RECORD_KEY)
-    found = record.get("save") if isinstance(record, Mapping) else content.get(SAVE_KEY)
-    return None if found is None else str(found)
+    save_id = record.get("save") if isinstance(record, Mapping) else content.get(SAVE_KEY)
+    return None if save_id is None else str(save_id)
 
 
 def read_records(
     contents: Sequence[Any], where: str
-) -> tuple[dict[str, Any], list[HeldParameter], dict[str, str]]:
-    """Check what the files hold under :data:`RECORD_KEY`.
+) -> tuple[dict[str, Any], list[PartitionedParameter], dict[str, str]]:
+    """Check the records of all files and return what they describe.
 
     Args:
-        contents: What every file holds, in the order of the ranks.
+        contents: What every file has under :data:`RECORD_KEY`, in the order of the ranks.
         where: The first file, for errors.
 
     Returns:
-        The settings of the optimizer, what the files hold of every parameter, before any step, and the keys of weights
-        that are not those of their parameters, by the names of these.
+        The settings of the optimizer; the parameters, before any step; and, by name, the keys of weights in the model's
+        ``state_dict()`` that are not the names of their parameters.
 
     Raises:
-        CheckpointError: If it is no record, or describes what cannot be.
+        CheckpointError: If something is no record, or describes what is impossible.
     """
-    content = contents[0]
-    if isinstance(content, Mapping) and "missing" in content:
+    first_content = contents[0]
+    if isinstance(first_content, Mapping) and "missing" in first_content:
         raise CheckpointError(
-            f"{where}: was saved without a record of its layout ({content['missing']}): load it with "
+            f"{where}: was saved without a record of its layout ({first_content['missing']}): load it with "
             f"engine.load_checkpoint, at the same ZeRO stage and number of ranks"
         )
-    if not isinstance(content, Mapping) or content.get("version") != RECORD_VERSION or "save" not in content:
+    is_record = isinstance(first_content, Mapping) and "save" in first_content
+    if not is_record or first_content.get("version") != RECORD_VERSION:
         raise CheckpointError(
             f"{where}: its layout record is not of version {RECORD_VERSION}, the only one that this release reads: "
             f"consolidate it with the version of deepspeed_muon that saved it"
         )
-    records = [checked(LayoutRecord, each, f"{where}: layout record refused:\n") for each in contents]
-    members: dict[str, dict[int, tuple[int, _Group]]] = {}
-    found: list[HeldParameter] = []
-    with refusing(f"{where}: layout record refused"):
+    refusal = f"{where}: layout record refused"
+    records = [checked(LayoutRecord, content, f"{refusal}:\n") for content in contents]
+    # By name of the group and rank inside it: the number of the file, and what it says.
+    groups: dict[str, dict[int, tuple[int, _Group]]] = {}
+    parameters: list[PartitionedParameter] = []
+    with refusing(refusal):
         for number, record in enumerate(records):
             for group in record.groups:
-                other, _ = members.setdefault(group.name, {}).setdefault(group.rank, (number, group))
-                if other != number:
+                first_number, _ = groups.setdefault(group.name, {}).setdefault(group.rank, (number, group))
+                if first_number != number:
                     raise ValueError(
-                        f"files {other} and {number} are both of rank {group.rank} of group {group.name}"
+                        f"files {first_number} and {number} are both of rank {group.rank} of group {group.name}"
                     )
-        for name, ranks in members.items():
+        for name, ranks in groups.items():
             files = tuple(ranks[rank][0] for rank in sorted(ranks))
             _, first = ranks[min(ranks)]
             if first.parameters and all(entry.placement.replicated for entry in first.parameters):
                 files = files[:1]
             elif sorted(ranks) != list(range(first.world_size)):
                 raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")
-            found += first.held(files)
-    if not found:
-        raise CheckpointError(f"{where}: layout record refused: no parameters")
+            parameters += first.partitioned(files)
+    if not parameters:
+        raise CheckpointError(f"{refusal}: no parameters")
     entries = (entry for record in records for group in record.groups for entry in group.parameters)
     weight_keys = {entry.name: entry.weight_key for entry in entries if entry.weight_key is not None}
-    return records[0].optimizer, found, weight_keys
+    return records[0].optimizer, parameters, weight_keys
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
 
 
 def add_record_to_state_dict(engine: Any) -> None:
-    """Let the optimizer of ``engine``, which must be ours, add the record to every state dict that it returns."""
-    reference = weakref.ref(engine)  # the optimizer must not keep the engine alive
-    warned = False
+    """Make the optimizer of ``engine``, which must be ours, add the record to every state dict that it returns."""
+    engine_reference = weakref.ref(engine)  # the optimizer must not keep the engine alive
+    has_warned = False
 
     def add_record(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        nonlocal warned
-        live = reference()
-        if live is None:
+        nonlocal has_warned
+        engine = engine_reference()
+        if engine is None:
             return
+        optimizer = engine.basic_optimizer
         record = {
             "version": RECORD_VERSION,
-            "save": live.basic_optimizer.host.save_id,
-            "order": order_of(live.basic_optimizer),
-            "row_order": row_order_of(live.basic_optimizer),
+            "save": optimizer.host.save_id,
+            "order": order_of(optimizer),
+            "row_order": row_order_of(optimizer),
         }
         try:
-            state_dict[RECORD_KEY] = {**record, **record_of(collect(live))}
+            state_dict[RECORD_KEY] = {**record, **record_of(collect(engine))}
         except CheckpointError as error:
-            # DeepSpeed's own resume works without the record. Without the reason a reader would take the state for that
-            # of another optimizer.
+            # DeepSpeed's own resume works without the record. The reason tells a reader that the state is ours.
             state_dict[RECORD_KEY] = {**record, "missing": str(error)}
-            if not warned:
+            if not has_warned:
                 warn(
                     "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
                     "resumes it at the same ZeRO stage and number of ranks; 'checkpoint consolidate' and 'universal' "
                     "cannot read it",
                     error,
                 )
-            warned = True
+            has_warned = True
 
     engine.basic_optimizer.register_state_dict_post_hook(add_record)
 
 
 def order_of(optimizer: Muon) -> str:
-    """Return a digest of name, partition and rule of every Muon matrix.
+    """Return a digest of the name, partition and placement of every Muon matrix.
 
-    DeepSpeed's files hold flat partitions without names. An engine with another order would load them into the wrong
-    matrices, so the digests are compared before anything of the optimizer is loaded, also where the record is missing.
+    DeepSpeed's files hold flat partitions without names, which an engine with another order would load into the wrong
+    matrices. So the digests are compared before anything is loaded, also if the rest of the record is missing.
     """
     matrices = (matrix for runner in optimizer.runners for matrix in runner.step_set.matrices)
     rows = sorted([m.name, m.partition, m.placement.numbers()] for m in matrices)
@@ -293,9 +308,9 @@ def order_of(optimizer: Muon) -> str:
 
 
 def row_order_of(optimizer: Muon) -> str:
-    """Return a digest of which rank stores which rows of every Muon matrix, empty for a variant without row state.
+    """Return a digest of which rank stores which rows of every Muon matrix; empty for a variant without row state.
 
-    The owners store them. These depend on the cost of the iteration (``ns_steps``, ``ns_method``, the kind of device),
+    The owners store them. Owners depend on the cost of the iteration (``ns_steps``, ``ns_method``, the kind of device),
     so a run with other settings may have other owners.
     """
     rows = [
@@ -311,67 +326,29 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     weight_keys = _weight_keys(state)
-    return {
-        "optimizer": state.optimizer.config.model_dump(mode="json"),
-        "groups": [_record_of_group(state, held, weight_keys) for held in state.groups],
-    }
-
-
-def _weight_keys(state: LiveState) -> dict[str, str]:
-    """Return the key of each parameter in the model's ``state_dict()``, where that is not its name.
-
-    A model may override ``state_dict``: a value head around a language model leaves out the prefix of the latter. The
-    tensors are the parameters' own, so their addresses identify them.
-
-    Returns:
-        Names to keys; an empty key for a parameter that the ``state_dict()`` does not hold.
-    """
-    engine = state.host.engine
-    if engine.optimizer is not state.optimizer:  # a wrapper saves masters by number
-        return {}
-    # Experts with another number in the whole model have files of their own, with that number in the keys.
-    parameters = {
-        parameter.name: parameter.bound.tensor
-        for parameter in state.parameters.values()
-        if parameter.name == parameter.own_name
-    }
-    saved = {key: tensor for key, tensor in engine.module.state_dict().items() if isinstance(tensor, Tensor)}
-    key_at = {_address(tensor): key for key, tensor in saved.items()}
-    addresses = set(map(_address, parameters.values()))
-    keys = {}
-    for name, tensor in parameters.items():
-        under_name = None if name not in saved else _address(saved[name])
-        # A state_dict of copies is believed to use the names.
-        if under_name is None or (under_name != _address(tensor) and under_name in addresses):
-            keys[name] = key_at.get(_address(tensor), "")
-    return keys
-
-
-def _address(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Return what tells two tensors apart that do not overlap."""
-    return tensor.data_ptr(), tensor.shape
-
-
-def _record_of_group(
-    state: LiveState, held: Sequence[LiveParameter], weight_keys: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return what this rank's file says of one data-parallel group."""
-    order = {name: number for number, name in enumerate(state.host.described)}
-    described = sorted(held, key=lambda each: order[each.own_name])
-    return {
-        "name": Scope.among(held[0].holders, held[0].rank).name,
-        "rank": held[0].rank,
-        "world_size": len(held[0].holders),
-        "parameters": [
+    position = {name: number for number, name in enumerate(state.host.parameters)}
+    groups = []
+    for parameters in state.groups:
+        group_rank, members = parameters[0].group_rank, parameters[0].members
+        ordered = sorted(parameters, key=lambda parameter: position[parameter.local_name])
+        entries = [
             _entry(parameter, weight_keys)
-            for parameter in described
-            if parameter.rank == 0 or parameter.placement.replicated
-        ],
-    }
+            for parameter in ordered
+            if parameter.group_rank == 0 or parameter.placement.replicated
+        ]
+        groups.append(
+            {
+                "name": Scope.among(members, group_rank).name,
+                "rank": group_rank,
+                "world_size": len(members),
+                "parameters": entries,
+            }
+        )
+    return {"optimizer": state.optimizer.config.model_dump(mode="json"), "groups": groups}
 
 
 def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str, Any]:
-    part = parameter.part
+    """Return the :class:`_Entry` of a parameter as plain values."""
     layout = ParameterRecord.of(parameter.record, group=parameter.record.group)
     entry = {
         "name": parameter.name,
@@ -379,8 +356,8 @@ def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str
         "partition": parameter.partition,
         "spread": parameter.placement.numbers(),
     }
-    if not part.is_whole:
-        entry["cut"] = [part.dim, list(map(list, part.ranges))]
+    if not parameter.tensor_slice.is_whole:
+        entry["cut"] = [parameter.tensor_slice.dim, list(map(list, parameter.tensor_slice.ranges))]
     if parameter.row_fragments:
         entry["row_fragments"] = [
             [rows.rank, rows.matrix_offset, rows.partition_offset, rows.numel]
@@ -389,3 +366,41 @@ def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str
     if parameter.name in weight_keys:
         entry["weight_key"] = weight_keys[parameter.name]
     return entry
+
+
+def _weight_keys(state: LiveState) -> dict[str, str]:
+    """Return the key of each parameter in the model's ``state_dict()``, if that is not its name.
+
+    A model may override ``state_dict``: a value head around a language model leaves out the latter's prefix. The
+    tensors are those of the parameters, so their addresses identify them.
+
+    Returns:
+        Keys by name; an empty key for a parameter that the ``state_dict()`` does not have.
+    """
+    engine = state.host.engine
+    if engine.optimizer is not state.optimizer:  # a wrapper saves masters by number
+        return {}
+    # Experts that have another number in the full model have files of their own, with that number in the keys.
+    parameters = {
+        parameter.name: parameter.local_partition.tensor
+        for parameter in state.parameters.values()
+        if parameter.name == parameter.local_name
+    }
+    weights = {
+        key: tensor for key, tensor in engine.module.state_dict().items() if isinstance(tensor, Tensor)
+    }
+    key_by_address = {_address(tensor): key for key, tensor in weights.items()}
+    parameter_addresses = set(map(_address, parameters.values()))
+    keys = {}
+    for name, tensor in parameters.items():
+        address = _address(weights[name]) if name in weights else None
+        # A state_dict of copies, whose addresses are no parameter's, is assumed to use the names.
+        is_another_parameter = address != _address(tensor) and address in parameter_addresses
+        if address is None or is_another_parameter:
+            keys[name] = key_by_address.get(_address(tensor), "")
+    return keys
+
+
+def _address(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Return what distinguishes tensors that do not overlap."""
+    return tensor.data_ptr(), tensor.shape

@@ -19,18 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.commit import DEFAULT_SHARD_BYTES
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-from deepspeed_muon.checkpoint.files import folder_of, new_folder, refusing, replace_file
+from deepspeed_muon.checkpoint.consolidate import (
+    DEFAULT_SHARD_BYTES,
+    FolderWriter,
+    Piece,
+    SavePlan,
+    checked_folder,
+    write_set,
+)
+from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, find_tag_folder, model_files
+from deepspeed_muon.checkpoint.files import folder_of, make_folder, new_folder, refusing, replace_file
 from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
 from deepspeed_muon.checkpoint.parameters import STATE_KEYS
 from deepspeed_muon.checkpoint.restore import nonfinite_text
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
-from deepspeed_muon.checkpoint.tag_folder import model_files, tag_folder
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
+from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.variants import ROW_STATE
 
 # Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
@@ -38,6 +44,44 @@ _TAKEN_OVER = {
     "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
     "adamw": ("lr", "weight_decay", "betas", "eps"),
 }
+
+
+def consolidate_files(
+    folder: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    **reading: Any,
+) -> CheckpointIndex:
+    """Convert a checkpoint that DeepSpeed saved to one safetensors set, with some megabytes in memory at a time.
+
+    Args:
+        folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
+        out_dir: The folder to write; made if needed.
+        shard_bytes: Size of a file, in bytes.
+        **reading: ``trust``, ``include``, ``exclude`` of :class:`DeepSpeedFiles`.
+
+    Returns:
+        The index that was written.
+
+    Raises:
+        CheckpointError: Naming the file and the parameter. A set that ``out_dir`` held before is untouched then, unless
+            the message says that the new one is in place.
+    """
+    out = checked_folder(out_dir, shard_bytes)
+    saved = DeepSpeedFiles(folder, **reading)
+    make_folder(out)
+
+    def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
+        with refusing(str(saved.folder)):
+            for piece in filter(None, pieces):
+                saved.copy(plan.transfers(piece), content)
+
+    with contextlib.closing(FolderWriter(out)) as writer:
+        plan = SavePlan(saved.slices, shard_bytes, writer.save_id)
+        index = write_set(out, plan, fill, saved.index_fields, writer, Ranks())
+    assert index is not None
+    return index
 
 
 def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> CheckpointIndex:
@@ -158,7 +202,7 @@ def convert_to_universal(
     out = Path(os.path.abspath(folder_of("output_folder", output_folder)))
     with new_folder(out) as partial:
         index = consolidate_files(input_folder, partial / "zero", **reading)
-        for model_rank, path in model_files(tag_folder(Path(input_folder))).items():
+        for model_rank, path in model_files(find_tag_folder(Path(input_folder))).items():
             # A copy, because DeepSpeed writes into the file again when it saves the tag again.
             shutil.copyfile(path, own := partial / f"{model_rank}_model_states.pt")
             at_stage_3 = partial / f"zero_pp_rank_0_{own.name}"
@@ -256,7 +300,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         ]
     else:
         saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
-        index = CheckpointIndex.model_construct(**saved.about, parameters=saved.parameters)
+        index = CheckpointIndex.model_construct(**saved.index_fields, parameters=saved.parameters)
         head = [f"DeepSpeed checkpoint {printable(str(saved.folder))}"]
     if arguments.json:
         print(json.dumps(index.model_dump(mode="json"), indent=1))

@@ -1,7 +1,9 @@
-"""What describes a parameter of a checkpoint: its whole tensor, and the parts that ranks or their files hold.
+"""Parameters of a checkpoint: the full tensor of each, and how ranks or saved files partition it.
 
-A part lies somewhere in the flat partitions of a rank or a file. :func:`transfers_of` says which elements of which
-partitions a range of the whole tensor consists of: to the ranks of a save, and to a conversion without an engine.
+Checkpoints hold full tensors by name. A :class:`ParameterRecord` describes one; a :class:`PartitionedParameter` adds
+where its elements are in the flat partitions of a data-parallel group, of a running engine or of saved files.
+:func:`transfers` translates a range of a full tensor into ranges of those partitions, for a save of an engine and for a
+conversion of files alike.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
@@ -22,41 +23,39 @@ from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, add_
 from deepspeed_muon.variants import ROW_STATE
 
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
-"""What the optimizer keeps for each element of a parameter of an algorithm, next to the fp32 master."""
+"""Optimizer state with the shape of the parameter, by algorithm; the fp32 master comes on top."""
 ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
-"""What the variants of the algorithm keep besides, one number for each row of each block; a run has one variant's."""
+"""Optimizer state with one number for each row of each block, by algorithm. A run has that of its variant only."""
 
 ITEM_BYTES = 4
-"""All tensors of a set are fp32."""
+"""All tensors of a consolidated set are fp32."""
 
-# More than any model has, and small enough that sizes in bytes fit into 64 bits.
+# No model has more, and sizes in bytes still fit into 64 bits.
 _MAX_NUMEL = 1 << 50
 
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1 << 53, strict=True)]
 Steps = Annotated[int, Field(ge=0, le=1 << 40, strict=True)]
+Blocks = Annotated[tuple[Dimension, ...], Field(max_length=1 << 16)]
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Name of each tensor of a file to its shape, in the order of the file."""
-
-
-Blocks = Annotated[tuple[Dimension, ...], Field(max_length=1 << 16)]
+"""Shapes by name of tensor, in the order in which a file stores the tensors."""
 
 
 class ParameterRecord(BaseModel):
-    """One parameter: its whole tensor, how it is updated, and the tensors of a set that hold its state.
+    """One parameter of a checkpoint: its full tensor, its algorithm, and the files that hold its state.
 
     Attributes:
-        shape: The layer's true shape.
-        algorithm: Whose state it is.
-        heads: Blocks (attention heads, experts, parts) that were orthogonalised separately.
-        grid: Their rows and columns where they are not ``heads`` equal blocks of rows.
+        shape: Of the full tensor.
+        algorithm: Which optimizer updates it.
+        heads: Blocks (attention heads, experts, fused projections) that are orthogonalised separately.
+        grid: Rows and columns of the blocks, unless they are ``heads`` equal blocks of rows.
         transposed: Whether the weight is stored as input x output.
-        group: Number of its param group.
-        rows: Numbers in each entry of its state that has one a row; 0 where there is no such entry.
-        row_keys: These entries.
-        step: Optimizer steps taken; 0 when there is no optimizer state.
-        tensors: Each of :attr:`tensor_keys` to its file. Empty as long as nothing is written.
+        group: Index of its param group.
+        rows: Length of its per-row state; 0 without such state.
+        row_keys: Keys of its per-row state.
+        step: Optimizer steps taken; 0 without optimizer state.
+        tensors: Key (``fp32`` or a key of the state) to the file that holds the tensor. Empty until a set is written.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,42 +72,40 @@ class ParameterRecord(BaseModel):
     tensors: dict[str, str] = {}
 
     @classmethod
-    def of(cls, route: Any, **more: Any) -> ParameterRecord:
-        """Return the record of a parameter with a route, or with another record; ``more`` are further fields."""
-        fields = ("shape", "algorithm", "heads", "grid", "transposed")
-        return cls(**{**{name: getattr(route, name) for name in fields}, **more})
+    def of(cls, route: Any, **fields: Any) -> ParameterRecord:
+        """Return a record with the shape and the algorithm of a route or of another record, and further fields."""
+        copied = ("shape", "algorithm", "heads", "grid", "transposed")
+        return cls(**{**{name: getattr(route, name) for name in copied}, **fields})
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def tensor_keys(self) -> tuple[str, ...]:
-        """``fp32``, and the entries of the state once a step was taken."""
+        """Keys of the tensors that a set holds: ``fp32`` and, once a step was taken, those of the state."""
         if not self.step:
             return ("fp32",)
         return ("fp32", *STATE_KEYS[self.algorithm], *self.row_keys)
 
     def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole master (``fp32``) or of an entry of the state."""
+        """Return the shape of the full tensor with a key."""
         return (self.rows,) if key in ROW_KEYS[self.algorithm] else self.shape
 
     @model_validator(mode="after")
-    def _possible(self) -> ParameterRecord:
-        numel = self.numel
+    def _validate(self) -> ParameterRecord:
+        numel, row_keys = self.numel, ROW_KEYS[self.algorithm]
         if numel > _MAX_NUMEL:
             raise ValueError(f"shape {list(self.shape)} is absurd")
         if self.heads > numel:
             raise ValueError(f"{self.heads} heads do not fit shape {list(self.shape)}")
-        if self.rows > numel or (self.rows and not ROW_KEYS[self.algorithm]):
+        if self.rows > numel or (self.rows and not row_keys):
             raise ValueError(
                 f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
             )
-        if not set(self.row_keys) <= set(ROW_KEYS[self.algorithm]) or len(set(self.row_keys)) < len(
-            self.row_keys
-        ):
-            raise ValueError(f"row_keys {list(self.row_keys)} are not among {list(ROW_KEYS[self.algorithm])}")
+        if not set(self.row_keys) <= set(row_keys) or len(set(self.row_keys)) < len(self.row_keys):
+            raise ValueError(f"row_keys {list(self.row_keys)} are not distinct keys of {list(row_keys)}")
         return self
 
 
@@ -118,200 +115,227 @@ def tensor_name(key: str, parameter: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldParameter:
-    """One parameter as the ranks of a data-parallel group hold it; other ranks may hold other parts of it.
+class PartitionedParameter:
+    """One parameter, or a slice of it, as the ranks of one data-parallel group have partitioned it.
+
+    With tensor, expert or pipeline parallelism each data-parallel group has a slice of its own.
 
     Attributes:
-        record: Of the whole tensor.
-        part: The part of it that they hold, with its name.
-        placement: Where the master and the entries of the state lie, except for those with one number a row.
-        row_fragments: Where these are stored, in rows, ascending; empty where there are none. Of a replicated parameter
-            every rank has all of them.
-        holders: The ranks of the group, as global ranks or as numbers of files: one object for all its parameters.
-        partition: Index of the flat partition.
+        record: Of the full tensor.
+        tensor_slice: Which slice of the full tensor the group holds; has the name of the full tensor.
+        placement: Where the elements of the slice are in the partitions of the group.
+        row_fragments: Where its per-row state is stored, in rows and ascending; empty without such state. Of a
+            replicated parameter every member has all of it.
+        members: The members of the group: global ranks, or numbers of files. One object for all parameters of a group.
+        partition: Index of the flat partition on each member.
     """
 
     record: ParameterRecord
-    part: TensorSlice
+    tensor_slice: TensorSlice
     placement: Placement
     row_fragments: tuple[Fragment, ...]
-    holders: tuple[int, ...]
+    members: tuple[int, ...]
     partition: int
 
     @property
     def name(self) -> str:
-        """The name of the whole tensor."""
-        return self.part.name
+        """The name of the full tensor."""
+        return self.tensor_slice.name
 
     @property
     def row_count(self) -> int:
-        """How many rows the ranks hold."""
+        """Length of the per-row state of the slice."""
         return sum(fragment.numel for fragment in self.row_fragments)
 
-    def fragments(self, key: str, rank: int) -> list[Fragment]:
-        """Return what a rank of the group has of the master (``fp32``) or of an entry of the state, and where."""
+    def fragments_on(self, member: int, key: str) -> list[Fragment]:
+        """Return what a member has of the tensor with a key (``fp32`` or a key of the state), and where."""
         if key in ROW_KEYS[self.record.algorithm]:
-            replicated = self.placement.replicated
-            return [fragment for fragment in self.row_fragments if replicated or fragment.rank == rank]
-        fragment = self.placement.on(rank)
+            is_replicated = self.placement.replicated
+            return [rows for rows in self.row_fragments if is_replicated or rows.rank == member]
+        fragment = self.placement.on(member)
         return [] if fragment is None else [fragment]
 
-    def shares(self, key: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield rank, start and stop of the consecutive elements among ``[start, stop)`` that one rank has."""
-        if key in ROW_KEYS[self.record.algorithm]:
-            for fragment in self.row_fragments:
-                first = max(start, fragment.matrix_offset)
-                last = min(stop, fragment.matrix_offset + fragment.numel)
-                if first < last:
-                    yield fragment.rank, first, last
-            return
-        while start < stop:
-            rank = self.placement.rank_at(start)
-            end = min(stop, int(self.placement.starts(np.array([rank + 1]))[0]))
-            yield rank, start, end
-            start = end
+    def fragments_between(self, start: int, stop: int, key: str, *, reader: int = 0) -> Iterator[Fragment]:
+        """Yield where elements ``[start, stop)`` of the tensor with a key are stored, in ascending order.
 
-    def part_of(self, key: str) -> TensorSlice:
-        """Return which part of the whole master or entry of the state the ranks hold.
+        Args:
+            start: The first element, counted in the slice.
+            stop: The element after the last.
+            key: ``fp32`` or a key of the state.
+            reader: The member that yields all elements of a replicated parameter.
+        """
+        fragments: Iterable[Fragment | None]
+        if self.placement.replicated:
+            fragments = (replace(fragment, rank=reader) for fragment in self.fragments_on(reader, key))
+        elif key in ROW_KEYS[self.record.algorithm]:
+            fragments = self.row_fragments
+        else:
+            ranks = range(self.placement.rank_at(start), self.placement.ranks.stop)
+            fragments = map(self.placement.on, ranks)
+        for fragment in filter(None, fragments):
+            first = max(start, fragment.matrix_offset)
+            last = min(stop, fragment.matrix_offset + fragment.numel)
+            if first < last:
+                offset = fragment.partition_offset + first - fragment.matrix_offset
+                yield Fragment(fragment.rank, first, offset, last - first)
+            if last == stop:
+                return
+
+    def slice_of(self, key: str) -> TensorSlice:
+        """Return which slice of the full tensor with a key the group holds.
 
         Raises:
-            ValueError: If the rows do not divide as the parameter does.
+            ValueError: If per-row state cannot be sliced as the parameter is.
         """
         if key not in ROW_KEYS[self.record.algorithm] or not self.row_fragments:
-            return self.part
-        # A row is an output of the layer. Ranks that cut the inputs keep the numbers of all outputs each.
-        cuts_outputs = len(self.part.shape) > 2 or (self.part.dim == 1) == self.record.transposed
-        if self.part.is_whole or not cuts_outputs:
-            return whole_slice(self.part.name, (self.row_count,))
-        return self.part.scaled(self.row_count)
-
-    def offset(self, key: str, rank: int, element: int) -> int:
-        """Return where an element of the part lies in the partition of a rank of the group, which must hold it."""
-        inside = ((each, element - each.matrix_offset) for each in self.fragments(key, rank))
-        return next(each.partition_offset + n for each, n in inside if 0 <= n < each.numel)
+            return self.tensor_slice
+        # Each row is an output of the layer. Ranks that slice the inputs all have the state of all outputs.
+        slices_outputs = len(self.tensor_slice.shape) > 2 or (
+            (self.tensor_slice.dim == 1) == self.record.transposed
+        )
+        if self.tensor_slice.is_whole or not slices_outputs:
+            return whole_slice(self.name, (self.row_count,))
+        return self.tensor_slice.scaled(self.row_count)
 
     def with_state(self, state: Mapping[str, Any], step: int) -> Self:
-        """Return it with the steps that were taken, and with the rows that the ``state`` of its partition has."""
-        keys: tuple[str, ...] = ()
+        """Return a copy whose record has the step count, and the per-row state that the partition's ``state`` has."""
+        row_keys: tuple[str, ...] = ()
         if step and self.row_fragments:
-            keys = tuple(key for key in ROW_KEYS[self.record.algorithm] if key in state)
-        rows = self.part_of(keys[0]).length if keys else 0
-        own = ParameterRecord.of(self.record, group=self.record.group, step=step, rows=rows, row_keys=keys)
-        return replace(self, record=own)
+            row_keys = tuple(key for key in ROW_KEYS[self.record.algorithm] if key in state)
+        rows = self.slice_of(row_keys[0]).length if row_keys else 0
+        record = ParameterRecord.of(
+            self.record, group=self.record.group, step=step, rows=rows, row_keys=row_keys
+        )
+        return replace(self, record=record)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Consecutive elements of a part that go from one partition to their places in a piece of the whole tensor.
+    """Consecutive elements of a slice that are copied from one partition into a piece of a full tensor.
 
     Attributes:
-        held: The parameter.
-        key: ``fp32`` or an entry of its state.
-        rank: Which of :attr:`HeldParameter.holders` they come from.
-        start: The first of the elements, counted in the part.
-        numel: How many they are.
-        piece_start: Which element of the whole tensor comes first in the piece; negative if it begins later in it.
+        parameter: What they are elements of.
+        key: ``fp32`` or a key of the state.
+        fragment: The elements: which member has them, where they begin in the slice and in the member's partition.
+        piece_start: The element of the full tensor with which the piece begins; negative if the tensor begins later.
     """
 
-    held: HeldParameter
+    parameter: PartitionedParameter
     key: str
-    rank: int
-    start: int
-    numel: int
+    fragment: Fragment
     piece_start: int
 
     @property
     def source(self) -> int:
-        """The global rank, or the number of the file."""
-        return self.held.holders[self.rank]
+        """The global rank, or the number of the file, that has the elements."""
+        return self.parameter.members[self.fragment.rank]
 
-    def put(self, elements: Tensor, piece: Tensor) -> None:
-        """Copy the elements to their places in the piece."""
-        part, stop = self.held.part_of(self.key), self.start + self.numel
-        for own, whole in views(part, self.start, stop, elements, self.start, piece, self.piece_start):
-            whole.copy_(own)
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.fragment.numel
+
+    def write(self, elements: Tensor, piece: Tensor) -> None:
+        """Copy the ``(numel,)`` elements to their positions in the piece, which is mutated."""
+        tensor_slice, start = self.parameter.slice_of(self.key), self.fragment.matrix_offset
+        for source, target in matching_views(
+            tensor_slice, start, start + self.numel, elements, start, piece, self.piece_start
+        ):
+            target.copy_(source)
 
 
-def transfers_of(
-    parts: Iterable[HeldParameter], key: str, start: int, stop: int, *, piece_start: int, writer: int = 0
+def transfers(
+    slices: Iterable[PartitionedParameter],
+    key: str,
+    start: int,
+    stop: int,
+    *,
+    piece_start: int,
+    writer: int = 0,
 ) -> Iterator[Transfer]:
-    """Yield everything that elements ``[start, stop)`` of a whole tensor consist of, in an order that all ranks share.
+    """Yield the transfers that make up elements ``[start, stop)`` of a full tensor, in an order that all ranks share.
 
     Args:
-        parts: The parts of the tensor.
-        key: ``fp32`` or an entry of the state.
+        slices: All slices of the parameter.
+        key: ``fp32`` or a key of the state.
         start: The first element.
-        stop: The one behind the last.
+        stop: The element after the last.
         piece_start: See :class:`Transfer`.
-        writer: The rank that gets them. Of copies it gets its own if it has one, else that of the first rank.
+        writer: The rank that receives the elements. It reads a replicated parameter from its own partition if it has
+            one, else from the group's first member.
     """
-    for held in parts:
-        part = held.part_of(key)
-        begin, end = part.before(start), part.before(stop)
-        if begin < end and held.placement.replicated:
-            rank = held.holders.index(writer) if writer in held.holders else 0
-            yield Transfer(held, key, rank, begin, end - begin, piece_start)
-        elif begin < end:
-            for rank, first, last in held.shares(key, begin, end):
-                yield Transfer(held, key, rank, first, last - first, piece_start)
+    for parameter in slices:
+        tensor_slice = parameter.slice_of(key)
+        begin, end = tensor_slice.before(start), tensor_slice.before(stop)
+        if begin < end:
+            reader = parameter.members.index(writer) if writer in parameter.members else 0
+            for fragment in parameter.fragments_between(begin, end, key, reader=reader):
+                yield Transfer(parameter, key, fragment, piece_start)
 
 
-def put_together(
-    held: Iterable[HeldParameter], files: Sequence[Path] = ()
-) -> dict[str, tuple[HeldParameter, ...]]:
-    """Return the parts of each whole tensor, each once.
+def slices_by_name(
+    parameters: Iterable[PartitionedParameter], files: Sequence[Path] = ()
+) -> dict[str, tuple[PartitionedParameter, ...]]:
+    """Return the distinct slices of each full tensor, by name.
 
     Args:
-        held: All parts, copies too.
-        files: What the holders are, for errors, if they are no ranks.
+        parameters: All slices; replicas are dropped.
+        files: For errors: the file with each number in ``members``. Empty if members are ranks.
 
     Raises:
-        CheckpointError: If they do not belong together, or are not all of it.
+        CheckpointError: If the slices of a tensor have different records, overlap, or are incomplete.
     """
-    found: dict[str, dict[TensorSlice, HeldParameter]] = {}
-    for each in held:
-        found.setdefault(each.name, {}).setdefault(each.part, each)
-    for name, parts in found.items():
-        first, *others = parts.values()
-        place = f"{files[first.holders[0]]}: " if files else ""
-        wrong = f"{place}parameter {name}: the ranks hold parts of it that do not make up the whole: "
-        for other in others:
+    slices: dict[str, dict[TensorSlice, PartitionedParameter]] = {}
+    for parameter in parameters:
+        slices.setdefault(parameter.name, {}).setdefault(parameter.tensor_slice, parameter)
+    for name, parameter_of in slices.items():
+        first, *further = parameter_of.values()
+        where = f"{files[first.members[0]]}: " if files else ""
+        problem = f"{where}parameter {name}: the ranks hold slices that do not make up the full tensor: "
+        for parameter in further:
             # The stages of a pipeline may number their param groups differently.
-            if {**dict(other.record), "group": first.record.group} != dict(first.record):
-                raise CheckpointError(f"{wrong}one is of {first.record!r}, another of {other.record!r}")
+            if {**dict(parameter.record), "group": first.record.group} != dict(first.record):
+                raise CheckpointError(f"{problem}one is of {first.record!r}, another of {parameter.record!r}")
         for key in first.record.tensor_keys:
-            if not add_up(each.part_of(key) for each in parts.values()):
-                shown = ", ".join(f"{part.ranges} of {each.holders[0]}" for part, each in parts.items())
+            if not add_up(parameter.slice_of(key) for parameter in parameter_of.values()):
+                ranges = ", ".join(f"{s.ranges} of {p.members[0]}" for s, p in parameter_of.items())
+                length, dim = first.tensor_slice.length, first.tensor_slice.dim
                 raise CheckpointError(
-                    f"{wrong}{key} has {first.part.length} indices along dimension {first.part.dim}, there are {shown}"
+                    f"{problem}{key} has {length} indices along dimension {dim}, there are {ranges}"
                 )
-    return {name: tuple(parts.values()) for name, parts in found.items()}
+    return {name: tuple(parameter_of.values()) for name, parameter_of in slices.items()}
 
 
-def views(
-    part: TensorSlice, start: int, stop: int, own: Tensor, own_start: int, whole: Tensor, whole_start: int
+def matching_views(
+    tensor_slice: TensorSlice,
+    start: int,
+    stop: int,
+    sliced: Tensor,
+    sliced_start: int,
+    full: Tensor,
+    full_start: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views that show the same elements of a rank's part and of the whole tensor.
+    """Yield pairs of strided views of the same elements: of a slice, and of the full tensor.
 
     Args:
-        part: The part.
-        start: First element of the part to show.
-        stop: The one behind the last.
-        own: Elements of the part, one-dimensional and contiguous.
-        own_start: Which element of the part comes first in it.
-        whole: Elements of the whole tensor, one-dimensional and contiguous.
-        whole_start: Which element of the whole tensor comes first in it.
+        tensor_slice: The slice.
+        start: The first element of the slice to view.
+        stop: The element after the last.
+        sliced: Consecutive elements of the slice, one-dimensional and contiguous.
+        sliced_start: The element of the slice with which ``sliced`` begins.
+        full: Consecutive elements of the full tensor, one-dimensional and contiguous.
+        full_start: The element of the full tensor with which ``full`` begins.
     """
-    for each in part.runs(start, stop):
-        size = each.count, each.numel
+    for run in tensor_slice.runs(start, stop):
+        size = run.count, run.numel
         yield (
-            own.as_strided(size, (each.own_step, 1), own.storage_offset() + each.own - own_start),
-            whole.as_strided(size, (each.step, 1), whole.storage_offset() + each.whole - whole_start),
+            sliced.as_strided(size, (run.own_step, 1), sliced.storage_offset() + run.own - sliced_start),
+            full.as_strided(size, (run.step, 1), full.storage_offset() + run.whole - full_start),
         )
 
 
 def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
-    """Return what the header of a safetensors file says of its tensors, and how many bytes they take together."""
+    """Return the entries of a safetensors header for fp32 tensors, and the bytes of all of them together."""
     header, end = {}, 0
     for name, shape in tensors.items():
         start, end = end, end + math.prod(shape) * ITEM_BYTES

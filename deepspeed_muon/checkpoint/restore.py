@@ -1,7 +1,7 @@
-"""Load full parameters and state into a running engine, whatever its ZeRO stage and number of ranks.
+"""Load full parameters and optimizer state into a running engine, at any ZeRO stage and on any number of ranks.
 
-All ranks first check together everything that can be wrong. Only then do they change anything: first the settings,
-which are put back if one rank cannot set them, then the partitions.
+First all ranks check together everything that can be wrong. Only then do they change anything: the settings, which are
+put back if one rank cannot set them, and then the partitions, which each rank fills with its own fragments.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,15 @@ def restore(
     and the weights of the forward pass their rounding. Everything is checked before anything is changed.
 
     Args:
-        engine: A ``DeepSpeedEngine`` with our optimizer.
+        engine: A ``DeepSpeedEngine`` with our optimizer. Mutated.
         folder: A consolidated checkpoint, or a DeepSpeed checkpoint (its folder or its tag's folder) that was saved
             with ``consolidate_on_save``.
         hyperparameters: Take rates and other settings of the param groups from the checkpoint, as
-            ``engine.load_checkpoint`` does; otherwise those of the configuration are kept, and the schedule goes on
+            ``engine.load_checkpoint`` does. If unset, those of the configuration are kept, and the schedule continues
             with them from the saved count. They are always kept if the set was converted from another optimizer.
         progress: Restore step counters, scheduler and loss scale too.
-        scheduler: With ``progress``, restore the scheduler too. Unset it to go on with another schedule.
-        allow_nonfinite: Restore a state that holds infinities or NaN, too.
+        scheduler: With ``progress``, restore the scheduler too. Unset it to continue with another schedule.
+        allow_nonfinite: Also restore a state that holds infinities or NaN.
 
     Returns:
         The folder that was read.
@@ -84,60 +85,130 @@ def restore_from_source(
     hyperparameters: bool = True,
     progress: bool = True,
     scheduler: bool = True,
-    state_too: bool = True,
+    with_state: bool = True,
     allow_nonfinite: bool = False,
 ) -> tuple[StateSource, Before]:
     """Check a source against the engine on all ranks, then fill the engine from it. Must be called by all ranks.
 
     Args:
-        engine: A ``DeepSpeedEngine`` with our optimizer.
-        open_source: Returns where to read from, or raises; on every rank the same.
+        engine: A ``DeepSpeedEngine`` with our optimizer. Mutated.
+        open_source: Opens the source, or raises; every rank opens the same one.
         where: What it opens, for errors.
         hyperparameters: See :func:`restore`.
         progress: See :func:`restore`.
         scheduler: See :func:`restore`.
-        state_too: Load momentum and moments, not the masters alone.
+        with_state: Load momentum and moments, not the masters alone.
         allow_nonfinite: See :func:`restore`.
 
     Returns:
-        The source, closed, and the settings of the engine as they were.
+        The source, closed, and the settings of the engine as they were before.
 
     Raises:
         CheckpointError: See :func:`restore`.
     """
     require_all_ranks(engine)
     nonfinite: list[str] = []
-    with contextlib.ExitStack() as opened:
-        with raise_on_all_ranks(CheckpointError) as agreed, refusing(where):
+    with contextlib.ExitStack() as stack:
+        # 1. Check, and allocate what is missing. All ranks raise if one does, or if they read different checkpoints.
+        with raise_on_all_ranks(CheckpointError) as facts, refusing(where):
             source = open_source()
-            opened.callback(source.close)
+            stack.callback(source.close)
             before, state = Before(engine), collect(engine)
-            # Those of another optimizer are no concern of the run.
-            rates = hyperparameters and source.index.source.get("optimizer") == OURS
+            # The settings of another optimizer do not apply to this run.
+            take_rates = hyperparameters and source.index.source.get("optimizer") == OURS
             run = source.index.progress if progress else None
-            problems = _compare(state, source, state_too)
+            problems = _compare_parameters(state, source, with_state)
             if not problems:
-                plan = _Plan.of(state, source, hyperparameters=rates, state_too=state_too)
+                plan = _RestorePlan.of(state, source, hyperparameters=take_rates, with_state=with_state)
                 if run is not None and scheduler:
-                    check_schedule(engine.lr_scheduler, run, source.where, rates=rates)
+                    check_schedule(engine.lr_scheduler, run, source.where, rates=take_rates)
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
-            agreed.tell("checkpoint", hashlib.sha256(source.index.model_dump_json().encode()).hexdigest())
+            digest = hashlib.sha256(source.index.model_dump_json().encode()).hexdigest()
+            facts.tell("checkpoint", digest)
         _refuse_another_model(state, source, problems)
-        _judge(nonfinite, source, allow_nonfinite)
-        _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=rates)
-        _fill(plan, source)
+        _refuse_nonfinite(nonfinite, source, allow_nonfinite)
+        # 2. Change the engine: settings, then partitions.
+        _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=take_rates)
+        _write_state(plan, source)
         state.host.end_restore()
     return source, before
 
 
-def _judge(nonfinite: list[str], source: StateSource, allowed: bool) -> None:
-    """Raise on every rank, or warn if it is ``allowed``, if tensors that any rank looked at hold infinities or NaN."""
-    found = all_ranks().gather(nonfinite, what="check of a checkpoint").values()
-    nonfinite = sorted(name for names in found for name in names)
-    if not nonfinite:
+# ---- the checks --------------------------------------------------------------------------------------------
+
+
+def _compare_parameters(state: LiveState, source: StateSource, with_state: bool) -> list[str]:
+    """Return in words how the parameters of this rank differ from the checkpoint's."""
+    records = source.parameters
+    problems: list[str] = []
+    unmatched = [name for name in records if name not in state.parameters]
+    for name, parameter in state.parameters.items():
+        if name in records:
+            problems += _differences(parameter, records[name], with_state)
+            continue
+        shape = parameter.tensor_slice.shape
+        same_shape = next((saved for saved in unmatched if records[saved].shape == shape), None)
+        hint = f"renamed? it has {same_shape} of the same shape" if same_shape else None
+        problems.append(
+            f"parameter {name} is not in the checkpoint ({hint or 'it was frozen, or not in the model'})"
+        )
+    return problems
+
+
+def _differences(parameter: LiveParameter, saved: ParameterRecord, with_state: bool) -> Iterator[str]:
+    live, name, file = parameter.record, parameter.name, saved.tensors["fp32"]
+    if saved.shape != live.shape:
+        yield f"parameter {name} has shape {list(live.shape)}, in the checkpoint {list(saved.shape)} ({file})"
+    elif with_state and saved.algorithm != live.algorithm:
+        yield (
+            f"parameter {name} goes to {live.algorithm} ({parameter.route_reason}), in the checkpoint to "
+            f"{saved.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
+            f"convert it again with --include / --exclude"
+        )
+    elif with_state and saved.rows and parameter.row_fragments:
+        rows = parameter.slice_of(saved.row_keys[0]).length
+        if saved.rows != rows:
+            yield (
+                f"parameter {name} has {rows} numbers in {saved.row_keys[0]}, in the checkpoint {saved.rows} "
+                f"({file}): it was divided into other blocks"
+            )
+
+
+def _refuse_another_model(state: LiveState, source: StateSource, problems: Sequence[str]) -> None:
+    """Raise on every rank if one has ``problems``, or if no rank has some parameter of the checkpoint.
+
+    Must be called by all ranks.
+    """
+    names = sorted(source.parameters)
+    is_live = [float(name in state.parameters) for name in names]
+    is_live = all_ranks().reduce(is_live, "max", what="check of a checkpoint")
+    reason = "is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
+    problems = [
+        *problems,
+        *(f"parameter {name} {reason}" for name, live in zip(names, is_live, strict=True) if not live),
+    ]
+    with raise_on_all_ranks(CheckpointError):
+        if problems:
+            raise CheckpointError(
+                f"{source.where} is not a checkpoint of this model:\n{first_lines(problems)}\n"
+                f"Make the model as the saved run did, or load the weights alone (fp32/NAME in the files of a set) "
+                f"into the model before deepspeed.initialize"
+            )
+
+
+def first_lines(lines: Collection[str]) -> str:
+    """Return the first lines of an error, sorted, and how many more there are."""
+    return "\n".join(sorted(lines)[:20]) + (f"\nand {len(lines) - 20} more" if len(lines) > 20 else "")
+
+
+def _refuse_nonfinite(nonfinite: Sequence[str], source: StateSource, allow: bool) -> None:
+    """Raise on every rank, or warn if it is allowed, if tensors that any rank verified hold infinities or NaN."""
+    names_by_rank = all_ranks().gather(nonfinite, what="check of a checkpoint")
+    names = sorted(chain.from_iterable(names_by_rank.values()))
+    if not names:
         return
-    text = f"{source.where}: {nonfinite_text(nonfinite)}"
-    if not allowed:
+    text = f"{source.where}: {nonfinite_text(names)}"
+    if not allow:
         raise CheckpointError(
             f"{text}. Restore an earlier checkpoint; or, to look into this one, consolidate it and call "
             f"restore(..., allow_nonfinite=True)"
@@ -150,153 +221,158 @@ def nonfinite_text(names: Sequence[str]) -> str:
     return f"{len(names)} tensors hold an infinity or NaN: {listed(names, 10)}: the run had diverged when it was saved"
 
 
-def _compare(state: LiveState, source: StateSource, state_too: bool) -> list[str]:
-    """Return how the parameters of this rank differ from the checkpoint's, in words."""
-    saved = source.parameters
-    problems: list[str] = []
-    extra = [name for name in saved if name not in state.parameters]
-    for name, parameter in state.parameters.items():
-        if name in saved:
-            problems += _differences(parameter, saved[name], state_too)
-            continue
-        twin = next((other for other in extra if saved[other].shape == parameter.part.shape), None)
-        hint = f"renamed? it has {twin} of the same shape" if twin else "it was frozen, or not in the model"
-        problems.append(f"parameter {name} is not in the checkpoint ({hint})")
-    return problems
-
-
-def first_lines(lines: Collection[str]) -> str:
-    """Return some of the lines of an error, and how many more there are."""
-    return "\n".join(sorted(lines)[:20]) + (f"\nand {len(lines) - 20} more" if len(lines) > 20 else "")
-
-
-def _refuse_another_model(state: LiveState, source: StateSource, problems: Sequence[str]) -> None:
-    """Raise on every rank if one has ``problems``, or if the checkpoint has parameters that no rank has.
-
-    Must be called by all ranks.
-    """
-    live, names = state.parameters, sorted(source.parameters)
-    held = all_ranks().reduce([float(name in live) for name in names], "max", what="check of a checkpoint")
-    left = [name for name, somewhere in zip(names, held, strict=True) if not somewhere]
-    unused = "is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
-    problems = [*problems, *(f"parameter {name} {unused}" for name in left)]
-    with raise_on_all_ranks(CheckpointError):
-        if problems:
-            raise CheckpointError(
-                f"{source.where} is not a checkpoint of this model:\n{first_lines(problems)}\n"
-                f"Make the model as the saved run did, or load the weights alone (fp32/NAME in the files of a set) "
-                f"into the model before deepspeed.initialize"
-            )
-
-
-def _differences(parameter: LiveParameter, record: ParameterRecord, state_too: bool) -> Iterator[str]:
-    own, name, file = parameter.record, parameter.name, record.tensors["fp32"]
-    if record.shape != own.shape:
-        yield f"parameter {name} has shape {list(own.shape)}, in the checkpoint {list(record.shape)} ({file})"
-    elif state_too and record.algorithm != own.algorithm:
-        yield (
-            f"parameter {name} goes to {own.algorithm} ({parameter.reason}), in the checkpoint to "
-            f"{record.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
-            f"convert it again with --include / --exclude"
-        )
-    elif state_too and record.rows and parameter.row_fragments:
-        rows = parameter.part_of(record.row_keys[0]).length
-        if record.rows != rows:
-            yield (
-                f"parameter {name} has {rows} numbers in {record.row_keys[0]}, in the checkpoint {record.rows} "
-                f"({file}): it was divided into other blocks"
-            )
+# ---- the plan ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Plan:
-    """What a restore will write. Everything that can fail is done: checked, looked up, allocated.
+class _RestorePlan:
+    """What a restore will write. All that can fail is done: checks, look-ups and allocations.
 
     Attributes:
-        state: What the engine holds.
-        writes: Parameter, key and this rank's flat tensor.
-        made: The tensors that the optimizer's state lacks, by key, for each partition.
-        steps: Steps of every partition; empty where only masters are restored.
+        state: Of the engine.
+        writes: Parameter, key and the flat tensor of this rank's partition to write to.
+        new_tensors: By partition and key: tensors that the optimizer's state does not have yet.
+        steps: Step count by partition; empty if only masters are restored.
         settings: New settings by param group.
     """
 
     state: LiveState
     writes: list[tuple[LiveParameter, str, Tensor]]
-    made: dict[int, dict[str, Tensor]]
+    new_tensors: dict[int, dict[str, Tensor]]
     steps: dict[int, int]
     settings: dict[int, dict[str, Any]]
 
     @classmethod
-    def of(cls, state: LiveState, source: StateSource, *, hyperparameters: bool, state_too: bool) -> _Plan:
-        """Plan what goes where; the engine is not changed."""
-        plan = cls(state, [], {}, _steps(state, source) if state_too else {}, {})
-        if state_too:
-            _say_what_happens_to_rows(state, source)
+    def of(
+        cls, state: LiveState, source: StateSource, *, hyperparameters: bool, with_state: bool
+    ) -> _RestorePlan:
+        """Make the plan; the engine is not changed."""
+        plan = cls(state, [], {}, _steps_by_partition(state, source) if with_state else {}, {})
+        row_keys = _row_keys(state)
+        if with_state:
+            _warn_of_another_variant(state, source)
         for parameter in state.parameters.values():
             keys: tuple[str, ...] = ("fp32",)
             if plan.steps.get(parameter.partition):
                 keys += STATE_KEYS[parameter.record.algorithm]
-                keys += _row_keys(state) if parameter.row_fragments else ()
+                keys += row_keys if parameter.row_fragments else ()
             for key in keys:
-                target = plan._target(parameter, key)
-                ends = [each.partition_offset + each.numel for each in parameter.local_fragments(key)]
-                if max(ends, default=0) > target.numel():
+                flat = plan._flat_tensor(parameter, key)
+                ends = (f.partition_offset + f.numel for f in parameter.local_fragments(key))
+                if max(ends, default=0) > flat.numel():
                     raise CheckpointError(
-                        f"parameter {parameter.name}: this rank's {key} is not in memory (it has "
-                        f"{target.numel()} elements): checkpoints do not know NVMe offload"
+                        f"parameter {parameter.name}: this rank's {key} is not in memory (it has {flat.numel()} "
+                        f"elements): checkpoints do not know NVMe offload"
                     )
-                plan.writes.append((parameter, key, target))
+                plan.writes.append((parameter, key, flat))
         if hyperparameters:
             plan.settings = group_settings(state, source.index, source.where)
         return plan
 
-    def _target(self, parameter: LiveParameter, key: str) -> Tensor:
-        """Return the flat tensor to write to: the engine's own, or one that it will get."""
-        bound, policy = parameter.bound, self.state.optimizer.state_policy
-        dtype = policy.dtype(key, bound.tensor.dtype)
-        if key == "momentum_buffer" and (parameter.coded or dtype == torch.int8):
-            dtype = torch.float32  # it is coded when all of it is there
-        elif key == "fp32" or key in self.state.optimizer.state.get(bound.tensor, {}):
-            return self.state.tensor(bound, key)
-        made = self.made.setdefault(bound.index, {})
-        if key in ROW_STATE and key not in made:
-            every = (p for p in self.state.parameters.values() if p.partition == bound.index)
-            numel = sum(fragment.numel for p in every for fragment in p.local_fragments(key))
-            made[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=bound.tensor.device)
-        elif key not in made:
-            made[key] = policy.make(key, bound.tensor).to(dtype)
-        return made[key].view(-1)
+    def _flat_tensor(self, parameter: LiveParameter, key: str) -> Tensor:
+        """Return the flat tensor to write to: the engine's, or a new one that it will get."""
+        partition, policy = parameter.local_partition, self.state.optimizer.state_policy
+        dtype = policy.dtype(key, partition.tensor.dtype)
+        if key == "momentum_buffer" and (parameter.int8_blocks or dtype == torch.int8):
+            dtype = torch.float32  # quantized once all of it has been read
+        elif key == "fp32" or key in self.state.optimizer.state.get(partition.tensor, {}):
+            return self.state.flat_tensor(partition, key)
+        new_tensors = self.new_tensors.setdefault(partition.index, {})
+        if key not in new_tensors and key in ROW_STATE:
+            parameters = (p for p in self.state.parameters.values() if p.partition == partition.index)
+            numel = sum(rows.numel for p in parameters for rows in p.local_fragments(key))
+            new_tensors[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=partition.tensor.device)
+        elif key not in new_tensors:
+            new_tensors[key] = policy.make(key, partition.tensor).to(dtype)
+        return new_tensors[key].view(-1)
 
 
-def _write_settings(plan: _Plan, before: Before, run: Progress | None, where: str, **how: bool) -> None:
-    """Set the progress and the settings of the param groups, or nothing: all ranks raise if one of them cannot.
+def _steps_by_partition(state: LiveState, source: StateSource) -> dict[int, int]:
+    """Return the step count of every partition. Its parameters share one, which Adam's bias correction uses."""
+    saved_steps: dict[int, set[int]] = {}
+    for parameter in state.parameters.values():
+        saved_steps.setdefault(parameter.partition, set()).add(source.parameters[parameter.name].step)
+    for partition, steps in saved_steps.items():
+        if len(steps) > 1:
+            warn(
+                "deepspeed_muon: parameters that share partition %d now had taken %s steps; %d is used for all of them",
+                partition,
+                sorted(steps),
+                max(steps),
+            )
+    return {partition: max(steps) for partition, steps in saved_steps.items()}
 
-    Must be called by all ranks. ``how`` are arguments of ``write_progress``.
+
+def _row_keys(state: LiveState) -> tuple[str, ...]:
+    """Return the keys of the per-row state of this run's variant."""
+    return tuple(row_state.key for row_state in VARIANTS[state.optimizer.config.variant].state)
+
+
+def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
+    """Warn if per-row state is reset or dropped because the saved run had another variant."""
+    pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters.values()]
+    changes = []
+    for key, row_state in ROW_STATE.items():
+        is_used = key in _row_keys(state)
+        without = [
+            parameter.name
+            for parameter, saved in pairs
+            if is_used and parameter.row_fragments and saved.step and key not in saved.tensor_keys
+        ]
+        if without:
+            changes.append(f"{row_state.what} start anew for {len(without)} matrices ({without[0]}, ...)")
+        if not is_used and any(key in saved.row_keys for _, saved in pairs):
+            changes.append(f"{row_state.what} are dropped")
+    if changes:
+        warn(
+            "deepspeed_muon: %s was saved with another variant than %r: %s",
+            source.where,
+            state.optimizer.config.variant,
+            "; ".join(changes),
+        )
+
+
+# ---- the writes --------------------------------------------------------------------------------------------
+
+
+def _write_settings(
+    plan: _RestorePlan,
+    before: Before,
+    run: Progress | None,
+    where: str,
+    *,
+    scheduler: bool,
+    rates: bool,
+) -> None:
+    """Set progress and param groups, or nothing: all ranks raise if one cannot. Must be called by all ranks.
+
+    ``scheduler`` and ``rates`` are those of :func:`write_progress`.
     """
     try:
         with raise_on_all_ranks(CheckpointError):
             if run is not None:
-                write_progress(plan.state.optimizer, run, where, **how)
+                write_progress(plan.state.optimizer, run, where, scheduler=scheduler, rates=rates)
             for number, settings in plan.settings.items():
                 plan.state.optimizer.param_groups[number].update(settings)
     except MuonError:
         before.put_back()
         raise
     except BaseException:
-        plan.state.host.begin_restore(where)  # an interrupt left settings of two states
+        plan.state.host.begin_restore(where)  # interrupted: the settings mix two states
         raise
 
 
 @torch.no_grad()
-def _fill(plan: _Plan, source: StateSource) -> None:
-    """Write the source into this rank's partitions. Must be called by all ranks.
+def _write_state(plan: _RestorePlan, source: StateSource) -> None:
+    """Fill this rank's partitions from the source. Must be called by all ranks.
 
-    All checks are done, so that only the disk can fail, or an interrupt come; every rank raises then, and the engine
-    refuses to go on until a restore has ended.
+    After the checks only the disk can fail, or an interrupt happen. Every rank raises then, and the engine refuses to
+    continue until a restore has ended.
     """
     state = plan.state
     interrupt: BaseException | None = None
     state.host.begin_restore(source.where)
+    # 1. Masters and state, into the engine's tensors or new ones.
     try:
         with raise_on_all_ranks(CheckpointError):
             try:
@@ -311,70 +387,30 @@ def _fill(plan: _Plan, source: StateSource) -> None:
         if interrupt is not None:
             raise interrupt from None
         raise
-    tensors = {parameter.partition: parameter.bound.tensor for parameter in state.parameters.values()}
+    # 2. New tensors and step counts, into the optimizer's state.
+    tensors = {p.partition: p.local_partition.tensor for p in state.parameters.values()}
     for partition, steps in plan.steps.items():
-        own, made = state.optimizer.state[tensors[partition]], plan.made.get(partition, {})
-        if "momentum_buffer" in made:
-            own.pop(SCALE_KEY, None)
-        own.update(made, step=steps)
+        partition_state = state.optimizer.state[tensors[partition]]
+        new_tensors = plan.new_tensors.get(partition, {})
+        if "momentum_buffer" in new_tensors:
+            partition_state.pop(SCALE_KEY, None)
+        partition_state.update(new_tensors, step=steps)
         if not steps:
-            own.clear()
+            partition_state.clear()
+    # 3. int8 momentum, and the weights of the forward pass.
     if state.optimizer.state_policy.quantizes_momentum:
         for runner in state.optimizer.runners:
             runner.convert_momentum(state.optimizer.state)
     state.host.view.refresh_weights()
 
 
-def _write_partitions(plan: _Plan, source: StateSource) -> None:
-    for parameter, key, target in plan.writes:
+def _write_partitions(plan: _RestorePlan, source: StateSource) -> None:
+    for parameter, key, flat in plan.writes:
         for fragment in parameter.local_fragments(key):
             if key in source.parameters[parameter.name].tensor_keys:
-                source.fill(parameter.part_of(key), key, fragment, target)
+                source.read_fragment(parameter.slice_of(key), key, fragment, flat)
             else:
                 start = ROW_STATE[key].start if key in ROW_STATE else 0.0
-                target.narrow(0, fragment.partition_offset, fragment.numel).fill_(start)
-        if key not in plan.made.get(parameter.partition, ()):
-            plan.state.keep(parameter.bound, key, target)
-
-
-def _steps(state: LiveState, source: StateSource) -> dict[int, int]:
-    """Return the steps of every partition. Its parameters share one count, which Adam's bias correction uses."""
-    found: dict[int, set[int]] = {}
-    for parameter in state.parameters.values():
-        found.setdefault(parameter.partition, set()).add(source.parameters[parameter.name].step)
-    for index, steps in found.items():
-        if len(steps) > 1:
-            warn(
-                "deepspeed_muon: parameters that share partition %d now had taken %s steps; %d is used for all of them",
-                index,
-                sorted(steps),
-                max(steps),
-            )
-    return {index: max(steps) for index, steps in found.items()}
-
-
-def _row_keys(state: LiveState) -> tuple[str, ...]:
-    """Return what the variant of this run keeps for each row."""
-    return tuple(each.key for each in VARIANTS[state.optimizer.config.variant].state)
-
-
-def _say_what_happens_to_rows(state: LiveState, source: StateSource) -> None:
-    """Warn where the variant's state is reset or dropped, because the saved run had another variant."""
-    pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters.values()]
-    told = []
-    for key, kind in ROW_STATE.items():
-        kept = key in _row_keys(state)
-        without = [
-            m.name for m, r in pairs if kept and m.row_fragments and r.step and key not in r.tensor_keys
-        ]
-        if without:
-            told.append(f"{kind.what} start anew for {len(without)} matrices ({without[0]}, ...)")
-        if not kept and any(key in saved.row_keys for _, saved in pairs):
-            told.append(f"{kind.what} are dropped")
-    if told:
-        warn(
-            "deepspeed_muon: %s was saved with another variant than %r: %s",
-            source.where,
-            state.optimizer.config.variant,
-            "; ".join(told),
-        )
+                flat.narrow(0, fragment.partition_offset, fragment.numel).fill_(start)
+        if key not in plan.new_tensors.get(parameter.partition, ()):
+            plan.state.write_back(parameter.local_partition, key, flat)

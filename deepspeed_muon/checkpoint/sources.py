@@ -1,4 +1,4 @@
-"""What a restore reads from: consolidated sets, and universal checkpoints that DeepSpeed wrote."""
+"""What a restore reads from: a consolidated set, or a universal checkpoint that DeepSpeed's converter wrote."""
 
 from __future__ import annotations
 
@@ -9,37 +9,54 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint import files
-from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, checked, load_index, parse_json
+from deepspeed_muon.checkpoint.deepspeed_files import identify_tag, model_files
+from deepspeed_muon.checkpoint.files import (
+    check_tensor,
+    drop_pages,
+    file_digest,
+    is_name,
+    latest_tag,
+    load_pickle,
+    open_regular,
+    refusing,
+    regular_size,
+)
+from deepspeed_muon.checkpoint.index import (
+    CONSOLIDATED_FOLDER,
+    INDEX_NAME,
+    CheckpointIndex,
+    checked,
+    load_index,
+    parse_json,
+)
 from deepspeed_muon.checkpoint.parameters import (
     ITEM_BYTES,
     STATE_KEYS,
     ParameterRecord,
     Shapes,
+    matching_views,
     shard_header,
     tensor_name,
-    views,
 )
-from deepspeed_muon.checkpoint.tag_folder import CONSOLIDATED_FOLDER, glance, model_files
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.plan.placement import Fragment, TensorSlice
 
-WINDOW = 1 << 20
-"""Elements of a tensor that are read at once."""
+WINDOW_NUMEL = 1 << 20
+"""Elements that are read at once."""
 
 
 class StateSource(ABC):
-    """Full parameters and optimizer state by name, of which a range of elements can be read.
+    """Full tensors of parameters and optimizer state by name, of which ranges can be read.
 
     Attributes:
-        where: What error messages call it.
-        index: Its index, or what stands for it.
+        where: The folder, for errors.
+        index: The index of the set; for a universal checkpoint one that is made from its files.
     """
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
@@ -47,124 +64,134 @@ class StateSource(ABC):
         self._folder = folder
         self.where = str(folder)
         self.index = index
-        # The tensors of each file: parameter and key by their name in it.
-        self._inside: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in index.files}
+        # By file and name of the tensor in it: parameter and key.
+        self._tensors_in: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in index.files}
         for parameter, record in self.parameters.items():
             for key, file in record.tensors.items():
-                self._inside.setdefault(file, {})[tensor_name(key, parameter)] = parameter, key
+                self._tensors_in.setdefault(file, {})[tensor_name(key, parameter)] = parameter, key
 
     @property
     def parameters(self) -> Mapping[str, ParameterRecord]:
-        """What there is."""
+        """The records by name."""
         return self.index.parameters
 
-    def verify(self, share: int, shares: int) -> list[str]:
-        """Check one of ``shares`` equal parts of the files against the records.
+    def verify(self, rank: int, world_size: int) -> list[str]:
+        """Check this rank's share of the files against the records; every file is checked by one rank.
 
         Returns:
-            The tensors of that part that hold an infinity or NaN.
+            The tensors of these files that hold an infinity or NaN.
 
         Raises:
-            CheckpointError: Naming the file and the parameter.
+            CheckpointError: Naming the file and the parameters in it.
         """
         nonfinite = []
-        for name in sorted(self._inside, key=self._numel, reverse=True)[share::shares]:
-            tensors = self._inside[name].values()
+        for name in sorted(self._tensors_in, key=self._numel, reverse=True)[rank::world_size]:
+            tensors = self._tensors_in[name].values()
             try:
-                with files.refusing(str(self._folder / name)):
+                with refusing(str(self._folder / name)):
                     self._check(name)
             except CheckpointError as error:
                 affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
                 raise CheckpointError(f"{error}; it holds {affected}") from error
-            nonfinite += [f"{each} ({key})" for each, key in tensors if not self._is_finite(each, key)]
+            nonfinite += [
+                f"{parameter} ({key})" for parameter, key in tensors if not self._is_finite(parameter, key)
+            ]
         return nonfinite
 
     def _numel(self, file: str) -> int:
-        return sum(
-            math.prod(self.parameters[name].shape_of(key)) for name, key in self._inside[file].values()
-        )
+        """Return the elements of a file, by the records."""
+        shapes = (self.parameters[name].shape_of(key) for name, key in self._tensors_in[file].values())
+        return sum(map(math.prod, shapes))
 
     @abstractmethod
     def _check(self, file: str) -> None:
-        """Raise unless a file is whole and has the tensors of the records."""
+        """Raise unless a file is complete and has the tensors of the records."""
 
     @abstractmethod
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return elements ``[start, start + numel)`` of a tensor in row-major order, fp32, one-dimensional."""
+        """Return elements ``[start, start + numel)`` of a full tensor in row-major order, ``(numel,)`` fp32."""
 
     def _is_finite(self, parameter: str, key: str) -> bool:
         numel = math.prod(self.parameters[parameter].shape_of(key))
-        pieces = (self.read(parameter, key, at, min(WINDOW, numel - at)) for at in range(0, numel, WINDOW))
-        return all(piece.isfinite().all() for piece in pieces)
+        return all(
+            self.read(parameter, key, start, min(WINDOW_NUMEL, numel - start)).isfinite().all()
+            for start in range(0, numel, WINDOW_NUMEL)
+        )
 
-    def fill(self, part: TensorSlice, key: str, own: Fragment, target: Tensor) -> None:
-        """Read a rank's fragment of a part of a tensor, some megabytes at a time.
+    def read_fragment(self, tensor_slice: TensorSlice, key: str, fragment: Fragment, flat: Tensor) -> None:
+        """Read a rank's fragment of a slice into its flat partition, some megabytes at a time.
 
         Args:
-            part: The part, with the name of the whole tensor.
-            key: ``fp32`` or a state key.
-            own: The fragment.
-            target: The rank's flat partition. Mutated.
+            tensor_slice: Which slice of the full tensor the data-parallel group holds.
+            key: ``fp32`` or a key of the state.
+            fragment: Which elements of the slice the rank holds.
+            flat: The rank's flat partition. Mutated.
         """
-        kept = target.narrow(0, own.partition_offset, own.numel)
-        runs = list(part.runs(own.matrix_offset, own.matrix_offset + own.numel))
-        first = min(each.whole for each in runs)
-        last = max(each.whole + (each.count - 1) * each.step + each.numel for each in runs)
-        for start in range(first, last, WINDOW):
-            stop = min(start + WINDOW, last)
-            begin, end = max(part.before(start), own.matrix_offset), part.before(stop)
-            if begin < end:
-                window = self.read(part.name, key, start, stop - start)
-                for mine, whole in views(part, begin, end, kept, own.matrix_offset, window, start):
-                    mine.copy_(whole)
+        target = flat.narrow(0, fragment.partition_offset, fragment.numel)
+        fragment_stop = fragment.matrix_offset + fragment.numel
+        runs = list(tensor_slice.runs(fragment.matrix_offset, fragment_stop))
+        full_start = min(run.whole for run in runs)
+        full_stop = max(run.whole + (run.count - 1) * run.step + run.numel for run in runs)
+        for window_start in range(full_start, full_stop, WINDOW_NUMEL):
+            window_stop = min(window_start + WINDOW_NUMEL, full_stop)
+            # The elements of the fragment inside this window of the full tensor.
+            start = max(tensor_slice.before(window_start), fragment.matrix_offset)
+            stop = tensor_slice.before(window_stop)
+            if start < stop:
+                window = self.read(tensor_slice.name, key, window_start, window_stop - window_start)
+                for elements, values in matching_views(
+                    tensor_slice, start, stop, target, fragment.matrix_offset, window, window_start
+                ):
+                    elements.copy_(values)
 
-    def close(self) -> None:  # noqa: B027 - most sources keep nothing open
-        """Release the files."""
+    def close(self) -> None:  # noqa: B027 - a universal checkpoint keeps nothing open
+        """Close the files."""
 
 
 class ConsolidatedSource(StateSource):
-    """A folder written by :func:`deepspeed_muon.checkpoint.consolidate`. Nothing is unpickled."""
+    """A set that :func:`deepspeed_muon.checkpoint.consolidate` wrote. Nothing is unpickled."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read and check the index; raises a CheckpointError if there is none, or it is not valid."""
+        """Read the index; raises a CheckpointError if there is none or it is not valid."""
         super().__init__(Path(folder), load_index(folder))
         self._stack = contextlib.ExitStack()
-        self._open: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
+        # Open files by name, each with the offset in bytes of every tensor in it.
+        self._files: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
 
     def _check(self, file: str) -> None:
         """Compare size, checksum and header."""
         path, record = self._folder / file, self.index.files[file]
-        size = files.regular_size(path)
+        size = regular_size(path)
         if size != record.bytes:
             raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
-        if files.file_digest(path) != record.sha256:
+        if file_digest(path) != record.sha256:
             raise CheckpointError(f"{path}: its checksum is not that of the index")
-        self._opened(file)
+        self._open(file)
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
         name = self.parameters[parameter].tensors[key]
-        with files.refusing(f"{self._folder / name}: {parameter} ({key})"):
-            file, places = self._opened(name)
-            found = torch.empty(numel, dtype=torch.float32)
-            file.seek(places[tensor_name(key, parameter)] + start * ITEM_BYTES)
-            # Nothing is mapped: pages of a mapping count as the process's.
-            if file.readinto(memoryview(found.numpy().data).cast("B")) < numel * ITEM_BYTES:  # type: ignore[attr-defined]
+        with refusing(f"{self._folder / name}: {parameter} ({key})"):
+            file, offsets = self._open(name)
+            values = torch.empty(numel, dtype=torch.float32)
+            file.seek(offsets[tensor_name(key, parameter)] + start * ITEM_BYTES)
+            # Not memory-mapped: pages of a mapping count towards the memory of the process.
+            if file.readinto(memoryview(values.numpy().data).cast("B")) < numel * ITEM_BYTES:  # type: ignore[attr-defined]
                 raise CheckpointError("the file ends early")
-            return found
+            return values
 
-    def _opened(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
-        """Return an open file of the set, and where each of its tensors starts."""
-        if name not in self._open:
+    def _open(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
+        """Return an open file of the set, and the offset in bytes of each tensor in it."""
+        if name not in self._files:
             path = self._folder / name
             shapes = {
                 entry: self.parameters[parameter].shape_of(key)
-                for entry, (parameter, key) in self._inside[name].items()
+                for entry, (parameter, key) in self._tensors_in[name].items()
             }
-            with files.refusing(str(path)):
-                file = self._stack.enter_context(files.open_regular(path))
-                self._open[name] = file, _places(path, file, shapes)
-        return self._open[name]
+            with refusing(str(path)):
+                file = self._stack.enter_context(open_regular(path))
+                self._files[name] = file, _tensor_offsets(path, file, shapes)
+        return self._files[name]
 
     def close(self) -> None:
         """Close the files."""
@@ -174,40 +201,42 @@ class ConsolidatedSource(StateSource):
 class UniversalSource(StateSource):
     """A universal checkpoint from DeepSpeed's converter. Pickles are read with ``weights_only``."""
 
-    def __init__(self, folder: Path, live: Mapping[str, Any]) -> None:
-        """Describe the parameters of the model by their files; there are buffers and frozen parameters as well.
+    def __init__(self, folder: Path, live: Mapping[str, ParameterRecord]) -> None:
+        """Describe the trained parameters by their files; those of buffers and frozen parameters are left out.
 
         Args:
             folder: The folder with ``zero``.
-            live: The model's parameters by name, with shape and algorithm: the files do not say whose state they hold.
+            live: The model's parameters by name. The files do not say which algorithm their state is of.
 
         Raises:
             CheckpointError: Naming the file.
         """
-        self._folder = folder  # files are read before there is an index
-        self._last: tuple[Path, Tensor] | None = None  # the file that was mapped last
+        self._folder = folder  # for _tensor, before there is an index
+        self._last_tensor: tuple[Path, Tensor] | None = None  # the file that was mapped last
         from_adam = 0
         parameters: dict[str, ParameterRecord] = {}
         for name in sorted(live):
-            place, algorithm = folder / "zero" / name, live[name].algorithm
-            file_of = {key: key for key in ("fp32", *STATE_KEYS[algorithm])}
-            found = {path.stem for path in place.glob("*.pt")}
-            if not found:
+            parameter_folder, algorithm = folder / "zero" / name, live[name].algorithm
+            stems = {path.stem for path in parameter_folder.glob("*.pt")}
+            if not stems:
                 continue
-            if algorithm == "muon" and "momentum_buffer" not in found and "exp_avg" in found:
-                file_of["momentum_buffer"] = "exp_avg"
+            stem_of = {key: key for key in ("fp32", *STATE_KEYS[algorithm])}
+            if algorithm == "muon" and "momentum_buffer" not in stems and "exp_avg" in stems:
+                stem_of["momentum_buffer"] = "exp_avg"
                 from_adam += 1
             step = 0
-            if set(file_of.values()) <= found:
-                step = int(files.load_pickle(place / "step.pt") if "step" in found else self._global_step())
+            if set(stem_of.values()) <= stems:
+                has_step = "step" in stems
+                step = int(load_pickle(parameter_folder / "step.pt") if has_step else self._global_step())
             shape = tuple(self._tensor(f"zero/{name}/fp32.pt").shape)
             if math.prod(shape) == math.prod(live[name].shape):
                 shape = live[name].shape  # from stage 3 DeepSpeed writes flat tensors
             tensors = {
-                key: f"zero/{name}/{file}.pt" for key, file in file_of.items() if step or key == "fp32"
+                key: f"zero/{name}/{stem}.pt" for key, stem in stem_of.items() if step or key == "fp32"
             }
             entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0, "tensors": tensors}
-            parameters[name] = checked(ParameterRecord, entry, f"{place}: refused: parameter {name}: ")
+            refusal = f"{parameter_folder}: refused: parameter {name}: "
+            parameters[name] = checked(ParameterRecord, entry, refusal)
         if from_adam:
             warn(
                 "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
@@ -218,13 +247,15 @@ class UniversalSource(StateSource):
         super().__init__(folder, CheckpointIndex.model_construct(parameters=parameters))
 
     def _global_step(self) -> int:
-        if (file := model_files(self._folder).get("mp_rank_00")) is None:
+        """Return the optimizer steps of the run, by the counters in the model's file."""
+        file = model_files(self._folder).get("mp_rank_00")
+        if file is None:
             raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
-        state = files.load_pickle(file)
-        return int(state["global_steps"]) - int(state["skipped_steps"])
+        model = load_pickle(file)
+        return int(model["global_steps"]) - int(model["skipped_steps"])
 
     def _check(self, file: str) -> None:
-        """Compare the number of elements: from stage 3 DeepSpeed writes flat tensors."""
+        """Compare the number of elements; the shape says nothing, since DeepSpeed flattens tensors of stage 3."""
         tensor, numel = self._tensor(file), self._numel(file)
         if tensor.numel() != numel:
             raise CheckpointError(
@@ -233,24 +264,25 @@ class UniversalSource(StateSource):
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
-        held = self._tensor(self.parameters[parameter].tensors[key]).reshape(-1).narrow(0, start, numel)
-        found = held.to(torch.float32, copy=True)
-        files.drop_pages([held])
-        return found
+        flat = self._tensor(self.parameters[parameter].tensors[key]).reshape(-1)
+        mapped = flat.narrow(0, start, numel)
+        values = mapped.to(torch.float32, copy=True)
+        drop_pages([mapped])
+        return values
 
     def _tensor(self, file: str) -> Tensor:
+        """Return the tensor in a file, memory-mapped."""
         path = self._folder / file
-        if self._last is not None and self._last[0] == path:
-            return self._last[1]
-        content = files.load_pickle(path)
-        tensor: Tensor = content["param"] if isinstance(content, dict) else content  # DeepSpeed writes both
-        files.check_tensor(tensor, str(path))
-        self._last = path, tensor
-        return self._last[1]
+        if self._last_tensor is None or self._last_tensor[0] != path:
+            content = load_pickle(path)
+            tensor = content["param"] if isinstance(content, dict) else content  # DeepSpeed writes both
+            check_tensor(tensor, str(path))
+            self._last_tensor = path, tensor
+        return self._last_tensor[1]
 
 
-def open_universal(folder: Path, live: Mapping[str, Any]) -> StateSource:
-    """Return the source for a universal checkpoint: its consolidated set, or what DeepSpeed's converter wrote.
+def open_universal(folder: Path, live: Mapping[str, ParameterRecord]) -> StateSource:
+    """Open a universal checkpoint: its consolidated set if it has one, else the files of DeepSpeed's converter.
 
     Args:
         folder: The folder with ``zero``.
@@ -267,26 +299,26 @@ def open_universal(folder: Path, live: Mapping[str, Any]) -> StateSource:
 
 
 def find_consolidated(folder: Path) -> Path:
-    """Return the folder with the index: ``folder`` itself, or one inside of a DeepSpeed checkpoint.
+    """Return the folder with the index: ``folder`` itself, or one inside a DeepSpeed checkpoint.
 
-    Where ``latest`` names no tag with a set, it is the newest complete set of all tags.
+    If the tag that ``latest`` names has no set, it is the newest complete set of all tags.
     """
-    with files.refusing(f"{str(folder)!r}"):
+    with refusing(f"{str(folder)!r}"):
         if _exists(folder) and not folder.is_dir():
             raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
-        tag = files.latest_tag(folder)
-        tag_folder = folder / tag if tag is not None and files.is_name(tag) else folder
-        candidates = [folder, *dict.fromkeys(each / CONSOLIDATED_FOLDER for each in (folder, tag_folder))]
-        for candidate in candidates:
+        # 1. The folder itself, its set, and the set of the latest tag.
+        tag = latest_tag(folder)
+        tag_folder = folder / tag if tag is not None and is_name(tag) else folder
+        sets_inside = dict.fromkeys(parent / CONSOLIDATED_FOLDER for parent in (folder, tag_folder))
+        for candidate in (folder, *sets_inside):
             if _exists(candidate / INDEX_NAME):
                 return candidate
+        # 2. The newest complete set of any tag.
         complete = []
         for path in folder.glob(f"*/{CONSOLIDATED_FOLDER}/{INDEX_NAME}"):
             with contextlib.suppress(CheckpointError, OSError):
                 index = load_index(path.parent)
-                if all(
-                    files.regular_size(path.parent / name) == file.bytes for name, file in index.files.items()
-                ):
+                if all(regular_size(path.parent / name) == file.bytes for name, file in index.files.items()):
                     complete.append((index.progress.global_steps, path.stat().st_mtime, path.parent))
         if complete:
             steps, _, newest = max(complete)
@@ -299,17 +331,19 @@ def find_consolidated(folder: Path) -> Path:
                 steps,
             )
             return newest
-    if (saved := glance(tag_folder)) is not None:
+    # 3. None: say what the folder is instead.
+    saved = identify_tag(tag_folder)
+    if saved is not None:
         saved.refuse_universal()
-        raise CheckpointError(f"{saved}, and not consolidated: {saved.way()}")
+        raise CheckpointError(f"{saved}, and not consolidated: {saved.remedy()}")
     raise CheckpointError(
-        f"{folder}: no {INDEX_NAME} there, nor in {', '.join(map(str, candidates[1:]))}: not a consolidated "
-        f"checkpoint, or its save did not finish"
+        f"{folder}: no {INDEX_NAME} there, nor in {', '.join(map(str, sets_inside))}: not a consolidated checkpoint, "
+        f"or its save did not finish"
     )
 
 
 def _exists(path: Path) -> bool:
-    """Return whether there is something of that name; raise if that cannot be seen."""
+    """Return whether a path exists, also as a broken link; raise if that cannot be determined."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -317,14 +351,14 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _places(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int]:
-    """Return where each tensor of a safetensors file starts.
+def _tensor_offsets(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int]:
+    """Return the offset in bytes of each tensor of a safetensors file.
 
-    The header must describe just the tensors that the index expects, one after the other, to the end of the file. So
-    nothing is read that is longer than such a header.
+    The header must describe exactly the tensors that the index expects, one after the other, to the end of the file. So
+    nothing longer than such a header is read.
 
     Args:
-        path: The file, for messages.
+        path: The file, for errors.
         file: The same, open at its start.
         shapes: The expected tensors.
 
@@ -339,13 +373,13 @@ def _places(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int]:
         )
     header = parse_json(file.read(length), f"{path}: its header")
     header.pop("__metadata__", None)
-    expected, end = shard_header({name: shapes[name] for name in header if name in shapes})
+    expected, nbytes = shard_header({name: shapes[name] for name in header if name in shapes})
     for name in sorted(header.keys() | shapes.keys()):
         if name not in expected or header[name] != expected[name]:
             raise CheckpointError(
                 f"{path}: tensor {name} of parameter {name.partition('/')[2]} is {header.get(name)} by the file's "
                 f"header, {expected.get(name)} by the index"
             )
-    if 8 + length + end != os.fstat(file.fileno()).st_size:
+    if 8 + length + nbytes != os.fstat(file.fileno()).st_size:
         raise CheckpointError(f"{path}: its tensors do not end where the file ends")
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in expected.items()}

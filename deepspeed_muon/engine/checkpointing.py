@@ -7,17 +7,15 @@ import inspect
 import json
 import secrets
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
-from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
+from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is_ours
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
@@ -26,10 +24,15 @@ from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import Before
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
-from deepspeed_muon.checkpoint.tag_folder import Glance, glance, is_ours
-from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save, stands_for
+from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
+from deepspeed_muon.engine.patching import Original
+from deepspeed_muon.engine.workarounds.checkpoints import (
+    MODULE_ONLY,
+    load_no_state_into_divided_weights,
+    weights_of_tag,
+)
 from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.engine.zero.views import Original, View
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
@@ -65,7 +68,7 @@ def load_universal_checkpoint(
         return open_universal(Path(checkpoint_folder), live)
 
     source, _before = restore_from_source(
-        engine, open_source, str(checkpoint_folder), progress=False, state_too=load_optimizer_states
+        engine, open_source, str(checkpoint_folder), progress=False, with_state=load_optimizer_states
     )
     if source.index.progress.loss_scale:
         optimizer_of(engine).host.set_loss_scale(source.index.progress.loss_scale)
@@ -113,25 +116,17 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     given = call.arguments
     with_state = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
     universal = bool(engine.load_universal_checkpoint())
-    saved: Glance | None = None
+    saved: SavedTag | None = None
     if universal:
         with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks):
             _tag_to_load(given.get("load_dir"), given.get("tag"), "latest_universal")
     else:
         saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
-    if (
-        given.get("load_module_only", False)
-        and engine.zero_optimization_partition_weights()
-        and not universal
-    ):
-        # A mend: ZeRO 3 gathers its weights to load into them only where it knows that no optimizer state will follow.
-        # With load_module_only alone it would load nothing and report success.
-        given["load_optimizer_states"] = False
+    if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
+        load_no_state_into_divided_weights(engine, given)
     before = Before(engine)
-    # A mend: without the optimizer's state ZeRO 3 takes weights of the tag that `latest` names, not of the given one.
-    weights_of_tag = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=given.get("tag"))
     try:
-        with stands_for(weights_of_tag, deepspeed_engine, get_fp32_state_dict_from_zero_checkpoint.__name__):
+        with weights_of_tag(given.get("tag")):
             path, client_state = original(*call.args[1:], **call.kwargs)
         if saved is not None:
             load_the_rest(engine, given.get("load_dir"), saved.folder.name)
@@ -145,23 +140,12 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         client_state.pop(SAVE_KEY, None)
     way = "restore a consolidated set with hyperparameters=False"
     if saved is not None:
-        way = f"{saved.way('hyperparameters=False')} instead of loading this"
+        way = f"{saved.remedy('hyperparameters=False')} instead of loading this"
     clipping, configured = view_of(engine.optimizer).loaded_clipping, engine.gradient_clipping()
     replaced = clipping not in (None, configured)
     others = [f"gradient_clipping is {clipping}, configured {configured}"] if replaced else []
     before.warn_of_replaced("engine.load_checkpoint", way, others)
     return path, client_state
-
-
-def load_weights(
-    original: Original, engine: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Load the weights of ZeRO 1 and 2 from the state dict alone.
-
-    It has the frozen ones too, and each rank's own experts among them. From ZeRO 2 on DeepSpeed writes over them what
-    the first rank has under the same name.
-    """
-    return original({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
 
 
 def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:
@@ -185,10 +169,10 @@ def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:
     return None if tag is None else str(tag)
 
 
-def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance | None:
+def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedTag | None:
     """Return what DeepSpeed's loader is about to read; raise on every rank if one finds that it does not fit."""
     ranks = optimizer_of(engine).ranks
-    saved: Glance | None = None
+    saved: SavedTag | None = None
     difference: _Difference = set(), set(), set(), False
     save_id: str | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
@@ -197,7 +181,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
         # Files of other checkpoint engines have forms of their own.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
             own = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
-            saved = glance(folder / str(tag), own, load=load)
+            saved = identify_tag(folder / str(tag), own, load=load)
         if saved is not None and with_state:
             _require_own(engine, saved)
             difference = _difference(engine, saved)
@@ -213,7 +197,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> Glance
     return saved
 
 
-def _refuse_differences(saved: Glance, ranks: Ranks, own: _Difference) -> None:
+def _refuse_differences(saved: SavedTag, ranks: Ranks, own: _Difference) -> None:
     """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
     every = ranks.gather(own, what="check of a checkpoint").values()
     # The file of a group's first rank describes its parameters, at stage 0 every file.
@@ -249,7 +233,7 @@ def _refuse_differences(saved: Glance, ranks: Ranks, own: _Difference) -> None:
         raise CheckpointError(
             f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: param "
             f"groups, matrices, sub_group_size, round_robin_gradients, the kind of device or (with row state) ns_steps "
-            f"and ns_method may differ; or {saved.way()} instead of loading this"
+            f"and ns_method may differ; or {saved.remedy()} instead of loading this"
         )
 
 
@@ -274,7 +258,7 @@ def _save_id(
     return next(iter(ids.values()), None)
 
 
-def _require_own(engine: Any, saved: Glance) -> None:
+def _require_own(engine: Any, saved: SavedTag) -> None:
     """Raise unless our optimizer saved a checkpoint at a stage and on ranks with which DeepSpeed can load it here."""
     saved.refuse_universal()
     stage, ranks = int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size)
@@ -282,16 +266,17 @@ def _require_own(engine: Any, saved: Glance) -> None:
     if saved.kind != OURS or not same_files or (stage and ranks != saved.ranks):
         raise CheckpointError(
             f"{saved}. engine.load_checkpoint continues what deepspeed_muon saved at the engine's own stage and number "
-            f"of ranks ({stage} and {ranks}): {saved.way()} instead of loading this"
+            f"of ranks ({stage} and {ranks}): {saved.remedy()} instead of loading this"
         )
     if saved.record.get("version") != RECORD_VERSION:
         raise CheckpointError(
             f"{saved.folder}: saved by a version of deepspeed_muon that stores its state otherwise (layout record "
-            f"{saved.record.get('version')}, this version has {RECORD_VERSION}): with that version {saved.way()} here"
+            f"{saved.record.get('version')}, this version has {RECORD_VERSION}): with that version "
+            f"{saved.remedy()} here"
         )
 
 
-def _difference(engine: Any, saved: Glance) -> _Difference:
+def _difference(engine: Any, saved: SavedTag) -> _Difference:
     """Compare this rank's file with its engine."""
     # At stage 0 every rank looks at the first one's file, which may be of other layers.
     moved = bool(saved.stage) and saved.record.get("order") != order_of(optimizer_of(engine))
@@ -309,7 +294,7 @@ def _difference(engine: Any, saved: Glance) -> _Difference:
         entry, own = entries[name], live[name]
         if entry["algorithm"] != own.record.algorithm:
             rerouted.add(
-                f"{name} went to {entry['algorithm']}, and goes to {own.record.algorithm} now ({own.reason})"
+                f"{name} went to {entry['algorithm']}, and goes to {own.record.algorithm} now ({own.route_reason})"
             )
         # Where every rank holds everything, the last number, that of the ranks, does not matter.
         places = entry["partition"], *entry["spread"][:-1]

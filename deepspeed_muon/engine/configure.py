@@ -12,6 +12,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,9 @@ from deepspeed_muon.checkpoint.live import Host, collect, require_all_ranks
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of
-from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.offload import adopt, stands_for
+from deepspeed_muon.engine.offload import adopt
+from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import regroup
-from deepspeed_muon.engine.scaling import total_norm
 from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.engine.topology import (
@@ -36,8 +36,9 @@ from deepspeed_muon.engine.topology import (
     ranks_of,
     read_step_sets,
 )
+from deepspeed_muon.engine.workarounds.experts import LEAF_INPUTS, mark_moe_layers, prepare_inputs
+from deepspeed_muon.engine.workarounds.norm import total_norm
 from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
-from deepspeed_muon.engine.zero.views import Original
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
@@ -208,10 +209,11 @@ def _admitted(
         for tag in _TAGS:
             vars(param).pop(tag, None)
     if engine.zero_optimization_stage() == 3:
-        prepare_inputs(engine.module)
+        if LEAF_INPUTS.is_needed:
+            prepare_inputs(engine.module)
         original = Init._zero_init_param
         divide = lambda init, param: _divide_scalar(original, init, param)  # noqa: E731
-        wrapping.enter_context(stands_for(divide, Init, "_zero_init_param"))
+        wrapping.enter_context(mock.patch.object(Init, "_zero_init_param", divide))
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
         ranks = dist.get_world_size(engine.seq_data_parallel_group)

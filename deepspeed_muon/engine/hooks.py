@@ -1,18 +1,18 @@
-"""What is changed in DeepSpeed: two tables of replaced functions.
+"""The functions of DeepSpeed that are replaced: two tables, and ``register``.
 
 :data:`HOOKS` are replaced for the whole process, by :func:`register`, and put back by :func:`unregister`. For an engine
 with another optimizer they call DeepSpeed's own function with the same arguments, and add no collective: such an engine
 may exist on some of the ranks only.
 
 :data:`ENGINE_HOOKS` are replaced in one engine whose optimizer is ours, and in the wrapper around it. They disappear
-with the engine. Rows that say so mend defects of DeepSpeed, which every optimizer has.
+with the engine. No method has two of them. Those that exist only for a defect of DeepSpeed are in
+:mod:`deepspeed_muon.engine.workarounds`, with the releases that need them.
 
 Changed elsewhere, because there is no wrapper yet or for the length of one call:
 
 - the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, and the classes that ZeRO's modules
   compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``: :mod:`deepspeed_muon.engine.offload`;
-- inputs of leaf modules without a gradient, at which ZeRO 3 ends a backward pass before it has begun:
-  :func:`deepspeed_muon.engine.gradients.prepare_inputs`.
+- inputs of leaf modules without a gradient: :func:`deepspeed_muon.engine.workarounds.experts.prepare_inputs`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter, methodcaller
-from types import MethodType
+from operator import attrgetter
 from typing import Any
 
 import deepspeed
@@ -43,49 +41,22 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import groups
 from packaging.version import Version
 
-from deepspeed_muon.engine import (
-    checkpointing,
-    configure,
-    fingerprints,
+from deepspeed_muon.engine import checkpointing, configure, fingerprints, muon_of, offload, running, step
+from deepspeed_muon.engine.patching import Hook, Original, Workaround, replace_method
+from deepspeed_muon.engine.workarounds import (
+    checkpoints,
+    experts,
     gradients,
-    muon_of,
-    offload,
-    running,
-    scaling,
+    loss_scale,
+    memory,
+    norm,
+    state_links,
 )
-from deepspeed_muon.engine.zero import stages, views
+from deepspeed_muon.engine.zero import stages
 from deepspeed_muon.engine.zero.stages import WRAPPERS, Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import Bf16View, FlatView, HalfView, Memory, Original, PlainView, View
+from deepspeed_muon.engine.zero.views import Bf16View, Memory, PlainView, View
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.optimizer import Muon
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """A function of DeepSpeed that is replaced.
-
-    Attributes:
-        owner: The class or module whose function it is. In :data:`ENGINE_HOOKS` also the kinds of views whose wrapper's
-            method it is.
-        attribute: The function's name.
-        function: Is called instead, with the original, then with the view of the wrapper if the owner is a wrapper, and
-            with the arguments of the call.
-        applies: In :data:`ENGINE_HOOKS`, whether an engine with such a view needs it.
-    """
-
-    owner: Any
-    attribute: str
-    function: Callable[..., Any]
-    applies: Callable[[Any], Any] = lambda view: True
-
-    def __str__(self) -> str:
-        return f"{self.owner.__name__}.{self.attribute}"
-
-    def classes(self) -> list[type]:
-        """Return the classes of DeepSpeed whose method a row of :data:`ENGINE_HOOKS` replaces."""
-        if self.owner is DeepSpeedEngine:
-            return [DeepSpeedEngine, PipelineEngine]
-        return [wrapper for wrapper, view in WRAPPERS.items() if issubclass(view, self.owner)]
 
 
 def _configure_optimizer(
@@ -125,127 +96,65 @@ HOOKS = (
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
-# Conditions of rows below, as attributes of a view.
-_HAS_DYNAMIC_SCALE = methodcaller("dynamic_scaler")
-_KEEPS_GRADIENTS = attrgetter("keeps_gradients")
-_LETS_WAIT = attrgetter("memory.waiting")
+WORKAROUNDS = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": value
+    for module in (checkpoints, experts, gradients, loss_scale, memory, norm, state_links)
+    for name, value in vars(module).items()
+    if isinstance(value, Workaround)
+}
+"""Every workaround for a defect of DeepSpeed, by the module and name of its constant."""
+
 _SWAPS = attrgetter("swap_folder")
 
-# Of rows with one method the first begins last and ends first: each replaces what is there already.
 ENGINE_HOOKS = (
-    # A mend: ZeRO lets the loss scale grow before the step, and unscales by the new one. It grows after the step below.
-    Hook((ZeroView, HalfView), "_update_scale", scaling.shrink_scale, _HAS_DYNAMIC_SCALE),
-    # A mend: ZeRO 3 adds the first gradient of a parameter to that of the last step if it comes in a later micro-step.
-    Hook(Zero3View, "partition_grads", gradients.partition_grads),
-    # A mend: ZeRO 3 would add to gradients that the program has thrown away.
-    Hook(Zero3View, "zero_grad", gradients.zero_grad),
-    # A mend: ZeRO 1 and 2 would take a second backward pass after one forward pass for a later phase of the first.
-    Hook(DeepSpeedEngine, "backward", gradients.begin_backward, lambda view: isinstance(view, Zero12View)),
-    # A mend: of several backward passes before a step ZeRO 1 and 2 would use the last one only.
-    Hook(Zero12View, "independent_gradient_partition_epilogue", gradients.add_to_earlier_backward),
-    # The row above would add gradients that the program has thrown away.
-    Hook(Zero12View, "zero_grad", gradients.zero_grad),
-    # A mend: ZeRO 1 and 2 with offload add the first gradient of a parameter to that of the last step, as ZeRO 3 does.
-    # And of several backward passes they would use the last one only.
-    Hook(Zero12View, "copy_grads_in_partition", gradients.copy_grads_in_partition, _KEEPS_GRADIENTS),
-    # A mend: what a backward pass did not reduce must be zero before anybody reads it.
+    # From the backward pass to the end of the step.
     Hook(
-        ZeroView, "independent_gradient_partition_epilogue", gradients.gradient_partition_epilogue, _KEEPS_GRADIENTS
+        DeepSpeedEngine, "backward", step.backward,
+        lambda view: isinstance(view, Zero12View) or step.scales_loss(view),
     ),
-    # A mend: ZeRO 1 and 2 reduce gradients of different experts with each other where ranks run different ones.
-    Hook(Zero12View, "reduce_ready_partitions_and_remove_grads", gradients.reduce_ready_partitions, _LETS_WAIT),
-    # The gradients that the row above lets wait would never be reduced. After the row for the same method above: zeros
-    # must be filled in before DeepSpeed ends the backward pass.
-    Hook(Zero12View, "independent_gradient_partition_epilogue", gradients.reduce_waiting_gradients, _LETS_WAIT),
-    # Nobody would know which gradients ZeRO 1 reduces by itself; the next row needs it.
-    Hook(
-        Zero12View, "reduce_independent_p_g_buckets_and_remove_grads", gradients.reduce_independent_gradient,
-        attrgetter("reduces_last_only"),
-    ),
-    # A mend: ZeRO 1 with overlap_comm leaves out what the last micro-step did not add to.
-    Hook(Zero12View, "reduce_gradients", gradients.reduce_gradients, attrgetter("reduces_last_only")),
-    # A mend: stage 0 in half precision divides by a scale that was not applied. Its norm is that of scaled gradients,
-    # and leaves experts and shards out.
-    Hook(HalfView, "unscale_and_clip_grads", scaling.unscale_and_clip_grads),
-    # A mend: stage 0 in half precision divides by a scale that nobody multiplied the loss with.
-    Hook(DeepSpeedEngine, "backward", scaling.backward, scaling.loss_is_not_scaled),
-    # The same, for a program that calls backward of the loss itself.
-    Hook(DeepSpeedEngine, "scale", scaling.scale, scaling.loss_is_not_scaled),
-    # A mend: BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did.
-    Hook(Bf16View, "get_grads_for_norm", scaling.grads_for_norm),
-    # A mend: the plain engine throws the norm away, and counts one stage of a pipeline, one rank's experts, and
-    # parameters that the optimizer was not given.
-    Hook(DeepSpeedEngine, "clip_fp32_gradients", scaling.clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
-    # A mend: an engine of stage 3 stays in memory after engine.destroy(), with all that it holds.
-    Hook(Zero3View, "destroy", stages.release_destroyed),
-    # A mend: ZeRO updates the scale first and unscales by the new one.
-    Hook((ZeroView, HalfView), "step", scaling.grow_after_step, _HAS_DYNAMIC_SCALE),
-    # A mend: sub-groups with finite gradients would be updated in a step that is skipped. Inside of the next row: the
-    # flags answer.
-    Hook(Zero3View, "step", gradients.look_for_overflow_first, views.overlooks_overflow),
-    # The ranks would exchange flags once for each group, besides ZeRO's overflow check. Inside of the next row: the
-    # gradients must be complete.
-    Hook(ZeroView, "step", gradients.exchange_flags_first),
-    # A mend: gradients outlive the step in buffers, and a parameter that gets none is updated with its last one.
-    Hook(ZeroView, "step", gradients.only_gradients_of_the_step, _KEEPS_GRADIENTS),
-    # The wrapper has copied what is trained, so a parameter that is unfrozen later does not train, and nobody is told.
-    Hook(View, "step", gradients.warn_of_unfrozen, attrgetter("memory.frozen")),
+    Hook((ZeroView,), "independent_gradient_partition_epilogue", step.end_backward),
+    Hook((ZeroView,), "zero_grad", step.zero_grad),
+    Hook((View,), "step", step.step),
+    # ZeRO would read all gradients twice more and send a message, to find out what the exchanged status says.
+    Hook((ZeroView,), "has_overflow", step.has_overflow),
+    # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
+    Hook((Zero3View,), "_get_norm_groups", step.norm_groups),
+    Hook((Zero12View,), "scaled_global_norm", step.global_norm),
+    # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
+    Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
     # At ZeRO 0 in fp32 a parameter that is unfrozen later would get a gradient and no update. If the ranks unfroze
     # different ones, DeepSpeed's all-reduce would wait forever.
     Hook(
         DeepSpeedEngine, "buffered_allreduce_fallback", configure.take_unfrozen,
         lambda view: isinstance(view, PlainView) and view.optimizer.frozen_on_some_rank,
     ),
-    # The wrapper does not know that our optimizer skipped the step, so the learning-rate schedule would go on.
-    Hook(View, "step", scaling.report_skipped_step),
-    # ZeRO calls our step several times, or never if the gradients overflowed; the logits are those of one step.
-    Hook(View, "step", running.forget_logits, attrgetter("optimizer.qk_clip")),
-    # With nonfinite_grad 'error' ZeRO would skip a step by itself and tell nobody.
-    Hook(View, "step", scaling.raise_on_overflow, scaling.overflow_is_error),
-    # A mend: safe_get_full_optimizer_state would know the state of the first param group alone. For others it would
-    # raise on ranks with elements, and the others would wait.
-    Hook(FlatView, "_lazy_init_hp_params_optimizer_state", views.link_states),
-    # A mend: the same after load_checkpoint, which forgets the links to the state.
-    Hook(FlatView, "_link_all_hp_params", views.link_params),
-    # ZeRO would read all gradients twice more and send a message, to learn what the flags say.
-    Hook(ZeroView, "has_overflow", gradients.has_overflow),
-    # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
-    Hook(Zero3View, "_get_norm_groups", gradients.norm_groups),
-    Hook(Zero12View, "scaled_global_norm", gradients.global_norm),
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
-    Hook(ZeroView, "offload_states", offload.offload_states),
-    # Stage 3 would look for copies of FusedAdam's state.
-    Hook(Zero3View, "reload_states", offload.reload_states),
-    # A mend: safe_get_full_optimizer_state would raise, or read what was replaced.
-    Hook(Zero12View, "reload_states", views.link_reloaded),
+    Hook((ZeroView,), "offload_states", offload.offload_states),
+    Hook((ZeroView,), "reload_states", offload.reload_states),
     # The step would find no gradient: none is swapped, because unaligned ones would not be read.
-    Hook(Zero3View, "_optimizer_states_and_gradient_swap_in", offload.swap_in, _SWAPS),
+    Hook((Zero3View,), "_optimizer_states_and_gradient_swap_in", offload.swap_in, _SWAPS),
     # safe_set_full_grad would change a copy of it.
-    Hook(Zero3View, "_writeback_swap_state", offload.write_back, _SWAPS),
+    Hook((Zero3View,), "_writeback_swap_state", offload.write_back, _SWAPS),
     # With pipelines masters and state would show buffers of the swapper that hold another sub-group, and a save would
     # write those.
-    Hook(Zero3View, "_optimizer_states_and_gradient_swap_out", offload.swap_out, _SWAPS),
+    Hook((Zero3View,), "_optimizer_states_and_gradient_swap_out", offload.swap_out, _SWAPS),
     # DeepSpeed would write `latest` while some ranks still copy their swap files.
-    Hook(Zero3View, "checkpoint_event_epilogue", offload.wait_for_copies, _SWAPS),
-    # A mend: frozen experts would become the first rank's at ZeRO 2.
-    Hook(
-        DeepSpeedEngine, "load_module_state_dict", checkpointing.load_weights, lambda view: isinstance(view, Zero12View)
-    ),
-    # DeepSpeed's loader knows Adam's state only, and reads parameters from places that can be wrong.
+    Hook((Zero3View,), "checkpoint_event_epilogue", offload.wait_for_copies, _SWAPS),
+    # DeepSpeed's loader knows Adam's state only, and reads parameters by a mapping that can be wrong.
     Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
-    # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
-    Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
     # consolidate_on_save would write nothing, and nobody could tell the files of two saves of one step apart.
     Hook(DeepSpeedEngine, "save_checkpoint", checkpointing.save_checkpoint),
     # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other
     # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.
     # And it changes counters and schedule before a universal checkpoint can be refused.
     Hook(DeepSpeedEngine, "load_checkpoint", checkpointing.load_checkpoint),
+    *(hook for workaround in WORKAROUNDS.values() if workaround.is_needed for hook in workaround.hooks),
 )  # fmt: skip
+"""Above each row: what would be wrong without it."""
 
 # Private names of DeepSpeed that are called or read, and not replaced.
 _CALLED = (
-    (PartitionedParameterCoordinator, (stages.RELEASED,)),
+    (PartitionedParameterCoordinator, (memory.CACHED,)),
     (DeepSpeedEngine, ("_get_ckpt_name", "_get_zero_ckpt_name", "_load_zero_checkpoint")),
     (Init, ("_convert_to_deepspeed_param", "_zero_init_param")),
     (groups, ("_get_expert_parallel_group", "_get_expert_data_parallel_group")),
@@ -412,39 +321,14 @@ def hook_engine(engine: Any) -> None:
     view = view_of(wrapper)
     is_wrapped = not isinstance(view, PlainView)
     if is_wrapped:
-        waiting = gradients.waiting_parameters(view, engine.module)
-        frozen = view.optimizer.release_parameters()
+        waiting = experts.waiting_parameters(view, engine.module)
         wrapper._deepspeed_muon_memory = view.memory = Memory(
-            weakref.ref(engine), waiting=waiting, frozen=frozen
+            weakref.ref(engine), waiting=waiting, frozen=view.optimizer.release_parameters()
         )
-    view.prepare(autocast=engine.torch_autocast_enabled())
+    view.prepare()
+    if isinstance(view, ZeroView) and loss_scale.GRAD_SCALER.is_needed:
+        view.replace_grad_scaler(autocast=engine.torch_autocast_enabled())
     # All conditions are asked before anything is replaced.
-    needed = [
-        hook
-        for hook in ENGINE_HOOKS
-        if (hook.owner is DeepSpeedEngine or (is_wrapped and isinstance(view, hook.owner)))
-        and hook.applies(view)
-    ]
+    needed = [hook for hook in ENGINE_HOOKS if hook.is_needed_by(view)]
     for hook in needed:
-        _replace_method(engine if hook.owner is DeepSpeedEngine else wrapper, hook)
-
-
-def _replace_method(owner: Any, hook: Hook) -> None:
-    """Let a call of the hook's method call its function.
-
-    The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
-    would wait for the garbage collector.
-    """
-    reference, function, has_view = weakref.ref(owner), hook.function, hook.owner is not DeepSpeedEngine
-    method = getattr(owner, hook.attribute)
-    is_own = isinstance(method, MethodType) and method.__self__ is owner
-    plain: Callable[..., Any] = method.__func__ if is_own else method
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        owner = reference()
-        assert owner is not None
-        original = MethodType(plain, owner) if is_own else plain
-        return function(original, view_of(owner) if has_view else owner, *args, **kwargs)
-
-    replacement.__name__, replacement.__doc__ = hook.attribute, method.__doc__
-    setattr(owner, hook.attribute, replacement)
+        replace_method(engine if hook.owner is DeepSpeedEngine else wrapper, hook)

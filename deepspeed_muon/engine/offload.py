@@ -34,9 +34,10 @@ import contextlib
 import json
 import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
@@ -46,11 +47,13 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
+from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import optimizer_of
-from deepspeed_muon.checkpoint.tag_folder import Glance
-from deepspeed_muon.engine.zero.stages import Zero3View, view_of
-from deepspeed_muon.engine.zero.views import Original, View
+from deepspeed_muon.engine.patching import Original
+from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
+from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, reference_adamw_step
 
@@ -106,7 +109,7 @@ def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
             group.setdefault("amsgrad", False)
     if is_twin_flow or master_dtype(engine) != torch.float32:
         for module in (stage3, stage_1_and_2):
-            wrapping.enter_context(stands_for(type(optimizer), module, "DeepSpeedCPUAdam"))
+            wrapping.enter_context(mock.patch.object(module, "DeepSpeedCPUAdam", type(optimizer)))
 
 
 def _take_all(
@@ -123,17 +126,6 @@ def _take_all(
             del group[extra]
 
 
-@contextlib.contextmanager
-def stands_for(ours: Any, module: Any, name: str) -> Iterator[None]:
-    """Put ours in the place of a class or function that a module of DeepSpeed uses."""
-    known = getattr(module, name)
-    setattr(module, name, ours)
-    try:
-        yield
-    finally:
-        setattr(module, name, known)
-
-
 def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Release our working memory, and let the wrapper move our optimizer's state.
 
@@ -142,28 +134,31 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
     would also look for the weights in the order of the model, and for frozen ones, which are not in its buffer.
     """
 
-    def places(_: Any) -> Any:
+    def mapping(_: Any) -> Any:
         return get_mapping_to_flat_buffer([param.ds_tensor for group in view.params for param in group])  # type: ignore[attr-defined]
 
     # First, because the original ends by returning free memory to the device.
     view.optimizer.release_memory()
     with (
-        stands_for(type(view.optimizer), fused_adam, "FusedAdam"),
-        stands_for(offload_optimizer_states, stage3, "offload_adam_states"),
-        stands_for(places, stage3, "get_mapping_to_flat_buffer"),
+        mock.patch.object(fused_adam, "FusedAdam", type(view.optimizer)),
+        mock.patch.object(stage3, "offload_adam_states", offload_optimizer_states),
+        mock.patch.object(stage3, "get_mapping_to_flat_buffer", mapping),
     ):
         return original(*args, **kwargs)
 
 
-def reload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> None:
+def reload_states(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> None:
     """Take back what :func:`offload_states` moved."""
     moved = []  # host tensors, which must live until the original has waited for the copies
 
     def reload(*args: Any, **kwargs: Any) -> None:
         moved.append(reload_optimizer_states(*args, **kwargs))
 
-    with stands_for(reload, stage3, "reload_adam_states"):
+    # Stage 3 would look for copies of FusedAdam's state.
+    with mock.patch.object(stage3, "reload_adam_states", reload):
         original(*args, **kwargs)
+    if isinstance(view, Zero12View) and LOST_LINKS.is_needed:
+        view.link_params()
 
 
 class CpuAdam:
@@ -284,7 +279,9 @@ def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -
     return original(*args, **kwargs)
 
 
-def check_copy(engine: Any, tag_folder: Path, saved: Glance | None, save_id: str | None, state: bool) -> None:
+def check_copy(
+    engine: Any, tag_folder: Path, saved: SavedTag | None, save_id: str | None, state: bool
+) -> None:
     """Check that a checkpoint offloads to NVMe as the engine does, and that this rank's copy is of that save.
 
     Args:

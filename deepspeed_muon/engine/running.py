@@ -18,8 +18,8 @@ from deepspeed.runtime import lr_schedules
 
 from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
+from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
-from deepspeed_muon.engine.zero.views import Original, View
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
@@ -95,15 +95,6 @@ def take_model_step(original: Original, engine: Any, *args: Any, **kwargs: Any) 
             events += monitor_events(optimizer.health(), engine.global_samples)
         engine.monitor.write_events(events)
     return result
-
-
-def forget_logits(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
-    """Clear the attention logits after a step."""
-    assert view.optimizer.qk_clip is not None
-    try:
-        return original(*args, **kwargs)
-    finally:
-        view.optimizer.qk_clip.clear()
 
 
 def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given: Mapping[str, Any]) -> None:

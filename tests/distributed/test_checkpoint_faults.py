@@ -16,9 +16,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.files import file_digest
-from deepspeed_muon.checkpoint.offline import verify_folder
+from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import (

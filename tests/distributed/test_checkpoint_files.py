@@ -14,8 +14,7 @@ import torch
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.offline import convert_to_universal
+from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import (

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.offline import convert_to_universal
+from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from tests.support import tensor_parallel, training
 
 MEGABYTE = 2**20

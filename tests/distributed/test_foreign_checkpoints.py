@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmResta
 import deepspeed_muon
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.offline import convert_to_universal
+from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import SMALL, converter_options, engine_for, save_other, save_ours, train_step

@@ -127,7 +127,7 @@ def ties(rank: int, world_size: int, *, stage: int, precision: str) -> dict[str,
         name: value
         for owner in (engine, wrapper)
         for name, value in vars(owner).items()
-        if getattr(value, "__module__", "") == "deepspeed_muon.engine.hooks" and callable(value)
+        if getattr(value, "__module__", "") == "deepspeed_muon.engine.patching" and callable(value)
     }
     report = {
         "optimizer": reached([optimizer], watched),

@@ -14,8 +14,8 @@ import torch
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
+from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
 from tests.support import topologies
 from tests.support.checkpoints import tensors_of
@@ -159,8 +159,8 @@ def test_records_of_parts_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
     path = sorted((tmp_path / "saved" / "t").glob("*optim_states.pt"))[-1]
     whole = path.read_bytes()
     for change, said in (
-        (lose_a_part, "do not make up the whole"),
-        (other_ranges, "do not make up the whole"),
+        (lose_a_part, "do not make up the full tensor"),
+        (other_ranges, "do not make up the full tensor"),
         (another_rank, "there are files of ranks"),
         (no_part, "not a slice"),
     ):

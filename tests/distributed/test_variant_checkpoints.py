@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.offline import convert_to_universal, export_to_torch
+from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal, export_to_torch
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
 from tests.support import training
 from tests.support.comparisons import close

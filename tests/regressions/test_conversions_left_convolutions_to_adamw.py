@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index, restore
-from deepspeed_muon.checkpoint.deepspeed_files import repeat_in_run
+from deepspeed_muon.checkpoint.deepspeed_files import settings_to_repeat
 from deepspeed_muon.routing.saved import convolution_kind, route_saved
 from tests.support import training
 from tests.support.checkpoints import save_other
@@ -100,7 +100,7 @@ def test_what_deepspeeds_muon_chose_otherwise() -> None:
     """It gives position embeddings to Muon; the run that goes on has to say so."""
     algorithms = {"wpe.weight": "muon", "mlp.weight": "adamw", "proj.weight": "muon"}
     shapes = dict.fromkeys(algorithms, (16, 16))
-    assert repeat_in_run(algorithms, route_saved(shapes, {})) == [
+    assert settings_to_repeat(algorithms, route_saved(shapes, {})) == [
         f'{NEEDED}"include": ["wpe.weight"], "exclude": ["mlp.weight"]'
     ]
 
@@ -111,7 +111,7 @@ def test_stacked_experts_without_the_name() -> None:
     routes = route_saved(shapes, {})
     assert [routes[name].algorithm for name in shapes] == ["adamw", "muon"]
     algorithms = {name: route.algorithm for name, route in routes.items()}
-    assert repeat_in_run(algorithms, routes) == [f'{NEEDED}"exclude": ["turned.up"]']
+    assert settings_to_repeat(algorithms, routes) == [f'{NEEDED}"exclude": ["turned.up"]']
     routes = route_saved(shapes, {}, include=["turned.*"])
     assert routes["turned.up"].algorithm == "muon" and routes["turned.up"].heads == 3
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import deepspeed_muon
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
+from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import save_ours

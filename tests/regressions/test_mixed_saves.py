@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from deepspeed_muon.checkpoint import consolidate
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
-from deepspeed_muon.checkpoint.offline import convert_to_universal
+from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import engine_for, report, train_step, trained_for

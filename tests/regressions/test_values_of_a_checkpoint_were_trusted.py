@@ -14,9 +14,8 @@ import torch
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.consolidate import consolidate_files
 from deepspeed_muon.checkpoint.index import is_json, parse_sealed
-from deepspeed_muon.checkpoint.offline import verify_folder
+from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.checkpoint.settings import checked_settings
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.commit import ShardFile, shard_name
+from deepspeed_muon.checkpoint.consolidate import ShardFile, shard_name
 from deepspeed_muon.checkpoint.index import FORMAT, sealed_json
 from deepspeed_muon.logs import logger
 from tests.support import training

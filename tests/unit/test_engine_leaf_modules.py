@@ -9,7 +9,7 @@ import torch
 from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules
 from torch import Tensor, nn
 
-from deepspeed_muon.engine.gradients import mark_moe_layers, prepare_inputs
+from deepspeed_muon.engine.workarounds.experts import mark_moe_layers, prepare_inputs
 
 
 class Layer(nn.Module):

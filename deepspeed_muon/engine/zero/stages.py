@@ -15,20 +15,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.engine.zero.views import Bf16View, FlatView, HalfView, Original, PlainView, View
+from deepspeed_muon.engine.zero.views import Bf16View, FlatView, HalfView, PlainView, View
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import Placement, sharded_placement
 from deepspeed_muon.step.state import STATE_TENSORS
-
-RELEASED = "_PartitionedParameterCoordinator__params_to_release"
-"""A method of ZeRO 3's coordinator, whose cache refers to the parameters of every engine."""
 
 
 class ZeroView(View):
@@ -122,12 +117,12 @@ class ZeroView(View):
     def dynamic_scaler(self) -> Any:
         return self.wrapper.loss_scaler if self.wrapper.dynamic_loss_scale else None
 
-    def prepare(self, *, autocast: bool) -> None:
+    def replace_grad_scaler(self, *, autocast: bool) -> None:
         """Let a dynamic loss scale with the same start, growth and backoff take the place of a ``GradScaler``.
 
-        A mend: with ``torch_autocast`` in fp16 the norm is that of scaled gradients, and once it is not finite every
-        later step is skipped. Without ``torch_autocast`` the scaler is left over from another engine of the process,
-        and the loss scale stays the engine's own.
+        Args:
+            autocast: Whether the engine uses ``torch_autocast``. Otherwise the scaler is left over from another engine
+                of the process, and the loss scale stays the engine's own.
         """
         scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
         if scaler is None or not autocast:
@@ -160,8 +155,7 @@ class Zero12View(FlatView, ZeroView):
         # fp32 sums of gradients in half precision.
         self.wrapper.averaged_gradients = dict.fromkeys(self.wrapper.averaged_gradients)
 
-    def prepare(self, *, autocast: bool) -> None:
-        super().prepare(autocast=autocast)
+    def prepare(self) -> None:
         # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
         self.wrapper.check_grad_overflow = True
 
@@ -265,8 +259,7 @@ class Zero3View(ZeroView):
         self.swapper = wrapper.optimizer_swapper
         self.swap_folder = None if self.swapper is None else Path(self.swapper.swap_folder)
 
-    def prepare(self, *, autocast: bool) -> None:
-        super().prepare(autocast=autocast)
+    def prepare(self) -> None:
         if self.swapper is not None:
             # DeepSpeed would swap rows of variants with the length of the partition, and a bf16 momentum as fp32. After
             # a load it would swap no state at all.
@@ -372,17 +365,6 @@ def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:
-    """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
-    module = view.module
-    original(*args, **kwargs)
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [each for each in stack if each is not module]
-    cached = vars(PartitionedParameterCoordinator)[RELEASED]
-    for cell in cached.__closure__ or ():
-        cell.cell_contents.cache_clear()
-
-
 WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
     DeepSpeedZeroOptimizer_Stage3: Zero3View,
     DeepSpeedZeroOptimizer: Zero12View,
@@ -396,6 +378,7 @@ _READ_OF_ZERO = (
     "is_gradient_accumulation_boundary", "loss_scaler", "micro_step_id", "model_parallel_group", "overflow",
     "reset_cpu_buffers", "torch_autocast_gradscaler",
 )  # fmt: skip
+_READ_OF_FLAT = ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state", "_link_all_hp_params")
 _READ_WITH_OFFLOAD = ("grad_position", "norm_for_param_grads")
 
 # What each view reads or calls of its wrapper.
@@ -403,11 +386,13 @@ _READ: dict[type[View], tuple[str, ...]] = {
     PlainView: (),
     HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
     Bf16View: (
+        *_READ_OF_FLAT,
         "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clip_grad", "fp32_groups_flat_partition",
         "fp32_groups_has_gradients", "real_dp_process_group",
     ),
     Zero12View: (
-        *_READ_OF_ZERO, "_epilogue_ran_this_backward", "all_grad_tensors", "bit16_groups", "bit16_groups_flat",
+        *_READ_OF_FLAT, *_READ_OF_ZERO,
+        "_epilogue_ran_this_backward", "all_grad_tensors", "bit16_groups", "bit16_groups_flat",
         "check_grad_overflow", "clear_backward_seen_flag", "clip_grad", "copy_grads_in_partition", "cpu_offload",
         "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm", "parallel_partitioned_bit16_groups",
         "params_in_partition", "partition_gradients", "real_dp_process_group",

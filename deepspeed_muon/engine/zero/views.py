@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,9 +19,6 @@ from deepspeed_muon.routing.shapes import true_shape
 
 # Elements of the weights that the ranks gather at once after a restore.
 _GATHERED = 1 << 18
-
-Original: TypeAlias = Callable[..., Any]
-"""A function of DeepSpeed that a replacement may call."""
 
 
 @dataclass(slots=True)
@@ -78,12 +75,8 @@ class View:
         self.optimizer: Muon = wrapper if isinstance(wrapper, Muon) else wrapper.optimizer
         self.memory: Memory = getattr(wrapper, "_deepspeed_muon_memory", None)  # type: ignore[assignment]
 
-    def prepare(self, *, autocast: bool) -> None:
-        """Change attributes of the wrapper before its methods are replaced.
-
-        Args:
-            autocast: Whether the engine uses ``torch_autocast``.
-        """
+    def prepare(self) -> None:
+        """Change attributes of the wrapper before its methods are replaced."""
 
     @property
     def loaded_clipping(self) -> float | None:
@@ -209,6 +202,15 @@ class FlatView(View):
                 pieces = [each.narrow(0, start, min(step, master.numel() - start)) for each in partitions]
                 dist.all_gather(pieces, pieces[rank], group=group)
 
+    def link_params(self) -> None:
+        """Link the parameters to their masters, by which DeepSpeed's ``safe_get_full_*`` find them."""
+        self.wrapper._link_all_hp_params()
+
+    def link_states_again(self) -> None:
+        """Link the parameters to their optimizer state, whether they are linked or not."""
+        self.wrapper._hp_optimizer_states_linked = False
+        self.wrapper._lazy_init_hp_params_optimizer_state()
+
 
 class Bf16View(FlatView):
     """ZeRO 1 with bf16 weights and fp32 gradients."""
@@ -220,27 +222,3 @@ class Bf16View(FlatView):
     def count_all_gradients(self) -> None:
         """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
         self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
-
-
-def overlooks_overflow(view: View) -> bool:
-    """Return whether ZeRO 3 looks for overflow in fp16 only: DeepSpeed 0.19.2."""
-    return not hasattr(view.wrapper, "_loss_scale_update_and_overflow_cleanup")
-
-
-def link_states(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
-    """Link the parameters to their optimizer state once every partition has one, not after the first one's step."""
-    if all(view.optimizer.state.get(master) for master in view.masters):
-        original(*args, **kwargs)
-
-
-def link_params(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
-    """Link the parameters to their masters, and to their optimizer state again."""
-    original(*args, **kwargs)
-    view.wrapper._hp_optimizer_states_linked = False
-    view.wrapper._lazy_init_hp_params_optimizer_state()
-
-
-def link_reloaded(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
-    """Take back what was offloaded; DeepSpeed links the parameters before the state is there."""
-    original(*args, **kwargs)
-    view.wrapper._link_all_hp_params()

@@ -1,23 +1,9 @@
-"""Loss scale, norm and clipping: defects of DeepSpeed, and steps that only our optimizer knows to skip.
+"""The norm of the gradients, and clipping by it: at ZeRO 0, and in ``BF16_Optimizer``.
 
-**A scale that grows.** ZeRO updates the scale first and unscales afterwards. In a step after which the scale doubles,
-gradients are therefore divided by twice what the loss was multiplied with, at stage 0 in half precision too. Here the
-scale grows after the step.
-
-**``torch_autocast`` in fp16.** ZeRO multiplies the loss by the scale of a ``torch.amp.GradScaler`` and leaves it to
-the scaler to unscale inside of ``optimizer.step()``. Three things go wrong:
-
-- The reported norm, with which ``gradient_clipping`` compares, is that of scaled gradients.
-- A step whose norm is not finite returns before the scaler hears of it, so the scale never falls and every later step
-  is skipped too.
-- With several partitions the scale is updated once for each of them.
-
-DeepSpeed's own ``DynamicLossScaler`` does all of this right, so it takes the place of the ``GradScaler``. ZeRO decides
-by a flag of the process whether it uses one: an engine made after one with ``torch_autocast`` gets a ``GradScaler``
-too, which then hides its own loss scale.
-
-**The norm at ZeRO 0.** The plain engine throws it away, and counts parameters that the optimizer was not given; that of
-a pipeline or of experts counts only a part of them.
+The plain engine discards the norm, and counts parameters that the optimizer was not given; in a pipeline or with
+experts it counts only the gradients of one stage or of one rank's experts. ``FP16_UnfusedOptimizer`` has the norm of
+scaled gradients, without experts and tensor-parallel shards of other ranks. ``BF16_Optimizer`` leaves out parameters
+that this rank did not use and others did.
 """
 
 from __future__ import annotations
@@ -28,81 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
+from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.engine.zero.views import Bf16View, HalfView, Original, View
-from deepspeed_muon.errors import NumericalError
+from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
-
-
-def shrink_scale(original: Original, view: View, *args: Any, **kwargs: Any) -> None:
-    """Lower the scale at once after an overflow; :func:`grow_after_step` raises it."""
-    if view.wrapper.overflow:
-        original(*args, **kwargs)
-
-
-def grow_after_step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
-    """Update the scale after a step whose gradients carry the old one."""
-    result = original(*args, **kwargs)
-    if not view.wrapper.overflow:
-        view.grow_scale()
-    return result
-
-
-def report_skipped_step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
-    """Set ``overflow`` of a wrapper after a step that our optimizer inside it skipped."""
-    before = view.optimizer.skipped_steps
-    view.wrapper.overflow = False  # DeepSpeed 0.19.2 forgets it in fp16 only
-    result = original(*args, **kwargs)
-    if view.optimizer.skipped_steps > before:
-        view.wrapper.overflow = True
-    return result
-
-
-def overflow_is_error(view: View) -> bool:
-    """Return whether the configuration makes a step that ZeRO skips by itself an error.
-
-    A dynamic loss scale must skip steps until it fits.
-    """
-    wanted = view.optimizer.config.nonfinite_grad == "error" and not view.dynamic_scaler()
-    return wanted and hasattr(view.wrapper, "overflow")
-
-
-def raise_on_overflow(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
-    """Turn a step that ZeRO skipped into an error; all ranks agree on ``overflow``."""
-    result = original(*args, **kwargs)
-    if view.wrapper.overflow:
-        raise NumericalError(
-            "a gradient or the global gradient norm is not finite and optimizer.params.nonfinite_grad is 'error'; "
-            "DeepSpeed left weights and optimizer state unchanged"
-        )
-    return result
-
-
-def loss_is_not_scaled(view: View) -> bool:
-    """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply with.
-
-    Engines scale the loss only for wrappers that are a ``ZeROOptimizer``.
-    """
-    return isinstance(view, HalfView) and view.divides and not isinstance(view.wrapper, ZeROOptimizer)
-
-
-def backward(original: Original, engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Scale the loss, and return it unscaled."""
-    scale = float(engine.optimizer.loss_scale)
-    unscaled = original(loss.float() * scale, *args, **kwargs)
-    return unscaled / scale if isinstance(unscaled, Tensor) else unscaled
-
-
-def scale(original: Original, engine: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Scale the loss for a program that calls ``backward`` of the loss itself."""
-    return original(loss.float() * float(engine.optimizer.loss_scale), *args, **kwargs)
 
 
 def clip_fp32_gradients(original: Original, engine: Any) -> None:
@@ -231,3 +153,32 @@ def unscale_and_clip_grads(
     if apply_scale and divisor != 1.0:
         torch._foreach_mul_([p.grad for p in view.masters if p.grad is not None], 1.0 / divisor)
     return divisor
+
+
+PLAIN_NORM = Workaround(
+    defect="the plain engine discards the norm that it clips by, and counts one stage of a pipeline, one rank's "
+    "experts, and parameters that the optimizer was not given",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_pipeline.py",
+    hooks=(
+        Hook(DeepSpeedEngine, "clip_fp32_gradients", clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
+    ),
+)  # fmt: skip
+
+NORM_OF_SCALED_GRADIENTS = Workaround(
+    defect="stage 0 in half precision divides by a scale that was not applied; its norm is that of scaled gradients, "
+    "and leaves experts and shards out",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_precision.py::test_static_loss_scale",
+    hooks=(Hook((HalfView,), "unscale_and_clip_grads", unscale_and_clip_grads),),
+)
+
+NORM_OF_USED_PARAMETERS = Workaround(
+    defect="BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_idle_parameters.py::test_a_parameter_counts_that_only_the_other_rank_used",
+    hooks=(Hook((Bf16View,), "get_grads_for_norm", grads_for_norm),),
+)

@@ -1,0 +1,114 @@
+"""How functions of DeepSpeed are replaced, and which releases of DeepSpeed need a replacement.
+
+A :class:`Hook` names a function of DeepSpeed and the function that is called instead. A :class:`Workaround` is a defect
+of DeepSpeed, with the releases that have it and the hooks that exist for it alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType, ModuleType
+from typing import Any, TypeAlias
+
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from packaging.version import Version
+
+from deepspeed_muon.engine.zero.stages import WRAPPERS, view_of
+from deepspeed_muon.engine.zero.views import PlainView, View
+
+Original: TypeAlias = Callable[..., Any]
+"""A function of DeepSpeed that its replacement may call."""
+
+INSTALLED = Version(deepspeed.__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A function of DeepSpeed that is replaced.
+
+    Attributes:
+        owner: The class or module whose function it is, or the kinds of views whose wrapper's method it is.
+        attribute: The function's name.
+        function: Is called instead, with the original, then with the view if the owner is a kind of view, and with the
+            arguments of the call.
+        applies: Whether an engine whose wrapper has this view needs it. Unused where a function is replaced for the
+            whole process.
+    """
+
+    owner: type | ModuleType | tuple[type[View], ...]
+    attribute: str
+    function: Callable[..., Any]
+    applies: Callable[[Any], object] = lambda view: True
+
+    def __str__(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.attribute}"
+
+    def is_needed_by(self, view: View) -> bool:
+        """Return whether an engine whose wrapper has this view needs it."""
+        if isinstance(self.owner, tuple) and (
+            isinstance(view, PlainView) or not isinstance(view, self.owner)
+        ):
+            return False
+        return bool(self.applies(view))
+
+    def classes(self) -> list[type]:
+        """Return the classes of DeepSpeed whose method is replaced in single engines."""
+        if self.owner is DeepSpeedEngine:
+            return [DeepSpeedEngine, PipelineEngine]
+        assert isinstance(self.owner, tuple)
+        return [wrapper for wrapper, view in WRAPPERS.items() if issubclass(view, self.owner)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workaround:
+    """A defect of DeepSpeed, whatever the optimizer, and what is replaced because of it.
+
+    Attributes:
+        defect: What DeepSpeed does wrong.
+        first: The first supported release that has the defect.
+        last: The last release that was seen to have it.
+        fixed: Whether the release after :attr:`last` was seen to be right. Otherwise later releases count as having the
+            defect until somebody has looked.
+        test: Fails under :attr:`last` without the workaround.
+        hooks: What is replaced for this workaround alone. A method that is replaced for several reasons asks
+            :attr:`is_needed` in its one replacement.
+    """
+
+    defect: str
+    first: str
+    last: str
+    test: str
+    fixed: bool = False
+    hooks: tuple[Hook, ...] = ()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the installed DeepSpeed has the defect."""
+        if self.fixed and Version(self.last) < INSTALLED:
+            return False
+        return Version(self.first) <= INSTALLED
+
+
+def replace_method(owner: Any, hook: Hook) -> None:
+    """Let a call of the hook's method of one engine or wrapper call the hook's function.
+
+    The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
+    would wait for the garbage collector.
+    """
+    reference, function, has_view = weakref.ref(owner), hook.function, isinstance(hook.owner, tuple)
+    method = getattr(owner, hook.attribute)
+    is_bound = isinstance(method, MethodType) and method.__self__ is owner
+    unbound: Callable[..., Any] = method.__func__ if is_bound else method
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        owner = reference()
+        assert owner is not None
+        original = MethodType(unbound, owner) if is_bound else unbound
+        return function(original, view_of(owner) if has_view else owner, *args, **kwargs)
+
+    replacement.__name__, replacement.__doc__ = hook.attribute, method.__doc__
+    setattr(owner, hook.attribute, replacement)

@@ -1,0 +1,78 @@
+"""What DeepSpeed loads of its own checkpoints: the wrong weights, or none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from deepspeed_muon.engine.patching import Hook, Original, Workaround
+from deepspeed_muon.engine.zero.stages import Zero12View
+
+
+def load_weights(
+    original: Original, engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Load the weights of ZeRO 1 and 2 from the state dict alone.
+
+    It has the frozen ones too, and among them the experts of each rank.
+    """
+    return original({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
+
+
+def load_no_state_into_divided_weights(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
+    """Let ZeRO 3 gather its weights for ``load_module_only``.
+
+    Args:
+        engine: The engine.
+        arguments: Those of ``load_checkpoint``. Mutated.
+    """
+    if engine.zero_optimization_partition_weights():
+        arguments["load_optimizer_states"] = False
+
+
+@contextmanager
+def weights_of_tag(tag: str | None) -> Iterator[None]:
+    """Let ZeRO 3 take the weights of a tag, where it loads them without the optimizer's state."""
+    if not TAG_OF_LATEST.is_needed:
+        yield
+        return
+    load = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=tag)
+    with mock.patch.object(engine_module, "get_fp32_state_dict_from_zero_checkpoint", load):
+        yield
+
+
+FROZEN_EXPERTS = Workaround(
+    defect="from ZeRO 2 on a load writes over the frozen weights of each rank, experts among them, what the first rank "
+    "has under the same name",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_changed_models.py",
+    hooks=(
+        Hook(
+            DeepSpeedEngine, "load_module_state_dict", load_weights, lambda view: isinstance(view, Zero12View)
+        ),
+    ),
+)
+
+MODULE_ONLY = Workaround(
+    defect="ZeRO 3 gathers its weights to load into them only where load_optimizer_states is False: with "
+    "load_module_only alone it loads nothing and reports success",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_deepspeed_features.py::test_loading_weights",
+)
+
+TAG_OF_LATEST = Workaround(
+    defect="without the optimizer's state ZeRO 3 loads the weights of the tag that `latest` names, not the given one",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_deepspeed_features.py::test_loading_weights",
+)

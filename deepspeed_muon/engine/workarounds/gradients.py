@@ -1,0 +1,143 @@
+"""Gradients of another step, or of some of the backward passes of a step: ZeRO 1, 2 and 3.
+
+**Parameters that get no gradient in a step.** ZeRO 3, and ZeRO 1 and 2 with an offloaded optimizer, keep reduced
+gradients in buffers that outlive the step, and write only those that a backward pass reduces. So DeepSpeed goes wrong
+in two ways:
+
+- A parameter without a gradient is updated with its last one in every step. That gradient is also part of the norm, and
+  if it is infinite, all later steps overflow.
+- In an accumulation DeepSpeed copies gradients in the first micro-step and adds them in the later ones. If the first
+  gradient of a parameter comes later, it is added to that of the step before. With offload, if its last gradient comes
+  before the last micro-step, the sum never reaches the optimizer.
+
+With the workaround the first gradient *of a parameter* in a step is copied and the later ones are added. A parameter
+that the last backward pass did not reduce gets a gradient of zero, through the same functions as DeepSpeed's own
+gradients, so that all readers of the buffers (overflow check, norm, clipping, ``safe_get_full_grad``) find the right
+numbers. Nothing is communicated: the ranks that reduce a parameter together all know whether they did.
+
+**Several backward passes in the last micro-step**, such as one for each of two losses. ZeRO 1 and 2 replace the
+gradients of the earlier ones. With the workaround they are added up, as at stages 0 and 3 and in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed_muon.engine.patching import Hook, Original, Workaround
+from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View
+from deepspeed_muon.engine.zero.views import View
+
+
+def partition_grads(
+    original: Original,
+    view: Zero3View,
+    params_to_release: Sequence[Tensor],
+    grad_partitions: Sequence[Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> list[Tensor]:
+    """Copy first gradients of the step into ZeRO 3's buffer, and add later ones."""
+    if view.memory.restart:
+        view.memory.restart = False
+        view.forget_gradients()
+    calls: dict[bool, tuple[list[Tensor], list[Tensor]]] = {}
+    for param, partition in zip(params_to_release, grad_partitions, strict=True):
+        params, partitions = calls.setdefault(_is_first(view, param), ([], []))
+        params.append(param)
+        partitions.append(partition)
+    buffers: list[Tensor] = []
+    for is_first, call in calls.items():
+        with view.in_micro_step(first=is_first):
+            buffers += original(*call, *args, **kwargs)
+    return buffers
+
+
+def copy_grads_in_partition(
+    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Copy the first gradient of ``param`` in the step, and add later ones (ZeRO 1 and 2 with offload).
+
+    They are also added to the sum that an earlier backward pass has already written to the master's gradient.
+    """
+    delivered = view.delivered(param) if EARLIER_BACKWARD.is_needed else None
+    is_first = _is_first(view, param)
+    if delivered is None:
+        with view.in_micro_step(first=is_first):
+            return original(param, *args, **kwargs)
+    earlier = delivered.clone()
+    with view.in_micro_step(first=True):
+        result = original(param, *args, **kwargs)
+    if not view.memory.restart:
+        view.add_delivered(param, delivered, earlier)
+    return result
+
+
+def _is_first(view: View, param: Tensor) -> bool:
+    """Return whether this is the first gradient of ``param`` in the step, and record that there was one."""
+    reduced = view.memory.reduced
+    is_first = id(param) not in reduced
+    reduced.add(id(param))
+    return is_first
+
+
+def reduce_independent_gradient(
+    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Record that ZeRO 1 reduces the gradient of ``param`` by itself."""
+    view.memory.queued.add(id(param))
+    return original(param, *args, **kwargs)
+
+
+def reduce_gradients(
+    original: Original, view: Zero12View, pipeline_parallel: bool = False, *args: Any, **kwargs: Any
+) -> Any:
+    """Reduce what the last micro-step of an accumulation did not add to, then finish the reduction."""
+    queued = view.memory.queued | view.memory.waiting
+    # A pipeline fills its buckets in the call below, with each layer's gradient over all micro-batches.
+    for group_number, params in enumerate(() if pipeline_parallel else view.params):
+        for param in params:
+            if id(param) not in queued and view.has_gradient(param):
+                view.reduce(param, group_number)
+    view.memory.queued.clear()
+    return original(pipeline_parallel, *args, **kwargs)
+
+
+STALE_GRADIENTS = Workaround(
+    defect="ZeRO 3, and ZeRO 1 and 2 with offload, update a parameter that gets no gradient with its last one, and add "
+    "the first gradient of a parameter to that of the step before if it comes in a later micro-step",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_idle_parameters.py::test_idle_parameters",
+    hooks=(
+        Hook((Zero3View,), "partition_grads", partition_grads),
+        Hook(
+            (Zero12View,), "copy_grads_in_partition", copy_grads_in_partition, attrgetter("keeps_gradients")
+        ),
+    ),
+)
+
+EARLIER_BACKWARD = Workaround(
+    defect="ZeRO 1 and 2 use the last one of several backward passes before a step, and take a second backward pass "
+    "after one forward pass for a later phase of the first",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_several_backward.py::test_gradients_are_added_up",
+)
+
+LAST_MICRO_STEP_ONLY = Workaround(
+    defect="ZeRO 1 with overlap_comm does not reduce gradients that the last micro-step does not add to",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_idle_parameters.py::test_idle_parameters",
+    hooks=(
+        Hook(
+            (Zero12View,), "reduce_independent_p_g_buckets_and_remove_grads", reduce_independent_gradient,
+            attrgetter("reduces_last_only"),
+        ),
+        Hook((Zero12View,), "reduce_gradients", reduce_gradients, attrgetter("reduces_last_only")),
+    ),
+)  # fmt: skip

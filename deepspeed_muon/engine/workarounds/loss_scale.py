@@ -1,0 +1,84 @@
+"""The loss scale: when it grows, who applies it, who unscales.
+
+**A scale that grows.** ZeRO updates the scale first and unscales afterwards. In a step after which the scale doubles,
+gradients are therefore divided by twice what the loss was multiplied with, at stage 0 in half precision too. With the
+workaround the scale grows after the step.
+
+**``torch_autocast`` in fp16.** ZeRO multiplies the loss by the scale of a ``torch.amp.GradScaler`` and leaves it to
+the scaler to unscale inside of ``optimizer.step()``. Three things go wrong:
+
+- The reported norm, with which ``gradient_clipping`` compares, is that of scaled gradients.
+- A step whose norm is not finite returns before the scaler is called, so the scale never falls and every later step
+  is skipped too.
+- With several partitions the scale is updated once for each of them.
+
+DeepSpeed's own ``DynamicLossScaler`` does all of this right, so it takes the place of the ``GradScaler``. ZeRO decides
+by a flag of the process whether it uses one: an engine made after one with ``torch_autocast`` gets a ``GradScaler``
+too, which then hides its own loss scale.
+
+**Half precision at stage 0.** ``FP16_UnfusedOptimizer`` divides by a loss scale, and the engine scales the loss only
+for wrappers that are a ``ZeROOptimizer``.
+"""
+
+from __future__ import annotations
+
+from operator import methodcaller
+from typing import Any
+
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from deepspeed_muon.engine.patching import Hook, Original, Workaround
+from deepspeed_muon.engine.zero.stages import ZeroView
+from deepspeed_muon.engine.zero.views import HalfView, View
+
+
+def lower_scale(original: Original, view: View, *args: Any, **kwargs: Any) -> None:
+    """Lower the scale at once after an overflow; :func:`deepspeed_muon.engine.step.step` raises it."""
+    if view.wrapper.overflow:
+        original(*args, **kwargs)
+
+
+def loss_is_not_scaled(view: View) -> bool:
+    """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply with."""
+    return isinstance(view, HalfView) and view.divides and not isinstance(view.wrapper, ZeROOptimizer)
+
+
+def scale(original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Scale the loss for a program that calls ``backward`` of the loss itself."""
+    return original(loss.float() * float(engine.optimizer.loss_scale), *args, **kwargs)
+
+
+SCALE_GROWS_EARLY = Workaround(
+    defect="a dynamic loss scale grows before the step, which then unscales by the new one",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_precision.py::test_a_growing_loss_scale_changes_nothing",
+    hooks=(Hook((ZeroView, HalfView), "_update_scale", lower_scale, methodcaller("dynamic_scaler")),),
+)
+
+GRAD_SCALER = Workaround(
+    defect="with torch_autocast in fp16 the norm is that of scaled gradients, and once it is not finite every later "
+    "step is skipped; later engines of the process get a GradScaler too",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_precision.py::test_autocast_recovers_from_an_overflow",
+)
+
+UNSCALED_LOSS = Workaround(
+    defect="stage 0 in half precision divides by a loss scale that nothing multiplied the loss with",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_precision.py::test_static_loss_scale",
+    hooks=(Hook(DeepSpeedEngine, "scale", scale, loss_is_not_scaled),),
+)
+
+OVERFLOW_IN_FP16_ONLY = Workaround(
+    defect="ZeRO 3 looks for overflow in fp16 only, so that sub-groups with finite gradients are updated in a step "
+    "that is skipped",
+    first="0.19.2",
+    last="0.19.7",
+    fixed=True,
+    test="tests/distributed/test_failures.py",
+)

@@ -1,0 +1,34 @@
+"""Engines of stage 3 that stay in memory after ``engine.destroy()``, with all that they refer to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+from deepspeed_muon.engine.patching import Hook, Original, Workaround
+from deepspeed_muon.engine.zero.stages import Zero3View
+
+CACHED = "_PartitionedParameterCoordinator__params_to_release"
+"""A method of ZeRO 3's coordinator, whose cache refers to the parameters of every engine."""
+
+
+def release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:
+    """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
+    model = view.module
+    original(*args, **kwargs)
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not model]
+    cached = vars(PartitionedParameterCoordinator)[CACHED]
+    for cell in cached.__closure__ or ():
+        cell.cell_contents.cache_clear()
+
+
+DESTROYED_ENGINES = Workaround(
+    defect="an engine of stage 3 stays in memory after engine.destroy(), with all that it refers to",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_leaves_nothing_behind.py",
+    hooks=(Hook((Zero3View,), "destroy", release_destroyed),),
+)
