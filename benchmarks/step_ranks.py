@@ -359,7 +359,7 @@ def measure_updates(
     update does not change it.
     """
     from deepspeed_muon.math.coefficients import resolve_schedule
-    from deepspeed_muon.math.newton_schulz import reference_orthogonalize
+    from deepspeed_muon.reference import newton_schulz
 
     choose_dtype_by_processor()
     distances = {}
@@ -377,8 +377,7 @@ def measure_updates(
         after = fields.weights()
         schedule = resolve_schedule("polar_express_5" if name == DION else "quintic", 5)
         distances[name] = max(
-            peers.sine(before[key] - after[key], reference_orthogonalize(gradients[key], schedule))
-            for key in before
+            peers.sine(before[key] - after[key], newton_schulz(gradients[key], schedule)) for key in before
         )
         engine.destroy()
     return {name: distances[name] for name in optimizers if name in distances}

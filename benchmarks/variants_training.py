@@ -16,6 +16,7 @@ from torch import Tensor
 import deepspeed_muon
 from benchmarks.variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
 from deepspeed_muon.math import newton_schulz
+from deepspeed_muon.math.coefficients import SMALLEST_NORM
 from deepspeed_muon.ops.machine import hardware_name
 
 POINTS = 12
@@ -41,7 +42,7 @@ def row_sums(x: Tensor, settings: newton_schulz.NsSettings) -> Tensor:
     The preconditioning of Turbo-Muon (arXiv 2512.04632), in place of the division by the Frobenius norm.
     """
     sums = (x @ x.mT).abs().sum(dim=-1, keepdim=True)
-    return (x / sums.sqrt().clamp_(min=settings.eps)).to(settings.dtype)
+    return (x / sums.sqrt().clamp_(min=SMALLEST_NORM)).to(settings.dtype)
 
 
 def optimizer_of(run: Run, model: GPT) -> torch.optim.Optimizer:

@@ -359,7 +359,7 @@ class Muon(RoutedOptimizer):
         Raises:
             BindingError: On all ranks, naming the matrices and the remedy.
         """
-        if not VARIANTS[self.config.variant].relative_rate:
+        if VARIANTS[self.config.variant].apply is None:
             return
         names = [name for runner in self.runners for name in runner.check.take_zero_weights()]
         with raise_on_all_ranks(BindingError, ranks=self.ranks):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import logger
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.reference import newton_schulz
 
 from .candidates import BATCH_NUMEL, Candidate, Problem
 from .machine import file_for, hardware_name, locked, read_json, write_json
@@ -220,9 +221,9 @@ def error_of(result: Tensor, expected: Tensor) -> float:
 def _expected(problem: Problem, x: Tensor) -> Tensor:
     if problem.flops <= _FLOAT64_FLOPS:
         rows = problem.settings.coefficients
-        return torch.stack(
-            [reference_orthogonalize(each, rows, problem.settings.eps) for each in x.cpu()]
-        ).to(device=x.device, dtype=torch.float32)
+        return torch.stack([newton_schulz(matrix, rows) for matrix in x.cpu()]).to(
+            device=x.device, dtype=torch.float32
+        )
     return orthogonalize(x, settings=replace(problem.settings, method="standard")).float()
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.logs import logger
+from deepspeed_muon.math.coefficients import SMALLEST_NORM
 from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize, restart_steps
 
 # Elements that a batch may stack: stacking copies them, and the iteration needs three times as much again.
@@ -249,7 +250,7 @@ def _native(method: str, operators: Any) -> Candidate:
             order,
             sorted(restart_steps(settings.coefficients, settings.dtype)) if order.startswith("gram") else [],
             settings.dtype,
-            settings.eps,
+            SMALLEST_NORM,
         )
         return result
 

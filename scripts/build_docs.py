@@ -35,6 +35,7 @@ COPIED = (
     "SECURITY.md",
     "CITATION.cff",
     "docs",
+    "deepspeed_muon/reference.py",
     "benchmarks/NOTES.md",
     "benchmarks/results",
     "tests/regressions",

@@ -1,10 +1,13 @@
 """Plants defects one at a time into a copy of the repository and tells whether the tests of the default run catch them.
 
 ``tests/planted_defects.toml`` lists them: file, text, the text in its place, what would go wrong for a user, and the
-test that fails. First the named tests must pass without a defect. The working tree is not touched.
+test that fails. With ``--workarounds`` the defects are DeepSpeed's own: the workarounds in
+``deepspeed_muon/engine/workarounds/`` are switched off one at a time, and the test that each of them names must fail
+under the installed DeepSpeed. First the named tests must pass without a defect. The working tree is not touched.
 
     .venv/bin/python scripts/planted_defects.py
     .venv/bin/python scripts/planted_defects.py --only 3 17
+    .venv/bin/python scripts/planted_defects.py --workarounds
     .venv/bin/python scripts/planted_defects.py --all-tests --only 3
     .venv/bin/python scripts/planted_defects.py --table planted_defects.md
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +65,23 @@ class Defect:
             raise SystemExit(f"{self.file} has this text {text.count(self.old)} times, not once:\n{self.old}")
         path.write_text(text.replace(self.old, self.new))
         return text
+
+
+def workarounds() -> list[Defect]:
+    """Return the workarounds for defects that the newest tested DeepSpeed has, each switched off."""
+    row = re.compile(
+        r'^(\w+ = Workaround\(\n    defect="(?:.|\n)*?)    first="[\d.]+",\n(?:.|\n)*?\n\)', re.M
+    )
+    defects = []
+    for path in sorted((REPOSITORY / "deepspeed_muon" / "engine" / "workarounds").glob("*.py")):
+        for found in row.finditer(path.read_text()):
+            if "    fixed=True,\n" not in found[0]:
+                text = dict(re.findall(r'^    (first|test)="(.*)",$', found[0], re.M))
+                harm = " ".join(found[1].split(" = ")[0].lower().split("_"))
+                old = f'{found[1]}    first="{text["first"]}",'
+                file = str(path.relative_to(REPOSITORY))
+                defects.append(Defect(file, old, f'{found[1]}    first="999",', harm, text["test"]))
+    return defects
 
 
 def copy_repository(to: Path) -> None:
@@ -124,15 +145,17 @@ def main() -> int:
     """Run the command; return 0 if all defects were caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these defects, counted from 1")
+    parser.add_argument(
+        "--workarounds", action="store_true", help="switch off workarounds for DeepSpeed instead"
+    )
     parser.add_argument("--all-tests", action="store_true", help="run the default suite, not the named test")
     parser.add_argument("--table", type=Path, help="write the results to this Markdown file")
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     importlib.import_module("deepspeed")
-    defects = {
-        number: Defect(**entry) for number, entry in enumerate(tomllib.loads(TABLE.read_text())["defect"], 1)
-    }
+    listed = [Defect(**entry) for entry in tomllib.loads(TABLE.read_text())["defect"]]
+    defects = dict(enumerate(workarounds() if arguments.workarounds else listed, 1))
     chosen = arguments.only or list(defects)
     caught: dict[int, bool] = {}
     with tempfile.TemporaryDirectory(prefix="planted-defects-") as folder:

@@ -97,7 +97,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         if nearest := take_nearest():
-            item.user_properties.append((NEAREST, [nearest.what, nearest.error, nearest.limit]))
+            item.user_properties.append((NEAREST, [nearest.name, nearest.error, nearest.limit]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -117,7 +117,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"nearest of {len(rows)} tests that compare with float64")
     for ratio, test, comparison in rows[: max(5, near)]:
         terminalreporter.line(
-            f"{ratio:.2f} of the limit: {comparison.error:.2e} of {comparison.limit:.2e} {comparison.what} {test}"
+            f"{ratio:.2f} of the limit: {comparison.error:.2e} of {comparison.limit:.2e} {comparison.name} {test}"
         )
     if near:
         terminalreporter.line(

@@ -225,7 +225,7 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
             if any(abs(a - b) > limit for a, b in pairs):
                 raise CheckpointError(
                     f"parameter {name}: ranks {first_rank} and {rank} hold different values, and nothing says that "
-                    f"they hold different parts of it. Mark it (tensor_model_parallel, partition_dim) before "
+                    f"they hold different slices of it. Mark it (tensor_model_parallel, partition_dim) before "
                     f"deepspeed.initialize; engine.save_checkpoint saves it as it is"
                 )
 
@@ -626,9 +626,8 @@ class FolderWriter:
         path = folder / LOCK_NAME
         try:
             self._lock = lock(path, os.O_RDWR | os.O_CREAT)
-            with open(
-                path, "wb"
-            ) as file:  # network file systems show the content to other machines once it is closed
+            # Network file systems show the content to other machines once the file is closed.
+            with open(path, "wb") as file:
                 file.write(self.save_id.encode())
         except BlockingIOError:
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Checkpoints without an engine: ``python -m deepspeed_muon checkpoint``, and the functions that its commands call.
+"""Checkpoints without an engine: ``python -m deepspeed_muon checkpoint`` and the functions behind its commands.
 
-They convert DeepSpeed's saved files to a consolidated set or a universal checkpoint, and a set to torch's optimizers,
-in one process.
+In one process they convert DeepSpeed's saved files to a consolidated set or a universal checkpoint, convert a set to
+state dicts of torch's optimizers, and inspect and verify both kinds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from deepspeed_muon.logs import counted
 from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.variants import ROW_STATE
 
-# Settings of torch's optimizers that ours have too. Our eps is that of AdamW in every group.
-_TAKEN_OVER = {
+# Settings that torch's optimizers have too. Our eps is AdamW's in every group.
+_SHARED_SETTINGS = {
     "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
     "adamw": ("lr", "weight_decay", "betas", "eps"),
 }
@@ -85,10 +85,10 @@ def consolidate_files(
 
 
 def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> CheckpointIndex:
-    """Check completeness, headers, checksums, settings and numbers of a consolidated checkpoint.
+    """Check completeness, headers, checksums, settings and numbers of a consolidated set, and return its index.
 
     Args:
-        folder: The checkpoint.
+        folder: The set.
         allow_nonfinite: Accept tensors that hold infinities or NaN.
 
     Raises:
@@ -106,78 +106,77 @@ def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = Fal
 
 
 def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> list[str]:
-    """Write a consolidated checkpoint as ``state_dict()`` files of torch's own optimizers.
+    """Write a consolidated set as ``state_dict()`` files of torch's own optimizers.
 
-    ``muon.pt`` loads into ``torch.optim.Muon`` and ``adamw.pt`` into ``torch.optim.AdamW``, both made of one param
-    group whose parameters are in the order of the ``param_names`` in the file; ``weights.pt`` is the fp32
-    ``state_dict()`` of the trained parameters. All load with ``weights_only=True``.
+    ``muon.pt`` loads into ``torch.optim.Muon`` and ``adamw.pt`` into ``torch.optim.AdamW``, each with one param group
+    whose parameters are in the order of the ``param_names`` in the file; ``weights.pt`` is the fp32 ``state_dict()`` of
+    the trained parameters. All load with ``weights_only=True``.
 
     Args:
-        folder: A consolidated checkpoint.
-        out_dir: The folder to write; must not hold anything yet.
+        folder: A consolidated set.
+        out_dir: The folder to write; must be new or empty.
 
     Returns:
-        What was lost, in words.
+        Sentences about what was lost.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, or its param groups cannot be one group of torch's.
+        CheckpointError: If the set is damaged, or its param groups cannot be one group of torch's.
     """
-    place = Path(os.path.abspath(folder_of("out_dir", out_dir)))
+    out = Path(os.path.abspath(folder_of("out_dir", out_dir)))
     index = verify_folder(folder)
     records, source = index.parameters, ConsolidatedSource(folder)
 
-    def whole(name: str, key: str) -> Tensor:
+    def full_tensor(name: str, key: str) -> Tensor:
         return source.read(name, key, 0, records[name].numel).view(records[name].shape)
 
     lossy: list[str] = []
-    content: dict[str, Any] = {"weights.pt": {name: whole(name, "fp32") for name in records}}
+    content: dict[str, Any] = {"weights.pt": {name: full_tensor(name, "fp32") for name in records}}
     for algorithm, keys in STATE_KEYS.items():
         names = [name for name, record in records.items() if record.algorithm == algorithm]
-        state = {
-            number: {key: whole(name, key) for key in keys}
-            for number, name in enumerate(names)
-            if records[name].step
-        }
-        for number, entries in state.items() if algorithm == "adamw" else ():
-            entries["step"] = torch.tensor(float(records[names[number]].step))
+        state = {}
+        for number, name in enumerate(names):
+            if records[name].step:
+                state[number] = {key: full_tensor(name, key) for key in keys}
+                if algorithm == "adamw":
+                    state[number]["step"] = torch.tensor(float(records[name].step))
         settings = _torch_settings(index, algorithm, names, lossy)
         content[f"{algorithm}.pt"] = {
             "state": state,
             "param_groups": [{**settings, "params": list(range(len(names))), "param_names": names}],
         }
     source.close()
-    with new_folder(place) as out:
-        for file, what in content.items():
-            torch.save(what, out / file)
+    with new_folder(out) as partial:
+        for file, state_dict in content.items():
+            torch.save(state_dict, partial / file)
     return lossy
 
 
 def _torch_settings(
     index: CheckpointIndex, algorithm: str, names: Sequence[str], lossy: list[str]
 ) -> dict[str, Any]:
-    """Return the settings of torch's single param group; what it cannot say is added to ``lossy``."""
-    kind = torch.optim.Muon if algorithm == "muon" else torch.optim.AdamW
-    defaults: dict[str, Any] = dict(kind([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
-    defaults.pop("params")
+    """Return the settings of torch's param group; sentences about what it cannot express are added to ``lossy``."""
+    torch_optimizer = torch.optim.Muon if algorithm == "muon" else torch.optim.AdamW
+    settings: dict[str, Any] = dict(torch_optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
+    settings.pop("params")
     if algorithm == "muon":
         lossy.append(
             "torch.optim.Muon has its own Newton-Schulz settings: coefficients, steps and eps are its defaults"
         )
     groups = [index.groups[number] for number in sorted({index.parameters[name].group for name in names})]
-    for key in _TAKEN_OVER[algorithm]:
+    for key in _SHARED_SETTINGS[algorithm]:
         values = [group[key] for group in groups if key in group]
         if any(value != values[0] for value in values):
             lossy.append(f"{algorithm}: param groups have {key} {values}; the first is taken for all")
         if values:
-            defaults[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
+            settings[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
     records = [index.parameters[name] for name in names]
     if any(record.heads > 1 for record in records):
-        lossy.append("torch.optim.Muon does not orthogonalise heads, experts or parts separately")
-    if dropped := sorted({ROW_STATE[key].what for record in records for key in record.row_keys}):
-        lossy.append(f"torch.optim.Muon keeps a momentum only: {', '.join(dropped)} are dropped")
+        lossy.append("torch.optim.Muon does not orthogonalise heads, experts or fused projections separately")
+    if dropped := sorted({ROW_STATE[key].label for record in records for key in record.row_keys}):
+        lossy.append(f"torch.optim.Muon has a momentum only: {', '.join(dropped)} are dropped")
     if any(record.transposed for record in records):
         lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")
-    return defaults
+    return settings
 
 
 def convert_to_universal(
@@ -185,16 +184,15 @@ def convert_to_universal(
 ) -> list[str]:
     """Convert the folder of a tag that DeepSpeed saved to a universal checkpoint.
 
-    This consists of a consolidated set in the folder ``zero``, and the model states under the names that every stage
-    looks for.
+    It has a consolidated set in the folder ``zero``, and the model states under the names that each stage looks for.
 
     Args:
         input_folder: The tag's folder: ours, DeepSpeed's own Muon's, or AdamW's, of stages 0 to 3.
-        output_folder: The folder to write; must not exist yet. ``latest_universal`` beside it will name it.
+        output_folder: The folder to write; must be new or empty. ``latest_universal`` beside it will name it.
         **reading: ``trust``, ``include``, ``exclude`` of :class:`DeepSpeedFiles`.
 
     Returns:
-        What was lost or invented, in words.
+        Sentences about what was lost or made up.
 
     Raises:
         CheckpointError: Naming the file and the parameter.
@@ -203,24 +201,28 @@ def convert_to_universal(
     with new_folder(out) as partial:
         index = consolidate_files(input_folder, partial / "zero", **reading)
         for model_rank, path in model_files(find_tag_folder(Path(input_folder))).items():
-            # A copy, because DeepSpeed writes into the file again when it saves the tag again.
-            shutil.copyfile(path, own := partial / f"{model_rank}_model_states.pt")
-            at_stage_3 = partial / f"zero_pp_rank_0_{own.name}"
+            # A copy, because DeepSpeed overwrites the file when it saves the tag again.
+            copy = partial / f"{model_rank}_model_states.pt"
+            shutil.copyfile(path, copy)
+            stage_3_name = partial / f"zero_pp_rank_0_{copy.name}"
             try:
-                os.link(own, at_stage_3)
+                os.link(copy, stage_3_name)
             except OSError:
-                shutil.copyfile(own, at_stage_3)
+                shutil.copyfile(copy, stage_3_name)
     replace_file(out.parent / "latest_universal", out.name.encode())
     return index.lossy
 
 
+# ---- the command line --------------------------------------------------------------------------------------
+
+
 def add_subcommands(subparsers: Any) -> None:
-    """Add ``checkpoint`` with its own subcommands.
+    """Add the command ``checkpoint`` with its subcommands.
 
     Every parser sets ``run``: a function of the parsed arguments that returns the exit code.
 
     Args:
-        subparsers: What ``ArgumentParser.add_subparsers`` returned.
+        subparsers: From ``ArgumentParser.add_subparsers``.
     """
     parser = subparsers.add_parser("checkpoint", help="consolidate, inspect, verify and convert checkpoints")
     commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
@@ -232,32 +234,31 @@ def add_subcommands(subparsers: Any) -> None:
         help="unpickle anything in DeepSpeed's files: can run any code",
     )
     reading.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
-    reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that stay AdamW's")
+    reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that go to AdamW")
 
-    def add(name: str, run: Any, text: str, *parents: Any, **folders: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Any, text: str, *parents: Any, **folder_help: str) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = commands.add_parser(name, parents=parents, help=text)
         command.set_defaults(run=run)
-        for folder, about in folders.items():
-            command.add_argument(folder, help=about)
+        for folder, help_text in folder_help.items():
+            command.add_argument(folder, help=help_text)
         return command
 
     tag = "a tag's folder of save_checkpoint"
     text = "DeepSpeed's saved files, also of its own Muon or AdamW -> one safetensors set"
-    where = {"dir": f"{tag}, or the folder with 'latest'", "out": "folder to write"}
-    command = add("consolidate", _consolidate, text, reading, **where)
+    folders = {"dir": f"{tag}, or the folder with 'latest'", "out": "folder to write"}
+    command = add("consolidate", _consolidate, text, reading, **folders)
     command.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
 
-    where = {"dir": "a consolidated set", "out": "folder to write; must not hold anything yet"}
-    add("export", _export, "a set -> state_dict() files of torch's Muon and AdamW", **where)
+    folders = {"dir": "a consolidated set", "out": "folder to write; must be new or empty"}
+    add("export", _export, "a set -> state_dict() files of torch's Muon and AdamW", **folders)
 
     command = add("universal", _universal, "DeepSpeed's saved files -> universal checkpoint", reading)
     # The names of the arguments are those of DeepSpeed's ds_to_universal.
     command.add_argument("--input_folder", required=True, help=tag)
-    command.add_argument("--output_folder", required=True, help="folder to write; must not exist yet")
+    command.add_argument("--output_folder", required=True, help="folder to write; must be new or empty")
 
-    command = add(
-        "inspect", _inspect, "print what a directory holds", reading, dir="either kind of checkpoint"
-    )
+    text = "print the contents of a checkpoint"
+    command = add("inspect", _inspect, text, reading, dir="either kind of checkpoint")
     command.add_argument("--json", action="store_true", help="the index itself")
 
     text = "check completeness, checksums and numbers of a consolidated set"
@@ -274,8 +275,8 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     index = consolidate_files(
         arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
     )
-    made = f"{counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
-    return _print(f"{printable(arguments.out)}: {made}", index.lossy)
+    contents = f"{counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
+    return _print(f"{printable(arguments.out)}: {contents}", index.lossy)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -286,8 +287,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def _universal(arguments: argparse.Namespace) -> int:
     lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
     load = '"checkpoint": {"load_universal": true}'
-    made = f"universal checkpoint; to load it, write {load} into the DeepSpeed configuration"
-    return _print(f"{printable(arguments.output_folder)}: {made}", lossy)
+    hint = f"universal checkpoint; to load it, write {load} into the DeepSpeed configuration"
+    return _print(f"{printable(arguments.output_folder)}: {hint}", lossy)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

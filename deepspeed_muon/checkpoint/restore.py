@@ -22,7 +22,12 @@ from deepspeed_muon.checkpoint.files import folder_of, refusing
 from deepspeed_muon.checkpoint.index import OURS, Progress
 from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.parameters import STATE_KEYS, ParameterRecord
-from deepspeed_muon.checkpoint.settings import Before, check_schedule, group_settings, write_progress
+from deepspeed_muon.checkpoint.settings import (
+    SettingsSnapshot,
+    check_schedule,
+    group_settings,
+    write_progress,
+)
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
@@ -87,7 +92,7 @@ def restore_from_source(
     scheduler: bool = True,
     with_state: bool = True,
     allow_nonfinite: bool = False,
-) -> tuple[StateSource, Before]:
+) -> tuple[StateSource, SettingsSnapshot]:
     """Check a source against the engine on all ranks, then fill the engine from it. Must be called by all ranks.
 
     Args:
@@ -113,7 +118,7 @@ def restore_from_source(
         with raise_on_all_ranks(CheckpointError) as facts, refusing(where):
             source = open_source()
             stack.callback(source.close)
-            before, state = Before(engine), collect(engine)
+            before, state = SettingsSnapshot(engine), collect(engine)
             # The settings of another optimizer do not apply to this run.
             take_rates = hyperparameters and source.index.source.get("optimizer") == OURS
             run = source.index.progress if progress else None
@@ -320,9 +325,9 @@ def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
             if is_used and parameter.row_fragments and saved.step and key not in saved.tensor_keys
         ]
         if without:
-            changes.append(f"{row_state.what} start anew for {len(without)} matrices ({without[0]}, ...)")
+            changes.append(f"{row_state.label} start anew for {len(without)} matrices ({without[0]}, ...)")
         if not is_used and any(key in saved.row_keys for _, saved in pairs):
-            changes.append(f"{row_state.what} are dropped")
+            changes.append(f"{row_state.label} are dropped")
     if changes:
         warn(
             "deepspeed_muon: %s was saved with another variant than %r: %s",
@@ -337,7 +342,7 @@ def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
 
 def _write_settings(
     plan: _RestorePlan,
-    before: Before,
+    before: SettingsSnapshot,
     run: Progress | None,
     where: str,
     *,

@@ -13,6 +13,8 @@ The descriptions are Markdown. The constructor's docstring and ``docs/settings.m
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -100,33 +102,34 @@ class MuonConfig(_VariantSettings):
     eps: v.Eps = Field(default=1e-10, description="AdamW's epsilon.")
     adam_w_mode: v.Flag = Field(default=True, description="`true`: AdamW; `false`: Adam with an L2 term.")
     adjust_lr_fn: AdjustLrName = Field(
-        default="original", description="Scale of the update, by the shape of the matrix."
+        default="original",
+        description="How the update is scaled by the shape of the matrix ([rules](settings.md#scale-of-the-update)).",
     )
     ns_method: NsMethod = Field(
         default="gram",
-        description="`gram` iterates on the Gram matrix of a rectangular matrix, `standard` on the matrix.",
+        description="`gram` iterates on the Gram matrix if the matrix is rectangular, `standard` on the matrix itself.",
     )
     ns_schedule: NsScheduleName | list[tuple[v.Number, v.Number, v.Number]] = Field(
         default="quintic",
-        description="Newton-Schulz coefficients: `quintic`, `polar_express` (any number of steps), "
-        "`polar_express_5`, `cans` (5), `deepseekv4` (10), or `[[a, b, c], ...]`.",
+        description="Coefficients of the Newton-Schulz steps: `quintic` or `polar_express` (any number of steps), "
+        "`polar_express_5` or `cans` (5 steps), `deepseekv4` (10 steps), or your own, as `[[a, b, c], ...]`.",
     )
     ns_steps: v.Whole | None = Field(
         default=None,
         ge=1,
         le=100,
-        description="Newton-Schulz steps; unset: 5, or the length of the schedule; schedules of "
-        "fixed length take no other number.",
+        description="Number of Newton-Schulz steps; unset: 5, or the length of the schedule, which no other number may "
+        "replace.",
     )
     ns_dtype: NsDtypeName = Field(
         default="auto",
-        description="Dtype of Newton-Schulz: `fp32`, `bf16`, `fp16`; `auto`: fp16 on CUDA, bf16 on CPUs with AMX "
-        "and AMD's with AVX512-BF16, else fp32; "
-        "fp32 for schedules that are sensitive to rounding (`cans`, for which `bf16` and `fp16` are errors).",
+        description="Dtype of Newton-Schulz: `fp32`, `bf16` or `fp16`. `auto` is fp16 on CUDA, bf16 on CPUs with AMX "
+        "and on AMD's with AVX512-BF16, and fp32 elsewhere; it is always fp32 for schedules that are sensitive to "
+        "rounding (`cans`, for which `bf16` and `fp16` are errors).",
     )
     ns_backend: NsBackend = Field(
         default="auto",
-        description="`auto`: for each shape the faster of native operators and torch; `ops`, `torch`: that one.",
+        description="`ops`: native operators; `torch`: torch's; `auto`: whichever is faster, for each shape.",
     )
     variant: VariantName = Field(
         default="muon",
@@ -138,23 +141,23 @@ class MuonConfig(_VariantSettings):
     )
     qk_clip: QkClipConfig | None = Field(
         default=None,
-        description="MuonClip: after each step, scale the query and key rows of attention heads whose largest logit "
-        "exceeded the threshold. `{}` takes the defaults; the constructor needs `model`.",
+        description="MuonClip: after each step, scale down the query and key rows of attention heads whose largest "
+        "logit exceeded the threshold. `{}` enables it with the defaults; the constructor then needs `model`.",
     )
     momentum_dtype: Literal["fp32", "bf16", "int8"] | None = Field(
         default=None,
-        description="Dtype of the stored momentum, `fp32`, `bf16` or `int8` (a scale for each 256 elements; arithmetic "
-        "is fp32); unset: fp32, or bf16 with DeepSpeed's `bf16_optimizer_states`.",
+        description="Dtype in which momentum is stored: `fp32`, `bf16` or `int8` (with an fp32 scale per 256 "
+        "elements). Arithmetic is in fp32. Unset: fp32, or bf16 with DeepSpeed's `bf16_optimizer_states`.",
     )
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
         default="auto",
-        description="Communication dtype of momentum directions and updates; `auto`: bf16 for bf16 and fp16 models, "
-        "else fp32; `int8`: half of bf16's bytes; updates of ill-conditioned directions differ by several percent "
-        "([measured.md](measured.md)).",
+        description="Communication dtype, in which momentum directions and updates are sent. `auto`: bf16 for bf16 and "
+        "fp16 models, else fp32. `int8` halves the bytes of bf16; updates of ill-conditioned directions then differ by "
+        "several percent ([measured.md](measured.md#wire_dtype-int8)).",
     )
     matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
         default_factory=dict,
-        description="Matrices that a weight is made of, by name pattern: "
+        description="Which matrices a weight is made of, by name pattern: "
         '`{"*.qkv.weight": {"split": "qkv", "heads": "config"}}` '
         "([routing.md](routing.md#which-matrices-a-weight-is-made-of)).",
     )
@@ -167,18 +170,18 @@ class MuonConfig(_VariantSettings):
     )
     nonfinite_grad: Literal["skip", "error"] = Field(
         default="skip",
-        description="On an infinity or NaN in a gradient: `skip` the step, or `error`; a dynamic loss scale always "
-        "skips.",
+        description="What an infinity or NaN in a gradient does: `skip` the step, or raise an `error`. With a dynamic "
+        "loss scale the step is always skipped.",
     )
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,
-        description="Most elements that a rank owns in a chunk; bounds the communication buffers "
-        "([measured.md](measured.md)).",
+        description="Largest number of elements that a rank owns in a chunk; it bounds the communication buffers "
+        "([measured.md](measured.md#overlap-of-communication-and-computation)).",
     )
     exchange_overlap: v.Flag = Field(
         default=True,
-        description="Overlap communication with Newton-Schulz; `false`: bit-identical results in a third of the "
-        "buffers ([measured.md](measured.md)).",
+        description="Overlap communication with Newton-Schulz. `false` gives bit-identical results with a third of the "
+        "buffers ([measured.md](measured.md#overlap-of-communication-and-computation)).",
     )
     tensor_parallel_mode: Literal["gather", "distributed"] = Field(
         default="gather",
@@ -187,8 +190,8 @@ class MuonConfig(_VariantSettings):
     )
     health: Annotated[int, BeforeValidator(v.steps_between_samples), Field(ge=0, le=1_000_000)] = Field(
         default=v.HEALTH_EVERY,
-        description="Steps between two samples for DeepSpeed's monitor. Every orthogonalised matrix is checked in "
-        "every step; `false` turns both off ([health.md](health.md)).",
+        description="Number of steps between two samples for DeepSpeed's monitor. Besides, every orthogonalised matrix "
+        "is checked in every step; `false` turns both off ([health.md](health.md)).",
     )
     consolidate_on_save: v.Flag = Field(
         default=False, description="`save_checkpoint` also writes a consolidated set."
@@ -345,13 +348,50 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-GROUP_KEYS = frozenset(MuonConfig().group_defaults("muon")) | {
+GROUP_SETTINGS = frozenset(MuonConfig().group_defaults("muon"))
+"""The settings that every param group has."""
+
+GROUP_KEYS = GROUP_SETTINGS | {
     "muon_lr",
     "adam_lr",
     "muon_weight_decay",
     "adam_weight_decay",
 }
 """Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping."""
+
+
+def checked_group_settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of a saved param group, checked as those of ``optimizer.params`` are.
+
+    Besides the settings these are ``initial_lr``, of torch's schedulers, and ``lr_ratio``. Other keys are left out.
+
+    Args:
+        group: From a state dict or a checkpoint.
+        where: Names the group in the error.
+
+    Raises:
+        ConfigError: With one line per bad key, naming the key, the value and what is allowed.
+    """
+    settings: dict[str, Any] = {}
+    problems: list[str] = []
+    for key in sorted(group.keys() & (GROUP_SETTINGS | {"initial_lr", "lr_ratio"})):
+        field, value = "lr" if key == "initial_lr" else key, group[key]
+        if value is None:
+            problems.append(f"{where}.{key}: must be set (got None)")
+        elif key == "lr_ratio":
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not 0 <= float(value) < math.inf:
+                problems.append(f"{where}.{key}: must be a number of at least 0 (got {shown(value)})")
+            settings[key] = value
+        else:
+            try:
+                settings[key] = getattr(MuonConfig.model_validate({field: value}), field)
+            except ValidationError as error:
+                line = readable(error, {field: value}, where)
+                problems.append(line.replace(f"{where}.{field}", f"{where}.{key}", 1))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return settings
 
 
 KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS)

@@ -247,11 +247,11 @@ class MatricesConfig(_Section):
 
     split: Literal["qkv", "gate_up"] | Sizes | Fractions | None = Field(
         default=None,
-        description="Parts of a fused projection: `qkv`, `gate_up`, sizes, or fractions of the output.",
+        description="Sections of a fused projection: `qkv`, `gate_up`, sizes, or fractions of the output.",
     )
     heads: Literal["config"] | Size | Sizes | None = Field(
         default=None,
-        description="Attention heads: their number, one number per part, or `config`: from the model's `config` or "
+        description="Attention heads: their number, one number per section, or `config`: from the model's `config` or "
         "DeepSpeed's tags.",
     )
     transposed: Flag | None = Field(

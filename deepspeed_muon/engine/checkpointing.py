@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -22,7 +23,7 @@ from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, or
 from deepspeed_muon.checkpoint.live import collect, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
-from deepspeed_muon.checkpoint.settings import Before
+from deepspeed_muon.checkpoint.settings import SettingsSnapshot
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
@@ -124,12 +125,23 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
     if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
         load_no_state_into_divided_weights(engine, given)
-    before = Before(engine)
+    before = SettingsSnapshot(engine)
+    optimizer = optimizer_of(engine)
+    load_state_dict = optimizer.load_state_dict
+
+    def load_on_all_ranks(state_dict: dict[str, Any]) -> None:
+        # A rank that raises alone would leave the others waiting in DeepSpeed's next collective.
+        with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
+            load_state_dict(state_dict)
+
     try:
-        with weights_of_tag(given.get("tag")):
+        with (
+            weights_of_tag(given.get("tag")),
+            mock.patch.object(optimizer, "load_state_dict", load_on_all_ranks),
+        ):
             path, client_state = original(*call.args[1:], **call.kwargs)
-        if saved is not None:
-            load_the_rest(engine, given.get("load_dir"), saved.folder.name)
+            if saved is not None:
+                load_the_rest(engine, given.get("load_dir"), saved.folder.name)
     except Exception as error:
         if universal:
             before.put_back()
@@ -178,11 +190,17 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedT
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     with raise_on_all_ranks(CheckpointError, ranks=ranks) as agreed:
         folder, tag = Path(load_dir), _tag_to_load(load_dir, tag, "latest")
+        own = None
         # Files of other checkpoint engines have forms of their own.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
             own = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
             saved = identify_tag(folder / str(tag), own, load=load)
         if saved is not None and with_state:
+            if own is not None and not own.is_file():
+                raise CheckpointError(
+                    f"{own}: no such file, and DeepSpeed would load weights without the optimizer's state: copy "
+                    f"all files of the save into the folder, or load another tag"
+                )
             _require_own(engine, saved)
             difference = _difference(engine, saved)
         if tag is not None:

@@ -32,13 +32,13 @@ from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.engine.topology import (
     model_facts,
-    parts_of,
     ranks_of,
     read_step_sets,
+    tensor_slices,
 )
 from deepspeed_muon.engine.workarounds.experts import LEAF_INPUTS, mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.workarounds.norm import total_norm
-from deepspeed_muon.engine.zero.stages import Zero12View, require_known, view_of
+from deepspeed_muon.engine.zero.stages import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
@@ -303,7 +303,7 @@ def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
     try:
         if optimizer.config.qk_clip is not None and optimizer.qk_clip is None:
             optimizer.attach_qk_clip(engine.module)
-        require_known(engine.optimizer)
+        require_attributes(engine.optimizer)
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
         optimizer.bind(step_sets, device=_compute_device(), ranks=ranks)
         facts = optimizer.plan_facts()
@@ -327,7 +327,7 @@ def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) ->
             facts.tell(fact, ", ".join(unfrozen) or "none", scope)
             optimizer.routed = optimizer.routed.current()
         _bind_to_wrapper(engine, optimizer)
-        optimizer.host.describe(optimizer.routes, parts_of(engine, optimizer.routed.by_id))
+        optimizer.host.describe(optimizer.routes, tensor_slices(engine, optimizer.routed.by_id))
         if unfrozen:
             announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
     return original(*args, **kwargs)
@@ -347,7 +347,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
-    optimizer.host = Host(engine, parts_of(engine, optimizer.routed.by_id), view_of)
+    optimizer.host = Host(engine, tensor_slices(engine, optimizer.routed.by_id), view_of)
     with raise_on_all_ranks(ranks=ranks):
         _require_consolidated(engine, optimizer.config)
     add_record_to_state_dict(engine)

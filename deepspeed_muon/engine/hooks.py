@@ -263,12 +263,12 @@ def replaced_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return the functions of DeepSpeed that some engine replaces: class or module, name, and ours."""
     return [
         *((hook.owner, hook.attribute, hook.function) for hook in HOOKS),
-        *((each, hook.attribute, hook.function) for hook in ENGINE_HOOKS for each in hook.classes()),
+        *((owner, hook.attribute, hook.function) for hook in ENGINE_HOOKS for owner in hook.classes()),
     ]
 
 
 def followed_functions() -> list[fingerprints.Followed]:
-    """Return the functions of DeepSpeed whose insides matter here: replaced, called or relied on, those that exist."""
+    """Return the functions of DeepSpeed whose bodies matter: replaced, called or relied on, those that exist."""
     followed = [(owner, name) for owner, name, _ in replaced_functions()]
     followed += [(owner, name) for owner, names in (*_CALLED, *_RELIED_ON) for name in names]
     followed += [
@@ -280,19 +280,19 @@ def followed_functions() -> list[fingerprints.Followed]:
 
 
 def differences() -> list[str]:
-    """Return in what this DeepSpeed differs from what the replaced functions expect, a phrase each.
+    """Return in what this DeepSpeed differs from what the replaced functions expect, a phrase for each difference.
 
-    A replacement takes the parameters that it names, and hands on others if it takes ``*args`` and ``**kwargs``. So
-    those that it names must be DeepSpeed's first ones. Parameters that it only hands on may come, go and move.
+    A replacement takes the parameters that it names, and passes on others if it takes ``*args`` and ``**kwargs``. So
+    those that it names must be DeepSpeed's first ones. Parameters that it only passes on may be added, removed, moved.
     """
     replaced = replaced_functions()
     called = [(owner, name) for owner, names in _CALLED for name in names]
-    missing = [each for each in (*(each[:2] for each in replaced), *called) if not hasattr(*each)]
-    found = [f"{owner.__name__} has no {name}" for owner, name in missing]
+    needed = [*((owner, name) for owner, name, _ in replaced), *called]
+    phrases = [f"{owner.__name__} has no {name}" for owner, name in needed if not hasattr(owner, name)]
     for owner, name, function in replaced:
         if hasattr(owner, name):
-            found += _changed_parameters(owner, name, function)
-    return list(dict.fromkeys(found))
+            phrases += _changed_parameters(owner, name, function)
+    return list(dict.fromkeys(phrases))
 
 
 def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> list[str]:
@@ -301,10 +301,10 @@ def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> 
     is_method = isinstance(owner, type)
     taken = list(inspect.signature(original).parameters.values())[is_method:]
     ours = list(inspect.signature(function).parameters.values())[1 + is_method :]
-    if any(each.kind is each.VAR_POSITIONAL for each in taken):
-        return []  # another library's replacement, which hands on as well
-    named = [each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD]
-    names = [each.name for each in taken]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken):
+        return []  # another library's replacement, which passes all of them on as well
+    named = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    names = [parameter.name for parameter in taken]
     if names[: len(named)] == named and (names == named or len(named) < len(ours)):
         return []
     rest = ", ..." if len(named) < len(ours) else ""

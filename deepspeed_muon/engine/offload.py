@@ -55,7 +55,8 @@ from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError, InstallationError
-from deepspeed_muon.math.updates import AdamStep, AdamTensors, reference_adamw_step
+from deepspeed_muon.math.updates import AdamStep, AdamTensors
+from deepspeed_muon.reference import ReferenceMuon
 
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
 _CHECKED = 1043
@@ -203,12 +204,15 @@ class CpuAdam:
         generator = torch.Generator().manual_seed(0)
         param = (0.02 * torch.randn(_CHECKED, generator=generator)).to(master)
         exp_avg, exp_avg_sq = torch.zeros(2, _CHECKED, dtype=moments)
-        expected, m, v = param.double(), exp_avg.double(), exp_avg_sq.double()
+        reference = ReferenceMuon({}, adam_lr=0.01, eps=1e-8, weight_decay=0.1 if decoupled else 0.0)
+        expected = param.double()
         error = 0.0
         for step in (1, 2):
             grad = torch.randn(_CHECKED, generator=generator).to(master)
             settings = AdamStep(0.01, (0.9, 0.95), 1e-8, 0.1, step, decoupled)
-            expected, m, v = reference_adamw_step(expected, grad, m, v, settings=settings)
+            # Adam's L2 term is decay as a term of the gradient.
+            gradient = grad.double() if decoupled else grad + 0.1 * expected
+            reference.step({"param": expected}, {"param": gradient})
             try:
                 self([(param, grad, exp_avg, exp_avg_sq)], settings=settings)
             except RuntimeError as failed:

@@ -1,13 +1,14 @@
-"""Tensor parallelism: which parameters are cut, along which side, and between whom.
+"""Tensor parallelism: which parameters are sharded, along which dimension, and over which ranks.
 
-Orthogonalisation commutes with permutations of rows and of columns. So nobody needs to know how shards interleave the
-rows of a fused matrix (query, key and value of every head group, gate and up) that is orthogonalised as one: the shards
-one after the other are the same matrix with its rows in another order. But every row must be on exactly one rank. Where
-parts of the matrix are blocks of their own, the layer must say whether each part is cut: see :attr:`Cut.parts`.
+Orthogonalisation commutes with permutations of rows and of columns. So the order in which shards interleave the rows of
+a fused matrix (query, key and value of every head group, gate and up) does not matter if it is orthogonalised as one:
+the concatenated shards are the same matrix with its rows in another order. But every row must be on exactly one rank.
+Where the sub-parameters of a fused matrix are blocks that are orthogonalised by themselves, the layer must say whether
+each of them is sharded: see :attr:`Sharding.sub_params`.
 
-There are two conventions of saying it. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes
+Layers say it by one of two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes
 their weights in an attribute. Megatron-style models set ``tensor_model_parallel`` and ``partition_dim`` on parameters
-and hand DeepSpeed an ``mpu`` object.
+and pass DeepSpeed an ``mpu`` object.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import Tensor
@@ -36,54 +38,55 @@ _META = "ds_autotp_universal_checkpoint_meta"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a parameter is cut over the tensor-parallel ranks.
+class Sharding:
+    """How a parameter is sharded over the tensor-parallel ranks.
 
     Attributes:
-        dim: The dimension that is cut, as the layer says it.
-        parts: Length along ``dim`` of each part that is cut over all ranks, or their number if they are equal; ``None``
-            if the layer does not say.
-        shape: Of the whole tensor, from AutoTP's record; empty without one.
-        widths: For each fused part the shares of all ranks, if the record has them.
+        dim: The sharded dimension, as the layer gives it.
+        sub_params: Length along ``dim`` of each fused sub-parameter (query, key, value), each of which is sharded over
+            all ranks, or their number if they are equal; ``None`` if the layer does not say.
+        shape: Of the full tensor, from AutoTP's record; empty without one.
+        widths: For each sub-parameter the lengths of all ranks' shards, if the record has them.
         is_legible: Whether the record tells which elements a rank has.
     """
 
     dim: int
-    parts: int | tuple[int, ...] | None = None
+    sub_params: int | tuple[int, ...] | None = None
     shape: tuple[int, ...] = ()
     widths: tuple[tuple[int, ...], ...] = ()
     is_legible: bool = True
 
-    def shares(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Return, for each fused part, the lengths of the shares that the ranks have of it.
+    def shard_lengths(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return, for each sub-parameter, the lengths of its shards on all ranks.
 
         Args:
-            sizes: The lengths of the ranks' shards along :attr:`dim`.
+            lengths: Of the ranks' shards of the full tensor along :attr:`dim`.
 
         Raises:
-            ValueError: If nobody says it, or the parts do not divide.
+            ValueError: If the layer does not say it, or the sub-parameters do not divide.
         """
         if not self.is_legible:
-            raise ValueError("AutoTP cuts it in a way that is not read here")
+            raise ValueError("AutoTP's record of its shards is of an unknown kind")
         if self.widths:
-            return [list(each) for each in self.widths]
-        parts = self.parts or 1
-        if parts == 1:
-            return [list(sizes)]
-        if isinstance(parts, int):
-            parts = (sum(sizes) // parts,) * parts
-        ranks = len(sizes)
-        if len(set(sizes)) > 1 or sum(parts) != sum(sizes) or any(part % ranks for part in parts):
+            return [list(widths) for widths in self.widths]
+        sub_params = self.sub_params or 1
+        if sub_params == 1:
+            return [list(lengths)]
+        if isinstance(sub_params, int):
+            sub_params = (sum(lengths) // sub_params,) * sub_params
+        ranks = len(lengths)
+        divides = not any(length % ranks for length in sub_params)
+        if len(set(lengths)) > 1 or sum(sub_params) != sum(lengths) or not divides:
             raise ValueError(
-                f"its fused parts {list(parts)} are not divided equally over shards of {list(sizes)}"
+                f"its fused sub-parameters {list(sub_params)} are not divided equally over shards of {list(lengths)}"
             )
-        return [[part // ranks] * ranks for part in parts]
+        return [[length // ranks] * ranks for length in sub_params]
 
     def of_matrix(self, shape: Sequence[int], ranks: int) -> TensorShards:
-        """Return the shards of the parameter as a matrix, of which this rank has ``shape``, and the others as much.
+        """Return the shards of the parameter as a matrix, taking those of all ranks to have this rank's ``shape``.
 
         Raises:
-            ValueError: If it is no matrix, or has no such dimension, or the whole has another number of elements.
+            ValueError: If it is no matrix, or has no such dimension, or the full matrix has another number of elements.
         """
         if len(shape) != 2:
             raise ValueError(f"a tensor-parallel shard of shape {list(shape)} is not a matrix")
@@ -98,56 +101,56 @@ class Cut:
                 raise ValueError(
                     f"it is marked as a shard of dimension {self.dim} (partition_dim), which a matrix does not have"
                 )
-            sizes = (shape[self.dim],) * ranks
-            parts: tuple[int, ...] = ()
-            with suppress(ValueError):  # nobody says which rows a rank has
-                parts = tuple(map(sum, self.shares(sizes))) if self.parts else ()
-            return TensorShards(1 if self.dim else 0, sizes, parts)
+            lengths = (shape[self.dim],) * ranks
+            sub_params: tuple[int, ...] = ()
+            with suppress(ValueError):  # the layer does not say which rows a rank has
+                sub_params = tuple(map(sum, self.shard_lengths(lengths))) if self.sub_params else ()
+            return TensorShards(1 if self.dim else 0, lengths, sub_params)
         # The shape that AutoTP has recorded may have more than two dimensions. As a matrix, the indices before dim
-        # repeat the parts, and those behind it (but the last) make them longer.
+        # repeat the sub-parameters, and those behind it (but the last) make them longer.
         dim = self.dim % len(self.shape)
         widths = self.widths or ((self.shape[dim],),)
-        parts = ()
-        if all(len(set(each)) == 1 for each in widths):
+        sub_params = ()
+        if all(len(set(of_ranks)) == 1 for of_ranks in widths):
             inner = torch.Size(self.shape[dim + 1 : -1]).numel()
-            parts = tuple(sum(each) * inner for each in widths)
+            sub_params = tuple(sum(of_ranks) * inner for of_ranks in widths)
             if dim < len(self.shape) - 1:
-                parts *= torch.Size(self.shape[:dim]).numel()
+                sub_params *= torch.Size(self.shape[:dim]).numel()
         is_last = dim == len(self.shape) - 1
-        return TensorShards(1 if is_last else 0, (shape[int(is_last)],) * ranks, parts)
+        return TensorShards(1 if is_last else 0, (shape[int(is_last)],) * ranks, sub_params)
 
 
-def is_copy(param: Tensor) -> bool:
-    """Return whether every rank has the whole parameter, as far as it is marked."""
+def is_replicated(param: Tensor) -> bool:
+    """Return whether every rank has the full parameter, as far as it is marked."""
     meta = getattr(param, _META, None) or {}
     return bool(meta.get("replicated")) or not (meta or is_model_parallel_parameter(param))
 
 
-def read_cut(param: Tensor) -> Cut:
-    """Return what is said of how a shard was cut.
+def read_sharding(param: Tensor) -> Sharding:
+    """Return how a parameter is sharded, from its marks.
 
     Raises:
-        ValueError: Saying why that is too little.
+        ValueError: Saying what the marks lack.
     """
     meta = getattr(param, _META, None)
     if not meta:
         dim = getattr(param, "partition_dim", None)
         if dim is None:
             raise ValueError("it is marked as a shard without the dimension that is cut (partition_dim)")
-        own = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
-        return Cut(dim, tuple(own) if isinstance(own, (tuple, list)) else own)
+        sub_params = getattr(param, "partition_sizes", getattr(param, "partition_stride", None))
+        return Sharding(dim, tuple(sub_params) if isinstance(sub_params, (tuple, list)) else sub_params)
     # AutoTP's record; its dimensions are those of a shape that may have more than two.
     conversion = meta.get("conversion") or {}
     shape, dim = meta.get("logical_shape"), meta.get("partition_dim")
     if conversion.get("unsupported_reason") or not shape or dim is None:
         raise ValueError(conversion.get("unsupported_reason") or "AutoTP does not say how it was cut")
-    widths = tuple(tuple(map(int, each)) for each in meta.get("sub_param_shard_widths") or ())
-    legible = bool(widths) or "affine_map" not in conversion or bool(meta.get("partition_sizes"))
-    return Cut(dim, None, tuple(map(int, shape)), widths, legible)
+    widths = tuple(tuple(map(int, of_ranks)) for of_ranks in meta.get("sub_param_shard_widths") or ())
+    is_legible = bool(widths) or "affine_map" not in conversion or bool(meta.get("partition_sizes"))
+    return Sharding(dim, None, tuple(map(int, shape)), widths, is_legible)
 
 
-def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
-    """Return the process group over which the engine's model is cut, or ``None`` if it is not."""
+def tensor_parallel_group(engine: DeepSpeedEngine) -> dist.ProcessGroup | None:
+    """Return the process group over which the engine's model is sharded, or ``None`` if it is not."""
     mpu, kinds = engine.mpu, ("tensor_model", "slice", "model")
     if not any(hasattr(mpu, f"get_{kind}_parallel_world_size") for kind in kinds):
         return None
@@ -161,37 +164,44 @@ def tensor_parallel_group(engine: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def tensor_shards(engine: Any, routes: Mapping[int, Route] | None = None) -> dict[int, TensorShards]:
-    """Return how tensor parallelism cuts the engine's matrices, by ``id(parameter)``, as far as their layers say.
+def tensor_shards(
+    engine: DeepSpeedEngine, routes: Mapping[int, Route] | None = None
+) -> dict[int, TensorShards]:
+    """Return how the engine's matrices are sharded, by ``id(parameter)``, as far as their layers say.
 
-    Every rank takes the shards of the others to be as long as its own; :func:`with_tensor_parallel` compares them.
+    Every rank takes the shards of the other ranks to be as long as its shard; :func:`with_tensor_parallel` compares
+    them.
 
     Args:
-        engine: A ``DeepSpeedEngine``, which need not have its optimizer yet.
+        engine: An engine, which need not have its optimizer yet.
         routes: ``id(parameter)`` to its route, once there are routes.
 
     Raises:
-        ConfigError: If a layer does not say how a matrix is cut that goes to Muon.
+        ConfigError: If a layer does not say how a matrix is sharded that goes to Muon.
     """
-    group, found = tensor_parallel_group(engine), {}
+    group = tensor_parallel_group(engine)
+    shards: dict[int, TensorShards] = {}
     for param in engine.module.parameters() if group is not None else ():
         if not is_model_parallel_parameter(param):
             continue
         try:
-            found[id(param)] = read_cut(param).of_matrix(true_shape(param), dist.get_world_size(group))
+            shards[id(param)] = read_sharding(param).of_matrix(true_shape(param), dist.get_world_size(group))
         except ValueError as error:
             route = (routes or {}).get(id(param))
             if route is not None and route.algorithm == "muon":
                 _refuse(route.name, str(error))
-    return found
+    return shards
 
 
 def with_tensor_parallel(
-    group: dist.ProcessGroup, read: Callable[[], list[StepSet]], engine: Any, routes: Mapping[int, Route]
+    group: dist.ProcessGroup,
+    read: Callable[[], list[StepSet]],
+    engine: DeepSpeedEngine,
+    routes: Mapping[int, Route],
 ) -> list[StepSet]:
     """Read the step sets of a tensor-parallel rank, with the shards of each matrix on all ranks of the group.
 
-    Must be called by all ranks of ``group``. If one fails, all of them raise. Whoever calls it compares the plans.
+    Must be called by all ranks of ``group``. If one fails, all of them raise. The caller compares the plans.
 
     Args:
         group: The tensor-parallel process group.
@@ -200,35 +210,35 @@ def with_tensor_parallel(
         routes: ``id(model parameter)`` to its route.
 
     Raises:
-        ConfigError: On every rank that can tell, naming the parameter, if a shard could not be told from a
-            whole matrix, or is of a kind that is not supported.
+        ConfigError: Naming the parameter, on every rank that can know it, if a shard could be taken for a full matrix,
+            or is of a kind that is not supported.
         RankDisagreementError: If another rank of the group failed.
     """
     ranks = Ranks((group,))
     sets: list[StepSet] = []
-    held: dict[str, tuple[tuple[int, int], str]] = {}
+    fingerprints: dict[str, tuple[tuple[int, int], str]] = {}
     with raise_on_all_ranks(ranks=ranks, subject="comparison of plans"):
-        shards = {
-            routes[key].name: each for key, each in tensor_shards(engine, routes).items() if key in routes
+        shards_of = {
+            routes[key].name: shards for key, shards in tensor_shards(engine, routes).items() if key in routes
         }
-        copy = TensorShards(None, ())
+        replicated = TensorShards(None, ())
         for step_set in read():
-            # Where there is a stack, every rank of the group has other experts, all of them whole.
+            # Where there is a stack, every rank of the group has other experts, none of them sharded.
             if step_set.stack_group is None:
                 matrices = tuple(
-                    replace(each, shards=each.shards or shards.get(each.name, copy))
-                    for each in step_set.matrices
+                    replace(matrix, shards=matrix.shards or shards_of.get(matrix.name, replicated))
+                    for matrix in step_set.matrices
                 )
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
-                held |= _held(step_set)
+                fingerprints |= _fingerprints(step_set)
             sets.append(step_set)
-    told = ranks.gather(held, what="comparison of tensor-parallel shards").values()
-    for name, own in held.items():
-        others = [each[name] for each in told if name in each]
-        if set(others) == {own}:
+    gathered = ranks.gather(fingerprints, what="comparison of tensor-parallel shards").values()
+    for name, fingerprint in fingerprints.items():
+        of_ranks = [by_name[name] for by_name in gathered if name in by_name]
+        if set(of_ranks) == {fingerprint}:
             continue
-        if not own[1]:
-            _refuse(name, f"its shards are unequal, {[list(shape) for shape, _ in others]}")
+        if not fingerprint[1]:
+            _refuse(name, f"its shards are unequal, {[list(shape) for shape, _ in of_ranks]}")
         _refuse(
             name,
             "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
@@ -244,17 +254,18 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _held(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
-    """Return the shape of each matrix, and a hash of what this rank holds of a copy; empty for shards."""
+def _fingerprints(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
+    """Return the shape of each matrix, and a hash of this rank's fragment of a replicated one; empty for shards."""
     flat = {partition.index: partition.tensor.detach().reshape(-1) for partition in step_set.partitions}
-    found = {}
+    fingerprints = {}
     for matrix in step_set.matrices:
-        content, fragment = "", matrix.placement.on(step_set.rank)
+        digest, fragment = "", matrix.placement.on(step_set.rank)
         if not matrix.is_cut:
-            content = "copy"
+            digest = "copy"
             if fragment is not None:
-                part = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
-                own = part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-                content = hashlib.sha256(own).hexdigest()
-        found[matrix.name] = (matrix.rows, matrix.cols), content
-    return found
+                values = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
+                digest = hashlib.sha256(
+                    values.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+                ).hexdigest()
+        fingerprints[matrix.name] = (matrix.rows, matrix.cols), digest
+    return fingerprints

@@ -1,7 +1,8 @@
-"""The topology of an engine: its ranks, which of them train a parameter, where they keep it, and which part it is.
+"""The topology of an engine: its ranks, which of them train a parameter, and which slice of the full tensor each has.
 
-Parts are those of experts, and of what tensor parallelism cuts. What nobody says is not guessed: such a parameter gets
-a sentence in place of its part, and checkpoints that outlive the topology refuse it. Training does not need the parts.
+A rank's parameter is a slice of a full tensor where it belongs to experts or is sharded by tensor parallelism. Slices
+that no mark describes are not guessed: such a parameter gets the reason in place of its slice, and checkpoints that
+outlive the topology refuse it. Training does not need the slices.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_pipeline_parallel_world_size
 from torch import Tensor, nn
 
 from deepspeed_muon.engine.offload import CpuAdam
 from deepspeed_muon.engine.tensor_parallel import (
-    is_copy,
-    read_cut,
+    is_replicated,
+    read_sharding,
     tensor_parallel_group,
     with_tensor_parallel,
 )
@@ -35,27 +36,27 @@ from deepspeed_muon.step.step_set import StepSet, read_step_set
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.ranks import Ranks
 
-# What AutoEP says of its stacks of experts, and which experts a rank's stack has.
+# The attribute in which AutoEP describes its stacks of experts, and its key for the experts of a rank's stack.
 _STACK, _EXPERTS = "ds_autoep_uc_meta", "local_experts"
 
 
-def ranks_of(engine: Any) -> Ranks:
+def ranks_of(engine: DeepSpeedEngine) -> Ranks:
     """Return the ranks that make up an engine: data-parallel, sequence-, tensor- and pipeline-parallel ones.
 
     Args:
         engine: A ``DeepSpeedEngine`` that knows its process groups: from its ``_broadcast_model`` on.
     """
-    found = [engine.seq_data_parallel_group]
+    process_groups = [engine.seq_data_parallel_group]
     # Not mpu.get_model_parallel_group: in a pipeline that spans the stages too.
     if (tensor_parallel := tensor_parallel_group(engine)) is not None:
-        found.append(tensor_parallel)
+        process_groups.append(tensor_parallel)
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
-        found.append(bwc_pipeline_parallel_group(engine.mpu))
-    return Ranks.of(found)
+        process_groups.append(bwc_pipeline_parallel_group(engine.mpu))
+    return Ranks.of(process_groups)
 
 
 def groups_of(
-    param: Tensor, everyone: dist.ProcessGroup
+    param: Tensor, data_parallel: dist.ProcessGroup
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the ranks that train ``param`` together, those that skip steps with them, and those of its stack.
 
@@ -65,22 +66,22 @@ def groups_of(
 
     Args:
         param: A parameter of the model.
-        everyone: The data-parallel group of everything that is no expert.
+        data_parallel: The data-parallel group of everything that is no expert.
 
     Returns:
         A process group, and ``wider_group`` and ``stack_group`` of a :class:`deepspeed_muon.step.step_set.StepSet`.
     """
     name = expert_group_name(param)
     if name is None:
-        return everyone, everyone, None
+        return data_parallel, data_parallel, None
     holders = groups._get_expert_data_parallel_group(name)
     if not hasattr(param, _STACK):
-        return holders, everyone, None
+        return holders, data_parallel, None
     stack = groups._get_expert_parallel_group(name)
     return holders, None, stack if dist.get_world_size(stack) > 1 else None
 
 
-def model_facts(engine: Any) -> RankFacts:
+def model_facts(engine: DeepSpeedEngine) -> RankFacts:
     """Return dtype and shape of every parameter, to be equal on the ranks between which DeepSpeed broadcasts it."""
     facts, scope_of = RankFacts(), functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
@@ -89,7 +90,7 @@ def model_facts(engine: Any) -> RankFacts:
     return facts
 
 
-def read_step_sets(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
+def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
     """Read the layout of whichever wrapper DeepSpeed put around ``optimizer``.
 
     Args:
@@ -111,8 +112,8 @@ def read_step_sets(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) ->
     return read() if group is None else with_tensor_parallel(group, read, engine, routes)
 
 
-def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
-    view, everyone = view_of(engine.optimizer), engine.seq_data_parallel_group
+def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
+    view, data_parallel = view_of(engine.optimizer), engine.seq_data_parallel_group
     assert view.optimizer is optimizer
     # Partitions that one call of the inner step updates, and that the same ranks hold, both in the order of the view.
     sets: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
@@ -121,16 +122,18 @@ def _read(engine: Any, optimizer: Muon, routes: Mapping[int, Route]) -> list[Ste
             continue
         group = view.group(index)
         if group is None:
-            group, *_ = groups_of(params[0], everyone)
+            group, *_ = groups_of(params[0], data_parallel)
         call = 0 if view.is_one_call else index
         sets.setdefault((call, id(group)), (group, []))[1].append(index)
-    # At stage 0 nobody else tells the stages of a pipeline of each other's gradients.
+    # At stage 0 DeepSpeed does not exchange the gradient status between the stages of a pipeline.
     stages = (
         engine.mpu.get_model_parallel_group()
         if isinstance(view, PlainView) and is_divided(engine.module)
         else None
     )
-    return [_step_set(view, routes, group, indices, everyone, stages) for group, indices in sets.values()]
+    return [
+        _step_set(view, routes, group, indices, data_parallel, stages) for group, indices in sets.values()
+    ]
 
 
 def _step_set(
@@ -138,15 +141,18 @@ def _step_set(
     routes: Mapping[int, Route],
     group: dist.ProcessGroup,
     indices: list[int],
-    everyone: Any,
+    data_parallel: dist.ProcessGroup,
     stages: dist.ProcessGroup | None,
 ) -> StepSet:
-    _, wider_group, stack_group = groups_of(view.params[indices[0]][0], everyone)
+    _, wider_group, stack_group = groups_of(view.params[indices[0]][0], data_parallel)
     ranks = dist.get_world_size(group)
     if wider_group is None or dist.get_world_size(wider_group) <= ranks:
         wider_group = stages
     return read_step_set(
-        [(each, view.masters[each], view.params[each], view.placements(each, ranks)) for each in indices],
+        [
+            (index, view.masters[index], view.params[index], view.placements(index, ranks))
+            for index in indices
+        ],
         routes,
         group,
         wider_group=wider_group,
@@ -155,101 +161,110 @@ def _step_set(
     )
 
 
-def parts_of(engine: Any, routes: Mapping[int, Route]) -> dict[str, TensorSlice | str]:
-    """Return which part of a whole tensor each trained parameter of this rank is, and of which.
+def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[str, TensorSlice | str]:
+    """Return which slice of a full tensor each trained parameter of this rank is.
 
     Must be called by all ranks of the engine.
 
     Args:
-        engine: A ``DeepSpeedEngine`` that knows its process groups.
+        engine: An engine that knows its process groups.
         routes: ``id(model parameter)`` to its route.
 
     Returns:
-        Name of each parameter to its part, or to a sentence that says why nobody knows it.
+        Name of each parameter to its slice, or to the reason why it is unknown.
     """
-    numbers = _numbers_of_experts(engine.module)
+    expert_numbers = _expert_numbers(engine.module)
     group = tensor_parallel_group(engine)
-    shapes = [{route.name: route.shape for route in routes.values()}]
+    shapes_by_rank = [{route.name: route.shape for route in routes.values()}]
     rank = 0
     if group is not None:
         rank = dist.get_rank(group)
-        shapes = list(Ranks((group,)).gather(shapes[0], what="comparison of tensor-parallel shapes").values())
-    found: dict[str, TensorSlice | str] = {}
+        gathered = Ranks((group,)).gather(shapes_by_rank[0], what="comparison of tensor-parallel shapes")
+        shapes_by_rank = list(gathered.values())
+    slices: dict[str, TensorSlice | str] = {}
     for param in engine.module.parameters():
         route = routes.get(id(param))
         if route is None or route.algorithm == "frozen":
             continue
         try:
-            part = _part_of_expert(param, route, numbers)
+            tensor_slice = _slice_of_expert(param, route, expert_numbers)
             if group is not None:
-                part = _part_of_shard(param, part, rank, [each.get(route.name, ()) for each in shapes])
-            found[route.name] = part
+                shapes = [shapes.get(route.name, ()) for shapes in shapes_by_rank]
+                tensor_slice = _slice_of_shard(param, tensor_slice, rank, shapes)
+            slices[route.name] = tensor_slice
         except ValueError as error:
-            found[route.name] = str(error)
-    return found
+            slices[route.name] = str(error)
+    return slices
 
 
-def _numbers_of_experts(model: nn.Module) -> dict[int, tuple[int, int]]:
-    """Return, for each parameter of the experts of ``deepspeed.moe``, the expert's number here and their count here."""
-    found = {}
+def _expert_numbers(model: nn.Module) -> dict[int, tuple[int, int]]:
+    """Return, for each parameter of ``deepspeed.moe`` experts, the expert's number on this rank and their count."""
+    numbers = {}
     for module in model.modules():
         experts = getattr(module, "deepspeed_experts", None)
         if isinstance(experts, nn.ModuleList):
             for number, expert in enumerate(experts):
-                found.update({id(param): (number, len(experts)) for param in expert.parameters()})
-    return found
+                numbers.update({id(param): (number, len(experts)) for param in expert.parameters()})
+    return numbers
 
 
-def _part_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[int, int]]) -> TensorSlice:
-    """Return the whole tensor of an expert under its number among all, the rank's experts of a stack, or the tensor."""
+def _slice_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[int, int]]) -> TensorSlice:
+    """Return the slice of a parameter: the rank's experts of a stack, else the full tensor.
+
+    An expert's tensor is full, under the number of the expert among those of all ranks.
+    """
     name = expert_group_name(param)
     group = None if name is None else groups._get_expert_parallel_group(name)
     if group is None or dist.get_world_size(group) == 1:
         return whole_slice(route.name, route.shape)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if id(param) in numbers:
-        own, count = numbers[id(param)]
-        before, mark, behind = route.name.rpartition(f"deepspeed_experts.{own}.")
+        local_number, count = numbers[id(param)]
+        before, mark, behind = route.name.rpartition(f"deepspeed_experts.{local_number}.")
         if not mark:
             raise ValueError("it belongs to an expert whose number its name does not have")
-        return whole_slice(f"{before}deepspeed_experts.{rank * count + own}.{behind}", route.shape)
+        return whole_slice(f"{before}deepspeed_experts.{rank * count + local_number}.{behind}", route.shape)
     stack = getattr(param, _STACK, None)
     if stack is None:
-        raise ValueError("it belongs to experts of which nothing says which of all experts they are")
+        raise ValueError("it belongs to experts, and nothing says to which of all ranks' experts")
     ranges = tuple((number, number + 1) for number in stack[_EXPERTS])
     if ranges == tuple((number, number + 1) for number in range(ranges[0][0], ranges[-1][1])):
         ranges = ((ranges[0][0], ranges[-1][1]),)
     return TensorSlice(route.name, (route.shape[0] * size, *route.shape[1:]), 0, ranges)
 
 
-def _part_of_shard(
-    param: Tensor, part: TensorSlice, rank: int, shapes: Sequence[tuple[int, ...]]
+def _slice_of_shard(
+    param: Tensor, full: TensorSlice, rank: int, shapes: Sequence[tuple[int, ...]]
 ) -> TensorSlice:
-    """Return the part that tensor parallelism leaves of ``part``; ``shapes`` are those of the group's ranks."""
-    if is_copy(param):
+    """Return this rank's tensor-parallel shard of a full tensor; ``shapes`` are those of the group's ranks."""
+    if is_replicated(param):
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"its shape differs between tensor-parallel ranks, {[list(shape) for shape in shapes]}, but it is not "
                 f"marked as a shard (tensor_model_parallel, partition_dim)"
             )
-        return part
-    if not part.is_whole:
+        return full
+    if not full.is_whole:
         raise ValueError("a stack of experts is cut by tensor parallelism too")
-    told = read_cut(param)
+    sharding = read_sharding(param)
     dimensions = len(shapes[rank])
-    if not -dimensions <= told.dim < dimensions:
-        raise ValueError(f"it is marked as cut along dimension {told.dim} of {dimensions} (partition_dim)")
-    dim = told.dim % dimensions
-    sizes = [shape[dim] for shape in shapes]
-    starts = [list(accumulate(each, initial=0)) for each in told.shares(sizes)]
-    first = accumulate((each[-1] for each in starts), initial=0)
-    ranges = tuple(
-        (base + each[rank], base + each[rank + 1]) for base, each in zip(first, starts, strict=False)
-    )
-    length = told.shape[dim] if told.shape else sum(sizes)
-    cut = TensorSlice(part.name, (*part.shape[:dim], length, *part.shape[dim + 1 :]), dim, ranges)
-    if cut.own_shape != part.shape:
+    if not -dimensions <= sharding.dim < dimensions:
         raise ValueError(
-            f"its shape {list(part.shape)} is not that of its part {list(ranges)} along dimension {dim}"
+            f"it is marked as cut along dimension {sharding.dim} of {dimensions} (partition_dim)"
         )
-    return cut
+    dim = sharding.dim % dimensions
+    lengths = [shape[dim] for shape in shapes]
+    # Within each sub-parameter, the first index of every rank's shard; then the first index of each sub-parameter.
+    starts = [list(accumulate(of_ranks, initial=0)) for of_ranks in sharding.shard_lengths(lengths)]
+    bases = accumulate((of_ranks[-1] for of_ranks in starts), initial=0)
+    ranges = tuple(
+        (base + of_ranks[rank], base + of_ranks[rank + 1])
+        for base, of_ranks in zip(bases, starts, strict=False)
+    )
+    length = sharding.shape[dim] if sharding.shape else sum(lengths)
+    shard = TensorSlice(full.name, (*full.shape[:dim], length, *full.shape[dim + 1 :]), dim, ranges)
+    if shard.own_shape != full.shape:
+        raise ValueError(
+            f"its shape {list(full.shape)} is not that of its ranges {list(ranges)} along dimension {dim}"
+        )
+    return shard

@@ -298,7 +298,7 @@ def measured_sizes(
     for member in members:
         member.param.grad = torch.randn_like(member.param)
     optimizer.step()
-    relative = VARIANTS[config.variant].relative_rate
+    relative = VARIANTS[config.variant].apply is not None
     rate = config.muon_defaults()["lr"]
     found = {}
     for route, member, old in zip(routes, members, before, strict=True):

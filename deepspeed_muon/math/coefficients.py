@@ -22,6 +22,9 @@ from deepspeed_muon.errors import ConfigError
 Coefficients = tuple[float, float, float]
 NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
 
+SMALLEST_NORM = 1e-12
+"""Matrices and rows with a smaller norm count as zero where something is divided by their norm."""
+
 _QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
@@ -90,7 +93,7 @@ def resolve_schedule(
     """Turn the ``ns_schedule`` and ``ns_steps`` of the configuration into one coefficient triple per step.
 
     Args:
-        schedule: A name, or the caller's own table of ``(a, b, c)`` triples.
+        schedule: A name, or a table of ``(a, b, c)`` triples.
         steps: Number of iterations, at least 1. ``None`` means the length of the table, or 5 for a schedule of any
             length.
 
@@ -150,7 +153,7 @@ def band_of(coefficients: tuple[Coefficients, ...]) -> Band:
 def _image(
     values: NDArray[np.float64], coefficients: Sequence[Coefficients], rounding: float = 0.0
 ) -> NDArray[np.float64]:
-    """Return the polynomial of all steps, of singular values that are rounded up by this part before every step."""
+    """Return the images of singular values under all steps, with a factor of ``1 + rounding`` before every step."""
     with np.errstate(over="ignore", invalid="ignore"):
         for a, b, c in coefficients:
             values = values * (1 + rounding)
@@ -159,11 +162,10 @@ def _image(
 
 
 def steps_that_need_an_exact_input(coefficients: Sequence[Coefficients]) -> frozenset[int]:
-    """Return the numbers, from 2 on, of the steps that must not get a singular value that is 3 % too large.
+    """Return the numbers, from 2 on, of the steps that send a singular value out of the band if it is 3 % too large.
 
-    They send it out of the band, and half-precision Gram matrices drift by about that much in one step. The steps of
-    Polar Express are made for the interval to which the step before leads, and climb steeply beyond its end: its
-    steps 2 to 4 are such steps. The quintic has none.
+    Half-precision Gram matrices drift by about that much in one step. A step of Polar Express is made for the interval
+    to which the step before leads, and is steep beyond its end: steps 2 to 4 are such steps. The quintic has none.
     """
     limit = _LARGEST_GROWTH * np.abs(_image(_UNIT_INTERVAL, coefficients)).max()
     sensitive = set()
@@ -177,8 +179,8 @@ def steps_that_need_an_exact_input(coefficients: Sequence[Coefficients]) -> froz
 def tolerates_rounding(coefficients: Sequence[Coefficients], dtype: torch.dtype) -> bool:
     """Return whether a schedule stays in its band when ``dtype`` rounds up twice before every step.
 
-    A table that is optimal on exactly [0, 1] climbs steeply just above 1. Polar Express keeps a safety factor for
-    that; ``cans`` has none, and one rounding in bfloat16 sends a singular value of 1 to infinity.
+    A table that is optimal on exactly [0, 1] is steep just above 1. Polar Express has a safety factor for that;
+    ``cans`` has none, and one rounding in bfloat16 sends a singular value of 1 to infinity.
     """
     rounded = np.abs(_image(_UNIT_INTERVAL, coefficients, torch.finfo(dtype).eps))
     return bool(rounded.max() <= _LARGEST_GROWTH * np.abs(_image(_UNIT_INTERVAL, coefficients)).max())

@@ -1,20 +1,20 @@
-"""The Newton-Schulz iteration in plain torch calls: the polar factor of a batch of matrices, approximately.
+"""The Newton-Schulz iteration in torch: the approximate polar factor of every matrix in a batch.
 
-Two equal polynomials of the input, with different costs and rounding:
+Two methods evaluate the same polynomial of the input, with different costs and different rounding:
 
-* ``standard`` iterates on ``X`` (m x n): ``X <- a X + (b A + c A^2) X``, ``A = X X^T``.
-* ``gram`` iterates on the m x m Gram matrix and multiplies ``X`` once at the end. ``R``, ``Z`` and ``Q`` are
-  polynomials of one symmetric matrix, so they commute. It is cheaper for rectangular matrices; square ones gain
-  nothing and run the standard iteration. In half formats the Gram matrix drifts away from that of ``X``, so the
-  iteration restarts: it multiplies ``X`` by ``Q`` and computes ``R`` again.
+* ``standard`` iterates on ``X`` (m x n): ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``.
+* ``gram`` iterates on the Gram matrix ``R = X X^T`` (m x m) and collects the factor ``Q`` by which it multiplies ``X``
+  at the end. ``R``, ``Z`` and ``Q`` are polynomials of one symmetric matrix, so they commute. This is cheaper for
+  rectangular matrices; square ones gain nothing and run the standard iteration. In half precision ``R`` drifts away
+  from the Gram matrix of ``Q X``, so the iteration restarts: it multiplies ``X`` by ``Q`` and computes ``R`` again.
 
-The readable float64 counterpart is :func:`reference_orthogonalize`.
+The readable float64 counterpart is :func:`deepspeed_muon.reference.newton_schulz`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepspeed_muon.math.coefficients import Coefficients, steps_that_need_an_exact_input
+from deepspeed_muon.math.coefficients import SMALLEST_NORM, Coefficients, steps_that_need_an_exact_input
 
 NsMethod = Literal["gram", "standard"]
 GramOf = Callable[[Tensor], Tensor]
@@ -33,10 +33,8 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 # Gram pays off from this long side / short side on (FLOP model: 49.3 against 63.3 m^3 at 2.67, 36 against 30 at 1).
 _GRAM_MIN_RATIO = 2.0
 
-# The step after which the Gram iteration restarts first, and the steps from one restart to the next. Chosen by the
-# worst error against float64 in five quintic steps over Gaussian, low-rank and ill-conditioned spectra: bf16 needs
-# restarts after steps 1 and 3; fp16 has 2.6e-2 with one after step 3, 3.6e-2 after step 2; fp32 stays below 1e-4.
-# Steeper schedules restart more often in half precision, see restart_steps.
+# The step after which the Gram iteration restarts first, and the steps from one restart to the next, chosen for five
+# quintic steps. Steeper schedules restart more often in half precision, see restart_steps.
 _RESTARTS: dict[torch.dtype, tuple[int, int]] = {
     torch.bfloat16: (1, 2),
     torch.float16: (3, 2),
@@ -53,23 +51,21 @@ class NsSettings:
         coefficients: One ``(a, b, c)`` per iteration.
         method: ``gram`` or ``standard``.
         dtype: The dtype of the matrix products.
-        eps: The input is divided by its Frobenius norm, or by this if the norm is smaller.
     """
 
     coefficients: tuple[Coefficients, ...]
     method: NsMethod = "gram"
     dtype: torch.dtype = torch.float32
-    eps: float = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The products of the iteration whose result is symmetric, on single matrices and batches.
+    """The products of the iteration whose result is symmetric, of single matrices and of batches.
 
     Attributes:
         gram: Returns ``X X^T``.
-        multiply_add: Called like ``torch.addmm`` with symmetric matrices that commute: ``beta c + alpha a b``; ``None``
-            for torch's.
+        multiply_add: Returns ``beta c + alpha a b`` of symmetric matrices that commute, with the arguments of
+            ``torch.addmm``; ``None`` for ``addmm`` and ``baddbmm``.
     """
 
     gram: GramOf
@@ -79,8 +75,8 @@ class Products:
 def resolve_ns_dtype(name: NsDtypeName, device: torch.device) -> torch.dtype:
     """Return the dtype in which the iteration runs on ``device``.
 
-    ``auto`` is float16 on CUDA: it rounds eight times finer than bfloat16 at the same speed, and is safe because the
-    input is normalised in float32 first. On a CPU that multiplies it faster it is bfloat16, elsewhere float32.
+    ``auto`` is float16 on CUDA: its roundoff is an eighth of bfloat16's at the same speed, and nothing overflows
+    because the input is normalised in float32 first. It is bfloat16 on CPUs with fast bfloat16 products, else float32.
     """
     if name != "auto":
         return DTYPES[name]
@@ -106,13 +102,13 @@ def _bf16_is_faster() -> bool:
 def orthogonalize(x: Tensor, *, settings: NsSettings, products: Products | None = None) -> Tensor:
     """Return the approximate polar factor of every matrix in a batch.
 
-    The input is divided by its Frobenius norm in float32 *before* the cast to ``settings.dtype``: a cast first
-    would flush elements below 6e-8 to zero in float16.
+    The input is divided by its Frobenius norm in float32 *before* the cast to ``settings.dtype``: the other order would
+    flush elements below 6e-8 to zero in float16.
 
     Args:
-        x: ``(..., rows, cols)``, any floating dtype. Not mutated; views are read in place.
-        settings: Decides about the result.
-        products: What computes symmetric products; torch by default.
+        x: ``(..., rows, cols)``, any floating dtype. Not mutated; views are not copied.
+        settings: Polynomial, method and dtype.
+        products: Kernels for the symmetric products; torch's by default.
 
     Returns:
         A new tensor of the same shape, in ``settings.dtype``. An all-zero matrix gives zero; a non-finite one gives
@@ -126,22 +122,21 @@ def orthogonalize(x: Tensor, *, settings: NsSettings, products: Products | None 
     if x.numel() == 0:
         return x.to(settings.dtype, copy=True)
     rows, cols = x.shape[-2:]
-    wide = x.mT if rows > cols else x
-    short, long = wide.shape[-2:]
-    batch = wide.reshape(-1, short, long) if x.ndim != 3 else wide
+    short, long = min(rows, cols), max(rows, cols)
+    batch = (x.mT if rows > cols else x).reshape(-1, short, long)
     iterate = _gram if runs_gram(short, long, settings.method) else _standard
-    # No name for the normalised matrices: the iteration frees them when it has better ones.
-    result = iterate(_normalized(batch, settings), settings, products or _PLAIN)
-    result = result.reshape(*x.shape[:-2], short, long) if x.ndim != 3 else result
+    # The normalised matrices have no name here, so that the iteration can free them.
+    result = iterate(_normalized(batch, settings), settings, products or _TORCH_PRODUCTS)
+    result = result.reshape(*x.shape[:-2], short, long)
     return result.mT if rows > cols else result
 
 
 def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
     """Divide each matrix by its Frobenius norm, computed in at least float32, then cast."""
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype)
-    norm.clamp_(min=settings.eps)
-    # One pass: the quotient is rounded as it is written.
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=dtype)  # (batch, 1, 1)
+    norm.clamp_(min=SMALLEST_NORM)
+    # One pass over memory: the quotient is rounded as it is written.
     return torch.div(x, norm, out=torch.empty_like(x, dtype=settings.dtype))
 
 
@@ -149,35 +144,35 @@ def _gram_matrix(x: Tensor) -> Tensor:
     return (torch.mm if x.ndim == 2 else torch.bmm)(x, x.mT)
 
 
-_PLAIN = Products(_gram_matrix)
+_TORCH_PRODUCTS = Products(_gram_matrix)
 
 
 def _standard(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
-    """Iterate on ``x`` (batch, m, n) with m <= n. One matrix runs as mm: bmm of one is slower on CPUs."""
+    """Iterate on ``x`` (batch, m, n) with m <= n. A batch of one runs as mm: bmm of one matrix is slower on CPUs."""
     single = x.shape[0] == 1
     if single:
         x = x[0]
     multiply_add = torch.addmm if single else torch.baddbmm
     symmetric = products.multiply_add or multiply_add
     for a, b, c in settings.coefficients:
-        gram = products.gram(x)
-        x = multiply_add(x, symmetric(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = products.gram(x)  # (batch, m, m)
+        x = multiply_add(x, symmetric(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a X + (b A + c A^2) X
     return x.unsqueeze(0) if single else x
 
 
 def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tensor:
     """Run the iteration on some columns of normalised matrices; ``gram_of`` supplies the Gram matrix of all columns.
 
-    ``X <- p(X X^T) X`` changes every column by itself once ``X X^T`` is known, so a rank that gets the summed Gram
-    matrix of all columns can iterate on its own. ``gram`` asks for the Gram matrix at the start and at each
-    restart, ``standard`` once per step.
+    ``X <- p(X X^T) X`` changes every column independently, given ``X X^T``, so a rank that gets the sum of the Gram
+    matrices of all ranks can iterate on its own columns. ``gram`` needs the Gram matrix at the start and at each
+    restart, ``standard`` in every step.
 
     Args:
-        x: ``(batch, m, columns)`` in ``settings.dtype``; any number of columns, even none. The whole matrices are
+        x: ``(batch, m, columns)`` in ``settings.dtype``; any number of columns, even none. The complete matrices are
             ``m x n`` with ``m <= n`` and Frobenius norm at most 1.
         settings: Polynomial and method. ``gram`` runs for square matrices too, unlike in :func:`orthogonalize`.
         gram_of: Maps some columns ``(batch, m, columns)`` or, in a batch of one, ``(m, columns)`` to ``X X^T`` of the
-            whole matrices, in ``settings.dtype``.
+            complete matrices, in ``settings.dtype``.
 
     Returns:
         The same columns of the approximate polar factor.
@@ -206,14 +201,17 @@ def restart_steps(coefficients: tuple[Coefficients, ...], dtype: torch.dtype) ->
 
 
 def _gram(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
-    """Iterate on the Gram matrix of ``x`` (batch, m, n) with m <= n; ``X <- Q X`` at each restart and at the end."""
+    """Iterate on the Gram matrix of ``x`` (batch, m, n) with m <= n; ``X <- Q X`` at each restart and at the end.
+
+    Every step multiplies ``X`` by ``P = a I + Z`` with ``Z = b R + c R^2``, so ``Q <- P Q`` and ``R <- P R P``.
+    """
     steps = len(settings.coefficients)
     restarts = restart_steps(settings.coefficients, settings.dtype)
     single = x.shape[0] == 1
     if single:
         x = x[0]
     multiply_add = products.multiply_add or (torch.addmm if single else torch.baddbmm)
-    q: Tensor | None = None
+    q: Tensor | None = None  # (batch, m, m), as R and Z; None stands for the identity
     r = products.gram(x)
     for done, (a, b, c) in enumerate(settings.coefficients, start=1):
         z = multiply_add(r, r, r, beta=b, alpha=c)
@@ -222,7 +220,7 @@ def _gram(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
             q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
             q = multiply_add(q, z, q, beta=a)
-        # What is not needed goes at once: never more than four Gram-sized matrices, and one beside two of X.
+        # Memory is freed early: there are never more than four matrices like R, and only one while there are two of X.
         if done == steps:
             del r, z
             break
@@ -231,7 +229,7 @@ def _gram(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
             x = q @ x
             r, q = products.gram(x), None
         else:
-            rz = multiply_add(r, z, r, beta=a)
+            rz = multiply_add(r, z, r, beta=a)  # a R + R Z = R P
             del r
             r = multiply_add(rz, z, rz, beta=a)
             del z, rz
@@ -244,9 +242,9 @@ def _gram(x: Tensor, settings: NsSettings, products: Products) -> Tensor:
 def orthogonalize_flops(rows: int, cols: int, iteration: NsSettings | None = None) -> float:
     """Return the floating-point operations of orthogonalising one ``rows x cols`` matrix: 5 standard steps by default.
 
-    With ``m`` the short and ``n`` the long side, a standard step is ``X X^T`` (``2 m^2 n``), a square of the Gram
-    matrix (``2 m^3``) and a product with ``X`` (``2 m^2 n``). The Gram iteration has up to four ``m^3`` products in a
-    step. It multiplies with ``X`` twice, and twice more for every restart; schedule and dtype decide how often that is.
+    With ``m`` the short and ``n`` the long side, a standard step is ``X X^T`` (``2 m^2 n``), the square of the Gram
+    matrix (``2 m^3``) and a product with ``X`` (``2 m^2 n``). A step of the Gram iteration has up to four products of
+    ``2 m^3``. It multiplies with ``X`` twice, and twice more for every restart.
     """
     short, long = min(rows, cols), max(rows, cols)
     squares = passes = steps = 5 if iteration is None else len(iteration.coefficients)
@@ -260,16 +258,3 @@ def orthogonalize_flops(rows: int, cols: int, iteration: NsSettings | None = Non
                 squares += 2
         passes = 1 + len(restarts)
     return passes * 4.0 * short * short * long + squares * 2.0 * short**3
-
-
-def reference_orthogonalize(x: Tensor, coefficients: Sequence[Coefficients], eps: float = 1e-12) -> Tensor:
-    """Apply the polynomials to one matrix in float64: ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``."""
-    x = x.double()
-    transposed = x.shape[0] > x.shape[1]
-    if transposed:
-        x = x.T
-    x = x / max(float(x.norm()), eps)
-    for a, b, c in coefficients:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if transposed else x

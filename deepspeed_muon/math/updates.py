@@ -1,7 +1,7 @@
 """How an update is scaled and applied: ``adjust_lr_fn``, ``weight_decay_mode``, and AdamW by torch's fused kernels.
 
-``adjust_lr_fn``: the factor of an orthogonalised update. Each formula stands in this file only. Beware of "spectral":
-other projects call two different rules so. For a matrix of ``rows x cols``:
+``adjust_lr_fn``: the factor of an orthogonalised update, for a matrix of ``rows x cols``. Beware of "spectral": other
+projects call two different rules by that name.
 
 ==================  ===========================  ==================================================
 name                factor                       source
@@ -27,7 +27,7 @@ that is subtracted (``lr * u``: Muon's scaled orthogonal factor, or Adam's ratio
 =============== ======================================================================================================
 
 Every term reads ``p`` before the step. The float64 counterpart is
-:func:`tests.support.reference.decayed_step`.
+:meth:`deepspeed_muon.reference.ReferenceMuon.apply`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ WeightDecayMode = Literal["decoupled", "independent", "cautious"]
 
 
 def decay_factor(mode: WeightDecayMode, *, lr: float, weight_decay: float) -> float:
-    """Return the factor of every element before the update is subtracted; not for ``cautious``, which has many."""
+    """Return the factor of a weight before the update is subtracted; ``cautious`` has no common factor."""
     assert mode != "cautious"
     return 1.0 - weight_decay * (lr if mode == "decoupled" else 1.0)
 
 
 def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
-    """Shrink the elements of ``param`` whose update has their sign, or is zero.
+    """Shrink the elements of ``param`` whose update has their sign or is zero.
 
     Args:
         param: Any shape. Mutated.
@@ -145,32 +145,12 @@ def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
 
 
 def _decay(tensors: Sequence[AdamTensors], settings: AdamStep) -> None:
-    """Shrink the parameters by a kind of decay that torch's kernel does not know."""
+    """Shrink the parameters by a kind of decay that torch's kernel does not have."""
     if settings.decay_mode == "cautious":
         for param, grad, exp_avg, _ in tensors:
-            # Adam's update has the sign of the new first moment, which the kernel computes only later.
+            # Adam's update has the sign of the new first moment, which the kernel has not computed yet.
             first = torch.lerp(exp_avg, grad, 1.0 - settings.betas[0])
             cautious_decay_(param, first, decay=settings.lr * settings.weight_decay)
     else:
         factor = decay_factor(settings.decay_mode, lr=settings.lr, weight_decay=settings.weight_decay)
         torch._foreach_mul_([param for param, *_ in tensors], factor)
-
-
-def reference_adamw_step(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, settings: AdamStep
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of AdamW (arXiv 1711.05101) or Adam with decoupled or L2 decay, in float64. Mutates nothing.
-
-    Returns:
-        The new parameter, first and second moment.
-    """
-    param, grad = param.double(), grad.double()
-    beta1, beta2 = settings.betas
-    if settings.decoupled:
-        decayed = param * (1 - settings.lr * settings.weight_decay)
-    else:
-        decayed, grad = param, grad + settings.weight_decay * param
-    exp_avg = beta1 * exp_avg.double() + (1 - beta1) * grad
-    exp_avg_sq = beta2 * exp_avg_sq.double() + (1 - beta2) * grad**2
-    first, second = exp_avg / (1 - beta1**settings.step), exp_avg_sq / (1 - beta2**settings.step)
-    return decayed - settings.lr * first / (torch.sqrt(second) + settings.eps), exp_avg, exp_avg_sq

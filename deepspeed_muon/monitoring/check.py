@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.logs import logger
-from deepspeed_muon.math.coefficients import band_of
+from deepspeed_muon.math.coefficients import SMALLEST_NORM, band_of
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
@@ -226,7 +226,7 @@ class ResultCheck:
                 _gathered(own, distributed).double().square().sum(0).sqrt() for own in (norms, inputs)
             )
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
-        norms = norms.maximum((inputs < self._ns.eps) * lowest)
+        norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # so is NaN
         result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.finish is not None:
@@ -244,7 +244,7 @@ class ResultCheck:
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
             own = result.inputs[position].double().norm().view(1)
             # As above, of an input that is not normalised.
-            small = norms[position] <= highest and _norms_of_whole(own, result.distributed)[0] < self._ns.eps
+            small = norms[position] <= highest and _norms_of_whole(own, result.distributed)[0] < SMALLEST_NORM
             if not small and (why := check_failure(norms[position], bounds)) is not None:
                 self._redo(result, position, why)
 

@@ -25,7 +25,7 @@ from deepspeed_muon.plan.rectangles import rectangles_of
 from deepspeed_muon.step.passes import Step
 from deepspeed_muon.transport.exchange import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
-from deepspeed_muon.variants.variant import Combine
+from deepspeed_muon.variants.variant import Apply
 
 _MOST_NUMEL = 1 << 22
 """Elements of equal rectangles that run together, which copies them."""
@@ -135,13 +135,13 @@ class BlockSums:
                 blocks = torch.tensor([block for *_, block in together], device=device)
                 yield _Rectangles((rows, cols), stride, in_weights, in_updates, blocks)
 
-    def apply(self, combine: Combine, step: Step, updates: Sequence[Tensor]) -> tuple[list[int], Tensor]:
+    def apply(self, factors_of: Apply, step: Step, updates: Sequence[Tensor]) -> tuple[list[int], Tensor]:
         """Update this rank's fragments of the active matrices.
 
         Must be called by all ranks of the data-parallel and of the tensor-parallel group.
 
         Args:
-            combine: The variant's ``apply``.
+            factors_of: The variant's ``apply``.
             step: The weights are mutated.
             updates: The other tensors of the table: flat, in the communication dtype, on any device.
 
@@ -163,7 +163,7 @@ class BlockSums:
         # 3. factors of weights and updates: (blocks,)
         rates = step.rates.apply[self._matrix_of, 0].to(sums.device)
         square, along, length = sums.unbind(1)
-        keep, move = (factor.to(self._device) for factor in combine((square, along, length), rates))
+        keep, move = (factor.to(self._device) for factor in factors_of((square, along, length), rates))
         is_active = None if step.mask is None else step.mask[self._matrix_of]
         for group in self._rectangles:
             weights, update = (

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
+from deepspeed_muon.config.settings import (
+    GROUP_KEYS,
+    GROUP_SETTINGS,
+    MuonConfig,
+    checked_group_settings,
+)
 from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown, unknown_key_message
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
 from deepspeed_muon.logs import warn
@@ -32,9 +36,6 @@ from deepspeed_muon.routing.param_groups import CALLER_GROUP
 from deepspeed_muon.step.quantized import SCALE_KEY
 from deepspeed_muon.step.state import STATE_TENSORS
 from deepspeed_muon.variants import ROW_STATE
-
-_SETTINGS = frozenset(MuonConfig().group_defaults("muon"))
-"""The settings that every group has."""
 
 _FIXED = frozenset(("params", "param_names", "algorithm", "use_muon", CALLER_GROUP, "moe"))
 """Keys that say what a group is: they are compared or left out, and never loaded."""
@@ -254,31 +255,25 @@ def _checked_settings(
         if key in left_out or (key in TORCH_OPTIONS and (value is None or value is False)):
             continue
         misspelt = difflib.get_close_matches(str(key), GROUP_KEYS, n=1, cutoff=0.8)
-        if key in TORCH_OPTIONS or (misspelt and key not in _SETTINGS | _OF_SCHEDULERS | group.keys()):
+        if key in TORCH_OPTIONS or (misspelt and key not in GROUP_SETTINGS | _OF_SCHEDULERS | group.keys()):
             raise ConfigError(unknown_key_message(str(key), GROUP_KEYS, where))
         loaded[key] = copy.deepcopy(value)
     if loaded.get("adjust_lr_fn", "") is None and of_torch:
         loaded["adjust_lr_fn"] = "original"
+    checked = checked_group_settings(loaded, where)
     prefix = "muon" if algorithm == "muon" else "adam"
-    settings_of_group = {
-        f"{prefix}_{key}" if key in ("lr", "weight_decay") else key: loaded[key]
-        for key in loaded.keys() & _SETTINGS
+    update = {
+        f"{prefix}_{key}" if key in ("lr", "weight_decay") else key: checked[key]
+        for key in checked.keys() & GROUP_SETTINGS
     }
-    if missing := [key for key, value in settings_of_group.items() if value is None]:
-        raise ConfigError(f"{where}.{missing[0]}: must be a number (got None)")
-    checked = MuonConfig.from_params(
-        {**config.model_dump(), **settings_of_group}, where=where
-    ).group_defaults(algorithm)
-    for key in loaded.keys() & _SETTINGS:
+    config.model_copy(update=update).check_combinations()
+    for key in checked.keys() & GROUP_SETTINGS:
         # A rate in a tensor stays one, so that later changes of its value count.
         if not isinstance(loaded[key], Tensor) or key not in ("lr", "weight_decay"):
             loaded[key] = checked[key]
     settings = {**group, **loaded}
     if algorithm == "muon":
         config.check_variant(settings, where)
-    ratio = settings["lr_ratio"]
-    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) < math.inf:
-        raise ConfigError(f"{where}.lr_ratio: must be a number of at least 0 (got {shown(ratio)})")
     return settings
 
 

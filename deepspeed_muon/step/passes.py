@@ -262,7 +262,7 @@ class RateTable:
         found: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
-            if self._variant.relative_rate:
+            if self._variant.apply is not None:
                 found.append((1.0,) * len(shapes))
             else:
                 found.append(tuple(update_scale(rules[position], *shape) for shape in shapes))

@@ -80,7 +80,7 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
                     variant.name,
                 )
             own[each.key] = torch.full((numel,), each.start, dtype=each.dtype, device=partition.tensor.device)
-        refuse_other_layout(own[each.key], numel, each.what, partition)
+        refuse_other_layout(own[each.key], numel, each.label, partition)
     return {each.key: own[each.key] for each in variant.state}
 
 

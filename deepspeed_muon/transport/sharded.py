@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.math.coefficients import SMALLEST_NORM
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.exchange import exchange_bytes
@@ -140,7 +141,7 @@ def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Te
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
     gathered = gather_tensors(norms, group, what="norms of sharded matrices")
-    norm: Tensor = torch.linalg.vector_norm(gathered, dim=0).clamp_(min=settings.eps)
+    norm: Tensor = torch.linalg.vector_norm(gathered, dim=0).clamp_(min=SMALLEST_NORM)
     return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
 
 

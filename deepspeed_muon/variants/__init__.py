@@ -1,4 +1,4 @@
-"""The variants of Muon, one file each. A new one needs its file and a line in :data:`VARIANTS`."""
+"""The variants of Muon, one file each; :mod:`.variant` shows how to add one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed_muon.variants.variant import RowState, Setting, Variant
 VARIANTS: dict[str, Variant] = {
     module.VARIANT.name: module.VARIANT for module in (muon, normuon, muon_eq, hyperball)
 }
-"""``optimizer.params.variant`` to what it means."""
+"""The variants by their name, the value of ``optimizer.params.variant``."""
 
 SETTINGS: dict[str, Setting] = {
     setting.name: setting for variant in VARIANTS.values() for setting in variant.settings
@@ -18,4 +18,4 @@ SETTINGS: dict[str, Setting] = {
 ROW_STATE: dict[str, RowState] = {
     entry.key: entry for variant in VARIANTS.values() for entry in variant.state
 }
-"""All entries of the optimizer state that some variant keeps for each row."""
+"""All entries of the optimizer state that have one number for each row, by key."""

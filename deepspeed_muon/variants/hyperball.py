@@ -1,15 +1,15 @@
 """Hyperball, or MuonH (arXiv 2606.16899): every matrix keeps its Frobenius norm.
 
-With the orthogonalised direction ``o`` and ``N(x) = x / |x|_F``::
+With the orthogonalised direction ``O`` and ``N(X) = X / |X|_F``::
 
-    W <- |W| * N(W - lr * |W| * N(o))
+    W <- |W| * N(W - lr * |W| * N(O))
 
-So ``lr`` is the size of a step relative to the weights, whatever the shape: there is neither a scale rule nor weight
-decay. Each block (head, part, expert) has its own norm. A block whose update is zero keeps its weights.
+So ``lr`` is the size of a step relative to the weights, whatever their shape: there is neither a scale rule nor weight
+decay. Each block (head, expert, slice of a fused weight) has its own norm. A block whose update is zero is unchanged.
 
-The paper's radius is the norm of the first weights. A step does not change the norm, so that of the current weights is
-the same radius (up to rounding: 1e-7 a step in fp32, without a trend) and nothing needs to be stored: weights that are
-loaded or replaced during a run keep the norm that they bring. A block of zeros has no norm to keep: it is an error.
+The paper's radius is the norm of the initial weights. A step does not change the norm, so the norm of the current
+weights is the same radius (rounding changes it by 1e-7 a step in fp32, without a trend), and nothing is stored. Weights
+that are loaded or replaced during a run keep their own norm. A block of zeros has no direction to move in: an error.
 """
 
 from __future__ import annotations
@@ -17,38 +17,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import ReferenceRates, Variant
+from deepspeed_muon.variants.variant import Variant
 
 _TINY = torch.finfo(torch.float64).tiny
 
 
-def apply(products: tuple[Tensor, Tensor, Tensor], rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors of weights and updates; see :data:`.variant.Combine`."""
-    square, along, length = products  # |W|^2, <W, o>, |o|^2
-    norm = square.sqrt()
-    move = rates * norm / length.sqrt().clamp(min=_TINY)
-    after = (square - 2 * move * along + move.square() * length).clamp(min=0).sqrt()
-    keep = norm / after.clamp(min=_TINY)
-    moves = (length > 0) & (square > 0)
-    return torch.where(moves, keep, 1.0), torch.where(moves, -keep * move, 0.0)
-
-
-def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
-    """See :data:`.variant.Reference`."""
-    update = rates.orthogonalize(direction)
-    if not update.any():
-        return update
-    moved = weights - rates.lr * weights.norm() * update / update.norm()
-    on_the_ball: Tensor = weights.norm() * moved / moved.norm()
-    return (weights - on_the_ball) / rates.lr
+def apply(products: tuple[Tensor, Tensor, Tensor], lr: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of weights and updates; see :data:`.variant.Apply`."""
+    w_w, w_o, o_o = products  # |W|^2, <W, O>, |O|^2: (blocks,) each
+    norm = w_w.sqrt()
+    step = lr * norm / o_o.sqrt().clamp(min=_TINY)  # W - step * O is what is brought back to the norm
+    moved = (w_w - 2 * step * w_o + step.square() * o_o).clamp(min=0).sqrt()
+    shrink = norm / moved.clamp(min=_TINY)
+    moves = (o_o > 0) & (w_w > 0)
+    return torch.where(moves, shrink, 1.0), torch.where(moves, -shrink * step, 0.0)
 
 
 VARIANT = Variant(
     "hyperball",
-    reference,
     description="every matrix keeps its norm, and `lr` is relative to that norm",
     apply=apply,
-    relative_rate=True,
     refuses={
         "weight_decay": "it keeps the norm of every matrix, which decay shrinks: set muon_weight_decay to 0; "
         "adam_weight_decay is for the rest",

@@ -4,9 +4,9 @@ For each row ``i`` of the ``r x c`` direction ``u``, before Newton-Schulz::
 
     u_i <- u_i / |u_i|
 
-A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. The authors' code
-treats rows with a norm below about ``1e-4`` differently; here the result does not depend on the scale of the gradients.
-Nothing is kept from step to step.
+A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. The authors' code treats
+rows with a norm below about ``1e-4`` differently; here the result does not depend on the scale of the gradients. The
+variant has no state.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import ReferenceRates, Sums, Variant
-
-_SMALLEST = 1e-12
-"""The norm below which a direction counts as zero, as in the iteration."""
+from deepspeed_muon.math.coefficients import SMALLEST_NORM
+from deepspeed_muon.variants.variant import Sums, Variant
 
 
 def before_iteration(directions: Tensor, sums: Sums) -> Tensor:
@@ -26,20 +24,14 @@ def before_iteration(directions: Tensor, sums: Sums) -> Tensor:
     Returns:
         A new fp32 tensor (float64 for float64 directions).
     """
-    wide = torch.promote_types(directions.dtype, torch.float32)
-    squares = sums.of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=wide).square_())
-    return directions / squares.sqrt_().clamp_(min=_SMALLEST).unsqueeze(-1)
-
-
-def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
-    """See :data:`.variant.Reference`."""
-    rows = [row / max(float(row.norm()), _SMALLEST) for row in direction]
-    return rates.scale * rates.orthogonalize(torch.stack(rows))
+    dtype = torch.promote_types(directions.dtype, torch.float32)
+    # (batch, rows)
+    squares = sums.of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=dtype).square_())
+    return directions / squares.sqrt_().clamp_(min=SMALLEST_NORM).unsqueeze(-1)
 
 
 VARIANT = Variant(
     "muon_eq",
-    reference,
     description="rows of the momentum direction are normalised before orthogonalisation",
     before_iteration=before_iteration,
 )

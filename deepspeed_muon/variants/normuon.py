@@ -6,8 +6,8 @@ For each row ``i`` of the orthogonalised ``r x c`` update ``o``::
     n_i  = o_i / (sqrt(v_i) + eps)
     o_i <- n_i * |o|_F / |n|_F
 
-The last line restores the norm of the whole matrix, so the update is as large as plain Muon's and every
-``adjust_lr_fn`` keeps its meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
+The last line restores the norm of the matrix, so the update is as large as Muon's and every ``adjust_lr_fn`` keeps its
+meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import ReferenceRates, RowState, Setting, Sums, Variant
+from deepspeed_muon.variants.variant import RowState, Setting, Sums, Variant
 
 MOMENTS = "row_second_moment"
 _EPS = 1e-8
@@ -33,51 +33,20 @@ def finish(
     Returns:
         A new fp32 tensor, and the new moments. An all-zero matrix gives zeros.
     """
-    wide = torch.promote_types(blocks.dtype, torch.float32)
-    squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=wide).square_())
+    dtype = torch.promote_types(blocks.dtype, torch.float32)
+    squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype).square_())  # (batch, rows)
     squares = squares.div_(sums.cols or blocks.shape[-1]).float()
     moments = state[MOMENTS].lerp(squares, 1.0 - settings["beta2"])
     factors = moments.sqrt().add_(_EPS).reciprocal_()
-    # |o|^2 / |n|^2 from the mean squares of the rows; where the denominator is zero, so is the numerator.
+    # |o|^2 / |n|^2 from the mean squares of rows; where the denominator is zero, so is the numerator. (batch, 2)
     norms = sums.over_rows(torch.stack((squares, squares * factors.square()), dim=-1))
     before, after = norms.split(1, dim=-1)
     factors *= (before / after.clamp_(min=torch.finfo(torch.float32).tiny)).sqrt_()
     return blocks * factors.unsqueeze(-1), {MOMENTS: moments}
 
 
-def reference_finish(o: Tensor, v: Tensor, *, beta2: float, eps: float = _EPS) -> tuple[Tensor, Tensor]:
-    """Do the same for one matrix, in float64 and written to be read; only tests call it.
-
-    Args:
-        o: ``(rows, cols)``.
-        v: ``(rows,)``: second moments before the step.
-        beta2: Decay of the second moments.
-        eps: Added to their roots.
-
-    Returns:
-        The new update and the new second moments.
-    """
-    o, v = o.double(), v.double().clone()
-    normalized = torch.zeros_like(o)
-    for i in range(o.shape[0]):
-        v[i] = beta2 * v[i] + (1 - beta2) * (o[i] ** 2).mean()
-        normalized[i] = o[i] / (v[i].sqrt() + eps)
-    if float(normalized.norm()) == 0.0:
-        return normalized, v
-    return normalized * (o.norm() / normalized.norm()), v
-
-
-def reference(weights: Tensor, direction: Tensor, state: dict[str, Tensor], rates: ReferenceRates) -> Tensor:
-    """See :data:`.variant.Reference`."""
-    moments = state.get(MOMENTS, direction.new_zeros(len(direction)))
-    factor = rates.orthogonalize(direction)
-    update, state[MOMENTS] = reference_finish(factor, moments, beta2=rates.settings["beta2"])
-    return rates.scale * update
-
-
 VARIANT = Variant(
     "normuon",
-    reference,
     description="rows of the update are normalised by a running second moment",
     state=(RowState(MOMENTS, "row moments of NorMuon"),),
     settings=(Setting("beta2", 0.95, Field(ge=0, lt=1), "Decay of NorMuon's second moment of each row."),),

@@ -1,4 +1,26 @@
-"""What a variant of Muon declares: its state, its settings, and the functions that make it another optimizer."""
+"""What a variant of Muon declares: its state, its settings, and the functions that make it another optimizer.
+
+A variant is a file of this folder with a :class:`Variant`, an entry in :data:`deepspeed_muon.variants.VARIANTS`, and a
+branch in :meth:`deepspeed_muon.reference.ReferenceMuon.update_of`, with which the tests compare it. This one keeps one
+number for each row and divides the rows by it::
+
+    def finish(blocks, state, settings, sums):  # blocks: (batch, rows, cols), orthogonalised
+        squares = sums.of_rows(blocks.float().square().sum(-1))  # (batch, rows), over the columns on all ranks
+        size = squares.div(sums.cols or blocks.shape[-1]).sqrt()
+        peak = torch.maximum(settings["peak_decay"] * state["row_peak"], size)
+        return blocks / peak.clamp(min=1e-8).unsqueeze(-1), {"row_peak": peak}
+
+    VARIANT = Variant(
+        "peaks",
+        description="rows are divided by their largest size so far, which decays",
+        state=(RowState("row_peak", "row peaks"),),
+        settings=(Setting("peak_decay", 0.99, Field(ge=0, le=1), "Decay of the largest size of each row."),),
+        finish=finish,
+    )
+
+The keys of the configuration and their documentation, the memory plan, checkpoints for any number of ranks and the
+tests of all these follow from the declaration.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +32,9 @@ import torch
 from torch import Tensor
 
 BeforeIteration = Callable[[Tensor, "Sums"], Tensor]
-"""``(directions, sums)`` to what is orthogonalised instead: a new tensor of that shape.
+"""``(directions, sums)`` to the matrices that are orthogonalised instead, in a new tensor.
 
-``directions`` is ``(batch, rows, cols)`` with a row for each output of the layer, in the communication dtype.
+Both are ``(batch, rows, cols)`` with a row for each output of the layer, ``directions`` in the communication dtype.
 """
 
 Finish = Callable[
@@ -24,52 +46,27 @@ Finish = Callable[
 ``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each name.
 """
 
-Combine = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
-"""``(products, rates)`` to two factors ``(a, b)``, one number for each block, all float64.
+Apply = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
+"""``((|W|^2, <W, O>, |O|^2), lr)`` to two factors ``(a, b)``: the weights become ``a * W + b * O``.
 
-With the weights ``W`` of a block and its update ``X``, ``a * W + b * X`` becomes the weights. ``products`` are
-``|W|^2``, ``<W, X>`` and ``|X|^2``, sums over whole blocks; ``rates`` are learning rate times scale. Nothing may wait
-for the device.
+``W`` are the weights of a block and ``O`` is its update. All arguments and results are float64 with one number for each
+block; the products are summed over the ranks that share it. The function must not wait for the device.
 """
-
-Reference = Callable[[Tensor, Tensor, dict[str, Tensor], "ReferenceRates"], Tensor]
-"""``(weights, direction, state, rates)`` to the update of one block, all float64, with a row for each output.
-
-The weights become ``decay(weights) - lr * update``, without the decay if the variant has ``apply``. ``state`` is empty
-before the first step and is mutated. Only tests call it: written to be read, without anything of the fast path.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceRates:
-    """What a :data:`Reference` needs besides.
-
-    Attributes:
-        orthogonalize: Returns the orthogonalised ``(rows, cols)`` of a direction.
-        lr: Learning rate.
-        scale: Factor of the scale rule.
-        settings: Values of the variant's settings.
-    """
-
-    orthogonalize: Callable[[Tensor], Tensor]
-    lr: float
-    scale: float
-    settings: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """An entry of the optimizer state with one number for each row: each output of a block.
+    """An entry of the optimizer state with one number for each row of each block, that is for each output.
 
     Attributes:
         key: The name in ``optimizer.state`` and in checkpoints.
-        what: What it holds, in the plural, for messages.
-        dtype: The dtype in which a rank keeps it; it is computed with in fp32.
+        label: The name in messages, in the plural.
+        dtype: The dtype in which it is stored; arithmetic is in fp32.
         start: The value before the first step.
     """
 
     key: str
-    what: str
+    label: str
     dtype: torch.dtype = torch.float32
     start: float = 0.0
 
@@ -81,7 +78,7 @@ class Setting:
     Attributes:
         name: The key.
         default: The default.
-        limits: The allowed numbers, as a pydantic ``Field``.
+        limits: The allowed range, as a pydantic ``Field``.
         description: One sentence of Markdown for the docs.
     """
 
@@ -93,53 +90,48 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant of Muon.
+    """A variant of Muon. With no function set it is Muon.
 
     Attributes:
         name: The value of ``optimizer.params.variant``.
-        reference: One step of one block, for tests.
         description: What it does, as Markdown for the docs; empty for Muon itself.
-        state: What it keeps beside the momentum.
+        state: The entries of the optimizer state beside the momentum.
         settings: The keys that only this variant reads.
-        before_iteration: Changes the directions that are orthogonalised; ``None`` if they are used as they are.
-        finish: Turns orthogonalised blocks into updates; ``None`` if they are the updates.
-        apply: Turns sums over the weights and updates of each block into how they are added; ``None`` for the rate, the
-            scale rule and weight decay.
-        relative_rate: Whether the rate is relative to the weights: neither scale rule nor weight decay counts.
+        before_iteration: Changes the directions before they are orthogonalised.
+        finish: Turns orthogonalised blocks into updates, to which scale rule, learning rate and decay apply.
+        apply: Replaces scale rule and weight decay: the learning rate is relative to the norm of the weights.
         refuses: Keys that must keep their default, with the reason and what to do instead.
     """
 
     name: str
-    reference: Reference
     description: str = ""
     state: tuple[RowState, ...] = ()
     settings: tuple[Setting, ...] = ()
     before_iteration: BeforeIteration | None = None
     finish: Finish | None = None
-    apply: Combine | None = None
-    relative_rate: bool = False
+    apply: Apply | None = None
     refuses: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Adds up over rows and matrices; it alone knows whether the rest of them lies on other ranks.
+    """Sums over rows and over matrices, which tensor parallelism may shard.
 
     Attributes:
-        cols: Columns of the whole matrix if other ranks hold some of them, else 0.
-        add_columns: Adds up what the ranks with other columns of the same rows have; ``None`` if there are none.
-        add_rows: Adds up what the ranks with other rows have; ``None`` if there are none.
+        cols: Columns of the matrix if they are sharded, else 0.
+        add_columns: Sums over the ranks that have other columns of the same rows; ``None`` if there are none.
+        add_rows: Sums over the ranks that have other rows; ``None`` if there are none.
     """
 
     cols: int = 0
     add_columns: Callable[[Tensor], Tensor] | None = None
     add_rows: Callable[[Tensor], Tensor] | None = None
 
-    def of_rows(self, part: Tensor) -> Tensor:
-        """Return the sums of whole rows from the sums ``(batch, rows)`` of this rank's columns."""
-        return part if self.add_columns is None else self.add_columns(part)
+    def of_rows(self, local: Tensor) -> Tensor:
+        """Return the sums ``(batch, rows)`` of complete rows from those of this rank's columns."""
+        return local if self.add_columns is None else self.add_columns(local)
 
     def over_rows(self, values: Tensor) -> Tensor:
-        """Return the sums ``(batch, n)`` over all rows of ``(batch, rows, n)``: numbers of this rank's whole rows."""
-        part = values.sum(dim=-2)
-        return part if self.add_rows is None else self.add_rows(part)
+        """Return the sums ``(batch, n)`` over the rows of all ranks from this rank's ``(batch, rows, n)``."""
+        local = values.sum(dim=-2)
+        return local if self.add_rows is None else self.add_rows(local)

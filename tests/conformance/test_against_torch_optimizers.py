@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed_muon import Muon
-from tests.support.comparisons import close, within
-from tests.support.reference import iteration_limit, relative
+from tests.support.comparisons import close, relative, within
+from tests.support.rounding import iteration_limit
 
 STEPS = 4
 SHAPES = {"wide.weight": (5, 12), "tall.weight": (12, 5), "square.weight": (8, 8), "narrow.weight": (2, 6)}

@@ -14,7 +14,7 @@ import deepspeed_muon
 from tests.support import training
 from tests.support.contract import compare, compare_norms, compare_paths, train_reference
 from tests.support.models import MATRICES, batch, build
-from tests.support.reference import Oracle
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import limits
 from tests.support.thinning import full, usual
 
@@ -71,7 +71,7 @@ def start_and_end(
     model = build("toy")
     for name, param in model.named_parameters():
         param.requires_grad_(name not in frozen)
-    oracle = Oracle(MATRICES["toy"] - set(frozen))
+    oracle = Oracle(matrices_of(MATRICES["toy"] - set(frozen)))
     return train_reference(model, oracle, micro_batches, STEPS, share=share)
 
 

@@ -15,7 +15,7 @@ import deepspeed_muon
 from tests.support import training
 from tests.support.contract import compare_paths
 from tests.support.models import SMALL_DECODER
-from tests.support.reference import Oracle
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, Limits, measured_limits
 from tests.support.thinning import full
 
@@ -126,7 +126,7 @@ def train_reference(kind: str, muon: list[str], micros: int) -> tuple[Any, Any, 
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     start = {name: param.detach().clone() for name, param in trained.items()}
     model = model if kind == "nf4" else model.double()
-    oracle = Oracle(set(muon), clipping=0.5, eps=1e-6)
+    oracle = Oracle(matrices_of(muon), clipping=0.5, eps=1e-6)
     norms = []
     for step in range(STEPS):
         model.zero_grad()

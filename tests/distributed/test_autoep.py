@@ -29,7 +29,7 @@ from tests.support.autoep_models import (
     source_state,
     with_plain_linears,
 )
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import compare_norms, params_of, train_reference
 from tests.support.counting import count_second_step
 from tests.support.moe_hugging_face import EXPERTS as HF_EXPERTS
@@ -38,7 +38,7 @@ from tests.support.moe_hugging_face import INNER as HF_INNER
 from tests.support.moe_hugging_face import VOCAB as HF_VOCAB
 from tests.support.moe_hugging_face import build as build_hugging_face
 from tests.support.moe_hugging_face import muon_names
-from tests.support.reference import Oracle, relative
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_GATE, FP32_MODEL, HALF_MODEL, Arithmetic, limits
 from tests.support.tensor_parallel import AUTOTP
 from tests.support.thinning import each_value, full, usual
@@ -130,7 +130,7 @@ def reference(
     micro_batches: int, clipping: float, variant: str = "muon", last: str = "busy"
 ) -> tuple[Any, Any, list[float]]:
     """Train the plain model in float64 in this process."""
-    oracle = Oracle(AUTOEP_MATRICES, clipping=clipping, variant=variant, experts=STACKS)
+    oracle = Oracle(matrices_of(AUTOEP_MATRICES, experts=STACKS), clipping=clipping, variant=variant)
     return train_reference(build_plain(last), oracle, micro_batches, STEPS)
 
 
@@ -444,8 +444,8 @@ def hugging_face_reference(family: str, world: int) -> tuple[Any, Any, list[floa
     names = muon_names(family, listed=False)
     stacks = {name for name, stacked in names.items() if stacked}
     fused = {name for name in stacks if name.endswith("gate_up_proj")}
-    cuts = {name: ([HF_INNER] * 2 * HF_EXPERTS, [HF_HIDDEN], False) for name in fused}
-    oracle = Oracle(set(names), clipping=0.5, experts=stacks, cuts=cuts, eps=HF_EPS)
+    grids = {name: ([HF_INNER] * 2 * HF_EXPERTS, [HF_HIDDEN], False) for name in fused}
+    oracle = Oracle(matrices_of(names, experts=stacks, grids=grids), clipping=0.5, eps=HF_EPS)
 
     def gradients(step: int) -> None:
         model.zero_grad()

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from tests.support import training
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import backward
 from tests.support.models import MATRICES, batch, build
-from tests.support.reference import Oracle, relative
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import limits
 from tests.support.thinning import full
 
@@ -88,7 +88,7 @@ def late_reference() -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]
     model = build("toy")
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.double()
-    early, late = Oracle(MATRICES["toy"]), Oracle(MATRICES["toy"])
+    early, late = (Oracle(matrices_of(MATRICES["toy"])) for _ in range(2))
     for step in range(4):
         backward(model, step, 2)
         hidden = hide_gradients(model, late=True)

@@ -24,7 +24,7 @@ from tests.support.checkpoints import (
     tensors_of,
 )
 from tests.support.models import MATRICES
-from tests.support.reference import in_8_bits
+from tests.support.oracle import in_8_bits
 from tests.support.snapshots import differences, snapshot
 from tests.support.thinning import each_value, full
 

@@ -152,3 +152,32 @@ def test_save_16bit_model_at_stage_3(ranks: Any, tmp_path: Path) -> None:
     half = torch.load(tmp_path / "half.bin", weights_only=True)
     for name, master in masters.items():
         assert torch.equal(half[name], master.float().bfloat16()), name
+
+
+def load_damaged(rank: int, world_size: int, *, stage: int, folder: str, missing: bool) -> str:
+    """Save, damage the state of rank 1, and return the error of the load."""
+    engine = trained_for(rank, world_size, stage)
+    engine.save_checkpoint(folder, tag="saved")
+    if rank == 1:
+        file = Path(engine._get_zero_ckpt_name(folder, "saved"))
+        content = torch.load(file, weights_only=False)
+        wrapper = content["optimizer_state_dict"]
+        optimizer = wrapper["optimizer_state_dict"] if stage == 3 else wrapper["base_optimizer_state"]
+        for state in optimizer["state"].values():
+            state["step"] = "three"
+        torch.save(content, file)
+        if missing:
+            file.unlink()
+    torch.distributed.barrier()
+    return training.refusal(lambda: engine.load_checkpoint(folder, tag="saved"))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_damaged_state_of_one_rank_is_refused_by_all(
+    ranks: Any, tmp_path: Path, stage: int, missing: bool
+) -> None:
+    """The other ranks went on, and waited for the one that had raised."""
+    first, second = ranks(2).run(load_damaged, stage=stage, folder=str(tmp_path), missing=missing)
+    assert first.startswith("CheckpointError") and second.startswith("CheckpointError"), (first, second)
+    assert ("no such file" if missing else "three") in second

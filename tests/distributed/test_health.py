@@ -15,14 +15,13 @@ from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon import Muon
-from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-from deepspeed_muon.variants.normuon import MOMENTS, reference_finish
+from deepspeed_muon.reference import ReferenceMuon
+from deepspeed_muon.variants.normuon import MOMENTS
 from tests.support import training
 from tests.support.comparisons import close, within
 from tests.support.contract import STEPS, compare
 from tests.support.models import MATRICES
-from tests.support.reference import iteration_limit
+from tests.support.rounding import iteration_limit
 from tests.support.thinning import full
 from tests.support.training import EVENTS
 
@@ -237,20 +236,19 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
     weight, optimizer = one_matrix()
     generator = torch.Generator().manual_seed(1)
     gradients = torch.randn(3, 12, 20, generator=generator)
-    moments = torch.zeros(12, dtype=torch.float64)
+    reference = ReferenceMuon({}, variant="normuon", beta2=BETA2)
     for step, gradient in enumerate(gradients):
         weight.data.zero_()
         weight.grad = gradient
         if step == 1:
             optimizer.state[weight][MOMENTS][3] = value
-            moments.zero_()
+            reference.state.clear()
         with caplog.at_level(logging.WARNING):
             optimizer.step()
-        polar = reference_orthogonalize(gradient, resolve_schedule("quintic"))
-        expected, moments = reference_finish(polar, moments, beta2=BETA2)
+        expected = reference.update_of(weight, gradient)
         error = float((-weight.detach() - expected).norm() / expected.norm())
         within(error, iteration_limit(gradient, torch.float32), "update")
-        close(optimizer.state[weight][MOMENTS].double(), moments, rtol=1e-4, atol=0)
+        close(optimizer.state[weight][MOMENTS].double(), reference.state[MOMENTS,], rtol=1e-4, atol=0)
     assert optimizer.health() == {"redone": 1, "failed": 0}
     assert caplog.text.count("layer.weight") == 1 and "row moments" in caplog.text
 

@@ -21,12 +21,12 @@ from deepspeed_muon import __main__ as cli
 from tests.support import training
 from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
 from tests.support.checkpoints import STATES
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import compare_paths
 from tests.support.harness import free_port, run_command
 from tests.support.models import SMALL_DECODER
 from tests.support.native_ops import REPOSITORY
-from tests.support.reference import Oracle, relative
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, Limits, measured_limits
 from tests.support.thinning import full, usual
 
@@ -259,13 +259,12 @@ def train_reference(
     for name, param in model.named_parameters():
         param.data.copy_(start[name])
     model = model.double()
-    oracle = Oracle(MATRICES, clipping=0.5)
-    oracle.eps = 1e-6
+    oracle = Oracle(matrices_of(MATRICES), clipping=0.5, eps=1e-6)
     norms = []
     for step in range(STEPS):
         model.zero_grad()
         for micro in range(step * accumulation, (step + 1) * accumulation):
-            oracle.lr, oracle.adam_lr = rates[micro]
+            oracle.muon_lr, oracle.adam_lr = rates[micro]
             for tokens in (ranks_seen[micro] for ranks_seen in seen):
                 loss = model(input_ids=tokens, labels=tokens).loss
                 (loss / (accumulation * len(seen))).backward()

@@ -15,7 +15,7 @@ from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 import deepspeed_muon
 from tests.support import training
 from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
-from tests.support.comparisons import all_within
+from tests.support.comparisons import all_within, relative
 from tests.support.contract import compare_norms
 from tests.support.moe_hugging_face import (
     FAMILIES,
@@ -27,7 +27,7 @@ from tests.support.moe_hugging_face import (
     stack_cuts,
     tokens_of,
 )
-from tests.support.reference import Oracle, relative
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, limits
 from tests.support.thinning import each_value, full, usual
 
@@ -101,7 +101,8 @@ def reference(family: str, listed: bool, world: int, trained: str) -> tuple[Any,
     model = model.double()
     names = muon_names(family, listed=listed)
     stacks = {name for name, stacked in names.items() if stacked}
-    oracle = Oracle(set(names), clipping=0.5, experts=stacks, cuts=stack_cuts(family, stacks), eps=EPS)
+    matrices = matrices_of(names, experts=stacks, grids=stack_cuts(family, stacks))
+    oracle = Oracle(matrices, clipping=0.5, eps=EPS)
     norms, apart = [], False
     for step in range(STEPS):
         total: dict[str, Any] = {}

@@ -39,7 +39,7 @@ def test_invariance(
         params={**tensor_parallel.BLOCKS, **params_of(variant)},
     )
     replicas = accumulation * world // size
-    compare(results, "fused", replicas, 0.5, variant=variant, cuts="fused-over-ranks")
+    compare(results, "fused", replicas, 0.5, variant=variant, grids="fused-over-ranks")
 
 
 # Experts, convolutions, prime sizes, partitions without a matrix, heads.

@@ -14,10 +14,10 @@ import deepspeed_muon
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import backward, compare_norms, params_of, train_reference
 from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
-from tests.support.reference import Oracle, in_8_bits, relative
+from tests.support.oracle import Oracle, in_8_bits, matrices_of
 from tests.support.rounding import FP32_GATE, HALF_MODEL, limits
 from tests.support.tensor_parallel import Mpu
 from tests.support.thinning import each_value, full, usual
@@ -90,9 +90,9 @@ def reference(
 ) -> tuple[Any, Any, list[float]]:
     """Train the plain model in float64 in this process."""
     model = build_plain()
-    oracle = Oracle(MOE_MATRICES, clipping=clipping, variant=variant)
+    oracle = Oracle(matrices_of(MOE_MATRICES), clipping=clipping, variant=variant)
     if momentum == "int8":
-        oracle.keep = in_8_bits
+        oracle.store_momentum = in_8_bits
 
     def gradients(step: int) -> None:
         backward(model, step, micro_batches)

@@ -11,10 +11,10 @@ import pytest
 import deepspeed_muon
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import train_reference
 from tests.support.models import build
-from tests.support.reference import Oracle, relative
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import limits
 
 # Hidden sizes whose matrices do not fill equal partitions in the model's order.
@@ -61,7 +61,7 @@ def reference(micro_batches: int) -> tuple[Any, Any, list[float]]:
     model = build("toy", **MODEL)
     matrices = {name for name, param in model.named_parameters() if param.ndim == 2 and "blocks" in name}
     matrices |= {name for name, _ in model.named_parameters() if name.startswith("thin") and "weight" in name}
-    return train_reference(model, Oracle(matrices, clipping=0.5), micro_batches)
+    return train_reference(model, Oracle(matrices_of(matrices), clipping=0.5), micro_batches)
 
 
 @pytest.mark.parametrize(

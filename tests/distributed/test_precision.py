@@ -17,7 +17,7 @@ from torch import Tensor
 import deepspeed_muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.comparisons import all_within, within
+from tests.support.comparisons import all_within, relative, within
 from tests.support.contract import (
     STEPS,
     backward,
@@ -27,14 +27,14 @@ from tests.support.contract import (
     train_reference,
 )
 from tests.support.models import MATRICES, build
-from tests.support.reference import Oracle, in_8_bits, relative
+from tests.support.oracle import Oracle, in_8_bits, matrices_of
 from tests.support.rounding import BF16_MODEL, FP16_MODEL, HALF_MODEL, Arithmetic, limits
 from tests.support.thinning import full, pairwise
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 
 # What is left of a tensor that is kept in a dtype.
-KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+STORED_AS: dict[str, Callable[[Tensor], Tensor]] = {
     "fp32": Tensor.double,
     "bf16": lambda values: values.bfloat16().double(),
     "int8": in_8_bits,
@@ -46,9 +46,9 @@ def rounding_reference(
     micro_batches: int, clipping: float, momentum: str = "bf16"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Train as the reference does, with a momentum that is rounded to ``momentum`` between steps."""
-    oracle = Oracle(MATRICES["toy"], clipping=clipping, keep=KEPT[momentum])
+    oracle = Oracle(matrices_of(MATRICES["toy"]), clipping=clipping, store_momentum=STORED_AS[momentum])
     start, end, _ = train_reference(build("toy"), oracle, micro_batches)
-    return start, end, {name: oracle.state[name][0] for name in MATRICES["toy"]}
+    return start, end, {name: oracle.state[name, "momentum_buffer"] for name in MATRICES["toy"]}
 
 
 def run(rank: int, world_size: int, *, stage: int, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
@@ -251,8 +251,8 @@ def rounded_masters_reference(momentum: str, moments: str) -> tuple[dict[str, Te
     Weights, gradients, their mean and their clipping are in bf16, as ZeRO keeps them then; the optimizer is in float64
     and rounds what it keeps between steps.
     """
-    model, oracle = build("toy").bfloat16(), Oracle(MATRICES["toy"])
-    oracle.keep, oracle.keep_moments = KEPT[momentum], KEPT[moments]
+    model, oracle = build("toy").bfloat16(), Oracle(matrices_of(MATRICES["toy"]))
+    oracle.store_momentum, oracle.store_moments = STORED_AS[momentum], STORED_AS[moments]
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     for step in range(STEPS):
         backward(model, step, 2)  # halves, exact in bf16, of which the sum is rounded once

@@ -14,10 +14,10 @@ from torch import Tensor
 import deepspeed_muon
 from tests.support import pipelines, tensor_parallel, training
 from tests.support.attention_models import HEADS, KEY_HEADS, NOPE, ROPE, SCALE, THRESHOLD, WIDTH
-from tests.support.comparisons import close, within
+from tests.support.comparisons import close, relative, within
 from tests.support.contract import backward, compare_norms
 from tests.support.models import MATRICES, batch, build
-from tests.support.reference import Oracle, relative
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.reference_math import reference_clip, reference_clip_latent, reference_max_logits
 from tests.support.rounding import limits
 from tests.support.thinning import full
@@ -54,7 +54,7 @@ def reference(kind: str, micro_batches: int, excluded: bool = False) -> tuple[An
     model = build(kind)
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model = model.double()
-    oracle = Oracle(MATRICES[kind] - ({"attn.qkv.weight"} if excluded else set()))
+    oracle = Oracle(matrices_of(MATRICES[kind] - ({"attn.qkv.weight"} if excluded else set())))
     model.attn.keep = True
     history = []
     for step in range(STEPS):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from deepspeed_muon import MuonError, NsSettings, orthogonalize, orthogonalize_sharded
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import reference_orthogonalize
+from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.transport import sharded
 from tests.support.comparisons import within
 from tests.support.matrices import matrix
-from tests.support.reference import iteration_limit
+from tests.support.rounding import iteration_limit
 from tests.support.thinning import usual
 from tests.support.training import refusal
 
@@ -65,7 +65,7 @@ def compare_all(rank: int, world_size: int, *, dtype: str, method: str, count: i
         assert result.shape == mine.shape and result.dtype == DTYPES[dtype]
         assert torch.equal(mine, kept), "the input is the caller's"
         for index in range(len(case["kinds"])):
-            exact = reference_orthogonalize(full[index], options.coefficients)
+            exact = newton_schulz(full[index], options.coefficients)
             plain = orthogonalize(full[index], settings=options).double()
             part = result[index].double()
             pairs = {"reference": exact, "unsharded": plain}

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.support import tensor_parallel, training
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import compare, compare_matrices, reference
 from tests.support.models import MATRICES, build
-from tests.support.reference import relative
 from tests.support.rounding import BF16_MODEL, FP32_MODEL, Arithmetic, limits
 from tests.support.thinning import full, usual
 
@@ -91,7 +90,7 @@ def test_autotp_cuts_each_part(ranks: Any) -> None:
     params = results[0]["params"]
     for name in MATRICES["even"] - {"mix.weight"}:
         params[name] = in_order(params[name], int("down" in name))
-    compare_matrices(results, "even", 1, 0.0, FP32_MODEL, cuts="even-halves")
+    compare_matrices(results, "even", 1, 0.0, FP32_MODEL, grids="even-halves")
 
 
 def test_heads_of_the_configuration(ranks: Any) -> None:

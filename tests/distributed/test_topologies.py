@@ -19,9 +19,8 @@ from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
 from tests.support import topologies
 from tests.support.checkpoints import tensors_of
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.layout_records import inner_state
-from tests.support.reference import relative
 from tests.support.thinning import full, usual
 from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, at
 
@@ -110,7 +109,7 @@ def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> N
 @pytest.mark.parametrize(
     ("mark", "said"),
     [
-        ("none", "hold different values, and nothing says that they hold different parts of it"),
+        ("none", "hold different values, and nothing says that they hold different slices of it"),
         full("no dimension", "marked as a shard without the dimension"),
     ],
 )

@@ -138,7 +138,7 @@ def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path, variant:
     assert_equal(loaded, saved)
     lossy = export_to_torch(tmp_path / "set", tmp_path / "torch")
     for each in VARIANTS[variant].state:
-        assert any(each.what in line and line.endswith("are dropped") for line in lossy)
+        assert any(each.label in line and line.endswith("are dropped") for line in lossy)
 
 
 def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_set_of_another_variant_for_hyperball(ranks: Any, tmp_path: Path) -> N
         train, steps=(2, 3), load=str(tmp_path), params=params_of("hyperball"), **arguments
     )[0]
     reported = [line for line in result["log"] if "another variant" in line]
-    assert len(reported) == 1 and f"{ROW_STATE['row_second_moment'].what} are dropped" in reported[0]
+    assert len(reported) == 1 and f"{ROW_STATE['row_second_moment'].label} are dropped" in reported[0]
     name = "blocks.0.up.weight"
     close(result["params"][name].norm(), saved["params"][name].norm(), rtol=1e-6, atol=0)
 

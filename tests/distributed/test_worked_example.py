@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_muon.reference import ReferenceMuon
 from tests.support import worked_example
 from tests.support.worked_example import LR, MOMENTUM, PAGE, SHAPES
 
@@ -31,20 +32,11 @@ def test_the_page_shows_the_step_of_two_ranks(ranks: Any) -> None:
 
 def test_the_weights_are_those_of_one_process(ranks: Any) -> None:
     results = ranks(2).run(worked_example.train)
-    for name, gradient in worked_example.gradients().items():
-        rows, cols = SHAPES[name]
-        buf = (1 - MOMENTUM) * gradient.double()
-        direction = gradient.double() + MOMENTUM * (buf - gradient.double())
-        update = max(1, rows / cols) ** 0.5 * quintic(direction)
-        for result in results:
-            torch.testing.assert_close(result["weights"][name].double(), -LR * update, rtol=0, atol=1e-6)
-
-
-def quintic(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Keller Jordan's Newton-Schulz iteration in float64."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x: torch.Tensor = matrix / matrix.norm()
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    reference = ReferenceMuon(
+        {name: lambda weight: [weight] for name in SHAPES}, muon_lr=LR, momentum=MOMENTUM
+    )
+    weights = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    reference.step(weights, worked_example.gradients())
+    for result in results:
+        for name, weight in weights.items():
+            torch.testing.assert_close(result["weights"][name].double(), weight, rtol=0, atol=1e-6)

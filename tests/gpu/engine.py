@@ -16,9 +16,8 @@ import torch
 
 import deepspeed_muon
 from tests.support import training
-from tests.support.comparisons import all_within
+from tests.support.comparisons import all_within, relative
 from tests.support.contract import STEPS, compare, reference
-from tests.support.reference import relative
 from tests.support.rounding import HALF_MODEL, limits
 
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -18,20 +18,20 @@ import torch.distributed as dist
 
 import deepspeed_muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.monitoring.check import DistributedIteration, Result, ResultCheck
 from deepspeed_muon.monitoring.measure import norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import sharded_placement
+from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.step import tensor_parallel as strategy
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
-from tests.support.comparisons import within
+from tests.support.comparisons import relative, within
 from tests.support.contract import reference
 from tests.support.models import MATRICES, batch
-from tests.support.reference import iteration_limit, relative
-from tests.support.rounding import limits
+from tests.support.rounding import iteration_limit, limits
 from tests.support.training import ds_config, heard
 
 MODES = ("gather", "distributed")
@@ -163,7 +163,7 @@ def test_squares_beyond_fp32_are_redone(ranks: Any, dim: int) -> None:
     assert [result["redone"] for result in results] == [2, 0]
     updates = torch.cat([result["updates"] for result in results], dim=1 + dim)
     for whole, update in zip(results[0]["wholes"], updates, strict=True):
-        expected = reference_orthogonalize(whole, resolve_schedule("quintic"))
+        expected = newton_schulz(whole, resolve_schedule("quintic"))
         error = float((update - expected).norm() / expected.norm())
         within(error, iteration_limit(whole, torch.float32), "update")
 
@@ -194,7 +194,7 @@ def test_on_an_accelerator_all_ranks_leave_out_what_one_has_wrong(ranks: Any, di
     assert not steps[0][1].any()
     wholes = results[0]["wholes"]
     for step, index in ((0, 0), (0, 2), (1, 0), (1, 1), (1, 2)):
-        expected = reference_orthogonalize(wholes[index], resolve_schedule("quintic"))
+        expected = newton_schulz(wholes[index], resolve_schedule("quintic"))
         error = float((steps[step][index] - expected).norm() / expected.norm())
         within(error, iteration_limit(wholes[index], torch.float32), "update")
 

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed_muon.variants import VARIANTS
-from tests.support.comparisons import all_within, within
-from tests.support.models import CUTS, MATRICES, batch, build
-from tests.support.reference import Oracle, relative
+from tests.support.comparisons import all_within, relative, within
+from tests.support.models import GRIDS, MATRICES, batch, build
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import USUAL, Arithmetic, Limits, limits
 
 STEPS = 3
-"""Of a run that is compared: the first has no momentum, the second begins from one, the third from what that left."""
+"""Of a run that is compared: the first step begins without momentum, the others with that of the steps before."""
 
 
 def backward(model: nn.Module, step: int, micro_batches: int, share: float | None = None) -> None:
@@ -35,9 +35,9 @@ def train_reference(
     share: float | None = None,
     gradients: Callable[[int], object] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """Train a model in float64, in place; return its parameters before and after, and the raw norms.
+    """Train a model in float64, in place; return its parameters before and after, and the norms before clipping.
 
-    ``gradients`` leaves those of a step where they are not of :func:`batch`.
+    ``gradients`` computes the gradients of a step, by default those of :func:`backward`.
     """
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.double()
@@ -56,22 +56,18 @@ def reference(
     steps: int = STEPS,
     variant: str = "muon",
     decay_mode: str = "decoupled",
-    cuts: str = "",
+    grids: str = "",
 ) -> tuple[Any, Any, list[float], Any]:
     """Train in one process in float64 on all micro-batches; return start, end, raw norms and momentum."""
     model = build(kind)
     heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2} if kind == "heads" else {}
-    oracle = Oracle(
-        MATRICES[kind],
-        clipping=clipping,
-        heads=heads,
-        experts={"experts.up_proj"},
-        cuts=CUTS.get(cuts or kind, {}),
+    matrices = matrices_of(
+        MATRICES[kind], heads=heads, experts={"experts.up_proj"}, grids=GRIDS.get(grids or kind, {})
     )
-    oracle.variant, oracle.decay_mode = variant, decay_mode
+    oracle = Oracle(matrices, clipping=clipping, variant=variant, weight_decay_mode=decay_mode)
     start, end, norms = train_reference(model, oracle, micro_batches, steps)
     end = {name: value for name, value in end.items() if model.get_parameter(name).requires_grad}
-    momentum = {name: oracle.state[name][0] for name in MATRICES[kind]}
+    momentum = {name: oracle.state[name, "momentum_buffer"] for name in MATRICES[kind]}
     return start, end, norms, momentum
 
 
@@ -84,8 +80,8 @@ def compare_paths(
 
 
 def params_of(variant: str) -> dict[str, Any]:
-    """Return ``optimizer.params`` that select a variant, without what it refuses of the tests' settings."""
-    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].relative_rate else {})}
+    """Return ``optimizer.params`` that select a variant, without those settings of the tests that it refuses."""
+    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].apply else {})}
 
 
 def compare(
@@ -130,7 +126,7 @@ def compare_matrices(
         compare_norms(result["norms"], norms, allowed.norms)
 
 
-def compare_norms(norms: list[float], expected: list[float], limit: float) -> None:
+def compare_norms(actual: list[float], expected: list[float], limit: float) -> None:
     """Check gradient norms, relative to the expected ones."""
-    for step, (norm, expected_norm) in enumerate(zip(norms, expected, strict=True)):
-        within(abs(norm - expected_norm) / expected_norm, limit, f"gradient norm of step {step}")
+    for step, (norm, reference_norm) in enumerate(zip(actual, expected, strict=True)):
+        within(abs(norm - reference_norm) / reference_norm, limit, f"gradient norm of step {step}")

@@ -17,7 +17,7 @@ from tests.support import training
 from tests.support.comparisons import within
 from tests.support.contract import compare_norms, compare_paths
 from tests.support.models import MATRICES, Branches, batch, build
-from tests.support.reference import Oracle
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import HALF_MODEL, USUAL, limits
 
 MANNERS = (
@@ -149,7 +149,7 @@ def reference(schedule_json: str, world: int) -> tuple[Any, Any, list[float], An
     model = build("switched")
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     model = model.double()
-    oracle = Oracle(MATRICES["switched"], clipping=0.5)
+    oracle = Oracle(matrices_of(MATRICES["switched"]), clipping=0.5)
     norms = []
     for step, micros in enumerate(schedule):
         model.zero_grad()
@@ -160,7 +160,7 @@ def reference(schedule_json: str, world: int) -> tuple[Any, Any, list[float], An
                 (model(*batch(step, micro * world + rank)) / world / len(micros)).backward()
         norms.append(float("inf") if overflows else oracle.update(model))
     end = {name: param.detach() for name, param in model.named_parameters()}
-    momentum = {name: oracle.state[name][0] for name in MATRICES["switched"] if name in oracle.state}
+    momentum = {key[0]: buf for key, buf in oracle.state.items() if key[-1] == "momentum_buffer"}
     return start, end, norms, momentum
 
 

@@ -24,8 +24,8 @@ SMALL_DECODER = {
 class Linear(nn.Module):
     """A linear layer that multiplies in float64, whatever its weight is.
 
-    So the gradients that the fp32 and the float64 runs hand to their optimizers differ by one rounding only, and a
-    tolerance of 1e-5 measures the optimizer instead of the model's own round-off.
+    So the gradients of the fp32 and of the float64 run differ by one rounding only, and a tolerance of 1e-5 measures
+    the optimizer instead of the rounding of the model.
     """
 
     def __init__(self, inputs: int, outputs: int, *, exact: bool = True) -> None:
@@ -85,7 +85,7 @@ class Toy(nn.Module):
 
 
 class Unused(Toy):
-    """A model with a matrix and a vector that take no part in the loss at first."""
+    """A model with a matrix and a vector that are not used in the loss at first."""
 
     def __init__(self, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ class Conv1D(nn.Module):
 
 
 class FusedExperts(nn.Module):
-    """Three experts of which all take part, stored as (expert, in, out) or (expert, out, in)."""
+    """Three experts, all of which are used, stored as (expert, in, out) or (expert, out, in)."""
 
     def __init__(self, width: int, hidden: int, *, is_transposed: bool) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class FusedExperts(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Fused grouped-query projections of 4 query and 2 key-value heads of width 4, and another of three equal parts."""
+    """Fused grouped-query projections (4 query and 2 key-value heads of width 4), and a fusion of three equal ones."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class FusedAttention(nn.Module):
 
 
 class Fused(Toy):
-    """Fused projections of every kind: rows, columns, experts either way round."""
+    """Fused projections of every kind: by rows, by columns, experts as output x input and as input x output."""
 
     def __init__(self, **_: object) -> None:
         super().__init__(width=16, hidden=(24,), thin=False)
@@ -279,12 +279,12 @@ class Convolutions(Toy):
     def __init__(self, **_: object) -> None:
         super().__init__(width=12, hidden=(), thin=False)
         self.plain = nn.ModuleList((nn.Conv1d(12, 12, 3), nn.Conv2d(6, 5, 3), nn.Conv3d(6, 7, (1, 2, 3))))
-        self.others = nn.ModuleList((nn.Conv1d(12, 12, 3, groups=12), nn.ConvTranspose1d(12, 12, 3)))
+        self.no_matrix = nn.ModuleList((nn.Conv1d(12, 12, 3, groups=12), nn.ConvTranspose1d(12, 12, 3)))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens).double()
         total = x.new_zeros(())
-        for layer in (*self.plain, *self.others):
+        for layer in (*self.plain, *self.no_matrix):
             name = type(layer).__name__
             run = getattr(F, f"conv_transpose{name[-2]}d" if "Transpose" in name else f"conv{name[-2]}d")
             weight, bias = layer.weight.double(), layer.bias.double()
@@ -298,7 +298,7 @@ class Convolutions(Toy):
 
 
 class Even(Toy):
-    """Sizes that divide evenly over tensor-parallel ranks, wide and tall, and a matrix that they all hold whole."""
+    """Sizes that divide evenly by the tensor-parallel ranks, wide and tall, and a matrix that is replicated."""
 
     def __init__(self, exact: bool = True) -> None:
         super().__init__(width=16, hidden=(16, 48, 8), exact=exact, thin=False)
@@ -328,7 +328,7 @@ class Branches(nn.Module):
         self.a = Branch(width, 24)
         self.b = Branch(width, 9)
         self.touch = ""
-        """What the other branches do for their gradient's sake: nothing, run on ``nothing``, or run ``times 0``."""
+        """How unused branches get a gradient: not at all, from a run on ``nothing``, or from a run ``times 0``."""
 
     def forward(self, x: Tensor, used: str) -> Tensor:
         total = x
@@ -371,32 +371,34 @@ MODELS: dict[str, type[Toy]] = {
 }
 
 MATRICES: dict[str, set[str]] = {
-    "toy": {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
+    "toy": {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")}
     | {"thin.up.weight", "thin.down.weight"},
-    "wide": {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("up", "down")},
+    "wide": {f"blocks.{i}.{layer}.weight" for i in range(2) for layer in ("up", "down")},
     "single": {"mix.weight"},
     "mixed": {"blocks.0.up.weight", "blocks.0.down.weight", "conv.weight", "experts.up_proj"},
-    "heads": {f"blocks.0.{part}.weight" for part in ("up", "down")}
+    "heads": {f"blocks.0.{layer}.weight" for layer in ("up", "down")}
     | {f"self_attn.{p}_proj.weight" for p in "qko"},
 }
-MATRICES["adapters"] = {f"blocks.{i}.{part}.lora_b.weight" for i in range(2) for part in ("up", "down")}
-MATRICES["tied"] = {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")}
+MATRICES["adapters"] = {f"blocks.{i}.{layer}.lora_b.weight" for i in range(2) for layer in ("up", "down")}
+MATRICES["tied"] = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")}
 MATRICES["fused"] = (
-    {f"blocks.0.{part}.weight" for part in ("up", "down")}
-    | {f"self_attn.{part}.weight" for part in ("qkv_proj", "o_proj", "c_attn")}
-    | {f"{side}.{part}" for side in ("experts", "turned") for part in ("gate_up_proj", "down_proj")}
+    {f"blocks.0.{layer}.weight" for layer in ("up", "down")}
+    | {f"self_attn.{layer}.weight" for layer in ("qkv_proj", "o_proj", "c_attn")}
+    | {f"{stack}.{layer}" for stack in ("experts", "turned") for layer in ("gate_up_proj", "down_proj")}
 )
 MATRICES["convolutions"] = {f"plain.{number}.weight" for number in range(3)}
-MATRICES["even"] = {f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")} | {"mix.weight"}
-MATRICES["switched"] = {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("up", "down")} | {
+MATRICES["even"] = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")} | {
+    "mix.weight"
+}
+MATRICES["switched"] = {f"blocks.{i}.{layer}.weight" for i in range(2) for layer in ("up", "down")} | {
     "branches.a.up.weight",
     "branches.b.up.weight",
 }
 MATRICES["unused"] = MATRICES["toy"] | {"idle.weight"}
 
 
-# How the parts of "fused" are cut under FUSED_PARAMS: rows, columns, whether the weight is input x output.
-CUTS: dict[str, dict[str, tuple[list[int], list[int], bool]]] = {
+# The blocks of "fused" under FUSED_PARAMS: heights, widths, and whether the weight is stored as input x output.
+GRIDS: dict[str, dict[str, tuple[list[int], list[int], bool]]] = {
     "fused": {
         "self_attn.qkv_proj.weight": ([4] * 8, [16], False),
         "self_attn.c_attn.weight": ([16], [16, 16, 16], True),
@@ -406,15 +408,15 @@ CUTS: dict[str, dict[str, tuple[list[int], list[int], bool]]] = {
         "turned.down_proj": ([10] * 3, [16], True),
     },
 }
-# Cut over two or four ranks: heads that lie on one of them, and parts that all of them share.
-CUTS["fused-over-ranks"] = {
-    **CUTS["fused"],
+# Under tensor parallelism on two or four ranks: heads that are on one of them, and projections that all of them share.
+GRIDS["fused-over-ranks"] = {
+    **GRIDS["fused"],
     "self_attn.qkv_proj.weight": ([4, 4, 4, 4, 8, 8], [16], False),
     "self_attn.c_attn.weight": ([16], [4] * 12, True),
     "self_attn.o_proj.weight": ([12, 4], [16], False),
 }
-# Two parts each, as if they were gate and up.
-CUTS["even-halves"] = {
+# Two halves each, as of gate and up.
+GRIDS["even-halves"] = {
     f"blocks.{i}.up.weight": ([size // 2] * 2, [16], False) for i, size in enumerate((16, 48, 8))
 }
 FUSED_SPLITS: dict[str, dict[str, object]] = {

@@ -213,7 +213,7 @@ def muon_names(family: str, *, listed: bool) -> dict[str, bool]:
 
 
 def stack_cuts(family: str, stacks: set[str]) -> dict[str, tuple[list[int], list[int], bool]]:
-    """Return how the reference cuts stacks that are stored as (experts, input, output); see ``Oracle.cuts``."""
+    """Return how the reference cuts stacks that are stored as (experts, input, output); see ``matrices_of``."""
     if family not in ("gpt_oss", "llama4"):
         return {}
     sizes = {name: (INNER, HIDDEN) if "down" in name else (HIDDEN, 2 * INNER) for name in stacks}

@@ -2,12 +2,16 @@
 
 A limit that is fitted to one machine fails on the next, whose kernels add up in another order. So the reference is
 trained again, still in float64, with a random error wherever the fast path rounds (Monte Carlo arithmetic, Parker
-1997), and the distance between the two is the scale of the limit. It knows the spectrum of every matrix of the test,
-the steps before, weights near zero, clipping and the variant, because it goes through all of them.
+1997), and the limit is a multiple of the distance between the two runs. So it takes into account the spectrum of every
+matrix of the test, earlier steps, weights near zero, clipping and the variant.
 
-What is rounded, with unit roundoff ``u`` (2^-24 in fp32):
+:class:`tests.support.oracle.Oracle` rounds what the optimizer stores, and :func:`making` replaces the iteration of the
+reference by :meth:`Errors.newton_schulz`.
 
-* every stored value (weights, gradients, momentum, what is normalised): ``x (1 + u r)`` with a random ``r`` in [-1, 1];
+What is rounded, with the unit roundoff ``u`` (2^-24 in fp32):
+
+* every stored value (weights, gradients, momentum, normalised matrices): ``x (1 + u r)`` with a random ``r`` in
+  [-1, 1];
 * every product ``A B`` of the iteration over ``k`` terms: ``A B + u sqrt(k) |A| |B| r`` elementwise. An algorithm may
   add in any order: ``u k |A| |B|`` is the bound of all orders, ``sqrt(k)`` what independent roundings of any
   order come to (Higham and Mary 2019). Kernels with fused multiply-adds or several accumulators err by less;
@@ -27,14 +31,17 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.math.newton_schulz import DTYPES
+from deepspeed_muon import reference
+from deepspeed_muon.math.coefficients import SMALLEST_NORM, Coefficients, resolve_schedule
+from deepspeed_muon.math.newton_schulz import DTYPES, restart_steps
 from tests.support.kernels import forced_dtype
 
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 0.0}
@@ -44,12 +51,12 @@ ORDERS = ("standard", "gram")
 """The orders of the iteration's products that a machine may choose."""
 
 SEEDS = 4
-"""Random runs of each order."""
+"""Random runs for each order."""
 
 SPARE = 3.0
 """Factor of a limit above the largest error of the random runs.
 
-One and a half, because a kernel may be as unlucky as the unluckiest of many more runs than eight; and two to spare.
+1.5, because a kernel may be as unlucky as the unluckiest of many more runs than eight, times 2 in reserve.
 """
 
 LARGEST = 0.9
@@ -61,18 +68,18 @@ Only half precision comes near it, where most directions of a matrix are noise: 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a run rounds.
+    """The precision of everything that a run rounds.
 
     Attributes:
         model: Relative error of a module's output and of the gradient that passes through it; 0 where the model
             multiplies in float64, as most models of the tests do.
-        weights: The dtype of the weights that the forward pass sees. That rounding is no random one: all micro-batches
-            of a step see the same weights, so it does not average out.
-        gradients: The dtype of gradients until the optimizer widens them.
+        weights: The dtype of the weights in the forward pass. This rounding is not random: all micro-batches of a step
+            have the same weights, so it does not average out.
+        gradients: The dtype of gradients until the optimizer converts them to fp32.
         masters: The dtype of the weights that the optimizer updates.
-        products: The dtype of the iteration: what :mod:`tests.support.kernels` forces, unless a test sets its own.
+        products: The dtype of the iteration: the one that :mod:`tests.support.kernels` forces, unless a test sets one.
         exchanged: The dtype of the directions and updates that ranks exchange.
-        momentum: The dtype of momentum between steps; of int8 codes half of one in 127 of the largest element.
+        momentum: The dtype of momentum between steps; int8 has an error of up to 1/254 of the largest element.
         start: The dtype of the weights from which masters are made.
     """
 
@@ -87,15 +94,12 @@ class Arithmetic:
 
 
 USUAL = Arithmetic()
-EXACT = Arithmetic(
-    gradients=torch.float64, masters=torch.float64, products=torch.float64, exchanged=torch.float64
-)
 # Sums of up to 64 terms; the backward pass multiplies once more.
 FP32_MODEL = Arithmetic(model=math.sqrt(2 * 64) * 2.0**-24)
-# A gate that computes in fp32 whatever the model does: exponential, sum and quotient, and as many backward.
+# A router that computes in fp32 whatever the dtype of the model: exponential, sum and quotient, and as many backward.
 FP32_GATE = Arithmetic(model=math.sqrt(6) * 2.0**-24)
-# Input and output of a layer are rounded, sums are in fp32; the backward pass rounds as often again. DeepSpeed makes
-# fp32 masters of weights that it has rounded already.
+# Input and output of a layer are rounded, sums are in fp32; the backward pass rounds as often. DeepSpeed makes the fp32
+# masters from the rounded weights.
 BF16_MODEL, FP16_MODEL = (
     Arithmetic(2 * UNIT[dtype], weights=dtype, gradients=dtype, start=dtype)
     for dtype in (torch.bfloat16, torch.float16)
@@ -110,11 +114,11 @@ class Errors:
     arithmetic: Arithmetic
     order: str
     generator: torch.Generator
-    # Of each parameter, while a forward pass sees other weights.
+    # The values that the optimizer updates, while the parameters have rounded ones.
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def round_weights(self, module: nn.Module, _: Any) -> None:
-        """Have the module compute with rounded weights until :meth:`restore_weights`."""
+        """Round the weights of a module until :meth:`restore_weights`; a forward pre-hook."""
         for param in module.parameters():
             if param not in self.masters:
                 self.masters[param] = param.data
@@ -127,7 +131,7 @@ class Errors:
         self.masters.clear()
 
     def random(self, x: Tensor) -> Tensor:
-        """Return numbers in [-1, 1] of the shape of ``x``."""
+        """Return uniform random numbers in [-1, 1] of the shape of ``x``."""
         return torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
 
     def rounded(self, x: Tensor, dtype: torch.dtype = torch.float32, times: int = 1) -> Tensor:
@@ -137,7 +141,7 @@ class Errors:
         return x + size * (UNIT[dtype] * math.sqrt(times)) * self.random(x)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a product of the iteration."""
+        """Return the product of two matrices of the iteration, with its error."""
         exact, size = a @ b, a.abs() @ b.abs()
         if self.arithmetic.products == torch.float64:
             return exact
@@ -150,18 +154,56 @@ class Errors:
             error = error.triu() + error.triu(1).mT
         return exact + error
 
+    def newton_schulz(self, u: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+        """Return :func:`deepspeed_muon.reference.newton_schulz` from a kernel that rounds every product and result."""
+        u = self.rounded(u.double(), self.arithmetic.exchanged)
+        # One number, whose error scales all singular values: a sum in fp32, its root and its inverse.
+        norm = self.rounded(u.norm().clamp_min(SMALLEST_NORM), times=3)
+        x = self.rounded(u / norm, self.arithmetic.products)
+        iterate = self._standard if self.order == "standard" else self._gram
+        transposed = u.shape[0] > u.shape[1]
+        x = self.rounded(iterate(x.T if transposed else x, coefficients), self.arithmetic.exchanged)
+        return x.T if transposed else x
+
+    def _standard(self, x: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+        products = self.arithmetic.products
+        for a, b, c in coefficients:
+            s = self.product(x, x.T)
+            t = self.rounded(b * s + c * self.product(s, s), products)
+            x = self.rounded(a * x + self.product(t, x), products)
+        return x
+
+    def _gram(self, x: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+        products = self.arithmetic.products
+        restarts = restart_steps(tuple(coefficients), products)
+        r, q = self.product(x, x.T), None
+        for done, (a, b, c) in enumerate(coefficients, start=1):
+            z = self.rounded(b * r + c * self.product(r, r), products)
+            if q is None:
+                q = self.rounded(a * torch.eye(len(z), dtype=z.dtype) + z, products)
+            else:
+                q = self.rounded(a * q + self.product(q, z), products)
+            if done in restarts:
+                x = self.product(q, x)
+                r, q = self.product(x, x.T), None
+            else:
+                rz = self.rounded(a * r + self.product(r, z), products)
+                r = self.rounded(a * rz + self.product(z, rz), products)
+        assert q is not None
+        return self.product(q, x)
+
 
 _current: Errors | None = None
 
 
 def current() -> Errors | None:
-    """Return the errors that the run in progress has to make."""
+    """Return the errors of the run in progress, ``None`` if it makes none."""
     return _current
 
 
 @contextlib.contextmanager
 def making(errors: Errors) -> Iterator[None]:
-    """Have :class:`tests.support.reference.Oracle` and the modules of a model make these errors."""
+    """Make :class:`tests.support.oracle.Oracle` and the modules of models err so in this context."""
     global _current
     factor = errors.arithmetic.model
 
@@ -175,19 +217,47 @@ def making(errors: Errors) -> Iterator[None]:
         hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(errors.round_weights))
     _current = errors
     try:
-        yield
+        with mock.patch.object(reference, "newton_schulz", errors.newton_schulz):
+            yield
     finally:
         _current = None
         for hook in hooks:
             hook.remove()
 
 
+QUINTIC = resolve_schedule("quintic")
+
+
+def iteration_limit(
+    x: Tensor,
+    dtype: torch.dtype,
+    orders: Sequence[str] = ORDERS,
+    coefficients: Sequence[Coefficients] = QUINTIC,
+) -> float:
+    """Return how far a kernel's orthogonalised matrix may be from the reference's, relative to its norm.
+
+    Args:
+        x: The matrix.
+        dtype: Of the iteration and of its result.
+        orders: Of the products, ``gram`` or ``standard``.
+        coefficients: One triple for each iteration.
+    """
+    exact = reference.newton_schulz(x, coefficients)
+    largest = 0.0
+    # The norm over many elements is the same in every run.
+    seeds = SEEDS if x.numel() < 1 << 15 else 1
+    for order, seed in itertools.product(orders, range(seeds)):
+        errors = Errors(Arithmetic(products=dtype), order, torch.Generator().manual_seed(seed))
+        largest = max(largest, float((errors.newton_schulz(x, coefficients) - exact).norm() / exact.norm()))
+    return min(LARGEST, SPARE * largest)
+
+
 @dataclass
 class Limits:
-    """How far each result may lie from the reference's, as :func:`limits` found.
+    """How far each result may be from the reference's; see :func:`limits`.
 
     Attributes:
-        paths: Distance of two paths relative to the path, by name of the parameter (:func:`.reference.relative`).
+        paths: Distance of two paths relative to the path, by name of the parameter (:func:`.comparisons.relative`).
         rows: The same for each slice of a parameter along its first dimension.
         norms: Relative, of the gradient norms.
         momentum: Relative, by name.
@@ -214,11 +284,11 @@ def limits(
     """Return the limits for comparisons with a reference run.
 
     Args:
-        train: A function with ``functools.lru_cache`` that trains a float64 model by an ``Oracle``, and returns the
-            parameters before and after, the gradient norms and, if it has it, the momentum.
+        train: A function under ``functools.lru_cache`` that trains a float64 model by an ``Oracle`` and returns the
+            parameters before and after, the gradient norms and optionally the momentum.
         *args: Its arguments.
-        arithmetic: What the run that is compared rounds.
-        seeds: Random runs of each order; fewer where a run takes seconds.
+        arithmetic: The precision of the run that is compared.
+        seeds: Random runs for each order; fewer where a run takes seconds.
         **kwargs: Its keyword arguments.
     """
     return _limits(train, args, tuple(sorted(kwargs.items())), arithmetic, seeds)
@@ -239,17 +309,17 @@ def _limits(
 def measured_limits(
     run: Callable[[], Any], exact: Any, arithmetic: Arithmetic = USUAL, *, seeds: int = SEEDS
 ) -> Limits:
-    """Return the limits for comparisons with ``exact``, which ``run`` returns when it makes no errors."""
+    """Return the limits for comparisons with ``exact``, the result of ``run`` without errors."""
     start, end, norms, *momentum = exact
     result = Limits()
     for order, seed in itertools.product(ORDERS, range(seeds)):
         with making(Errors(arithmetic, order, torch.Generator().manual_seed(seed))):
-            _, other, other_norms, *other_momentum = run()
+            _, perturbed, perturbed_norms, *perturbed_momentum = run()
         for name, expected in end.items():
             path = expected - start[name]
-            _raise(result.paths, name, _distance(other[name], expected, path))
+            _raise(result.paths, name, _distance(perturbed[name], expected, path))
             rows = (
-                [_distance(*row) for row in zip(other[name], expected, path, strict=True)]
+                [_distance(*row) for row in zip(perturbed[name], expected, path, strict=True)]
                 if path.ndim
                 else []
             )
@@ -258,11 +328,11 @@ def measured_limits(
                 min(LARGEST, max(old, SPARE * new)) for old, new in zip(before, rows, strict=True)
             ]
         ratios = (
-            abs(one / two - 1)
-            for one, two in zip(other_norms, norms, strict=True)
-            if two and math.isfinite(two)
+            abs(actual / norm - 1)
+            for actual, norm in zip(perturbed_norms, norms, strict=True)
+            if norm and math.isfinite(norm)
         )
         result.norms = max(result.norms, *(SPARE * ratio for ratio in ratios), 0.0)
         for name, expected in (momentum[0] if momentum else {}).items():
-            _raise(result.momentum, name, _distance(other_momentum[0][name], expected, expected))
+            _raise(result.momentum, name, _distance(perturbed_momentum[0][name], expected, expected))
     return result

@@ -62,6 +62,14 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     assert not {part for part in parts if not any(part in text for text in said)}
 
 
+def test_the_files_that_the_architecture_page_names_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([\w/]+(?:/|\.py|\.md|\.txt|\.toml))`", page)
+    assert len(named) > 25
+    roots = (ROOT, ROOT / "deepspeed_muon")
+    assert not [name for name in named if not any((root / name).exists() for root in roots)]
+
+
 def literal(node: ast.AST) -> str:
     """Return the constant text of a string, without what is filled in."""
     if isinstance(node, ast.JoinedStr):

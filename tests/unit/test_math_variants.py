@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
+from unittest import mock
+
 import pytest
 import torch
+from pydantic import Field
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig
-from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import reference_orthogonalize
-from deepspeed_muon.math.updates import AdamStep, adam_step_
+from deepspeed_muon.math.updates import AdamStep, adam_step_, update_scale
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import Assignment
 from deepspeed_muon.plan.placement import Fragment, flat_placement, replicated_placement
-from deepspeed_muon.variants.normuon import MOMENTS, finish, reference_finish
+from deepspeed_muon.reference import ReferenceMuon
+from deepspeed_muon.variants import variant
+from deepspeed_muon.variants.normuon import MOMENTS, finish
 from deepspeed_muon.variants.variant import Sums
 from tests.support.comparisons import close
-from tests.support.reference import decayed_step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,11 +32,14 @@ def test_rows_match_the_reference(shape: tuple[int, int, int], dtype: torch.dtyp
     settings = {"beta2": torch.full((shape[0], 1), 0.9)}
     result, new = finish(updates, {MOMENTS: moments}, settings, Sums())
     assert result.dtype == torch.float32
-    for number in range(shape[0]):
-        update, moment = reference_finish(updates[number], moments[number].double(), beta2=0.9)
+    for number, update in enumerate(updates.double()):
+        state: dict[tuple[object, ...], torch.Tensor] = {(MOMENTS,): moments[number].double()}
+        reference = ReferenceMuon({}, variant="normuon", beta2=0.9, state=state)
+        with mock.patch("deepspeed_muon.reference.newton_schulz", return_value=update):
+            expected = reference.update_of(update, update) / update_scale("original", *update.shape)
         # A dozen fp32 roundings (6e-8) of sums of positive numbers.
-        close(result[number].double(), update, rtol=1e-6, atol=0)
-        close(new[MOMENTS][number].double(), moment, rtol=1e-6, atol=0)
+        close(result[number].double(), expected, rtol=1e-6, atol=0)
+        close(new[MOMENTS][number].double(), reference.state[MOMENTS,], rtol=1e-6, atol=0)
 
 
 def test_rows_keep_the_norm_and_zero_stays_zero() -> None:
@@ -55,10 +61,13 @@ def test_adam_decays_by_its_mode(mode: str) -> None:
     param, grad = torch.randn(64), torch.randn(64)
     first, second = torch.randn(64), torch.rand(64)
     settings = AdamStep(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, step=3, decay_mode=mode)  # type: ignore[arg-type]
-    m = 0.9 * first.double() + 0.1 * grad.double()
-    v = 0.95 * second.double() + 0.05 * grad.double() ** 2
-    update = m / (1 - 0.9**3) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
-    expected = decayed_step(param, update, lr=0.1, weight_decay=0.3, mode=mode)
+    expected = param.double()
+    state: dict[tuple[object, ...], torch.Tensor]
+    state = {("param", "exp_avg"): first.double(), ("param", "exp_avg_sq"): second.double()}
+    reference = ReferenceMuon(
+        {}, adam_lr=0.1, eps=1e-8, weight_decay=0.3, weight_decay_mode=mode, steps=2, state=state
+    )
+    reference.step({"param": expected}, {"param": grad})
     adam_step_([(param, grad, first, second)], settings=settings)
     close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -67,7 +76,8 @@ def test_cautious_apply_matches_the_reference() -> None:
     torch.manual_seed(4)
     param, update = torch.randn(257), torch.randn(257).bfloat16()
     update[:3] = 0.0
-    expected = decayed_step(param, update.double() * 2.0, lr=0.1, weight_decay=0.5, mode="cautious")
+    expected = param.double()
+    ReferenceMuon({}, weight_decay_mode="cautious").apply(expected, update.double() * 2.0, 0.1, 0.5)
     # Two fragments with an element between them that stays.
     table = torch.tensor([[0, 0, 0, 0, 100, 0], [0, 101, 0, 101, 156, 0]])
     rates = torch.tensor([[0.2, 0.05]], dtype=torch.float64)
@@ -170,11 +180,25 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
     direction = grad.T if transposed else grad
     moments = []
     for part, moved in zip(direction.split([8, 12]), outputs.split([8, 12]), strict=True):
-        factor = reference_orthogonalize(part, resolve_schedule("quintic", 5))
-        expected, moment = reference_finish(factor, torch.zeros(len(part)), beta2=0.95)
-        moments.append(moment)
-        scale = max(1.0, len(part) / 6) ** 0.5
+        reference = ReferenceMuon({}, variant="normuon")
+        expected = reference.update_of(part, part)
+        moments.append(reference.state[MOMENTS,])
         # Newton-Schulz in fp32 on Gaussian matrices: 1e-5 at most.
-        close(moved.double(), 0.1 * scale * expected, rtol=1e-3, atol=1e-5)
+        close(moved.double(), 0.1 * expected, rtol=1e-3, atol=1e-5)
     kept = optimizer.state[weight]["row_second_moment"]
     close(kept.double(), torch.cat(moments), rtol=1e-4, atol=0)
+
+
+def test_the_example_of_a_variant_runs() -> None:
+    """A reader of ``variant.py`` can copy it."""
+    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nThe keys")[0]
+    names = {"torch": torch, "Field": Field, **vars(variant)}
+    exec(textwrap.dedent(example), names)
+    declared = names["VARIANT"]
+    state = {entry.key: torch.full((2, 3), entry.start) for entry in declared.state}
+    settings = {setting.name: torch.full((2, 1), setting.default) for setting in declared.settings}
+    blocks = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(7))
+    updates, new = declared.finish(blocks, state, settings, Sums())
+    close(updates.square().mean(-1), torch.ones(2, 3), rtol=1e-5, atol=0)
+    close(new["row_peak"], blocks.square().mean(-1).sqrt(), rtol=1e-5, atol=0)
+    assert new.keys() == state.keys()

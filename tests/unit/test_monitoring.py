@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule, tolerates_rounding
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.monitoring.check import Result, ResultCheck
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
@@ -28,11 +28,12 @@ from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, monitor_eve
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
+from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from tests.support.comparisons import close, within
 from tests.support.models import build, train_alone
-from tests.support.reference import iteration_limit
 from tests.support.reference_math import reference_health
+from tests.support.rounding import iteration_limit
 
 QUINTIC = resolve_schedule("quintic")
 SCHEDULES = ("quintic", "polar_express", "polar_express_5", "cans", "deepseekv4")
@@ -59,7 +60,7 @@ INPUTS = {
 def test_measures_as_the_reference(kind: str) -> None:
     direction = INPUTS[kind]()
     band = band_of(QUINTIC)
-    result = reference_orthogonalize(direction, QUINTIC)
+    result = newton_schulz(direction, QUINTIC)
     expected = reference_health(direction, result, scale=1.7, low=band.low, high=band.high)
     actual = combine([measure(direction.unsqueeze(0), result.unsqueeze(0), scale=1.7, band=band)])
     # Sums in fp32.
@@ -126,10 +127,12 @@ def test_a_diverging_iteration_is_caught(
     weight.grad = torch.outer(torch.arange(1.0, 13.0), torch.ones(20))
     with caplog.at_level(logging.WARNING):
         optimizer.step()
-    expected = reference_orthogonalize(weight.grad, resolve_schedule("cans"))
+    expected = newton_schulz(weight.grad, resolve_schedule("cans"))
     error = float((-weight.detach() - expected).norm() / expected.norm())
     # The polynomial's slope at 1 is 8e4: one fp32 rounding of the input (6e-8) is half a percent of the result.
-    within(error, iteration_limit(weight.grad, torch.float32, rows=resolve_schedule("cans")), "update")
+    within(
+        error, iteration_limit(weight.grad, torch.float32, coefficients=resolve_schedule("cans")), "update"
+    )
     assert optimizer.health() == {"redone": 1, "failed": 0} and "layer.weight (12 x 20)" in caplog.text
 
 
@@ -166,7 +169,7 @@ def test_a_wrong_result_is_redone_and_counted(caplog: pytest.LogCaptureFixture) 
             weight.data.zero_()
             weight.grad = 1e20 * gradient
             optimizer.step()
-    expected = reference_orthogonalize(gradient, QUINTIC)
+    expected = newton_schulz(gradient, QUINTIC)
     error = float((-weight.detach() - expected).norm() / expected.norm())
     within(error, iteration_limit(gradient, torch.float32), "update")
     assert optimizer.health() == {"redone": 2, "failed": 0}
@@ -230,8 +233,8 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
     check = ResultCheck(recorder, [layout], device=torch.device("cpu"), ns=NsSettings(QUINTIC))
     direction = torch.randn(12, 9, generator=torch.Generator().manual_seed(9))
     halves = [
-        reference_orthogonalize(direction[:8], QUINTIC),
-        reference_orthogonalize(direction[8:], QUINTIC),
+        newton_schulz(direction[:8], QUINTIC),
+        newton_schulz(direction[8:], QUINTIC),
     ]
     results = [
         result_of([(0, number)], part[None], (half * factor).float().unsqueeze(0), scale)

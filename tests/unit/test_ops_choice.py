@@ -14,12 +14,13 @@ from torch import Tensor
 
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, reference_orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.ops import autotune, dispatch, library, torch_operators
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
+from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import within
-from tests.support.reference import iteration_limit
+from tests.support.rounding import iteration_limit
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 CPU = torch.device("cpu")
@@ -219,9 +220,7 @@ def test_every_backend_has_the_contract_of_the_torch_code(
         result = chosen(x, settings=settings)
         assert result.shape == x.shape and result.dtype == dtype
         if x.numel():
-            flat = [
-                reference_orthogonalize(each, settings.coefficients) for each in x.reshape(-1, *shape[-2:])
-            ]
+            flat = [newton_schulz(each, settings.coefficients) for each in x.reshape(-1, *shape[-2:])]
             expected = torch.stack(flat).reshape(shape)
             error = float((result.double() - expected).norm() / expected.norm())
             limit = max(iteration_limit(each, dtype) for each in x.reshape(-1, *shape[-2:]))

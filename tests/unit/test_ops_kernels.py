@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import reference_orthogonalize, restart_steps
+from deepspeed_muon.math.newton_schulz import restart_steps
 from deepspeed_muon.ops import library, torch_operators
+from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import close, within
 from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
 from tests.support.matrices import DTYPES, matrix
-from tests.support.reference import iteration_limit
+from tests.support.rounding import iteration_limit
 from tests.support.thinning import each_value, pairwise
 
 pytestmark = pytest.mark.kernels(native=True)
@@ -59,7 +60,7 @@ def on_threads(count: int) -> Iterator[None]:
 def case(kind: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return a matrix and its result in float64; shared, so not to be mutated."""
     x = matrix(kind, *shape)
-    return x, reference_orthogonalize(x, resolve_schedule("quintic"))
+    return x, newton_schulz(x, resolve_schedule("quintic"))
 
 
 @functools.lru_cache(maxsize=256)
@@ -122,7 +123,7 @@ def test_a_batch_on_several_threads(ops: Any, threads: int) -> None:
     with on_threads(threads):
         result = run(ops, batch, "standard", torch.float32)
     for index in range(5):
-        expected = reference_orthogonalize(batch[index], resolve_schedule("quintic"))
+        expected = newton_schulz(batch[index], resolve_schedule("quintic"))
         error = float((result[index].double() - expected).norm() / expected.norm())
         within(error, iteration_limit(batch[index], torch.float32), "orthogonalised")
 
@@ -135,7 +136,7 @@ def test_every_schedule(ops: Any, name: str, method: str) -> None:
     rows = resolve_schedule(name)  # type: ignore[arg-type]
     x = matrix("gaussian", 40, 100)
     result = run(ops, x, method, torch.float32, [value for row in rows for value in row])
-    expected = reference_orthogonalize(x, rows)
+    expected = newton_schulz(x, rows)
     error = float((result.double() - expected).norm() / expected.norm())
     within(error, iteration_limit(x, torch.float32, [method.partition("+")[0]], rows), "orthogonalised")
 

@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_muon.ops.checks import product_shapes
 from deepspeed_muon.ops.dispatch import flat_passes
+from deepspeed_muon.reference import newton_schulz
 from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.comparisons import close, within
@@ -23,7 +24,7 @@ from tests.support.cuda_cases import Inputs
 from tests.support.cuda_library import DEVICE, FLAT_ROWS, MISALIGNED, OK, ApplyRow, PackRow, gram, product_of
 from tests.support.matrices import matrix
 from tests.support.planted import planted
-from tests.support.reference import iteration_limit, polar
+from tests.support.rounding import QUINTIC, iteration_limit
 from tests.support.thinning import pairwise
 
 pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
@@ -341,7 +342,7 @@ def test_as_the_products_of_gram_newton_schulz(
     bench.configure(major=MAJOR[kernel], processors=2)
     x = matrix(kind, 136, 344)
     result = gram(x.unsqueeze(0), dtype, product_of(bench, kernel))[0].double()
-    expected = polar(x)
+    expected = newton_schulz(x, QUINTIC)
     error = float((result - expected).norm() / expected.norm())
     within(error, iteration_limit(x, dtype), "orthogonalised")
     largest, right = (float(torch.linalg.matrix_norm(y, ord=2)) for y in (result, expected))

@@ -21,7 +21,7 @@ from deepspeed_muon import Muon, MuonError
 from tests.support.contract import backward, compare_paths, train_reference
 from tests.support.kernels import forced_dtype
 from tests.support.models import MATRICES, batch, build, train_alone
-from tests.support.reference import Oracle
+from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import limits
 
 SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": forced_dtype()}
@@ -43,12 +43,7 @@ def test_matches_the_reference(nesterov: bool, rule: str) -> None:
 
 @functools.lru_cache
 def reference(nesterov: bool, rule: str) -> tuple[Any, Any, list[float]]:
-    scales = {
-        "original": lambda r, c: math.sqrt(max(1, r / c)),
-        "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
-        "unit_rms_norm": lambda r, c: math.sqrt(r / c),
-    }
-    oracle = Oracle(MATRICES["toy"], nesterov=nesterov, scale=scales[rule])
+    oracle = Oracle(matrices_of(MATRICES["toy"]), nesterov=nesterov, adjust_lr_fn=rule)
     return train_reference(build("toy"), oracle, 1, 5)
 
 

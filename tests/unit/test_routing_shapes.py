@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import AttentionShape, leaf_name, split_output
 from tests.support.comparisons import close
 from tests.support.models import build
-from tests.support.reference import polar
 
 
 def routes(model: nn.Module, **settings: Any) -> dict[str, Route]:
@@ -194,7 +195,7 @@ def test_the_scale_is_that_of_the_layer(transposed: bool) -> None:
     optimizer.step()
     moved = (model.a.weight.detach() - start).T if transposed else model.a.weight.detach() - start
     # sqrt(12 / 3) = 2; fp32 rounding of the weight (6e-8) against a step of 0.2.
-    close(moved.double(), -0.2 * polar(gradient), rtol=0, atol=2e-6)
+    close(moved.double(), -0.2 * newton_schulz(gradient, resolve_schedule("quintic")), rtol=0, atol=2e-6)
 
 
 def test_hugging_face_models() -> None:

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.coefficients import band_of, resolve_schedule, steps_that_need_an_exact_input
+from deepspeed_muon.math.coefficients import (
+    SMALLEST_NORM,
+    band_of,
+    resolve_schedule,
+    steps_that_need_an_exact_input,
+)
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps, runs_gram
 from deepspeed_muon.ops.library import load
 from tests.support.thinning import usual
@@ -105,7 +110,7 @@ def iterate(kernel: str, matrices: Tensor, settings: NsSettings) -> Tensor:
     restarts = sorted(restart_steps(settings.coefficients, settings.dtype)) if method == "gram" else []
     flat = [value for row in settings.coefficients for value in row]
     result: Tensor = operators.orthogonalize(
-        matrices, flat, method + variant, restarts, settings.dtype, settings.eps
+        matrices, flat, method + variant, restarts, settings.dtype, SMALLEST_NORM
     )
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.plan.rectangles import rectangles_of
+from deepspeed_muon.reference import ReferenceMuon
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.hyperball import apply
-from tests.support.comparisons import close, within
-from tests.support.reference import Oracle, iteration_limit, relative
+from tests.support.comparisons import close, relative, within
+from tests.support.oracle import Oracle, matrices_of
+from tests.support.rounding import iteration_limit
 
 
 @pytest.mark.parametrize(
@@ -53,11 +56,10 @@ def test_sums_give_the_factors_of_the_formula() -> None:
     for unmoved in (1, 3):
         assert (keep[unmoved], move[unmoved]) == (1, 0)
     for i in (0, 2):
-        norm = weights[i].norm()
-        moved = weights[i] - rates[i] * norm * updates[i] / updates[i].norm()
-        close(
-            keep[i] * weights[i] + move[i] * updates[i], norm * moved / moved.norm(), rtol=1e-12, atol=1e-14
-        )
+        reference = ReferenceMuon({}, variant="hyperball", muon_lr=float(rates[i]))
+        with mock.patch("deepspeed_muon.reference.newton_schulz", return_value=updates[i]):
+            expected = weights[i] - rates[i] * reference.update_of(weights[i], updates[i])
+        close(keep[i] * weights[i] + move[i] * updates[i], expected, rtol=1e-12, atol=1e-14)
 
 
 def model_of(fill: float | None = None) -> nn.Module:
@@ -91,7 +93,7 @@ def train_beside_reference(
     """Take six steps of a schedule with both, and compare the weights."""
     other, start = copy.deepcopy(model).double(), model.layer.weight.detach().clone()
     for step in range(6):
-        optimizer.param_groups[0]["lr"] = oracle.lr = 0.1 / (1 + step)
+        optimizer.param_groups[0]["lr"] = oracle.muon_lr = 0.1 / (1 + step)
         train(model, optimizer, 1, first=step)
         other.layer.weight.grad = model.layer.weight.grad.double()
         oracle.update(other)
@@ -114,7 +116,7 @@ def test_the_norm_stays(momentum_dtype: str | None) -> None:
     model = model_of()
     start = model.layer.weight.detach().clone()
     optimizer = Muon(model, **SETTINGS, momentum_dtype=momentum_dtype)
-    oracle = Oracle({"layer.weight"}, variant="hyperball")
+    oracle = Oracle(matrices_of(["layer.weight"]), variant="hyperball")
     train_beside_reference(model, optimizer, oracle, momentum_dtype=momentum_dtype)
     close(model.layer.weight.norm(), start.norm(), rtol=1e-6, atol=0)
     assert optimizer.state[model.layer.weight].keys() == {"momentum_buffer", "step"}

@@ -17,7 +17,7 @@ from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
 from deepspeed_muon.ops.torch_operators import BLOCK, block_scales, from_codes, to_codes
 from tests.support.comparisons import close
 from tests.support.models import build, train_alone
-from tests.support.reference import in_8_bits
+from tests.support.oracle import in_8_bits
 
 pytestmark = pytest.mark.kernels(native=True)
 

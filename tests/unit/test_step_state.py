@@ -9,7 +9,8 @@ import torch
 
 from deepspeed_muon import Muon
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.math.updates import AdamStep, reference_adamw_step
+from deepspeed_muon.math.updates import AdamStep
+from deepspeed_muon.reference import ReferenceMuon
 from deepspeed_muon.step.state import torch_step
 from tests.support.models import build, train_alone
 from tests.support.training import state_bytes
@@ -65,9 +66,15 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
     param, grad = param.to(master), grad.to(master)
     exp_avg, exp_avg_sq = random(numel, moments, 2), random(numel, torch.float32, 3).square().to(moments)
     step = AdamStep(0.01, (0.9, 0.95), 1e-8, 0.1, 3, decoupled)
-    expected = reference_adamw_step(param, grad, exp_avg, exp_avg_sq, settings=step)
+    weight = param.double()
+    state = {("param", "exp_avg"): exp_avg.double(), ("param", "exp_avg_sq"): exp_avg_sq.double()}
+    reference = ReferenceMuon(
+        {}, adam_lr=0.01, eps=1e-8, weight_decay=0.1 if decoupled else 0.0, steps=2, state=state
+    )
+    # Adam's L2 term is decay as a term of the gradient.
+    reference.step({"param": weight}, {"param": grad.double() if decoupled else grad + 0.1 * weight})
     run([(param, grad, exp_avg, exp_avg_sq)], settings=step)
-    for found, exact in zip((param, exp_avg, exp_avg_sq), expected, strict=True):
+    for found, exact in zip((param, exp_avg, exp_avg_sq), (weight, *state.values()), strict=True):
         # Half a unit for the one rounding into the stored dtype, a few fp32 units for the arithmetic; a parameter is
         # off by a few fp32 units of the update too, whose quotient is at most 30 here.
         bound = exact.abs() * (0.51 * torch.finfo(found.dtype).eps + 1e-6) + 1e-6

@@ -111,7 +111,7 @@ STALE_GRADIENTS = Workaround(
     "the first gradient of a parameter to that of the step before if it comes in a later micro-step",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_idle_parameters.py::test_idle_parameters",
+    test="tests/distributed/test_idle_parameters.py::test_idle_parameters[3-micro]",
     hooks=(
         Hook((Zero3View,), "partition_grads", partition_grads),
         Hook(
@@ -125,14 +125,14 @@ EARLIER_BACKWARD = Workaround(
     "after one forward pass for a later phase of the first",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_several_backward.py::test_gradients_are_added_up",
+    test="tests/distributed/test_several_backward.py::test_gradients_are_added_up[2-forward of each]",
 )
 
 LAST_MICRO_STEP_ONLY = Workaround(
     defect="ZeRO 1 with overlap_comm does not reduce gradients that the last micro-step does not add to",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_idle_parameters.py::test_idle_parameters",
+    test="tests/distributed/test_idle_parameters.py::test_idle_parameters[1-overlap-round-robin-micro]",
     hooks=(
         Hook(
             (Zero12View,), "reduce_independent_p_g_buckets_and_remove_grads", reduce_independent_gradient,

@@ -29,6 +29,6 @@ DESTROYED_ENGINES = Workaround(
     defect="an engine of stage 3 stays in memory after engine.destroy(), with all that it refers to",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_leaves_nothing_behind.py",
+    test="tests/distributed/test_leaves_nothing_behind.py::test_engines_of_ours_leave_nothing",
     hooks=(Hook((Zero3View,), "destroy", release_destroyed),),
 )

@@ -32,8 +32,8 @@ class ZeroView(View):
     is_one_call = False
 
     @property
-    def at_boundary(self) -> bool:
-        """Whether the last micro-step is running."""
+    def in_last_micro_step(self) -> bool:
+        """Whether the last micro-step of an accumulation is running."""
         boundary = self.wrapper.is_gradient_accumulation_boundary  # an attribute in DeepSpeed 0.19.2
         return bool(boundary() if callable(boundary) else boundary)
 
@@ -50,17 +50,17 @@ class ZeroView(View):
     def gradients(self) -> dict[int, list[Tensor]]:
         """Return this rank's gradient of each partition that has one, as flat tensors that follow each other."""
         self.wait_for_copies()
-        found = {index: self.gradient(index) for index in range(len(self.masters))}
-        return {index: parts for index, parts in found.items() if parts}
+        gradients = {index: self.gradient(index) for index in range(len(self.masters))}
+        return {index: tensors for index, tensors in gradients.items() if tensors}
 
     def gradient(self, index: int) -> list[Tensor]:
         """Return this rank's gradient of a partition as in :meth:`gradients`, an empty list if it has none."""
-        kept = self.masters[index].grad if self.offloads else self.wrapper.averaged_gradients.get(index)
-        parts = [kept] if isinstance(kept, Tensor) else kept or []
-        # A view costs as much as all else that a small parameter costs here.
+        stored = self.masters[index].grad if self.offloads else self.wrapper.averaged_gradients.get(index)
+        tensors = [stored] if isinstance(stored, Tensor) else stored or []
+        # A view costs as much as all else that is done for a small parameter.
         return [
-            part if part.dim() == 1 and not part.requires_grad else part.detach().reshape(-1)
-            for part in parts
+            tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
+            for tensor in tensors
         ]
 
     def norms(self) -> list[Tensor]:
@@ -81,9 +81,9 @@ class ZeroView(View):
         group = self.wrapper.model_parallel_group
         if group is None or dist.get_world_size(group) == 1:
             return flag
-        told = torch.tensor([flag], dtype=torch.uint8, device=self.optimizer.exchange_buffers.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        return bool(told.item())
+        reduced = torch.tensor([flag], dtype=torch.uint8, device=self.optimizer.exchange_buffers.device)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+        return bool(reduced.item())
 
     @contextlib.contextmanager
     def in_micro_step(self, *, first: bool) -> Iterator[None]:
@@ -169,9 +169,9 @@ class Zero12View(FlatView, ZeroView):
 
     @property
     def is_later_phase(self) -> bool:
-        """Whether a part of the running backward pass has ended before (reentrant checkpointing).
+        """Whether the running backward pass has several phases, and one has ended (reentrant checkpointing).
 
-        Its next part ends with the gradients of the whole pass.
+        The next phase ends with the gradients of the full pass.
         """
         return bool(self.wrapper._epilogue_ran_this_backward)
 
@@ -190,7 +190,7 @@ class Zero12View(FlatView, ZeroView):
                 grad.add_(earlier_grad)
 
     def delivered(self, param: Tensor) -> Tensor | None:
-        """Return the sum of an offloaded parameter's gradients in this rank's part of the gradient of its master.
+        """Return the sum of an offloaded parameter's gradients in this rank's gradient of its master.
 
         ``None`` before a backward pass has written it, and where DeepSpeed's own buffer has the sum.
         """
@@ -230,7 +230,7 @@ class Zero12View(FlatView, ZeroView):
     def fill_up(self) -> None:
         # With ignore_unused_parameters false DeepSpeed itself reports parameters that have no gradient.
         reduced, ignores_unused = self.memory.reduced, self.wrapper.ignore_unused_parameters
-        for param in chain(*self.wrapper.params_in_partition) if self.at_boundary else ():
+        for param in chain(*self.wrapper.params_in_partition) if self.in_last_micro_step else ():
             if (ignores_unused or id(param) in reduced) and self.is_undelivered(param):
                 self.zero_gradient(param)
                 self.wrapper.copy_grads_in_partition(param)
@@ -276,7 +276,7 @@ class Zero3View(ZeroView):
         return {Path(info.tensors[0].swap_path).name for info in self.swapper.swap_params_info.values()}
 
     def is_swapped(self, index: int) -> bool:
-        """Return whether master and state of a sub-group lie on NVMe between steps; DeepSpeed keeps small ones."""
+        """Return whether master and state of a sub-group are on NVMe between steps; small ones are not."""
         return bool(self.wrapper._swappable_optimizer_subgroup(index))
 
     def gradient(self, index: int) -> list[Tensor]:
@@ -288,8 +288,10 @@ class Zero3View(ZeroView):
     def accumulated(self, index: int) -> Tensor:
         """Return the gradient of a sub-group in the buffer that gradients are accumulated in, one after the other."""
         numels = self.wrapper.fp16_partitioned_groups_flat_numel
-        found: Tensor = self.wrapper.grad_partitions_flat_buffer.narrow(0, sum(numels[:index]), numels[index])
-        return found
+        gradient: Tensor = self.wrapper.grad_partitions_flat_buffer.narrow(
+            0, sum(numels[:index]), numels[index]
+        )
+        return gradient
 
     def norms_on_device(self) -> list[Tensor]:
         return list(type(self.wrapper)._get_norm_groups(self.wrapper))
@@ -306,11 +308,11 @@ class Zero3View(ZeroView):
 
     def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
         offset = 0
-        for param in self.params[index]:
-            each: Any = param
-            if each.ds_numel:
-                yield param, sharded_placement(offset, each.ds_numel, each.partition_numel())
-            offset += each.partition_numel()
+        params: Any = self.params[index]  # with the attributes that ZeRO 3 gives them
+        for param in params:
+            if param.ds_numel:
+                yield param, sharded_placement(offset, param.ds_numel, param.partition_numel())
+            offset += param.partition_numel()
 
     def group_numbers(self) -> list[int]:
         return [int(self.wrapper.sub_group_to_group_id[index]) for index in range(len(self.params))]
@@ -334,7 +336,7 @@ class Zero3View(ZeroView):
         return self.wrapper.parameter_offload.module
 
     def fill_up(self) -> None:
-        reduced, delivers = self.memory.reduced, self.offloads and self.at_boundary
+        reduced, delivers = self.memory.reduced, self.offloads and self.in_last_micro_step
         params = [
             param
             for param in chain(*self.params)
@@ -355,14 +357,14 @@ class Zero3View(ZeroView):
 def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
 
-    Everything else stays in memory: rows of variants, a momentum of less than 32 bits. The lengths are not looked at:
-    between two steps all that is swapped is empty. A load makes another dict of all states.
+    Everything else stays in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
+    compared: between two steps all that is swapped is empty. A load makes another dict of all states.
     """
-    own = optimizer.state.get(master, {})
-    found = {key: own[key] for key in STATE_TENSORS if key in own and own[key].dtype == master.dtype}
-    for key, tensor in found.items():
+    state = optimizer.state.get(master, {})
+    swapped = {key: state[key] for key in STATE_TENSORS if key in state and state[key].dtype == master.dtype}
+    for key, tensor in swapped.items():
         tensor.ds_id = f"{key}-{master.ds_id}"  # the name of its file
-    return list(found.values())
+    return list(swapped.values())
 
 
 WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
@@ -418,15 +420,15 @@ def view_of(wrapper: Any) -> View:
     if isinstance(wrapper, Muon):
         return PlainView(wrapper)
     if type(wrapper) not in WRAPPERS:  # a subclass may keep everything elsewhere
+        names = ", ".join(wrapper_class.__name__ for wrapper_class in WRAPPERS)
         raise ConfigError(
             f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, which deepspeed_muon does not know. Known "
-            f"are {', '.join(each.__name__ for each in WRAPPERS)}: remove the key of zero_optimization that asks for "
-            f"another one"
+            f"are {names}: remove the key of zero_optimization that asks for another one"
         )
     return WRAPPERS[type(wrapper)](wrapper)
 
 
-def require_known(wrapper: Any) -> None:
+def require_attributes(wrapper: Any) -> None:
     """Look for all that the view of a wrapper reads, before anything is read.
 
     Args:

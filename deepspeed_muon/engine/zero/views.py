@@ -49,7 +49,7 @@ class Memory:
 
 
 class View:
-    """What all wrappers have in common; what is not overridden holds for parameters that every rank holds whole.
+    """What all wrappers have in common; what is not overridden holds for parameters that are replicated on every rank.
 
     ``overflow`` and ``loss_scale``, which DeepSpeed's engine reads too, are read from the wrapper itself.
 
@@ -88,7 +88,7 @@ class View:
         return None
 
     def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
-        """Yield where each parameter of a partition lies on the ranks that divide it; empty ones are left out."""
+        """Yield the placement of each parameter of a partition on the ranks that divide it; empty ones are left out."""
         (param,) = self.params[index]
         if param.numel():
             yield param, replicated_placement(0, param.numel(), ranks)
@@ -199,8 +199,10 @@ class FlatView(View):
             partitions[rank].copy_(master)
             step = max(1, _GATHERED // len(partitions))
             for start in range(0, master.numel(), step) if len(partitions) > 1 else ():
-                pieces = [each.narrow(0, start, min(step, master.numel() - start)) for each in partitions]
-                dist.all_gather(pieces, pieces[rank], group=group)
+                slices = [
+                    partition.narrow(0, start, min(step, master.numel() - start)) for partition in partitions
+                ]
+                dist.all_gather(slices, slices[rank], group=group)
 
     def link_params(self) -> None:
         """Link the parameters to their masters, by which DeepSpeed's ``safe_get_full_*`` find them."""
