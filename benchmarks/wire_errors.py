@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import support
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.plan.exchange import CODED
-from deepspeed_muon.transport.exchange import Codec
+from deepspeed_muon.plan.chunks import INT8
+from deepspeed_muon.transport.all_to_all import Codec
 
 SHAPES = [(8, 8), (16, 16), (64, 64), (256, 256), (1024, 1024), (8, 32), (64, 256), (256, 1024), (512, 2048)]
 SPECTRA = {"Gaussian": None, "condition 1e2": 2.0, "condition 1e4": 4.0}
@@ -46,8 +46,8 @@ def received(values: Tensor, dtype: str) -> Tensor:
     """Return what another rank reads of values that are sent."""
     if dtype == "bf16":
         return values.bfloat16().float()
-    codec = Codec(torch.float32, CODED)
-    buffer = torch.empty(CODED.units(values.numel()), dtype=torch.uint8)
+    codec = Codec(torch.float32, INT8)
+    buffer = torch.empty(INT8.buffer_numel(values.numel()), dtype=torch.uint8)
     codec.write(buffer, values.reshape(-1))
     return codec.read(buffer, values.numel()).view(values.shape)
 

@@ -38,7 +38,7 @@ from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.state import follow_parameters
 from deepspeed_muon.step.step_set import StepSet, read_step_set
 from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
-from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.variants import VARIANTS
 
@@ -268,9 +268,9 @@ class Muon(RoutedOptimizer):
         if self.qk_clip is not None:
             for scope in filter(None, [*facts]):
                 fact = f"attention layers of qk_clip on ranks {scope.name}"
-                facts.tell(fact, self.qk_clip.description(), scope)
+                facts.record(fact, self.qk_clip.description(), scope)
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
-        facts.tell("optimizer.params.health", self.config.health)
+        facts.record("optimizer.params.health", self.config.health)
         return facts
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ from deepspeed_muon.checkpoint.parameters import (
 )
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import counted, logger
-from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement, whole_slice
+from deepspeed_muon.plan.placement import Placement, flat_placement, full_slice, sharded_placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.saved import route_saved
 from deepspeed_muon.step.quantized import SCALE_KEY, first_scales, read_codes
@@ -507,7 +507,7 @@ class DeepSpeedFiles:
         self, parameter: PartitionedParameter, member: int, flat: Tensor, offset: int, numel: int
     ) -> Tensor:
         """Return elements of an int8 momentum, ``(numel,)`` fp32, from an offset in the partition on."""
-        fragment = parameter.placement.on(member)
+        fragment = parameter.placement.fragment_on(member)
         assert fragment is not None
         first, total = self._first_scales(parameter.members, parameter.partition, member)
         file = parameter.members[member]
@@ -530,7 +530,7 @@ class DeepSpeedFiles:
             for slices in self.slices.values()
             for parameter in slices
             if parameter.members == members and parameter.partition == partition
-            if (fragment := parameter.placement.on(member)) is not None
+            if (fragment := parameter.placement.fragment_on(member)) is not None
         }
         starts, total = first_scales([*fragments.values()])
         return dict(zip(fragments, starts, strict=True)), total
@@ -594,7 +594,7 @@ def derive_layout(
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
         parameters.append(
-            PartitionedParameter(record, whole_slice(name, shape), placement, (), members, partition)
+            PartitionedParameter(record, full_slice(name, shape), placement, (), members, partition)
         )
     algorithms = {parameter.name: parameter.record.algorithm for parameter in parameters}
     return parameters, [

@@ -31,7 +31,7 @@ from deepspeed_muon.checkpoint.parameters import Count, ParameterRecord, Partiti
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, whole_slice
+from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, full_slice
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
@@ -73,7 +73,7 @@ class _Entry(ParameterRecord):
     def tensor_slice(self) -> TensorSlice:
         """Which slice of the full tensor it is; raises a ValueError if it is none."""
         if self.cut is None:
-            return whole_slice(self.name, self.shape)
+            return full_slice(self.name, self.shape)
         return TensorSlice(self.name, self.shape, *self.cut)
 
     @property
@@ -152,7 +152,7 @@ class LayoutRecord(BaseModel):
 def _require_fit(entry: _Entry, world_size: int) -> None:
     """Raise unless a placement has all elements of its parameter, on ranks that exist."""
     where, placement = f"parameter {entry.name}: ", entry.placement
-    numel = math.prod(entry.tensor_slice.own_shape)
+    numel = math.prod(entry.tensor_slice.local_shape)
     if placement.numel != numel:
         raise ValueError(f"{where}its placement has {placement.numel} of {numel} elements")
     if placement.ranks.stop > world_size or placement.copies not in (0, world_size):
@@ -178,7 +178,7 @@ def _refuse_overlaps(partition: int, placements: Sequence[tuple[str, Placement]]
     spans: dict[int, list[tuple[int, int, str]]] = {}  # by rank: start, numel and name
     for name, placement in placements:
         first, stop = (bisect_left(ranks, rank) for rank in (placement.ranks.start, placement.ranks.stop))
-        for fragment in filter(None, map(placement.on, ranks[first:stop])):
+        for fragment in filter(None, map(placement.fragment_on, ranks[first:stop])):
             spans.setdefault(fragment.rank, []).append((fragment.partition_offset, fragment.numel, name))
     for rank, spans_on_rank in spans.items():
         end, previous = 0, ""
@@ -356,7 +356,7 @@ def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str
         "partition": parameter.partition,
         "spread": parameter.placement.numbers(),
     }
-    if not parameter.tensor_slice.is_whole:
+    if not parameter.tensor_slice.is_full:
         entry["cut"] = [parameter.tensor_slice.dim, list(map(list, parameter.tensor_slice.ranges))]
     if parameter.row_fragments:
         entry["row_fragments"] = [

@@ -22,7 +22,7 @@ from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.placement import Fragment, TensorSlice, whole_slice
+from deepspeed_muon.plan.placement import Fragment, TensorSlice, full_slice
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
 from deepspeed_muon.step.step_set import BoundPartition
@@ -54,7 +54,7 @@ def describe_parameters(
     """
     infos: dict[str, ParameterInfo | str] = {}
     for route in routes:
-        tensor_slice = slices.get(route.name) or whole_slice(route.name, route.shape)
+        tensor_slice = slices.get(route.name) or full_slice(route.name, route.shape)
         if isinstance(tensor_slice, str):
             infos[route.name] = tensor_slice
         elif route.algorithm != "frozen":

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, add_up, whole_slice
+from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, cover_tensor, full_slice
 from deepspeed_muon.variants import ROW_STATE
 
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
@@ -152,7 +152,7 @@ class PartitionedParameter:
         if key in ROW_KEYS[self.record.algorithm]:
             is_replicated = self.placement.replicated
             return [rows for rows in self.row_fragments if is_replicated or rows.rank == member]
-        fragment = self.placement.on(member)
+        fragment = self.placement.fragment_on(member)
         return [] if fragment is None else [fragment]
 
     def fragments_between(self, start: int, stop: int, key: str, *, reader: int = 0) -> Iterator[Fragment]:
@@ -170,8 +170,8 @@ class PartitionedParameter:
         elif key in ROW_KEYS[self.record.algorithm]:
             fragments = self.row_fragments
         else:
-            ranks = range(self.placement.rank_at(start), self.placement.ranks.stop)
-            fragments = map(self.placement.on, ranks)
+            ranks = range(self.placement.rank_of(start), self.placement.ranks.stop)
+            fragments = map(self.placement.fragment_on, ranks)
         for fragment in filter(None, fragments):
             first = max(start, fragment.matrix_offset)
             last = min(stop, fragment.matrix_offset + fragment.numel)
@@ -193,8 +193,8 @@ class PartitionedParameter:
         slices_outputs = len(self.tensor_slice.shape) > 2 or (
             (self.tensor_slice.dim == 1) == self.record.transposed
         )
-        if self.tensor_slice.is_whole or not slices_outputs:
-            return whole_slice(self.name, (self.row_count,))
+        if self.tensor_slice.is_full or not slices_outputs:
+            return full_slice(self.name, (self.row_count,))
         return self.tensor_slice.scaled(self.row_count)
 
     def with_state(self, state: Mapping[str, Any], step: int) -> Self:
@@ -266,7 +266,7 @@ def transfers(
     """
     for parameter in slices:
         tensor_slice = parameter.slice_of(key)
-        begin, end = tensor_slice.before(start), tensor_slice.before(stop)
+        begin, end = tensor_slice.local_elements_before(start), tensor_slice.local_elements_before(stop)
         if begin < end:
             reader = parameter.members.index(writer) if writer in parameter.members else 0
             for fragment in parameter.fragments_between(begin, end, key, reader=reader):
@@ -297,7 +297,7 @@ def slices_by_name(
             if {**dict(parameter.record), "group": first.record.group} != dict(first.record):
                 raise CheckpointError(f"{problem}one is of {first.record!r}, another of {parameter.record!r}")
         for key in first.record.tensor_keys:
-            if not add_up(parameter.slice_of(key) for parameter in parameter_of.values()):
+            if not cover_tensor(parameter.slice_of(key) for parameter in parameter_of.values()):
                 ranges = ", ".join(f"{s.ranges} of {p.members[0]}" for s, p in parameter_of.items())
                 length, dim = first.tensor_slice.length, first.tensor_slice.dim
                 raise CheckpointError(
@@ -326,11 +326,15 @@ def matching_views(
         full: Consecutive elements of the full tensor, one-dimensional and contiguous.
         full_start: The element of the full tensor with which ``full`` begins.
     """
-    for run in tensor_slice.runs(start, stop):
-        size = run.count, run.numel
+    for strided in tensor_slice.strided_ranges(start, stop):
+        size = strided.count, strided.numel
         yield (
-            sliced.as_strided(size, (run.own_step, 1), sliced.storage_offset() + run.own - sliced_start),
-            full.as_strided(size, (run.step, 1), full.storage_offset() + run.whole - full_start),
+            sliced.as_strided(
+                size, (strided.local_stride, 1), sliced.storage_offset() + strided.local_offset - sliced_start
+            ),
+            full.as_strided(
+                size, (strided.full_stride, 1), full.storage_offset() + strided.full_offset - full_start
+            ),
         )
 
 

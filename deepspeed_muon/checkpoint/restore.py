@@ -129,7 +129,7 @@ def restore_from_source(
                     check_schedule(engine.lr_scheduler, run, source.where, rates=take_rates)
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
             digest = hashlib.sha256(source.index.model_dump_json().encode()).hexdigest()
-            facts.tell("checkpoint", digest)
+            facts.record("checkpoint", digest)
         _refuse_another_model(state, source, problems)
         _refuse_nonfinite(nonfinite, source, allow_nonfinite)
         # 2. Change the engine: settings, then partitions.
@@ -186,7 +186,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     """
     names = sorted(source.parameters)
     is_live = [float(name in state.parameters) for name in names]
-    is_live = all_ranks().reduce(is_live, "max", what="check of a checkpoint")
+    is_live = all_ranks().reduce(is_live, "max", purpose="check of a checkpoint")
     reason = "is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
     problems = [
         *problems,
@@ -208,7 +208,7 @@ def first_lines(lines: Collection[str]) -> str:
 
 def _refuse_nonfinite(nonfinite: Sequence[str], source: StateSource, allow: bool) -> None:
     """Raise on every rank, or warn if it is allowed, if tensors that any rank verified hold infinities or NaN."""
-    names_by_rank = all_ranks().gather(nonfinite, what="check of a checkpoint")
+    names_by_rank = all_ranks().gather(nonfinite, purpose="check of a checkpoint")
     names = sorted(chain.from_iterable(names_by_rank.values()))
     if not names:
         return

@@ -129,14 +129,17 @@ class StateSource(ABC):
         """
         target = flat.narrow(0, fragment.partition_offset, fragment.numel)
         fragment_stop = fragment.matrix_offset + fragment.numel
-        runs = list(tensor_slice.runs(fragment.matrix_offset, fragment_stop))
-        full_start = min(run.whole for run in runs)
-        full_stop = max(run.whole + (run.count - 1) * run.step + run.numel for run in runs)
+        ranges = list(tensor_slice.strided_ranges(fragment.matrix_offset, fragment_stop))
+        full_start = min(strided.full_offset for strided in ranges)
+        full_stop = max(
+            strided.full_offset + (strided.count - 1) * strided.full_stride + strided.numel
+            for strided in ranges
+        )
         for window_start in range(full_start, full_stop, WINDOW_NUMEL):
             window_stop = min(window_start + WINDOW_NUMEL, full_stop)
             # The elements of the fragment inside this window of the full tensor.
-            start = max(tensor_slice.before(window_start), fragment.matrix_offset)
-            stop = tensor_slice.before(window_stop)
+            start = max(tensor_slice.local_elements_before(window_start), fragment.matrix_offset)
+            stop = tensor_slice.local_elements_before(window_stop)
             if start < stop:
                 window = self.read(tensor_slice.name, key, window_start, window_stop - window_start)
                 for elements, values in matching_views(

@@ -37,7 +37,7 @@ from deepspeed_muon.math.coefficients import (
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops.dispatch import NsBackend
-from deepspeed_muon.plan.exchange import CODED, PLAIN, WireFormat
+from deepspeed_muon.plan.chunks import INT8, UNCOMPRESSED, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
 
@@ -306,7 +306,7 @@ class MuonConfig(_VariantSettings):
     @property
     def wire_format(self) -> WireFormat:
         """The room that directions and updates take in communication buffers."""
-        return CODED if self.wire_dtype == "int8" else PLAIN
+        return INT8 if self.wire_dtype == "int8" else UNCOMPRESSED
 
     def muon_defaults(self) -> dict[str, Any]:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""

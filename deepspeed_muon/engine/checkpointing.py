@@ -94,7 +94,7 @@ def save_checkpoint(
     folder = Path(save_dir or "", f"global_step{engine.global_steps}" if tag is None else str(tag))
     if optimizer.config.consolidate_on_save and save_dir:
         consolidate(engine, folder / CONSOLIDATED_FOLDER)
-    ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, what="naming of a save")
+    ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, purpose="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
@@ -207,9 +207,9 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedT
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)
             check_copy(engine, folder / str(tag), saved, save_id, with_state)
-        agreed.tell(f"save of the rank's files ({_ONE_SAVE})", save_id)
+        agreed.record(f"save of the rank's files ({_ONE_SAVE})", save_id)
         shown = saved and f"{saved.folder.name} of {saved.kind}, stage {saved.stage}, {saved.ranks} ranks"
-        agreed.tell("checkpoint", shown or "none")
+        agreed.record("checkpoint", shown or "none")
     if saved is not None:
         _refuse_differences(saved, ranks, difference)
     return saved
@@ -217,7 +217,7 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedT
 
 def _refuse_differences(saved: SavedTag, ranks: Ranks, own: _Difference) -> None:
     """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
-    every = ranks.gather(own, what="check of a checkpoint").values()
+    every = ranks.gather(own, purpose="check of a checkpoint").values()
     # The file of a group's first rank describes its parameters, at stage 0 every file.
     known = set().union(*(then for then, *_ in every))
     left = {

@@ -309,7 +309,7 @@ def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
         facts = optimizer.plan_facts()
     except Exception as caught:
         error = caught
-    agree(facts, error=error, ranks=ranks, subject="comparison of plans")
+    agree(facts, error=error, ranks=ranks, purpose="comparison of plans")
 
 
 def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -319,12 +319,14 @@ def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) ->
     """
     optimizer = engine.basic_optimizer
     unfrozen = optimizer.unfrozen()
-    (on_some_rank,) = optimizer.ranks.reduce([bool(unfrozen)], "max", what="comparison of what was unfrozen")
+    (on_some_rank,) = optimizer.ranks.reduce(
+        [bool(unfrozen)], "max", purpose="comparison of what was unfrozen"
+    )
     if on_some_rank:
         with raise_on_all_ranks(ranks=optimizer.ranks) as facts:
             scope = Scope.of(engine.seq_data_parallel_group)
             fact = "parameters unfrozen since the last step (requires_grad must be equal on all ranks)"
-            facts.tell(fact, ", ".join(unfrozen) or "none", scope)
+            facts.record(fact, ", ".join(unfrozen) or "none", scope)
             optimizer.routed = optimizer.routed.current()
         _bind_to_wrapper(engine, optimizer)
         optimizer.host.describe(optimizer.routes, tensor_slices(engine, optimizer.routed.by_id))
@@ -338,7 +340,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
     # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.
-    (frozen,) = ranks.reduce([optimizer.has_frozen], "max", what="comparison of what is frozen")
+    (frozen,) = ranks.reduce([optimizer.has_frozen], "max", purpose="comparison of what is frozen")
     optimizer.frozen_on_some_rank = bool(frozen)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
@@ -377,7 +379,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     # The ranks of a data-parallel group have the same routes.
     one_of_each = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
     own = (optimizer.routes, len(optimizer.param_groups))
-    stages = one_of_each.gather(own, what="comparison of the stages' routes").values()
+    stages = one_of_each.gather(own, purpose="comparison of the stages' routes").values()
     counts = [count for _, count in stages]
     if len(set(counts)) > 1 and norm_by_group:
         raise ConfigError(

@@ -279,7 +279,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: Any,
 def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Let all ranks end their copies before a save goes on."""
     if view.optimizer.host.save_id is not None:
-        view.optimizer.ranks.gather(None, what="copies of swap files in a save")
+        view.optimizer.ranks.gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)
 
 

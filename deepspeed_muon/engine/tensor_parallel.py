@@ -217,7 +217,7 @@ def with_tensor_parallel(
     ranks = Ranks((group,))
     sets: list[StepSet] = []
     fingerprints: dict[str, tuple[tuple[int, int], str]] = {}
-    with raise_on_all_ranks(ranks=ranks, subject="comparison of plans"):
+    with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans"):
         shards_of = {
             routes[key].name: shards for key, shards in tensor_shards(engine, routes).items() if key in routes
         }
@@ -232,7 +232,7 @@ def with_tensor_parallel(
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
                 fingerprints |= _fingerprints(step_set)
             sets.append(step_set)
-    gathered = ranks.gather(fingerprints, what="comparison of tensor-parallel shards").values()
+    gathered = ranks.gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
     for name, fingerprint in fingerprints.items():
         of_ranks = [by_name[name] for by_name in gathered if name in by_name]
         if set(of_ranks) == {fingerprint}:
@@ -259,8 +259,8 @@ def _fingerprints(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
     flat = {partition.index: partition.tensor.detach().reshape(-1) for partition in step_set.partitions}
     fingerprints = {}
     for matrix in step_set.matrices:
-        digest, fragment = "", matrix.placement.on(step_set.rank)
-        if not matrix.is_cut:
+        digest, fragment = "", matrix.placement.fragment_on(step_set.rank)
+        if not matrix.is_sharded:
             digest = "copy"
             if fragment is not None:
                 values = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)

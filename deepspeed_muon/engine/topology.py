@@ -27,7 +27,7 @@ from deepspeed_muon.engine.tensor_parallel import (
 from deepspeed_muon.engine.zero.stages import view_of
 from deepspeed_muon.engine.zero.views import PlainView, View
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import TensorSlice, whole_slice
+from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import Route
@@ -86,7 +86,9 @@ def model_facts(engine: DeepSpeedEngine) -> RankFacts:
     facts, scope_of = RankFacts(), functools.cache(Scope.of)
     for name, param in engine.module.named_parameters():
         shown = f"{str(param.dtype).removeprefix('torch.')} {list(true_shape(param))}"
-        facts.tell(f"parameter {name}", shown, scope_of(groups_of(param, engine.seq_data_parallel_group)[0]))
+        facts.record(
+            f"parameter {name}", shown, scope_of(groups_of(param, engine.seq_data_parallel_group)[0])
+        )
     return facts
 
 
@@ -179,7 +181,7 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
     rank = 0
     if group is not None:
         rank = dist.get_rank(group)
-        gathered = Ranks((group,)).gather(shapes_by_rank[0], what="comparison of tensor-parallel shapes")
+        gathered = Ranks((group,)).gather(shapes_by_rank[0], purpose="comparison of tensor-parallel shapes")
         shapes_by_rank = list(gathered.values())
     slices: dict[str, TensorSlice | str] = {}
     for param in engine.module.parameters():
@@ -216,14 +218,14 @@ def _slice_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[in
     name = expert_group_name(param)
     group = None if name is None else groups._get_expert_parallel_group(name)
     if group is None or dist.get_world_size(group) == 1:
-        return whole_slice(route.name, route.shape)
+        return full_slice(route.name, route.shape)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if id(param) in numbers:
         local_number, count = numbers[id(param)]
         before, mark, behind = route.name.rpartition(f"deepspeed_experts.{local_number}.")
         if not mark:
             raise ValueError("it belongs to an expert whose number its name does not have")
-        return whole_slice(f"{before}deepspeed_experts.{rank * count + local_number}.{behind}", route.shape)
+        return full_slice(f"{before}deepspeed_experts.{rank * count + local_number}.{behind}", route.shape)
     stack = getattr(param, _STACK, None)
     if stack is None:
         raise ValueError("it belongs to experts, and nothing says to which of all ranks' experts")
@@ -244,7 +246,7 @@ def _slice_of_shard(
                 f"marked as a shard (tensor_model_parallel, partition_dim)"
             )
         return full
-    if not full.is_whole:
+    if not full.is_full:
         raise ValueError("a stack of experts is cut by tensor parallelism too")
     sharding = read_sharding(param)
     dimensions = len(shapes[rank])
@@ -263,7 +265,7 @@ def _slice_of_shard(
     )
     length = sharding.shape[dim] if sharding.shape else sum(lengths)
     shard = TensorSlice(full.name, (*full.shape[:dim], length, *full.shape[dim + 1 :]), dim, ranges)
-    if shard.own_shape != full.shape:
+    if shard.local_shape != full.shape:
         raise ValueError(
             f"its shape {list(full.shape)} is not that of its ranges {list(ranges)} along dimension {dim}"
         )

@@ -20,7 +20,7 @@ import torch
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.exchange import cut_into_chunks, moves
+from deepspeed_muon.plan.chunks import divide_into_chunks, is_sent
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.owners import (
     assign,
@@ -37,7 +37,7 @@ from deepspeed_muon.plan.placement import (
     sharded_placement,
 )
 from deepspeed_muon.routing.route import Route, order_of_matrices
-from deepspeed_muon.transport.exchange import overlap_fits
+from deepspeed_muon.transport.all_to_all import overlap_fits
 
 # DeepSpeed's defaults: sub_group_size, and the elements up to which stage 3 keeps gathered parameters for backward.
 SUB_GROUP_NUMEL = 1_000_000_000
@@ -260,7 +260,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
             total.scatter_elements += np.repeat(returned, ways)
             total.leaving_elements += _leaving(inside) * np.repeat(sent + returned, ways)
             bound = settings.config.exchange_chunk_numel
-            for chunk in cut_into_chunks(found.matrices, found.owners, bound, ranks):
+            for chunk in divide_into_chunks(found.matrices, found.owners, bound, ranks):
                 own = np.bincount(owners[chunk], numels[chunk])
                 largest = own.max() if settings.stage else own.sum()
                 total.largest_chunk = max(total.largest_chunk, int(largest))
@@ -269,7 +269,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
                 number = numbers[order[origin]]
                 if total.owners[number] < 0:
                     total.owners[number] = owner * ways
-                if moves(matrix.placement, owner):
+                if is_sent(matrix.placement, owner):
                     moving.add(number)
         total.flops += np.repeat(load, ways)
     total.moving = len(moving)

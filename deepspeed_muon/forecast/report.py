@@ -30,7 +30,7 @@ from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
-from deepspeed_muon.transport.exchange import SLOTS
+from deepspeed_muon.transport.all_to_all import SLOTS
 
 _OPTIMIZERS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
 

@@ -189,9 +189,9 @@ def runs_gram(short: int, long: int, method: NsMethod) -> bool:
 def restart_steps(coefficients: tuple[Coefficients, ...], dtype: torch.dtype) -> frozenset[int]:
     """Return the numbers of completed steps after which the Gram iteration restarts (never after the last).
 
-    In half precision it also restarts before every step that needs an exact input. With Polar Express in bf16, 46 of
-    1,080 ill-conditioned matrices had a singular value 10 % above its band without these restarts (up to 7.3), and none
-    with them, for 1.13 (256 x 1024) to 1.21 (256 x 2048) of the time.
+    In half precision it also restarts before every step that needs an exact input. Without these restarts, five steps
+    of Polar Express in bf16 put a singular value of 32 of 1,080 ill-conditioned matrices more than 10 % above the band,
+    and with them none (``benchmarks/results/restarts-epyc-2cores.md``, with the time that they take).
     """
     first, distance = _RESTARTS[dtype]
     regular = frozenset(range(first, len(coefficients), distance))

@@ -228,9 +228,9 @@ class ResultCheck:
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # so is NaN
-        result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
-        if result.finish is not None:
-            result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
+        result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
+        if result.finish is not None and self.recorder.sampling:
+            result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         indices = [index for index, _ in result.members]
         self.left_out.append(([self._origin[index] for index in indices], wrong))
         if result.distributed is None or result.distributed.counts:
@@ -371,7 +371,7 @@ def _gathered(own: Tensor, distributed: DistributedIteration | None) -> Tensor:
     """
     if distributed is None:
         return own.unsqueeze(0)
-    return gather_tensors(own, distributed.group, what="check of results")
+    return gather_tensors(own, distributed.group, purpose="check of results")
 
 
 def _norms_of_whole(own: Tensor, distributed: DistributedIteration | None) -> list[float]:

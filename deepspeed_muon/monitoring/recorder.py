@@ -190,9 +190,9 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     }
     for kind in _EXCHANGED:
         own[f"lost {kind}"], own[f"whole {kind}"] = sample.losses.get(kind, (0.0, 0.0))
-    sums = dict(zip(own, ranks.reduce(list(own.values()), "sum", what=what), strict=True))
+    sums = dict(zip(own, ranks.reduce(list(own.values()), "sum", purpose=what), strict=True))
     sigma = max((each["sigma_max"] for each in measured), default=0.0)
-    seconds, sigma = ranks.reduce([total, sigma], "max", what=what)
+    seconds, sigma = ranks.reduce([total, sigma], "max", purpose=what)
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
         summary |= {key: sums[key] / count for key in _MEANS}
@@ -204,7 +204,7 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         if lost := sums[f"lost {kind}"]:
             summary[f"wire_error_{kind}"] = math.sqrt(lost / sums[f"whole {kind}"])
     matrices: dict[str, dict[str, float]] = {}
-    for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, what=what):
+    for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, purpose=what):
         # Ranks that share no parameters (experts) can have matrices of the same name.
         matrices[name if name not in matrices else f"{name} (rank {rank})"] = health
     return {**summary, "matrices": matrices}

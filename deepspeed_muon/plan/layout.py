@@ -1,13 +1,13 @@
-"""Matrices and other parameters of a step set: their shapes, their blocks, and where they lie."""
+"""Matrices and other parameters of a step set: their shapes, their blocks, and which rank holds which elements."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
 from deepspeed_muon.plan.placement import Placement
 
@@ -17,62 +17,62 @@ class TensorShards:
     """How a matrix is spread over a tensor-parallel group.
 
     Attributes:
-        dim: The dimension that is cut: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers),
-            ``None`` if every rank of the group holds a copy.
-        sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for copies.
-        parts: Lengths along ``dim`` of the parts of the whole matrix, each of which is cut over all ranks (query, key
-            and value of a fused projection); one length if the matrix is cut once, empty if nobody says it.
-        whole: For a matrix that is orthogonalised in blocks, whether each block of the shard is a whole block of the
-            matrix and not one rank's share of it; empty for any other matrix.
+        dim: The sharded dimension: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers), ``None``
+            if every rank of the group holds a replica.
+        sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for replicas.
+        fused: Lengths along ``dim`` of the fused matrices (query, key and value), each of which is sharded over all
+            ranks; one length if there is one matrix, empty if nothing says it.
+        complete: For a matrix that is orthogonalised in blocks, whether each block of the shard is a complete block of
+            the matrix and not one rank's shard of it; empty for any other matrix.
     """
 
     dim: Literal[0, 1] | None
     sizes: tuple[int, ...]
-    parts: tuple[int, ...] = ()
-    whole: tuple[bool, ...] = ()
+    fused: tuple[int, ...] = ()
+    complete: tuple[bool, ...] = ()
 
-    def share_of(self, blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
-        """Return which blocks a shard has if the whole matrix has ``blocks`` along ``dim``.
+    def blocks_of_shard(self, blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
+        """Return which blocks a shard has if the full matrix has ``blocks`` along ``dim``.
 
         Args:
             blocks: Lengths that add up to that of the matrix.
 
         Returns:
-            The lengths of the shard's blocks, and whether each is a whole one; ``None`` if the ranks' shards do not
+            The lengths of the shard's blocks, and whether each is a complete one; ``None`` if the ranks' shards do not
             have equal blocks, so that they cannot be orthogonalised in the same way.
         """
-        parts, ranks = self.parts or (sum(self.sizes),), len(self.sizes)
-        if any(part % ranks for part in parts):
+        fused, ranks = self.fused or (sum(self.sizes),), len(self.sizes)
+        if any(length % ranks for length in fused):
             return None
-        held = [_blocks_on(rank, ranks, parts, blocks) for rank in range(ranks)]
-        lengths = tuple(length for _, length in held[0])
-        whole = []
-        for together in zip(*held, strict=False):
-            numbers = {number for number, _ in together}
-            whole.append(all(length == blocks[number] for number, length in together))
-            if not whole[-1] and len(numbers) > 1:
+        blocks_of = [_blocks_on(rank, ranks, fused, blocks) for rank in range(ranks)]
+        lengths = tuple(length for _, length in blocks_of[0])
+        complete = []
+        for same_position in zip(*blocks_of, strict=False):
+            numbers = {number for number, _ in same_position}
+            complete.append(all(length == blocks[number] for number, length in same_position))
+            if not complete[-1] and len(numbers) > 1:
                 return None
-        cut = [number for (number, _), complete in zip(held[0], whole, strict=False) if not complete]
-        equal = all(tuple(length for _, length in each) == lengths for each in held)
-        return (lengths, tuple(whole)) if equal and len(set(cut)) == len(cut) else None
+        cut = [number for (number, _), full in zip(blocks_of[0], complete, strict=False) if not full]
+        are_equal = all(tuple(length for _, length in pairs) == lengths for pairs in blocks_of)
+        return (lengths, tuple(complete)) if are_equal and len(set(cut)) == len(cut) else None
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """A matrix, or the tensor-parallel shard of one, and where all of it lies.
+    """A matrix, or the tensor-parallel shard of one, and which rank holds which of its elements.
 
     Attributes:
         name: Dotted parameter name.
         rows: Rows as stored.
         cols: Columns as stored.
         partition: Index of the flat partition, unique within the optimizer and equal on all ranks.
-        placement: Where its elements lie.
-        row_blocks: Rows of each block (attention head, expert, part of a fused projection), from the top; empty for
-            one block with all rows.
+        placement: Which rank holds which elements.
+        row_blocks: Rows of each block (attention head, expert, one of several fused projections), from the top; empty
+            for one block with all rows.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
-        shards: How the whole matrix is spread over its group, if this is one shard or copy; ``None`` without a group.
-        first_row: For a run of blocks with its own owner, its first row in the parameter.
+        shards: How the full matrix is spread over its group, if this is one shard or replica; ``None`` without a group.
+        first_row: For a slice of blocks with an owner of its own, its first row in the parameter.
     """
 
     name: str
@@ -92,18 +92,18 @@ class MatrixLayout:
         return self.rows * self.cols
 
     @property
-    def is_cut(self) -> bool:
-        """Whether this is one part of a matrix that several ranks orthogonalise together."""
+    def is_sharded(self) -> bool:
+        """Whether this is one shard of a matrix that several ranks orthogonalise together."""
         return self.shards is not None and self.shards.dim is not None
 
     @property
-    def cuts_outputs(self) -> bool:
+    def shards_outputs(self) -> bool:
         """Whether the ranks of the group have different outputs of the layer (rows, unless it is transposed)."""
-        return self.is_cut and self.shards is not None and (self.shards.dim == 0) != self.transposed
+        return self.is_sharded and self.shards is not None and (self.shards.dim == 0) != self.transposed
 
     @property
     def logical_shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole matrix, also if this is one shard of it."""
+        """Rows and columns of the full matrix, also if this is one shard of it."""
         if self.shards is None or self.shards.dim is None:
             return self.rows, self.cols
         total = sum(self.shards.sizes)
@@ -127,7 +127,7 @@ class MatrixLayout:
     @property
     def batch_key(self) -> Hashable:
         """Equal for matrices that may be orthogonalised in one batch."""
-        return self.logical_shape, self.block_shapes, self.transposed, self.is_cut
+        return self.logical_shape, self.block_shapes, self.transposed, self.is_sharded
 
     @property
     def first_cols(self) -> tuple[int, ...]:
@@ -150,19 +150,19 @@ class MatrixLayout:
     def block_shapes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of all blocks, row by row of the grid; each is orthogonalised and scaled by itself.
 
-        A matrix that is cut over a group is one block, the whole matrix.
+        A matrix that is sharded over a group is one block, the full matrix.
         """
-        return (self.logical_shape,) if self.is_cut else tuple(itertools.product(*self.grid))
+        return (self.logical_shape,) if self.is_sharded else tuple(itertools.product(*self.grid))
 
-    def run(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
+    def slice_blocks(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
         """Return blocks that follow each other, from row ``first`` on, as a matrix of their own."""
-        rows, numel = _extent(row_blocks, self.cols)
+        rows, numel = _shared_numbers(row_blocks, self.cols)
         return MatrixLayout(
             self.name,
             rows,
             self.cols,
             self.partition,
-            self.placement.part(first * self.cols, numel),
+            self.placement.narrow(first * self.cols, numel),
             row_blocks if len(row_blocks) > 1 else (),
             self.col_blocks,
             self.transposed,
@@ -189,13 +189,13 @@ class MatrixLayout:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds the whole matrix (ZeRO stage 0)."""
+        """Whether every rank holds a replica (ZeRO stage 0)."""
         return self.placement.replicated
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """A parameter of AdamW and where all of it lies, as in :class:`MatrixLayout`."""
+    """A parameter of AdamW and which rank holds which of its elements, as in :class:`MatrixLayout`."""
 
     name: str
     partition: int
@@ -207,23 +207,74 @@ class ParameterLayout:
         return self.placement.numel
 
 
-def _blocks_on(rank: int, ranks: int, parts: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return number and length of the blocks, or shares of blocks, that a rank has of parts cut over ``ranks``."""
-    found: list[tuple[int, int]] = []
+class Rectangle(NamedTuple):
+    """Elements of one block that are a rectangle of the stored matrix, for sums over blocks that a partition cuts.
+
+    Attributes:
+        block: Number of the block, row by row of the grid. A matrix that is sharded over a group is one block.
+        start: The first element, counted from the start of the range.
+        rows: Its rows.
+        cols: Its columns.
+        stride: Elements from one row to the next.
+    """
+
+    block: int
+    start: int
+    rows: int
+    cols: int
+    stride: int
+
+
+def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[Rectangle]:
+    """Yield the rectangles that elements ``[start, stop)`` of a stored matrix consist of."""
+    row_blocks, col_blocks = ((matrix.rows,), (matrix.cols,)) if matrix.is_sharded else matrix.grid
+    width = matrix.cols
+    for stripe, (top, bottom) in enumerate(pairwise(accumulate(row_blocks, initial=0))):
+        low, high = max(start, top * width), min(stop, bottom * width)
+        if low >= high:
+            continue
+        if len(col_blocks) == 1:  # contiguous
+            yield Rectangle(stripe, low - start, 1, high - low, high - low)
+            continue
+        for row, count, begin, end in _row_ranges(low, high, width):
+            for number, (left, right) in enumerate(pairwise(accumulate(col_blocks, initial=0))):
+                left, right = max(left, begin), min(right, end)
+                if left < right:
+                    block = stripe * len(col_blocks) + number
+                    yield Rectangle(block, row * width + left - start, count, right - left, width)
+
+
+def _row_ranges(low: int, high: int, width: int) -> list[tuple[int, int, int, int]]:
+    """Return the end of a row, complete rows, and the beginning of a row, where ``[low, high)`` has them.
+
+    Each is its first row, the number of rows, and its first column and the one after the last.
+    """
+    first, last = -(-low // width), high // width
+    if first > last:
+        return [(last, 1, low % width, high % width)]
+    ranges = [(low // width, 1, low % width, width)] if low < first * width else []
+    if last > first:
+        ranges.append((first, last - first, 0, width))
+    return [*ranges, (last, 1, 0, high % width)] if high > last * width else ranges
+
+
+def _blocks_on(rank: int, ranks: int, fused: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return number and length of the blocks, or shards of blocks, of one rank if all of ``fused`` are sharded."""
+    local: list[tuple[int, int]] = []
     ends = list(accumulate(blocks))
-    for first, length in zip(accumulate(parts, initial=0), parts, strict=False):
-        share = length // ranks
-        start, stop = first + rank * share, first + (rank + 1) * share
+    for first, length in zip(accumulate(fused, initial=0), fused, strict=False):
+        shard = length // ranks
+        start, stop = first + rank * shard, first + (rank + 1) * shard
         for number, end in enumerate(ends):
-            held = min(stop, end) - max(start, end - blocks[number])
-            if held > 0 and found and found[-1][0] == number:
-                found[-1] = number, found[-1][1] + held
-            elif held > 0:
-                found.append((number, held))
-    return found
+            overlap = min(stop, end) - max(start, end - blocks[number])
+            if overlap > 0 and local and local[-1][0] == number:
+                local[-1] = number, local[-1][1] + overlap
+            elif overlap > 0:
+                local.append((number, overlap))
+    return local
 
 
 @functools.lru_cache(maxsize=512)
-def _extent(row_blocks: tuple[int, ...], cols: int) -> tuple[int, int]:
-    """Return rows and elements of blocks; the many runs of a stack share these numbers."""
+def _shared_numbers(row_blocks: tuple[int, ...], cols: int) -> tuple[int, int]:
+    """Return rows and elements of blocks: the same objects for the many slices of a stack, which saves memory."""
     return sum(row_blocks), sum(row_blocks) * cols

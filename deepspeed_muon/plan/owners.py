@@ -1,24 +1,24 @@
-"""Which rank orthogonalises which matrix, and in which order matrices lie in a flat buffer.
+"""Which rank orthogonalises which matrix, and the order of matrices in a flat buffer.
 
-A matrix that lies whole on one rank is orthogonalised there and never moves. Every other matrix, the costliest first,
-goes to the rank that would finish it first. Its time is the work that the rank already has, the work of the matrix, and
-the transfer of the elements that the rank does not hold. Matrices of equal cost that cross one partition boundary each,
-as blocks of a stack do, are decided together: the sum of these times is the least. One by one, the blocks of a long
-stack would push what does not divide evenly from rank to rank, until some rank has a block too many.
+A matrix of which one rank holds all elements is orthogonalised there and never sent. Every other matrix, the costliest
+first, goes to the rank that would finish it first. Its time is the work that the rank already has, the work of the
+matrix, and the transfer of the elements that the rank does not hold. Matrices of equal cost that cross one partition
+boundary each, as blocks of a stack do, are decided together: the sum of these times is minimal. One by one, the blocks
+of a long stack would push what does not divide evenly from rank to rank, until some rank has a block too many.
 
-If one rank holds half of a matrix or more, only holders may own it, so that balancing never moves more than twice what
-has to move. If half of the ranks hold parts of a matrix, any rank may own it. The same layouts give the same owners on
-every rank.
+If one rank holds half of a matrix or more, only holders may own it, so that balancing never sends more than twice what
+has to be sent. If half of the ranks hold elements of a matrix, any rank may own it. The same layouts give the same
+owners on every rank.
 
-A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and keep the other
-ranks waiting, so it is cut into runs of blocks with an owner each: blocks that lie whole on one rank stay there, and
-only a few of the others are sent, in one chunk.
+A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and let the other
+ranks wait, so it is split into slices of blocks with an owner each: blocks of which one rank holds all elements belong
+to that rank, and only a few of the others are sent, in one chunk.
 
-ZeRO 1 and 2 cut a flat buffer into equal partitions, and a matrix that crosses a cut has to move. So
+ZeRO 1 and 2 cut a flat buffer into equal partitions, and a matrix that crosses a cut has to be sent. So
 :func:`balanced_order` chooses the order in the buffer. What is larger than a partition, a stack of experts, comes
-first, in the given order. Each kind of matrix (shape) is then spread over the other partitions, the dearest kind first:
-every matrix goes to the partition with the least work, counting what its free elements will cost if later kinds fill
-them. Matrices of one shape lie together inside a partition.
+first, in the given order. Each kind of matrix (shape) is then spread over the other partitions, the costliest kind
+first: every matrix goes to the partition with the least work, counting what its free elements will cost if later kinds
+fill them. Matrices of one shape are adjacent inside a partition.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from deepspeed_muon.plan.placement import Floats, Fragment, Ints, Placement
 # Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
-# A run of several blocks of a stack that is sent costs at most this part of a rank's average work. With a quarter the
-# busiest of 1,024 ranks has 1.14 times the mean for kimi-k2 at stage 3, with a sixteenth 1.01.
-_SENT_SHARE = 1 / 16
+# A slice of several blocks of a stack that is sent costs at most this fraction of a rank's average work. With a quarter
+# the busiest of 1,024 ranks has 1.14 times the mean for kimi-k2 at stage 3, with a sixteenth 1.01.
+_SENT_FRACTION = 1 / 16
 # ZeRO 1 and 2 pad the flat buffer to a multiple of this times the ranks (nccl_start_alignment_factor).
 _FLAT_ALIGNMENT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The layouts that a step set exchanges: whole matrices and runs of blocks.
+    """The layouts that a step set exchanges, complete matrices and slices of blocks, and their owners.
 
     Attributes:
         matrices: The layouts; those of one matrix follow each other.
@@ -86,7 +86,7 @@ class Assignment:
         def order(index: int) -> tuple[int, int]:
             matrix = self.matrices[index]
             # Matrices that are sent and matrices that are not are never in one chunk.
-            batch = matrix.batch_key, matrix.placement.whole_on is None
+            batch = matrix.batch_key, matrix.placement.only_rank is None
             return (0 if matrix.replicated else batches.setdefault(batch, index)), index
 
         offsets: dict[tuple[int, int], int] = {}
@@ -108,16 +108,16 @@ def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats
         iteration: What decides the cost of a matrix.
         load: Operations that each rank already has from other step sets. Mutated: the new work is added.
     """
-    shares = [(index, share) for index, matrix in enumerate(matrices) for share in shares_of_blocks(matrix)]
-    costs = [blocks_flops(grid_blocks(*share.grid), iteration) for _, share in shares]
-    limit = _SENT_SHARE * (math.fsum(costs) + math.fsum(load)) / len(load)
+    shards = [(index, shard) for index, matrix in enumerate(matrices) for shard in split_shard(matrix)]
+    costs = [blocks_flops(grid_blocks(*shard.grid), iteration) for _, shard in shards]
+    limit = _SENT_FRACTION * (math.fsum(costs) + math.fsum(load)) / len(load)
     layouts: list[MatrixLayout] = []
     origin: list[int] = []
-    for (index, share), cost in zip(shares, costs, strict=True):
-        layouts += cut_stack(share, cost=cost, limit=limit)
+    for (index, shard), cost in zip(shards, costs, strict=True):
+        layouts += split_stack(shard, cost=cost, limit=limit)
         origin += [index] * (len(layouts) - len(origin))
-    work = [blocks_flops(grid_blocks(*run.grid), iteration) for run in layouts]
-    owners = assign_owners(work, [run.placement for run in layouts], load=load)
+    work = [blocks_flops(grid_blocks(*layout.grid), iteration) for layout in layouts]
+    owners = assign_owners(work, [layout.placement for layout in layouts], load=load)
     return Assignment(tuple(layouts), tuple(owners), tuple(origin), tuple(work))
 
 
@@ -141,13 +141,13 @@ def assign_owners(
 
     Args:
         costs: Floating-point operations of each matrix.
-        placements: Where each matrix lies; ``None`` if any rank may own it at equal cost.
+        placements: Of each matrix; ``None`` if any rank may own it at equal cost.
         load: What each rank has to do already. Mutated: the new matrices are added.
     """
     owners = [-1] * len(costs)
     undecided: list[int] = []
     for index, (cost, placement) in enumerate(zip(costs, placements, strict=True)):
-        if placement is None or (only := placement.whole_on) is None:
+        if placement is None or (only := placement.only_rank) is None:
             undecided.append(index)
         else:
             owners[index] = only
@@ -164,7 +164,7 @@ def assign_owners(
         if placement is None or placement.replicated or len(placement.ranks) >= everywhere:
             chosen = [idlest]
         elif _crossed_boundary(placement) >= 0:
-            crossing = [each for index in joint if (each := placements[index]) is not None]
+            crossing = [p for index in joint if (p := placements[index]) is not None]
             chosen = _from_rank_to_rank(costs[joint[0]], crossing, load)
         else:
             chosen = [_first_to_finish(placement, load, idlest)]
@@ -192,7 +192,7 @@ def _decided_jointly(
 
 
 def _crossed_boundary(placement: Placement | None) -> int:
-    """Return the first of the two ranks that hold a matrix, -1 if it does not lie on two."""
+    """Return the first of the two ranks that hold a matrix, -1 if there are not two."""
     if placement is None or placement.copies or not 0 < placement.numel - placement.head <= placement.body:
         return -1
     return placement.first
@@ -203,25 +203,28 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
 
     Args:
         cost: Operations of each matrix.
-        placements: Where they lie, in the order of the ranks. A rank that takes two of them finishes the second later.
+        placements: Of each matrix, in the order of the ranks. A rank that takes two finishes the second one later.
         load: Operations that each rank already has.
     """
-    # For either owner of the last matrix the best way so far: the sum of the times, that owner, the way before. A
+    # For either owner of the last matrix the best choice so far: the sum of the times, that owner, the choice before. A
     # time is given without what is equal for both owners: the work of the matrix, and the transfer of all its elements.
-    ways: list[tuple[float, int, Any]] = [(0.0, -1, None)]
+    choices: list[tuple[float, int, Any]] = [(0.0, -1, None)]
     for placement in placements:
         ends = {
-            rank: load[rank] - FLOPS_PER_MOVED_ELEMENT * placement.held_by(rank) for rank in placement.ranks
+            rank: load[rank] - FLOPS_PER_MOVED_ELEMENT * placement.numel_on(rank) for rank in placement.ranks
         }
-        ways = [
-            min(((way[0] + end + cost * (way[1] == rank), rank, way) for way in ways), key=itemgetter(0))
+        choices = [
+            min(
+                ((before[0] + end + cost * (before[1] == rank), rank, before) for before in choices),
+                key=itemgetter(0),
+            )
             for rank, end in ends.items()
         ]
     owners: list[int] = []
-    way = min(ways, key=itemgetter(0))
-    while way[2] is not None:
-        owners.append(way[1])
-        way = way[2]
+    choice = min(choices, key=itemgetter(0))
+    while choice[2] is not None:
+        owners.append(choice[1])
+        choice = choice[2]
     return owners[::-1]
 
 
@@ -229,85 +232,85 @@ def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:
     """Return which holder of a matrix on three ranks or more, or the idlest rank, would begin with it first."""
     first, end = placement.first, placement.ranks.stop - 1
     middle = first + 1 + int(load[first + 1 : end].argmin())
-    held = {first: placement.head, middle: placement.body, end: placement.held_by(end)}
-    begins = [(float(load[rank]) - FLOPS_PER_MOVED_ELEMENT * numel, rank) for rank, numel in held.items()]
-    if 2 * max(held.values()) < placement.numel:
+    numel_on = {first: placement.head, middle: placement.body, end: placement.numel_on(end)}
+    begins = [(float(load[rank]) - FLOPS_PER_MOVED_ELEMENT * numel, rank) for rank, numel in numel_on.items()]
+    if 2 * max(numel_on.values()) < placement.numel:
         begins.append((float(load[idlest]), idlest))
     return min(begins)[1]
 
 
-def block_runs(
+def split_blocks(
     blocks: int, numel: int, placement: Placement, *, cost: float, limit: float
 ) -> list[tuple[int, int]]:
-    """Divide a stack of equal blocks into runs that get one owner each: first block and number of blocks.
+    """Split a stack of equal blocks into slices that get one owner each: first block and number of blocks.
 
     Args:
         blocks: Blocks in the stack.
         numel: Elements of a block.
-        placement: Where the stack lies.
+        placement: Of the stack.
         cost: Operations of orthogonalising a block.
-        limit: Operations of a run of several blocks that do not lie whole on one rank.
+        limit: Operations of a slice of several blocks of which no rank holds all elements.
     """
     most = max(1, int(limit // cost)) if cost else blocks
     holders = [-1] * blocks
     if not placement.replicated:
         starts = np.arange(blocks) * numel
-        first, last = placement.ranks_at(starts), placement.ranks_at(starts + numel - 1)
+        first, last = placement.ranks_of(starts), placement.ranks_of(starts + numel - 1)
         holders = np.where(first == last, first, -1).tolist()
-    runs: list[tuple[int, int]] = []
+    slices: list[tuple[int, int]] = []
     for block, holder in enumerate(holders):
-        if runs and holder == holders[block - 1] and (holder >= 0 or runs[-1][1] < most):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        if slices and holder == holders[block - 1] and (holder >= 0 or slices[-1][1] < most):
+            slices[-1] = (slices[-1][0], slices[-1][1] + 1)
         else:
-            runs.append((block, 1))
-    return runs
+            slices.append((block, 1))
+    return slices
 
 
-def cut_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
-    """Return the layouts of a stack's runs of blocks; the matrix itself if it is no stack or lies whole on a rank.
+def split_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
+    """Return the layouts of a stack's slices; the matrix itself if it is no stack or one rank holds all of it.
 
     Args:
-        matrix: Any matrix; only stacks of equal blocks are cut.
+        matrix: Any matrix; only stacks of equal blocks are split.
         cost: Operations of orthogonalising all of it.
-        limit: As for :func:`block_runs`.
+        limit: As for :func:`split_blocks`.
     """
     count = matrix.equal_blocks or 1
-    if count == 1 or matrix.shards is not None or matrix.placement.whole_on is not None:
+    if count == 1 or matrix.shards is not None or matrix.placement.only_rank is not None:
         return [matrix]
     rows, cols = matrix.block_shape
-    runs = block_runs(count, rows * cols, matrix.placement, cost=cost / count, limit=limit)
-    if len(runs) == 1:
+    slices = split_blocks(count, rows * cols, matrix.placement, cost=cost / count, limit=limit)
+    if len(slices) == 1:
         return [matrix]
-    return [matrix.run(first * rows, (rows,) * number) for first, number in runs]
+    return [matrix.slice_blocks(first * rows, (rows,) * number) for first, number in slices]
 
 
-def shares_of_blocks(matrix: MatrixLayout) -> list[MatrixLayout]:
-    """Divide the shard of a matrix in blocks: whole blocks need no other rank, and each share of a block is one matrix.
+def split_shard(matrix: MatrixLayout) -> list[MatrixLayout]:
+    """Split the shard of a matrix in blocks: complete blocks need no other rank, each shard of a block is one matrix.
 
     Args:
-        matrix: Any matrix; only one whose :attr:`TensorShards.whole` tells of blocks is divided.
+        matrix: Any matrix; only one with :attr:`TensorShards.complete` is split.
     """
     shards = matrix.shards
-    if shards is None or not shards.whole:
+    if shards is None or not shards.complete:
         return [matrix]
-    if all(shards.whole):
+    if all(shards.complete):
         return [replace(matrix, shards=None)]
     blocks = matrix.grid[0]
-    # Whole blocks that follow each other stay together; a share is alone.
-    runs = [
-        tuple(number for number, _ in run)
-        for _, run in groupby(enumerate(shards.whole), lambda each: -1 if each[1] else each[0])
+    # Complete blocks that follow each other remain together; a shard of a block is alone.
+    slices = [
+        tuple(number for number, _ in members)
+        for _, members in groupby(enumerate(shards.complete), lambda block: -1 if block[1] else block[0])
     ]
     first_rows = list(accumulate(blocks, initial=0))
-    found = []
-    for run in runs:
-        own = None
-        if not shards.whole[run[0]]:
-            rows = (blocks[run[0]],) * len(shards.sizes)
-            own = TensorShards(shards.dim, rows if shards.dim == 0 else shards.sizes)
-        part = matrix.run(first_rows[run[0]], blocks[run[0] : run[-1] + 1])
-        found.append(replace(part, shards=own))
-    return found
+    layouts = []
+    for numbers in slices:
+        block_shards = None
+        if not shards.complete[numbers[0]]:
+            rows = (blocks[numbers[0]],) * len(shards.sizes)
+            block_shards = TensorShards(shards.dim, rows if shards.dim == 0 else shards.sizes)
+        layout = matrix.slice_blocks(first_rows[numbers[0]], blocks[numbers[0] : numbers[-1] + 1])
+        layouts.append(replace(layout, shards=block_shards))
+    return layouts
 
 
 def sent_by_rank(
@@ -325,9 +328,9 @@ def sent_by_rank(
         first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
         return first_element
 
-    own = start(owner - first + 1) - start(owner - first)
+    numel_on_owner = start(owner - first + 1) - start(owner - first)
     scatter = np.zeros(world_size)
-    np.add.at(scatter, owner, np.where(cut, numel - own, numel * (copies - 1)))
+    np.add.at(scatter, owner, np.where(cut, numel - numel_on_owner, numel * (copies - 1)))
     # The first rank has the head, the last one what is left, and those between them a body each.
     equal = (numel - head) // np.maximum(body, 1)
     change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
@@ -336,7 +339,7 @@ def sent_by_rank(
     np.add.at(ends, first[cut], head[cut])
     np.add.at(ends, (first + 1 + equal)[cut], (numel - head - equal * body)[cut])
     gather = (np.cumsum(change) + ends)[:world_size]
-    np.add.at(gather, owner[cut], -own[cut])
+    np.add.at(gather, owner[cut], -numel_on_owner[cut])
     return gather, scatter
 
 
@@ -349,7 +352,7 @@ def flat_partition_numel(total: int, world_size: int) -> int:
 def balanced_order(
     numels: Sequence[int], costs: Sequence[float], kinds: Sequence[Hashable], world_size: int
 ) -> list[int]:
-    """Return the order in which the matrices shall lie, as positions in the given order. Deterministic.
+    """Return the order of the matrices in the buffer, as positions in the given order. Deterministic.
 
     Args:
         numels: Elements of each matrix.
@@ -361,65 +364,55 @@ def balanced_order(
         return list(range(len(numels)))
     partition = flat_partition_numel(sum(numels), world_size)
     stacks = [index for index, numel in enumerate(numels) if numel >= partition]
-    load, room = _laid_end_to_end(
-        [numels[i] for i in stacks], [costs[i] for i in stacks], partition, world_size
-    )
-    free = [rank for rank in range(world_size) if room[rank] > 0]
+    # 1. stacks from the first partition on: the work and the free elements of every partition
+    load, free_numel = [0.0] * world_size, [partition] * world_size
+    start = 0
+    for index in stacks:
+        stop = start + numels[index]
+        for rank in range(start // partition, -(-stop // partition)):
+            numel = min(stop, (rank + 1) * partition) - max(start, rank * partition)
+            load[rank] += costs[index] / numels[index] * numel
+            free_numel[rank] -= numel
+        start = stop
+    free = [rank for rank in range(world_size) if free_numel[rank] > 0]
 
+    # 2. one kind after the other, each matrix to the partition with the least work
     members: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
         if numels[index] < partition:
             members.setdefault(kind, []).append(index)
-    rest_cost = sum(costs[index] for same in members.values() for index in same)
-    rest_numel = sum(numels[index] for same in members.values() for index in same)
+    rest_cost = sum(costs[index] for equal in members.values() for index in equal)
+    rest_numel = sum(numels[index] for equal in members.values() for index in equal)
     content: dict[int, list[int]] = {rank: [] for rank in free}
-    for same in sorted(members.values(), key=lambda m: (-costs[m[0]], m[0])):
-        numel, cost = numels[same[0]], costs[same[0]]
-        rest_cost, rest_numel = rest_cost - len(same) * cost, rest_numel - len(same) * numel
+    for equal in sorted(members.values(), key=lambda m: (-costs[m[0]], m[0])):
+        numel, cost = numels[equal[0]], costs[equal[0]]
+        rest_cost, rest_numel = rest_cost - len(equal) * cost, rest_numel - len(equal) * numel
         # Later kinds fill what is free. Where they cost more per element than this one, it says nothing.
         later = rest_cost / rest_numel if rest_numel and rest_cost * numel < cost * rest_numel else 0.0
         # A partition may have half a matrix too much: the cut then goes through that one.
         idle = [
-            (load[rank] + later * room[rank], -room[rank], rank) for rank in free if 2 * room[rank] > -numel
+            (load[rank] + later * free_numel[rank], -free_numel[rank], rank)
+            for rank in free
+            if 2 * free_numel[rank] > -numel
         ]
         heapq.heapify(idle)
-        for index in same:
-            rank = idle[0][2] if idle else max(free, key=lambda rank: room[rank])
+        for index in equal:
+            rank = idle[0][2] if idle else max(free, key=lambda rank: free_numel[rank])
             content[rank].append(index)
             load[rank] += cost
-            room[rank] -= numel
-            if idle and 2 * room[rank] > -numel:
-                heapq.heapreplace(idle, (load[rank] + later * room[rank], -room[rank], rank))
+            free_numel[rank] -= numel
+            if idle and 2 * free_numel[rank] > -numel:
+                heapq.heapreplace(idle, (load[rank] + later * free_numel[rank], -free_numel[rank], rank))
             elif idle:
                 heapq.heappop(idle)
-    return stacks + _joined(content, room)
 
-
-def _laid_end_to_end(
-    numels: Sequence[int], costs: Sequence[float], partition: int, world_size: int
-) -> tuple[list[float], list[int]]:
-    """Return the work and the free elements of every partition with these matrices from the first one on."""
-    load, room = [0.0] * world_size, [partition] * world_size
-    start = 0
-    for numel, cost in zip(numels, costs, strict=True):
-        stop = start + numel
-        for rank in range(start // partition, -(-stop // partition)):
-            inside = min(stop, (rank + 1) * partition) - max(start, rank * partition)
-            load[rank] += cost / numel * inside
-            room[rank] -= inside
-        start = stop
-    return load, room
-
-
-def _joined(content: dict[int, list[int]], room: Sequence[int]) -> list[int]:
-    """Return all matrices, those of partitions with too much and with too little in turn: cuts stay near their ends."""
-    fullest = deque(sorted(content, key=lambda rank: (room[rank], rank)))
-    order: list[int] = []
-    over = 0
+    # 3. partitions with too much and with too little in turn, so that cuts are near their ends
+    fullest = deque(sorted(content, key=lambda rank: (free_numel[rank], rank)))
+    order, excess = stacks, 0
     while fullest:
         first, last = fullest[0], fullest[-1]
-        fuller = abs(over - room[first]) < abs(over - room[last])
-        rank = fullest.popleft() if fuller else fullest.pop()
-        over -= room[rank]
+        take_fullest = abs(excess - free_numel[first]) < abs(excess - free_numel[last])
+        rank = fullest.popleft() if take_fullest else fullest.pop()
+        excess -= free_numel[rank]
         order += content[rank]
     return order

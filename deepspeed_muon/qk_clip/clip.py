@@ -109,13 +109,15 @@ class QkClip:
         rank, ranks = 0, 1
         if self._tensor_group is not None:
             rank, ranks = dist.get_rank(self._tensor_group), dist.get_world_size(self._tensor_group)
-            cut_of = {matrix.name: matrix.is_cut for each in step_sets for matrix in each.matrices}
+            cut_of = {matrix.name: matrix.is_sharded for each in step_sets for matrix in each.matrices}
             self._divisions = [_division(layer, cut_of) for layer in self.layers]
         wanted = {block.parameter for layer in self.layers for block in layer.rows}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
             layouts = [each for each in step_set.layouts if each.name in wanted]
-            parameters = {each.name: (each.partition, each.placement.on(step_set.rank)) for each in layouts}
+            parameters = {
+                each.name: (each.partition, each.placement.fragment_on(step_set.rank)) for each in layouts
+            }
             self._runs[number] = head_runs(self.layers, parameters, self._divisions, rank=rank, ranks=ranks)
             if parameters:
                 group = step_set.group
@@ -147,7 +149,7 @@ class QkClip:
         # A NaN would be lost on some ranks by the comparison below.
         together = torch.cat(parts).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:
-            reduce_tensor(together, self._group, what="comparison of attention logits", how="max")
+            reduce_tensor(together, self._group, purpose="comparison of attention logits", how="max")
         numbers = self._of_all_heads(together, [len(part) for part in parts])
         self._largest, bounds = numbers[::2], numbers[1::2]
         self._make_report(self._largest, bounds)
@@ -159,7 +161,7 @@ class QkClip:
         """Return the numbers of all heads of each layer: those of this rank, or of all tensor-parallel ranks."""
         told = together.unsqueeze(0)
         if self._tensor_group is not None:
-            told = gather_tensors(together, self._tensor_group, what="comparison of attention logits")
+            told = gather_tensors(together, self._tensor_group, purpose="comparison of attention logits")
         rows = told.cpu().split(lengths, dim=1)
         # Two entries a layer. Ranks that have the same heads computed the same numbers, perhaps with other rounding.
         return [

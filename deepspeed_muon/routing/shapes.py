@@ -281,7 +281,7 @@ def share_of_blocks(
     if shards.dim != int(transposed):
         # Every rank has some inputs of every block.
         share: tuple[tuple[int, ...], tuple[bool, ...]] | None = tuple(blocks), (False,) * len(blocks)
-    elif fused and not shards.parts:
+    elif fused and not shards.fused:
         raise RoutingError(
             f"{where} ranks, and nothing says which rows a rank has: whether each of its parts is cut or all rows "
             f"together. Set partition_stride on the parameter as Megatron does (1: rows one after the other; the "
@@ -289,19 +289,19 @@ def share_of_blocks(
             f"cut; or {remedy}"
         )
     else:
-        share = shards.share_of(blocks)
+        share = shards.blocks_of_shard(blocks)
     if share is None:
         raise RoutingError(
-            f"{where} ranks in parts of {_shown(shards.parts or (sum(shards.sizes),))}, so that the ranks hold "
+            f"{where} ranks in parts of {_shown(shards.fused or (sum(shards.sizes),))}, so that the ranks hold "
             f"different blocks. Use a number of ranks that divides the heads of each part; or {remedy}"
         )
-    own, whole = share
-    if transposed and not all(whole):
+    own, complete = share
+    if transposed and not all(complete):
         raise RoutingError(
             f"{where} ranks inside a block; a weight stored as input x output is only cut between blocks. You can "
             f"{remedy}"
         )
-    return own, replace(shards, whole=whole)
+    return own, replace(shards, complete=complete)
 
 
 def _shown(sizes: Sequence[int]) -> str:

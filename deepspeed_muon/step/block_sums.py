@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import ExchangePlan
-from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.rectangles import rectangles_of
+from deepspeed_muon.plan.chunks import ExchangePlan
+from deepspeed_muon.plan.layout import MatrixLayout, rectangles_of
 from deepspeed_muon.step.passes import Step
-from deepspeed_muon.transport.exchange import StepContext
+from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
 from deepspeed_muon.variants.variant import Apply
 
@@ -83,7 +82,7 @@ class BlockSums:
             device: Of the weights.
         """
         matrices = [plan.matrices[index] for index in indices]
-        counts = [1 if matrix.is_cut else len(matrix.block_shapes) for matrix in matrices]
+        counts = [1 if matrix.is_sharded else len(matrix.block_shapes) for matrix in matrices]
         self._first_block = dict(zip(indices, accumulate(counts, initial=0), strict=False))
         self._rectangles = [*self._equal_rectangles(plan, table.tolist(), device)]
         self._context, self._device = context, device
@@ -97,7 +96,7 @@ class BlockSums:
         group = context.tensor_group
         # Ranks of a tensor-parallel group with copies of a matrix all bring its sums.
         copies = [
-            1 if group is None or m.shards is None or m.is_cut else dist.get_world_size(group)
+            1 if group is None or m.shards is None or m.is_sharded else dist.get_world_size(group)
             for m in matrices
         ]
         self._copies = (
@@ -106,7 +105,7 @@ class BlockSums:
         self._over_data_ranks = blocks_where([_is_divided(matrix) for matrix in matrices])
         self._over_tensor_ranks = blocks_where([group is not None and m.shards is not None for m in matrices])
         # Of the other matrices another data-parallel rank has the sums.
-        complete = [_is_divided(m) or m.placement.on(plan.rank) is not None for m in matrices]
+        complete = [_is_divided(m) or m.placement.fragment_on(plan.rank) is not None for m in matrices]
         self._complete = blocks_where(complete)
 
     @property
@@ -121,7 +120,7 @@ class BlockSums:
         """Yield the rectangles of a table's fragments, together where that can be."""
         rectangles = []
         for partition, offset, updates, updates_offset, numel, index in table:
-            fragment = plan.matrices[index].placement.on(plan.rank)
+            fragment = plan.matrices[index].placement.fragment_on(plan.rank)
             assert fragment is not None
             first = fragment.matrix_offset
             for block, start, rows, cols, stride in rectangles_of(plan.matrices[index], first, first + numel):
@@ -184,15 +183,15 @@ class BlockSums:
         context = self._context
         if len(self._over_data_ranks) and context.world_size > 1:
             divided = sums[self._over_data_ranks]
-            sums[self._over_data_ranks] = reduce_tensor(divided, context.group, what="sums over blocks")
+            sums[self._over_data_ranks] = reduce_tensor(divided, context.group, purpose="sums over blocks")
             context.stats.count_exchange(self.sent_bytes)
         if len(self._over_tensor_ranks):
             shared = (sums / self._copies.to(sums.device))[self._over_tensor_ranks]
             what = "sums over blocks of tensor-parallel ranks"
-            sums[self._over_tensor_ranks] = reduce_tensor(shared, context.tensor_group, what=what)
+            sums[self._over_tensor_ranks] = reduce_tensor(shared, context.tensor_group, purpose=what)
         return sums
 
 
 def _is_divided(matrix: MatrixLayout) -> bool:
     """Return whether several data-parallel ranks hold different elements of a matrix."""
-    return not matrix.replicated and matrix.placement.whole_on is None
+    return not matrix.replicated and matrix.placement.only_rank is None

@@ -24,7 +24,7 @@ from deepspeed_muon.step.passes import COLUMNS
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
-from deepspeed_muon.transport.exchange import overlap_fits
+from deepspeed_muon.transport.all_to_all import overlap_fits
 from deepspeed_muon.transport.ranks import reduce_tensor
 
 
@@ -92,7 +92,7 @@ class GradientInspection:
         own = [each._own_flags(grads) for each in inspections]
         flags = torch.cat(own, dim=1) if len(own) > 1 else own[0]
         for group in inspections[0].groups if flags.numel() else ():
-            flags = reduce_tensor(flags, group, what="exchange of gradient flags", how="max")
+            flags = reduce_tensor(flags, group, purpose="exchange of gradient flags", how="max")
         return flags
 
     def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
@@ -114,7 +114,7 @@ class GradientInspection:
         if self._step_set.wider_group is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
             group = self._step_set.wider_group
-            others = reduce_tensor(bad, group, what="exchange of gradient flags", how="max").tolist()
+            others = reduce_tensor(bad, group, purpose="exchange of gradient flags", how="max").tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
             failed = failed or ("a matrix of other ranks",) * others[1]
         return GradientReport(states, nonfinite, failed)
@@ -331,32 +331,32 @@ class BoundSteps:
             # In the order of the flags, which the ranks match by position.
             layouts = ", ".join(f"{layout.name} ({layout.numel})" for layout in step_set.layouts)
             alike = [n for n, each in enumerate(shared) if each == ranks]
-            facts.tell(f"step sets of ranks {ranks.name}", alike, ranks)
-            facts.tell(f"plan of step set {number}", plan.digest(), ranks)
+            facts.record(f"step sets of ranks {ranks.name}", alike, ranks)
+            facts.record(f"plan of step set {number}", plan.digest(), ranks)
             # It decides about the order of the all-to-alls.
-            facts.tell(f"overlap in step set {number}", overlap, ranks)
-            facts.tell(f"parameters of step set {number}", layouts, ranks)
+            facts.record(f"overlap in step set {number}", overlap, ranks)
+            facts.record(f"parameters of step set {number}", layouts, ranks)
             if (skips := wider[number]) is not None:
                 # The wider group exchanges flags once for each of these sets, in order.
                 same = [n for n, each in enumerate(wider) if each == skips]
-                facts.tell(f"step sets that ranks {skips.name} skip together", same, skips)
+                facts.record(f"step sets that ranks {skips.name} skip together", same, skips)
             if step_set.stack_group is not None:
                 # These ranks exchange flags too, by position.
                 stacks = Scope.of(step_set.stack_group)
-                facts.tell(f"stacks of experts in step set {number}", layouts, stacks)
+                facts.record(f"stacks of experts in step set {number}", layouts, stacks)
             if step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
                 across = Scope.of(step_set.tensor_group)
                 shards = [matrix.shards for matrix in step_set.matrices]
-                facts.tell(f"plan of step set {number}", (plan.digest(), shards, overlap), across)
+                facts.record(f"plan of step set {number}", (plan.digest(), shards, overlap), across)
                 # Shards of AdamW's parameters may be unequal.
                 names = [layout.name for layout in step_set.layouts]
                 fact = (
                     f"parameters of step set {number} (at ZeRO 3 one sub-group must hold all: sub_group_size)"
                 )
-                facts.tell(fact, names, across)
+                facts.record(fact, names, across)
                 own = self._config.model_dump_json()
-                facts.tell(f"optimizer.params for step set {number}", own, across)
+                facts.record(f"optimizer.params for step set {number}", own, across)
         return facts
 
 

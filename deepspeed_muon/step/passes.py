@@ -21,7 +21,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
-from deepspeed_muon.plan.exchange import Chunk, ExchangePlan, Segment
+from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
@@ -84,7 +84,7 @@ class ChunkTable:
         """
         self._matrices = plan.matrices
         self._partitions = partitions
-        found = ((index, plan.matrices[index].placement.on(plan.rank)) for index in chunk.matrices)
+        found = ((index, plan.matrices[index].placement.fragment_on(plan.rank)) for index in chunk.matrices)
         self._held = {index: fragment for index, fragment in found if fragment is not None}
         self._segments: dict[int, list[Segment]] = {}
         for index, segment in chunk.receive_buffer.segments:
@@ -98,11 +98,16 @@ class ChunkTable:
         segments = chunk.send_buffer.segments
         sent = [index for index, _ in segments]
         if exact:
-            places, self.sent_room = [segment.at_buffer for _, segment in segments], chunk.send_buffer.numel
+            places, self.sent_room = (
+                [segment.buffer_offset for _, segment in segments],
+                chunk.send_buffer.numel,
+            )
         else:
             places, self.sent_room = self._one_after_the_other(sent)
         pairs = zip(segments, places, strict=True)
-        self.coded = () if exact else tuple((i, each._replace(at_matrix=place)) for (i, each), place in pairs)
+        self.coded = (
+            () if exact else tuple((i, each._replace(matrix_offset=place)) for (i, each), place in pairs)
+        )
         at_owned = starts[: len(owned)]
         self.held = torch.cat((self._table(owned, DIRECTIONS, at_owned), self._table(sent, SEND, places)))
         self.packed = self._table(kept, DIRECTIONS, starts)
@@ -131,11 +136,11 @@ class ChunkTable:
             for position, segment in enumerate(self._segments.get(index, ())):
                 if position == len(received):
                     received.append([])
-                received[position].append(segment._replace(at_matrix=start + segment.at_matrix))
+                received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
         whole = tuple(_joined(own, numel))
         parts = tuple(each for segments in received for each in _joined(segments, numel))
         in_order = any(  # of the first; there is none if this rank's parts of the matrices are empty
-            math.prod(each.shape) == len(indices) * numel and each.at_buffer % _ALIGNMENT == 0
+            math.prod(each.shape) == len(indices) * numel and each.buffer_offset % _ALIGNMENT == 0
             for each in (whole or parts)[:1]
         )
         return Batch(whole, parts, in_order)
@@ -165,7 +170,7 @@ def _joined(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
     """Yield segments of one matrix each, with those of consecutive matrices at equal distances as one."""
     last: Segment | None = None
     for each in segments:
-        longer = None if last is None else last.before(each, distance)
+        longer = None if last is None else last.joined(each, distance)
         if last is not None and longer is None:
             yield last
         last = longer or each._replace(matrix_strides=(distance, *each.matrix_strides[1:]))

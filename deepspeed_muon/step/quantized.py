@@ -24,7 +24,7 @@ from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.step.passes import COLUMNS
 from deepspeed_muon.step.state import State, refuse_other_layout
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
-from deepspeed_muon.transport.exchange import StepContext, exchange_bytes
+from deepspeed_muon.transport.all_to_all import StepContext, start_all_to_all
 from deepspeed_muon.transport.ranks import phase
 
 SCALE_KEY = "momentum_scale"
@@ -122,7 +122,9 @@ class MomentumBlocks:
         self._held: dict[int, Fragment] = {}
         self._first: dict[int, int] = {}
         self.scale_counts: dict[int, int] = {}
-        found = ((number, each, each.placement.on(self._rank)) for number, each in enumerate(self._whole))
+        found = (
+            (number, each, each.placement.fragment_on(self._rank)) for number, each in enumerate(self._whole)
+        )
         here = [(number, each, fragment) for number, each, fragment in found if fragment is not None]
         for index in positions:
             own = {number: fragment for number, each, fragment in here if each.partition == index}
@@ -171,7 +173,7 @@ class MomentumBlocks:
         if placement.replicated:
             return ()
         last = min((block + 1) * BLOCK, placement.numel) - 1
-        ranks = range(placement.rank_at(block * BLOCK), placement.rank_at(last) + 1)
+        ranks = range(placement.rank_of(block * BLOCK), placement.rank_of(last) + 1)
         return tuple(rank for rank in ranks if rank != self._rank)
 
     def _prepare_exchange(self) -> None:
@@ -218,7 +220,7 @@ class MomentumBlocks:
         rows = []
         for *_, numel, index in packed.tolist():
             number, matrix = self._origin[index], self._matrices[index]
-            fragment = matrix.placement.on(self._rank)
+            fragment = matrix.placement.fragment_on(self._rank)
             assert fragment is not None
             start = matrix.first_row * matrix.cols + fragment.matrix_offset
             rows.append(self._block_row(number, start, numel))
@@ -282,7 +284,7 @@ class MomentumBlocks:
         send = bits[self._sent]
         arrived, group = torch.empty_like(send), self._context.group
         with phase("scales of cut blocks of the momentum", group):
-            exchange_bytes(arrived, send, self._splits, self._splits, group=group).wait()
+            start_all_to_all(arrived, send, self._splits, self._splits, group=group).wait()
         self._context.stats.count_exchange(send.nbytes)
         bits = bits.scatter_reduce(0, self._sent, arrived, "amax")
         return bits.to(largest.device).view(torch.float32)

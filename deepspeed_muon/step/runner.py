@@ -17,7 +17,7 @@ from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
-from deepspeed_muon.plan.exchange import build_exchange_plan
+from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.block_sums import BlockSums
@@ -27,7 +27,7 @@ from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, st
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
-from deepspeed_muon.transport.exchange import (
+from deepspeed_muon.transport.all_to_all import (
     ChunkExchange,
     Codec,
     ExchangeBuffers,
@@ -117,7 +117,7 @@ class StepRunner:
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
             wire=config.wire_format,
-            row_units=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
+            row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
         self.rows: RowStorage | None = None
         if context.variant.finish is not None:
@@ -144,7 +144,7 @@ class StepRunner:
         # With owned matrices in the order in which they run in batches.
         order = functools.partial(batches, plan.matrices, context)
         self._tables = [
-            ChunkTable(plan, chunk, order(chunk.owned), self._positions, exact=context.codec.exact)
+            ChunkTable(plan, chunk, order(chunk.owned), self._positions, exact=context.codec.is_uncompressed)
             for chunk in plan.chunks
         ]
         if self._policy.quantizes_momentum:
@@ -280,14 +280,14 @@ class StepRunner:
         device, dtype = step.momentum[0].device, context.comm_dtype
         # The buffer keeps old data for a matrix without a gradient: nobody reads it.
         directions = torch.empty(table.room, dtype=dtype, device=device)
-        direct = context.codec.exact and device == send.device
+        direct = context.codec.is_uncompressed and device == send.device
         room = send if direct else torch.empty(table.sent_room, dtype=dtype, device=device)
         pack(table, step, directions, room)
         flight.directions = directions.to(context.device)
         if direct or not flight.chunk.gathers:
             return
         room = room.to(context.device)
-        if context.codec.exact:
+        if context.codec.is_uncompressed:
             send.copy_(room)
             return
         for matrix, segment in table.coded:
@@ -311,7 +311,7 @@ class StepRunner:
             for segment in batch.received:
                 place, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
                 codec.write(place, fragments, note)
-                if flight.chunk.copies and not codec.exact:
+                if flight.chunk.copies and not codec.is_uncompressed:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     fragments.copy_(codec.read(place, segment.shape[2]))
             for segment in batch.own:
@@ -361,7 +361,7 @@ class StepRunner:
             step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         table, codec = self._tables[flight.number], self.context.codec
         updates = flight.send_buffer
-        if not codec.exact:
+        if not codec.is_uncompressed:
             updates = torch.empty(table.sent_room, dtype=self.context.comm_dtype, device=updates.device)
             for matrix, segment in table.coded:
                 if step.mask is None or step.mask[matrix]:

@@ -88,7 +88,7 @@ class StepSet:
         position = {partition.index: number for number, partition in enumerate(self.partitions)}
         local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
         for number, layout in enumerate(self.layouts):
-            fragment = layout.placement.on(self.rank)
+            fragment = layout.placement.fragment_on(self.rank)
             if fragment is not None:
                 local[position[layout.partition]].append((number, fragment))
         return local

@@ -13,7 +13,7 @@ from deepspeed_muon.monitoring.check import Member, Result, ResultCheck
 from deepspeed_muon.ops.candidates import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.passes import Step
-from deepspeed_muon.transport.exchange import StepContext
+from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.row_state import before_iteration
 
 Orthogonalize = Callable[..., Tensor]
@@ -35,7 +35,7 @@ def batches(
     alike: dict[object, list[int]] = {}
     for index in indices:
         matrix = matrices[index]
-        cut = matrix.shards if by_shards else matrix.is_cut
+        cut = matrix.shards if by_shards else matrix.is_sharded
         alike.setdefault((matrix.logical_shape, matrix.block_shapes, matrix.transposed, cut), []).append(
             index
         )
@@ -120,7 +120,7 @@ class WholeAtOwner:
         found = []
         for indices in batches(self.matrices, self.context, owned):
             first = self.matrices[indices[0]]
-            shapes, equal = first.block_shapes, first.is_cut or first.equal_blocks is not None
+            shapes, equal = first.block_shapes, first.is_sharded or first.equal_blocks is not None
             alike: dict[tuple[int, int], list[Member]] = {}
             if equal:
                 alike[shapes[0]] = [(index, number) for index in indices for number in range(len(shapes))]

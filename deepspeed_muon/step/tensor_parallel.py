@@ -30,7 +30,7 @@ from deepspeed_muon.monitoring.check import DistributedIteration, Result
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.passes import Step
 from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
-from deepspeed_muon.transport.exchange import exchange_bytes
+from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import before_iteration
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
@@ -80,7 +80,7 @@ class OverTensorGroup:
         Attention heads, and other blocks that the cut leaves whole, are whole on this rank alone.
         """
         alone = [index for index in owned if self._matrices[index].shards is None]
-        cut = [index for index in owned if self._matrices[index].is_cut]
+        cut = [index for index in owned if self._matrices[index].is_sharded]
         copies = [index for index in owned if index not in {*alone, *cut}]
         if self._distributed:
             return alone, [*self._parts(copies)], cut
@@ -115,7 +115,7 @@ class OverTensorGroup:
         dims = {index: self._shards(index)[0] for index in part}
         whole = self._assembled(of_rank, {index: directions([index])[0] for index in part}, dims, dtype)
         rows: dict[str, dict[int, Tensor]] = {}
-        row_dims = {index: 0 if self._matrices[index].cuts_outputs else None for index in part}
+        row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in part}
         if kept is not None:
             for key, held in kept.rows.items():
                 copies = {index: held[index].clone() for index in part}
@@ -238,19 +238,12 @@ class OverTensorGroup:
         self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> list[Sequence[Tensor]]:
         """Send tensors to every rank; return what each sent, flat and cut into ``lengths``."""
-        context = self._context
-        flat = [part.reshape(-1).to(context.device) for of_rank in parts for part in of_rank]
-        send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=context.device)
-        out = [sum(part.numel() for part in of_rank) for of_rank in parts]
-        into = [sum(of_rank) for of_rank in lengths]
-        received = torch.empty(sum(into), dtype=dtype, device=context.device)
-        with phase("exchange between tensor-parallel ranks", self._group):
-            exchange_bytes(received, send, into, out, group=self._group).wait()
-        context.stats.count_exchange((sum(out) - out[self._rank]) * received.element_size())
-        return [
-            part.split(list(each)) if each else ()
-            for part, each in zip(received.split(into), lengths, strict=True)
-        ]
+        context, like = self._context, torch.empty(0, dtype=dtype, device=self._context.device)
+        sent = sum(part.numel() for rank, each in enumerate(parts) for part in each if rank != self._rank)
+        purpose = "exchange between tensor-parallel ranks"
+        received = exchange_tensors(parts, lengths, like=like, group=self._group, purpose=purpose)
+        context.stats.count_exchange(sent * dtype.itemsize)
+        return received
 
 
 def _resized(shape: Sequence[int], dim: int | None, length: int) -> list[int]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from deepspeed_muon.errors import CheckpointError, MuonError, RankDisagreementError
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
@@ -54,23 +53,23 @@ class Scope:
 
 
 class RankFacts(dict[Scope | None, dict[str, str]]):
-    """What the ranks compare before they move anything, from one rank: texts, each equal on all ranks of its scope.
+    """What one rank compares with the others: by scope, texts that must be equal on all ranks of the scope.
 
     The scope ``None`` is all ranks that take part.
     """
 
-    def tell(self, fact: str, value: object, scope: Scope | None = None) -> None:
+    def record(self, fact: str, value: object, scope: Scope | None = None) -> None:
         """Add a fact, which is compared on the ranks of a scope."""
         self.setdefault(scope, {})[fact] = str(value)
 
 
 def agree(
-    own_facts: RankFacts | None = None,
+    facts: RankFacts | None = None,
     *,
     error: Exception | None = None,
     kind: type[MuonError] = RankDisagreementError,
     ranks: Ranks | None = None,
-    subject: str | None = None,
+    purpose: str | None = None,
 ) -> None:
     """Compare this rank's facts with those of the other ranks and raise on every rank if they differ.
 
@@ -78,11 +77,11 @@ def agree(
     facts only if those differ.
 
     Args:
-        own_facts: The facts of this rank; ``None`` to learn only whether a rank failed.
-        error: An exception that this rank caught before. The other ranks learn of it; then it is raised.
+        facts: Of this rank; ``None`` to find out only whether a rank failed.
+        error: An exception that this rank caught before. It is raised once the other ranks know of it.
         kind: Class of the error on the other ranks.
         ranks: The ranks that compare; by default all of the default process group.
-        subject: What the error says if a rank does not join, such as "comparison of plans".
+        purpose: For the error if a rank does not come, such as "comparison of plans".
 
     Raises:
         MuonError: ``error`` itself on the ranks that failed; ``kind`` if another rank failed or differs, with
@@ -93,26 +92,28 @@ def agree(
         if error is not None:
             raise error
         return
-    if subject is None:
-        subject = "agreement on a checkpoint" if kind is CheckpointError else "comparison of settings"
-    everyone = Scope("all ranks", ranks.position, ranks.size)
-    told = {} if error is not None or own_facts is None else own_facts
-    facts = {scope or everyone: sorted(texts.items()) for scope, texts in told.items()}
-    failed, *sums = ranks.reduce([int(error is not None), *_checksums(facts)], "sum", what=subject)
+    if purpose is None:
+        purpose = "agreement on a checkpoint" if kind is CheckpointError else "comparison of settings"
+    every_rank = Scope("all ranks", ranks.position, ranks.size)
+    compared = RankFacts() if error is not None or facts is None else facts
+    facts_of = {scope or every_rank: sorted(texts.items()) for scope, texts in compared.items()}
+    checksums = [int(error is not None), *_checksums(facts_of)]
+    failed, *sums = ranks.reduce(checksums, "sum", purpose=purpose)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failures = ranks.gather(text, what=subject)
+        failures = ranks.gather(text, purpose=purpose)
         if error is not None:
             raise error
         lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(lines))
     if not any(sums):
         return
-    differences = _differences(ranks.gather({s.name: dict(each) for s, each in facts.items()}, what=subject))
+    by_scope = {scope.name: dict(texts) for scope, texts in facts_of.items()}
+    differences = _differences(ranks.gather(by_scope, purpose=purpose))
     if not differences:
-        groups = ranks.gather([(scope.name, scope.size) for scope in facts], what=subject)
-        differences = [f"the groups of rank {rank}: {own}" for rank, own in groups.items()]
+        scopes = ranks.gather([(scope.name, scope.size) for scope in facts_of], purpose=purpose)
+        differences = [f"the groups of rank {rank}: {names}" for rank, names in scopes.items()]
     more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
     raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))
 
@@ -122,7 +123,7 @@ def raise_on_all_ranks(
     kind: type[MuonError] = RankDisagreementError,
     *,
     ranks: Ranks | None = None,
-    subject: str | None = None,
+    purpose: str | None = None,
 ) -> Iterator[RankFacts]:
     """Let all ranks raise if one of them does in the block, or if they leave it with different facts.
 
@@ -131,38 +132,35 @@ def raise_on_all_ranks(
     Args:
         kind: See :func:`agree`.
         ranks: See :func:`agree`.
-        subject: See :func:`agree`.
+        purpose: See :func:`agree`.
 
     Yields:
         The facts to compare, for the block to fill in.
     """
-    own_facts = RankFacts()
+    facts = RankFacts()
     error: Exception | None = None
     try:
-        yield own_facts
+        yield facts
     except Exception as caught:
         error = caught
-    agree(own_facts, error=error, kind=kind, ranks=ranks, subject=subject)
+    agree(facts, error=error, kind=kind, ranks=ranks, purpose=purpose)
 
 
-def _checksums(facts: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:
+def _checksums(facts_of: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]:
     """Return numbers whose sums over all ranks are zero if the facts of every scope are equal.
 
     Each rank of a scope adds the hash of its facts and its own position, and subtracts that of the same facts and the
     next position. If the facts are equal everywhere, each hash is added once and subtracted once. A sum of eight 32-bit
-    numbers takes no more room for more ranks, unlike gathered digests; in float64 it is exact for two million ranks.
+    numbers takes no more memory for more ranks, unlike gathered digests; in float64 it is exact for two million ranks.
     """
     total = np.zeros(8, dtype=np.int64)
-    for scope, items in facts.items():
+    for scope, texts in facts_of.items():
         if scope.size > 1:
-            after = (scope.position + 1) % scope.size
-            total += _hash(scope.name, scope.position, items) - _hash(scope.name, after, items)
+            for position, sign in ((scope.position, 1), ((scope.position + 1) % scope.size, -1)):
+                digest = hashlib.sha256(repr((scope.name, position, texts)).encode()).digest()
+                total += sign * np.frombuffer(digest, dtype="<u4").astype(np.int64)
     numbers: list[int] = total.tolist()
     return numbers
-
-
-def _hash(*parts: object) -> NDArray[np.int64]:
-    return np.frombuffer(hashlib.sha256(repr(parts).encode()).digest(), dtype="<u4").astype(np.int64)
 
 
 def _differences(facts_of: Mapping[int, Mapping[str, Mapping[str, str]]]) -> list[str]:
@@ -173,27 +171,26 @@ def _differences(facts_of: Mapping[int, Mapping[str, Mapping[str, str]]]) -> lis
     Args:
         facts_of: By rank, name of the scope and name of the fact.
     """
-    names = {(fact, scope) for own in facts_of.values() for scope, facts in own.items() for fact in facts}
+    names = {
+        (fact, scope) for scopes in facts_of.values() for scope, facts in scopes.items() for fact in facts
+    }
     lines = []
     for fact, scope in sorted(names):
-        holders: dict[str, list[int]] = {}
-        for rank, own in facts_of.items():
-            if scope in own:
-                holders.setdefault(own[scope].get(fact, "<absent>"), []).append(rank)
-        if len(holders) > 1:
-            shown = _where_they_differ(list(holders))
-            values = "; ".join(
-                f"ranks {held}: {text}" for text, held in zip(shown, holders.values(), strict=True)
-            )
-            lines.append(f"{fact}: {values}")
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, scopes in facts_of.items():
+            if scope in scopes:
+                ranks_by_text.setdefault(scopes[scope].get(fact, "<absent>"), []).append(rank)
+        if len(ranks_by_text) > 1:
+            texts = zip(_where_they_differ(list(ranks_by_text)), ranks_by_text.values(), strict=True)
+            lines.append(f"{fact}: " + "; ".join(f"ranks {ranks}: {text}" for text, ranks in texts))
     return lines
 
 
 def _where_they_differ(texts: Sequence[str], limit: int = 400) -> list[str]:
     """Return at most ``limit`` characters of each text, from a little before the first difference."""
-    pairs = enumerate(zip(*texts, strict=False))
-    same = next((place for place, each in pairs if len(set(each)) > 1), min(map(len, texts)))
-    start = 0 if same < limit // 2 else same - limit // 4
+    columns = enumerate(zip(*texts, strict=False))
+    equal = next((index for index, characters in columns if len(set(characters)) > 1), min(map(len, texts)))
+    start = 0 if equal < limit // 2 else equal - limit // 4
     return [
         ("..." if start else "")
         + text[start : start + limit]

@@ -1,11 +1,11 @@
 """The ranks that train one model together: how each reaches the others, and how long it waits for them.
 
 They need not be all ranks of the program: an ``mpu`` object can give some of them to an engine, and the rest may run
-other engines or none. So nothing here uses the default process group unless the engine has all its ranks.
+other engines or none. So nothing in this file uses the default process group unless the engine has all its ranks.
 
 The exchange runs on DeepSpeed's data-parallel groups. DeepSpeed makes them without a time-out, so they have torch's
-default (30 minutes with gloo), whatever the user gave ``init_process_group``. While a collective of this project runs,
-its group gets the time-out of the default group (:func:`phase`); collectives of others keep theirs.
+default (30 minutes with gloo), whatever the user gave ``init_process_group``. While a collective of this package runs,
+its group has the time-out of the default group (:func:`phase`); other collectives keep theirs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepspeed_muon.errors import MuonError, RankDisagreementError, RankMissingError
 
+Reduction = Literal["sum", "max", "min"]
+
 # gloo raises plain RuntimeErrors; these are its and NCCL's words for a rank that is silent or gone.
 _SILENCE = re.compile(
     r"time(d)?[ -]?out|connection|pair closure|broken pipe|closed by peer|nccl", re.IGNORECASE
 )
 # Seconds in which other waiting ranks can report that they wait too.
 _GRACE = 3.0
-# How often this process waited for each set of ranks: every barrier uses its own keys in the store.
-_calls: dict[str, int] = {}
+# How often this process waited for each set of ranks: every barrier uses keys of its own in the store.
+_barrier_counts: dict[str, int] = {}
 # Groups of which a phase is running.
 _in_phase: set[dist.ProcessGroup | None] = set()
 # Seconds between two looks at the store; they grow from the first to the last.
@@ -54,19 +56,19 @@ class Ranks:
 
     @classmethod
     def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
-        """Keep the groups that reach further ranks; ``None`` stands for the default group. All ranks use one order."""
+        """Keep the groups that reach further ranks; ``None`` is the default group. All ranks pass the same order."""
         if not dist.is_available() or not dist.is_initialized():
             return cls()
-        kept: list[dist.ProcessGroup] = []
+        needed: list[dist.ProcessGroup] = []
         reached: list[set[int]] = [{dist.get_rank()}]
         for group in groups:
             # Before torch 2.7 the default group has no ranks under the name None.
             group = c10d._get_default_group() if group is None else group
             ranks = set(dist.get_process_group_ranks(group))
-            if not any(ranks <= known for known in reached):
-                kept.append(group)
+            if not any(ranks <= before for before in reached):
+                needed.append(group)
                 reached.append(ranks)
-        return cls(tuple(kept))
+        return cls(tuple(needed))
 
     @property
     def size(self) -> int:
@@ -81,78 +83,71 @@ class Ranks:
     @property
     def position(self) -> int:
         """The number of this rank among them, from 0 to ``size - 1``; not its global rank."""
-        found, stride = 0, 1
+        position, stride = 0, 1
         for group in self.groups:
-            found += stride * dist.get_rank(group)
+            position += stride * dist.get_rank(group)
             stride *= dist.get_world_size(group)
-        return found
+        return position
 
-    def reduce(
-        self, numbers: Sequence[float], how: Literal["sum", "max", "min"], *, what: str
-    ) -> list[float]:
-        """Return the sums, largest or smallest numbers over all ranks, in float64. Must be called by all of them.
+    def reduce(self, numbers: Sequence[float], how: Reduction, *, purpose: str) -> list[float]:
+        """Return the sums, maxima or minima over all ranks, in float64. Must be called by all of them.
 
         Args:
-            numbers: Of this rank. Sums of whole numbers are exact below 2^53.
-            how: What to return.
-            what: The purpose, for the error if a rank does not come.
+            numbers: Of this rank. Sums of integers are exact below 2^53.
+            how: The reduction.
+            purpose: For the error if a rank does not come.
         """
-        found = torch.tensor(numbers, dtype=torch.float64)
+        reduced = torch.tensor(numbers, dtype=torch.float64)
         for group in self.groups:
             # Where torch puts the objects that it gathers: a GPU where the group reaches no other memory.
-            found = found.to(c10d._get_object_coll_device(group))
-            found = reduce_tensor(found, group, what=what, how=how)
-        return list(found.tolist())
+            reduced = reduced.to(c10d._get_object_coll_device(group))
+            reduced = reduce_tensor(reduced, group, purpose=purpose, how=how)
+        return list(reduced.tolist())
 
-    def collect(self, items: Sequence[Any], *, most: int, what: str) -> list[tuple[int, Any]]:
+    def collect(self, items: Sequence[Any], *, most: int, purpose: str) -> list[tuple[int, Any]]:
         """Return items of all ranks, in the order of the ranks, each with its rank. Must be called by all of them.
 
-        One rank after the other sends its items to all: the messages do not grow with the number of ranks.
+        One rank after the other broadcasts its items, so that messages do not grow with the number of ranks.
 
         Args:
             items: Of this rank; anything that can be pickled.
             most: The list ends at this length.
-            what: The purpose, for the error if a rank does not come.
+            purpose: For the error if a rank does not come.
         """
-        own = [(dist.get_rank() if self.groups else 0, item) for item in items]
-        found: list[tuple[int, Any]] = []
-        waiting = bool(own)
-        while len(found) < most:
-            (first,) = self.reduce([self.position if waiting else self.size], "min", what=what)
+        local = [(dist.get_rank() if self.groups else 0, item) for item in items]
+        collected: list[tuple[int, Any]] = []
+        is_waiting = bool(local)
+        while len(collected) < most:
+            (first,) = self.reduce([self.position if is_waiting else self.size], "min", purpose=purpose)
             if int(first) == self.size:
                 break
-            waiting = waiting and self.position != int(first)
-            found += self._sent_by(int(first), own, what)
-        return found[:most]
+            is_waiting = is_waiting and self.position != int(first)
+            position, message = int(first), [local]
+            for group in self.groups:
+                position, source = divmod(position, dist.get_world_size(group))
+                # Only the rank's own row has the items at first, and then every column has them.
+                with phase(purpose, group):
+                    dist.broadcast_object_list(message, src=dist.get_global_rank(group, source), group=group)
+            collected += message[0]
+        return collected[:most]
 
-    def _sent_by(self, position: int, item: Any, what: str) -> Any:
-        """Return the item of the rank at a position."""
-        for group in self.groups:
-            position, place = divmod(position, dist.get_world_size(group))
-            # Only the rank's own row has the item at first, and then every column has it.
-            held = [item]
-            with phase(what, group):
-                dist.broadcast_object_list(held, src=dist.get_global_rank(group, place), group=group)
-            item = held[0]
-        return item
-
-    def gather(self, item: Any, *, what: str) -> dict[int, Any]:
+    def gather(self, item: Any, *, purpose: str) -> dict[int, Any]:
         """Return the item of every rank, by global rank. Must be called by all of them.
 
         Args:
             item: Anything that can be pickled.
-            what: The purpose, for the error if a rank does not come.
+            purpose: For the error if a rank does not come.
         """
-        known = {dist.get_rank() if self.groups else 0: item}
+        item_of = {dist.get_rank() if self.groups else 0: item}
         for group in self.groups:
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            with phase(what, group):
-                dist.all_gather_object(parts, known, group=group)
-            known = {rank: given for part in parts for rank, given in part.items()}
-        return dict(sorted(known.items()))
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            with phase(purpose, group):
+                dist.all_gather_object(gathered, item_of, group=group)
+            item_of = {rank: value for items in gathered for rank, value in items.items()}
+        return dict(sorted(item_of.items()))
 
     def barrier(self) -> None:
-        """Wait until every rank is here; must be called by all of them.
+        """Wait until every rank has called this; must be called by all of them.
 
         It uses the key-value store and no collective, because a rank whose engine has another optimizer does not call
         this and must not be disturbed. The wait ends with the time-out that the program gave to ``init_distributed``
@@ -168,29 +163,26 @@ class Ranks:
             _barrier(dist.get_process_group_ranks(group))
 
 
-def gather_tensors(own: Tensor, group: dist.ProcessGroup, *, what: str) -> Tensor:
-    """Return the tensors of all ranks of a group, ``(ranks, ...)``; nothing waits for the device.
+def gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+    """Return the tensors of all ranks of a group, ``(ranks, ...)``; the host does not wait for the device.
 
-    Must be called by all of them, with tensors of one shape and dtype. ``what`` is the purpose, for the error if a rank
-    does not come.
+    Must be called by all of them, with tensors of one shape and dtype. ``purpose`` is for the error if a rank does not
+    come.
     """
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with phase(what, group):
-        dist.all_gather(gathered, own, group=group)
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    with phase(purpose, group):
+        dist.all_gather(gathered, tensor, group=group)
     return torch.stack(gathered)
 
 
 def reduce_tensor(
-    own: Tensor, group: dist.ProcessGroup | None, *, what: str, how: Literal["sum", "max", "min"] = "sum"
+    tensor: Tensor, group: dist.ProcessGroup | None, *, purpose: str, how: Reduction = "sum"
 ) -> Tensor:
-    """Set ``own`` to its sums, or its largest or smallest elements, over a group, and return it.
-
-    Called as :func:`gather_tensors`.
-    """
+    """All-reduce ``tensor`` in place over a group, and return it. Called as :func:`gather_tensors`."""
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
-    with phase(what, group):
-        dist.all_reduce(own, op=operation, group=group)
-    return own
+    with phase(purpose, group):
+        dist.all_reduce(tensor, op=operation, group=group)
+    return tensor
 
 
 def all_ranks() -> Ranks:
@@ -204,54 +196,51 @@ def is_first_rank() -> bool:
 
 
 def _barrier(ranks: Sequence[int]) -> None:
+    """Wait for ranks in the key-value store; see :meth:`Ranks.barrier`."""
     store = c10d._get_default_store()
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    _calls[name] = _calls.get(name, 0) + 1
-    key = f"deepspeed_muon/barrier/{name}/{_calls[name]}"
+    _barrier_counts[name] = _barrier_counts.get(name, 0) + 1
+    key = f"deepspeed_muon/barrier/{name}/{_barrier_counts[name]}"
     complete = f"{key}/complete"
     store.set(f"{key}/{dist.get_rank()}", "here")
     if store.add(f"{key}/count", 1) == len(ranks):
         store.set(complete, "yes")
-    limit, look = store.timeout.total_seconds(), _FIRST_LOOK  # type: ignore[attr-defined]
-    ends = time.monotonic() + limit
+    limit, pause = store.timeout.total_seconds(), _FIRST_LOOK  # type: ignore[attr-defined]
+    deadline = time.monotonic() + limit
     # store.wait would block the store's connection, which other threads need too.
     while not store.check([complete]):
-        if time.monotonic() > ends:
+        if time.monotonic() > deadline:
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            # Undo it, so that a program that catches the error can try again. This rank's own key stays, so that
+            # Undo it, so that a program that catches the error can try again. This rank's own key remains, so that
             # ranks whose time ends a little later do not report it as missing.
             store.add(f"{key}/count", -1)
-            _calls[name] -= 1
+            _barrier_counts[name] -= 1
+            shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
             raise RankDisagreementError(
                 f"ranks {missing} did not start an engine with this optimizer within {limit:g} s (the time-out of the "
-                f"process group), while the other ranks of {_short(ranks)} wait for them. Either optimizer.type is not "
+                f"process group), while the other ranks of [{shown}] wait for them. Either optimizer.type is not "
                 f"Muon there, or they failed or hang before this point: compare the configurations, and see their logs"
             )
-        time.sleep(look)
-        look = min(2 * look, _LAST_LOOK)
-
-
-def _short(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8]))
-    return f"[{listed}{', ...' if len(ranks) > 8 else ''}]"
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_LOOK)
 
 
 @contextlib.contextmanager
-def phase(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+def phase(purpose: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Run collectives of ``group`` with the time-out of the default process group.
 
     It costs a few microseconds, and communicates only if a collective fails.
 
     Args:
-        what: What the ranks are doing, for the error.
+        purpose: What the ranks are doing, for the error.
         group: Where the collectives run; ``None`` for the default group.
 
     Raises:
-        RankMissingError: From the collective's own error, with the phase and the missing ranks.
+        RankMissingError: From the collective's own error, with the purpose and the missing ranks.
     """
-    # A phase inside of another one finds the time-out as it should be.
+    # A phase inside another one has the right time-out already.
     is_outer = group not in _in_phase
-    changed = _shortened(group) if is_outer else []
+    changed = _shorten_timeouts(group) if is_outer else []
     _in_phase.add(group)
     try:
         yield
@@ -260,7 +249,7 @@ def phase(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     except RuntimeError as error:
         if not _SILENCE.search(str(error)):
             raise
-        raise RankMissingError(_report(what, group, error)) from error
+        raise RankMissingError(_silence_message(purpose, group, error)) from error
     finally:
         if is_outer:
             _in_phase.discard(group)
@@ -277,63 +266,52 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
 def _backends(group: dist.ProcessGroup | None) -> dict[str, tuple[Any, timedelta]]:
     """Return device type to backend and its time-out, for backends whose time-out can be changed."""
     group = dist.group.WORLD if group is None else group
-    found: dict[str, tuple[Any, timedelta]] = {}
+    backends: dict[str, tuple[Any, timedelta]] = {}
     if group is None:
-        return found
+        return backends
     for device in group._device_types:
         backend = group._get_backend(device)
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if timeout is not None and hasattr(backend, "_set_default_timeout"):
-            found[device.type] = (backend, timeout)
-    return found
+            backends[device.type] = (backend, timeout)
+    return backends
 
 
-def _shortened(group: dist.ProcessGroup | None) -> list[tuple[Any, timedelta]]:
+def _shorten_timeouts(group: dist.ProcessGroup | None) -> list[tuple[Any, timedelta]]:
     """Give a group's backends the shorter time-outs of the default group; return what to restore."""
     if group is None or group is dist.group.WORLD or not dist.is_initialized():
         return []
-    wanted = _backends(None)
+    default = _backends(None)
     changed = []
-    for kind, (backend, timeout) in _backends(group).items():
-        if kind in wanted and wanted[kind][1] < timeout:
-            backend._set_default_timeout(wanted[kind][1])
+    for device, (backend, timeout) in _backends(group).items():
+        if device in default and default[device][1] < timeout:
+            backend._set_default_timeout(default[device][1])
             changed.append((backend, timeout))
     return changed
 
 
-def _report(what: str, group: dist.ProcessGroup | None, error: Exception) -> str:
+def _silence_message(purpose: str, group: dist.ProcessGroup | None, error: Exception) -> str:
+    """Say which ranks of a group are silent, after this rank has reported that it is not."""
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    absent = _absent(ranks, what)
+    silent = [rank for rank in ranks if rank != dist.get_rank()]
+    key = "deepspeed_muon/gave_up/{}".format
+    # A RuntimeError: the process with the store is gone. Ranks that have not reported yet remain listed.
+    with contextlib.suppress(RuntimeError):
+        store = c10d._get_default_store()
+        store.set(key(dist.get_rank()), purpose)
+        deadline = time.monotonic() + _GRACE
+        while silent and time.monotonic() < deadline:
+            silent = [rank for rank in silent if not store.check([key(rank)])]
+            time.sleep(0.05)
     who = (
-        f"no sign of ranks {absent}"
-        if absent
+        f"no sign of ranks {silent}"
+        if silent
         else "all ranks report a failure, so look at the network and at the first error of each"
     )
-    wanted = group_timeout()
-    limit = "" if wanted is None else f" The process group's time-out is {wanted.total_seconds():g} s."
+    timeout = group_timeout()
+    limit = "" if timeout is None else f" The process group's time-out is {timeout.total_seconds():g} s."
     return (
-        f"rank {dist.get_rank()} failed or timed out in the {what} with ranks {ranks}: {who}.{limit} A rank that "
+        f"rank {dist.get_rank()} failed or timed out in the {purpose} with ranks {ranks}: {who}.{limit} A rank that "
         f"exits, hangs or runs other code than the others blocks them: look at its log. Weights may be partly updated; "
         f"resume from a checkpoint. The collective's error: {error}"
     )
-
-
-def _absent(ranks: list[int], what: str) -> list[int]:
-    """Write into the store that this rank is alive and gave up; return the ranks that do not write it soon after."""
-    others = [rank for rank in ranks if rank != dist.get_rank()]
-    try:
-        store = c10d._get_default_store()
-        store.set(_key(dist.get_rank()), what)
-        deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline:
-            others = [rank for rank in others if not store.check([_key(rank)])]
-            if not others:
-                break
-            time.sleep(0.05)
-    except RuntimeError:
-        pass  # The process with the store is gone: ranks that have not answered yet stay listed.
-    return others
-
-
-def _key(rank: int) -> str:
-    return f"deepspeed_muon/gave_up/{rank}"

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import ExchangePlan, Segment
+from deepspeed_muon.plan.chunks import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.transport.exchange import StepContext
+from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
 from deepspeed_muon.variants.variant import Sums, Variant
 
@@ -30,15 +30,16 @@ def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
     """Return what adds up over rows and over a matrix.
 
     Args:
-        matrix: A whole matrix, or this rank's shard of a cut one.
-        group: The tensor-parallel group that has the other shards of cut matrices; ``None`` if they are whole here.
+        matrix: A full matrix, or this rank's shard of one.
+        group: The tensor-parallel group with the other shards of sharded matrices; ``None`` if this rank has the full
+            matrices.
     """
-    if group is None or not matrix.is_cut:
+    if group is None or not matrix.is_sharded:
         return Sums()
     assert matrix.shards is not None
 
-    add_up = functools.partial(reduce_tensor, group=group, what="sums of rows")
-    if matrix.cuts_outputs:
+    add_up = functools.partial(reduce_tensor, group=group, purpose="sums of rows")
+    if matrix.shards_outputs:
         return Sums(add_rows=add_up)
     return Sums(cols=sum(matrix.shards.sizes), add_columns=add_up)
 
@@ -48,11 +49,11 @@ def before_iteration(
 ) -> Tensor:
     """Return what is orthogonalised, ``(batch, rows, cols)``: the directions, or what the variant makes of them.
 
-    For shards of cut matrices it must be called by all ranks of ``group``.
+    For shards of matrices it must be called by all ranks of ``group``.
 
     Args:
         variant: The variant.
-        directions: Of blocks that are stored and cut as those of ``matrix`` are.
+        directions: Of blocks that are stored and sharded as those of ``matrix`` are.
         matrix: One of their matrices.
         group: As for :func:`sums_of`.
     """
@@ -116,7 +117,7 @@ class RowStorage:
 
 
 class OwnedRows:
-    """A variant's ``finish`` with the row state of matrices on this rank: whole matrices, or its shards of cut ones.
+    """A variant's ``finish`` with the row state of the matrices, or shards of matrices, that this rank owns.
 
     Attributes:
         rows: Key of the state and index of the matrix to one number for each row, one-dimensional fp32.
@@ -138,7 +139,7 @@ class OwnedRows:
             variant: One with ``finish``.
             settings: As :attr:`.Rates.settings`.
             rows: See the class. Mutated by :meth:`write`.
-            group: The tensor-parallel group that has the other shards of cut matrices; ``None`` if they are whole here.
+            group: As for :func:`sums_of`.
         """
         self.rows = rows
         self._matrices = matrices
@@ -155,7 +156,7 @@ class OwnedRows:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Turn orthogonalised blocks into updates; the stored state does not change.
 
-        For shards of cut matrices it must be called by all ranks of the tensor-parallel group.
+        For shards of matrices it must be called by all ranks of the tensor-parallel group.
 
         Args:
             blocks: The block of each result: index of the matrix and number of the block. All are transposed, or none.
@@ -241,7 +242,7 @@ class OwnedRows:
         stored: list[Tensor] = []
         sent: list[Tensor] = []
         for index, segment in segments:
-            start = (segment.at_buffer + segment.units) * buffer.element_size()
+            start = (segment.buffer_offset + segment.buffer_numel) * buffer.element_size()
             for rows in self.rows.values() if index in active else ():
                 stored.append(rows[index].view(torch.uint8))
                 sent.append(in_bytes.narrow(0, start, len(stored[-1])))
@@ -253,7 +254,7 @@ class OwnedRows:
         views = []
         for index, number in blocks:
             matrix, rows = self._matrices[index], self.rows[key][index]
-            if not matrix.is_cut:
+            if not matrix.is_sharded:
                 row_blocks, col_blocks = matrix.grid
                 row, col = divmod(number, len(col_blocks))
                 if matrix.transposed:

@@ -1,12 +1,12 @@
 """Newton-Schulz on matrices that are sharded over a process group.
 
 ``X <- p(X X^T) X`` needs only the m x m Gram matrix ``X X^T`` from the other ranks, and that is a sum over columns. So
-a matrix that is cut along its *long* side is orthogonalised in place: the ranks all-reduce the Gram matrix at the
+a matrix that is sharded along its *long* side is orthogonalised in place: the ranks all-reduce the Gram matrix at the
 start and at each restart of the iteration, whatever the length of the long side.
 
-A matrix that is cut along its *short* side is cut again first, along the long side: the sum over its own shards would
-be the Gram matrix of the long side, which is larger than the matrix. One all-to-all changes the cut, in which a rank
-sends no more than its shard, and a second one brings the result back.
+A matrix that is sharded along its *short* side is resharded along the long side first: the sum over its own shards
+would be the Gram matrix of the long side, which is larger than the matrix. One all-to-all reshards it, in which a rank
+sends no more than its shard, and a second one sends the result back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
-from deepspeed_muon.transport.exchange import exchange_bytes
+from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import Ranks, gather_tensors
 
 
@@ -35,8 +35,8 @@ def orthogonalize_sharded(
 ) -> Tensor:
     """Return this rank's shard of the approximate polar factor of every matrix in a batch of sharded matrices.
 
-    The result is that of :func:`deepspeed_muon.orthogonalize` for the whole matrices, up to rounding; no rank ever
-    holds a whole matrix. Must be called by all ranks of ``group`` with equal settings. The shards follow each other in
+    The result is that of :func:`deepspeed_muon.orthogonalize` for the full matrices, up to rounding; no rank ever
+    holds a full matrix. Must be called by all ranks of ``group`` with equal settings. The shards follow each other in
     the order of the group's ranks; they may be uneven, and empty on some ranks.
 
     For one ``m x n`` matrix with ``m <= n`` on W ranks a rank sends its norm, one number in float32. The ranks
@@ -64,21 +64,23 @@ def orthogonalize_sharded(
     world_size = len(shard_sizes)
     if world_size == 1:
         return orthogonalize(x, settings=settings)
-    # From here on the columns are sharded.
+    # 1. transpose, so that the columns are sharded
     columns = x.mT if dim == -2 else x
-    rows, total, batch = columns.shape[-2], sum(shard_sizes), x.shape[:-2].numel()
-    if batch * rows * total == 0:
+    rows, cols, batch = columns.shape[-2], sum(shard_sizes), x.shape[:-2].numel()
+    if batch * rows * cols == 0:
         return x.to(settings.dtype, copy=True)
-    flat = columns.reshape(batch, rows, columns.shape[-1])
+    flat = columns.reshape(batch, rows, columns.shape[-1])  # (batch, rows, local cols)
+    # 2. iterate on the shards of the long side
     flat = _normalized(flat, settings, group)
-    if rows <= total:
+    if rows <= cols:
         result = _iterate(flat, settings, group)
     else:
         length, longer = divmod(rows, world_size)
         row_sizes = tuple(length + (rank < longer) for rank in range(world_size))
-        # No name for the matrices between the cuts: the iteration frees them.
-        result = _iterate(_recut(flat, row_sizes, shard_sizes, group), settings, group)
-        result = _recut(result, shard_sizes, row_sizes, group)
+        # The resharded matrices, (batch, cols, local rows), have no name, so that the iteration frees them.
+        result = _iterate(_reshard(flat, row_sizes, shard_sizes, group), settings, group)
+        result = _reshard(result, shard_sizes, row_sizes, group)
+    # 3. transpose back
     result = result.reshape(columns.shape)
     return result.mT.contiguous() if dim == -2 else result
 
@@ -101,13 +103,13 @@ def _checked(
         )
     if shard_sizes is None:
         ranks = Ranks.of([group])
-        with raise_on_all_ranks(ranks=ranks, subject="comparison of shards") as own:
+        with raise_on_all_ranks(ranks=ranks, purpose="comparison of shards") as facts:
             dim = _matrix_dim(x, shard_dim)
-            own.tell("shard_dim", dim)
-            own.tell("matrices", x.shape[:-2].numel())
-            own.tell("length of the other side", x.shape[-3 - dim])
-            own.tell("settings", settings)
-        lengths = ranks.gather(x.shape[dim], what="comparison of shards")
+            facts.record("shard_dim", dim)
+            facts.record("matrices", x.shape[:-2].numel())
+            facts.record("length of the other side", x.shape[-3 - dim])
+            facts.record("settings", settings)
+        lengths = ranks.gather(x.shape[dim], purpose="comparison of shards")
         return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
     dim, rank, count = _matrix_dim(x, shard_dim), dist.get_rank(group), dist.get_world_size(group)
     if len(shard_sizes) != count or shard_sizes[rank] != x.shape[dim]:
@@ -134,13 +136,13 @@ def _matrix_dim(x: Tensor, shard_dim: int) -> int:
 
 
 def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tensor:
-    """Divide the shards by the Frobenius norm of the whole matrices, in at least float32, then cast.
+    """Divide the shards by the Frobenius norm of the full matrices, in at least float32, then cast.
 
     The ranks gather their norms and each computes the sum, so that all get the same norm, bit for bit.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
-    gathered = gather_tensors(norms, group, what="norms of sharded matrices")
+    gathered = gather_tensors(norms, group, purpose="norms of sharded matrices")
     norm: Tensor = torch.linalg.vector_norm(gathered, dim=0).clamp_(min=SMALLEST_NORM)
     return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
 
@@ -149,35 +151,37 @@ def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tenso
     """Run the iteration on this rank's columns ``(batch, m, columns)`` of normalised matrices."""
     sum_dtype = torch.promote_types(settings.dtype, torch.float32)
 
-    def gram_of(part: Tensor) -> Tensor:
+    def gram_of(columns: Tensor) -> Tensor:
         # The product is rounded once to the iteration's dtype, as without shards. The sum over ranks runs in fp32 at
         # least, because it would round once more for every rank.
-        gram = (part @ part.mT).to(sum_dtype)
+        gram = (columns @ columns.mT).to(sum_dtype)  # (batch, m, m)
         dist.all_reduce(gram, group=group)
         return gram.to(settings.dtype)
 
     return iterate_columns(x, settings=settings, gram_of=gram_of)
 
 
-def _recut(x: Tensor, sizes: Sequence[int], others: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Change a cut along columns to one along rows; calling it again with the sizes exchanged changes it back.
+def _reshard(
+    x: Tensor, row_sizes: Sequence[int], col_sizes: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Reshard columns to rows and transpose; calling it again with the sizes exchanged undoes it.
 
     Args:
-        x: ``(batch, rows, own columns)``.
-        sizes: Rows that each rank will hold.
-        others: Columns that each rank holds.
+        x: ``(batch, rows, local columns)``.
+        row_sizes: Rows that each rank will hold.
+        col_sizes: Columns that each rank holds.
         group: The process group.
 
     Returns:
-        ``(batch, columns, own rows)``, transposed.
+        ``(batch, columns, local rows)``.
     """
-    parts = [part.mT for part in x.split(list(sizes), dim=-2)]
-    own, batch = sizes[dist.get_rank(group)], x.shape[0]
-    send = torch.cat([part.reshape(-1) for part in parts])
-    counts = [batch * size * own for size in others]
-    received = send.new_empty(sum(counts))
-    exchange_bytes(received, send, counts, [part.numel() for part in parts], group=group).wait()
-    return torch.cat(
-        [part.view(batch, size, own) for part, size in zip(received.split(counts), others, strict=True)],
-        dim=-2,
+    batch, rows = x.shape[0], row_sizes[dist.get_rank(group)]
+    received = exchange_tensors(
+        [[shard.mT] for shard in x.split(list(row_sizes), dim=-2)],
+        [[batch * cols * rows] for cols in col_sizes],
+        like=x,
+        group=group,
+        purpose="resharding of sharded matrices",
     )
+    blocks = [shard.view(batch, cols, rows) for (shard,), cols in zip(received, col_sizes, strict=True)]
+    return torch.cat(blocks, dim=-2)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed_muon
 from deepspeed_muon.step.runner import StepRunner
-from deepspeed_muon.transport.exchange import ChunkExchange
+from deepspeed_muon.transport.all_to_all import ChunkExchange
 from tests.support import training
 from tests.support.models import build
 from tests.support.thinning import full

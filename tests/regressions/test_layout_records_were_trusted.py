@@ -105,12 +105,20 @@ def overlapping_in_the_middle(record: dict[str, Any]) -> None:
         entry.update(shape=[spread[0]], partition=0, spread=spread)
 
 
-def rows_without_blocks(record: dict[str, Any]) -> None:
+def rows_without_fragments(record: dict[str, Any]) -> None:
     matrix(record)["rows"] = 5
 
 
-def blocks_of_another_shape(record: dict[str, Any]) -> None:
-    matrix(record)["blocks"] = [[5], [3]]
+def rows_with_a_gap(record: dict[str, Any]) -> None:
+    matrix(record)["row_fragments"] = [[0, 0, 0, 2], [0, 3, 2, 1]]
+
+
+def more_rows_than_elements(record: dict[str, Any]) -> None:
+    matrix(record)["row_fragments"] = [[0, 0, 0, 1 << 40]]
+
+
+def rows_of_no_rank(record: dict[str, Any]) -> None:
+    matrix(record)["row_fragments"] = [[9, 0, 0, 2]]
 
 
 GENERAL = [
@@ -134,8 +142,10 @@ RULES = [
     shortened,
     overlapping,
     overlapping_in_the_middle,
-    rows_without_blocks,
-    blocks_of_another_shape,
+    rows_without_fragments,
+    rows_with_a_gap,
+    more_rows_than_elements,
+    rows_of_no_rank,
     changing("spread", "abc"),
     changing("spread", [12, 7, 12, 0, 1, 0, 0]),
     changing("rows", -1),
@@ -154,8 +164,26 @@ def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, change:
 
 def test_a_record_of_another_format(saved: Any, tmp_path: Path) -> None:
     folder = changed(saved[2], tmp_path / "in", lambda record: record.update(version=1))
-    with pytest.raises(CheckpointError, match=r"not of version 2.*engine.load_checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"not of version 3.*with the version of deepspeed_muon that saved it"
+    ):
         consolidate_files(folder, tmp_path / "out")
+
+
+def load_it(rank: int, world_size: int, *, folder: str) -> str:
+    engine = training.make_engine(training.ds_config(2))
+    return training.refusal(lambda: engine.load_checkpoint(folder))
+
+
+def test_an_engine_names_the_command_for_another_format(ranks: Any, saved: Any, tmp_path: Path) -> None:
+    """Of a checkpoint of the version before, which stored row state and int8 momentum in another order."""
+    folder = changed(saved[2], tmp_path / "in", lambda record: record.update(version=2))
+    for message in ranks(2).run(load_it, folder=str(folder)):
+        assert "layout record 2, this version has 3" in message
+        assert (
+            f"with that version run 'python -m deepspeed_muon checkpoint consolidate {folder / 't'} "
+            in message
+        )
 
 
 def stretched(folder: Path) -> None:

@@ -20,7 +20,7 @@ import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.engine import configure
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.transport.exchange import ChunkExchange
+from deepspeed_muon.transport.all_to_all import ChunkExchange
 from deepspeed_muon.transport.ranks import group_timeout, phase
 from tests.support import training
 from tests.support.harness import RanksFailed, run_ranks

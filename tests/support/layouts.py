@@ -21,7 +21,7 @@ ITERATION = NsSettings(resolve_schedule("quintic", 5), "standard", torch.float32
 
 def fragments_of(placement: Placement) -> list[Fragment]:
     """Return the fragments of all ranks, one after the other."""
-    return [fragment for fragment in map(placement.on, placement.ranks) if fragment is not None]
+    return [fragment for fragment in map(placement.fragment_on, placement.ranks) if fragment is not None]
 
 
 def matrix_flops(matrix: MatrixLayout) -> float:

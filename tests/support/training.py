@@ -159,7 +159,7 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
             if tensor is None:
                 continue
             flat = torch.zeros(layout.numel, dtype=torch.float64)
-            fragment = layout.placement.on(runner.step_set.rank)
+            fragment = layout.placement.fragment_on(runner.step_set.rank)
             if fragment is not None:
                 source = tensor.reshape(-1).narrow(0, fragment.partition_offset, fragment.numel)
                 flat.narrow(0, fragment.matrix_offset, fragment.numel).copy_(source)
@@ -234,7 +234,7 @@ def train(
         "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),
         # Elements of each matrix, and how many of them travel in both directions together.
         "layout": [
-            [matrix.numel, 2 * (matrix.numel - matrix.placement.held_by(owner))]
+            [matrix.numel, 2 * (matrix.numel - matrix.placement.numel_on(owner))]
             for runner in optimizer.runners
             for matrix, owner in zip(runner.plan.matrices, runner.plan.owners, strict=True)
         ],

@@ -94,7 +94,7 @@ def test_owners_store_the_rows_of_their_matrices() -> None:
         for number, shape in enumerate((tall, broad, tall))
     ]
     stack = MatrixLayout("s", 6, 2, 1, flat_placement(0, 12, 5), row_blocks=(2, 2, 2))
-    pieces = [stack.run(0, (2,)), stack.run(2, (2, 2))]
+    pieces = [stack.slice_blocks(0, (2,)), stack.slice_blocks(2, (2, 2))]
     owners, origin = (1, 1, 1, 1, 0), (0, 1, 2, 3, 3)
     assignment = Assignment((*matrices, *pieces), owners, origin, (0.0,) * 5)
     assert assignment.row_fragments() == (
@@ -109,7 +109,9 @@ def test_owners_store_the_rows_of_their_matrices() -> None:
 def test_rows_of_replicated_matrices_do_not_depend_on_owners() -> None:
     layout = MatrixLayout("a", 6, 2, 0, replicated_placement(0, 12, 2), row_blocks=(2, 2, 2))
     found = [
-        Assignment((layout.run(0, (2,)), layout.run(2, (2, 2))), owners, (0, 0), (0.0, 0.0)).row_fragments()
+        Assignment(
+            (layout.slice_blocks(0, (2,)), layout.slice_blocks(2, (2, 2))), owners, (0, 0), (0.0, 0.0)
+        ).row_fragments()
         for owners in ((0, 1), (1, 0))
     ]
     for fragments in found:

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.plan.exchange import (
-    CODED,
-    PLAIN,
+from deepspeed_muon.plan.chunks import (
+    INT8,
+    UNCOMPRESSED,
     BufferPlan,
     ExchangePlan,
     WireFormat,
     build_exchange_plan,
 )
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.owners import assign_owners, block_runs, cut_stack, sent_by_rank
+from deepspeed_muon.plan.owners import assign_owners, sent_by_rank, split_blocks, split_stack
 from deepspeed_muon.plan.placement import (
     Floats,
     Fragment,
@@ -46,7 +46,7 @@ def owners_of(layouts: list[MatrixLayout], load: Floats) -> list[int]:
 
 
 def plans(
-    layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20, wire: WireFormat = PLAIN
+    layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20, wire: WireFormat = UNCOMPRESSED
 ) -> list[ExchangePlan]:
     owners = owners_of(layouts, np.zeros(world))
     return [
@@ -65,10 +65,10 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> l
     for index, s in buffer.segments:
         (_, count, numel), (_, stride, _) = s.shape, s.buffer_strides
         for number in range(count):
-            for i in range(s.units):
-                at = s.at_buffer + number * stride + i
+            for i in range(s.buffer_numel):
+                at = s.buffer_offset + number * stride + i
                 assert content[at] == (-1, -1)
-                element = s.at_matrix + number * numel + i
+                element = s.matrix_offset + number * numel + i
                 content[at] = index, element if i < numel else numel - i - 2
     assert (-1, -1) not in content and sum(splits) == buffer.numel
     return content[sum(splits[:peer]) :][: splits[peer]]
@@ -80,7 +80,7 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> l
     world=st.integers(1, 5),
     kind=st.sampled_from(sorted(MAKERS)),
     chunk=st.sampled_from([1, 30, 10_000]),
-    wire=st.sampled_from([PLAIN, CODED, WireFormat(5)]),
+    wire=st.sampled_from([UNCOMPRESSED, INT8, WireFormat(5)]),
 )
 def test_what_one_rank_sends_another_receives_in_the_same_order(
     dims: list[tuple[int, int]], world: int, kind: str, chunk: int, wire: WireFormat
@@ -109,7 +109,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
     per_rank = plans(layouts, world)
     gather, scatter = sent_by_rank(layouts, per_rank[0].owners, world)
     for rank, plan in enumerate(per_rank):
-        assert gather[rank] == sum(chunk.send_buffer.others * chunk.gathers for chunk in plan.chunks)
+        assert gather[rank] == sum(chunk.send_buffer.remote_numel * chunk.gathers for chunk in plan.chunks)
         assert gather[rank] + scatter[rank] == plan.sent_elements
     for index, matrix in enumerate(layouts):
         owner = per_rank[0].owners[index]
@@ -128,8 +128,8 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             assert sorted(i for _, i in arrives) == ([] if stays else list(range(matrix.numel)))
         for rank in range(world):
             sent = (segment for c in per_rank[rank].chunks for segment in c.send_buffer.segments)
-            found = [(s.at_matrix, s.shape[2]) for number, s in sent if number == index]
-            place = matrix.placement.on(rank)
+            found = [(s.matrix_offset, s.shape[2]) for number, s in sent if number == index]
+            place = matrix.placement.fragment_on(rank)
             absent = not place or stays or (rank == owner and matrix.replicated)
             assert found == ([] if absent else [(place.matrix_offset, place.numel)])
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1
@@ -141,13 +141,13 @@ def test_a_matrix_on_one_rank_never_moves(dims: list[tuple[int, int]], world: in
     layouts = flat_layouts(dims, world)
     per_rank = plans(layouts, world)
     sent = sum(plan.sent_elements for plan in per_rank)
-    straddling = [m for m in layouts if m.placement.whole_on is None]
+    straddling = [m for m in layouts if m.placement.only_rank is None]
     assert sent <= 2 * sum(m.numel for m in straddling)
     owners = per_rank[0].owners
-    assert sent == 2 * sum(m.numel - m.placement.held_by(o) for m, o in zip(layouts, owners, strict=True))
+    assert sent == 2 * sum(m.numel - m.placement.numel_on(o) for m, o in zip(layouts, owners, strict=True))
     for index, matrix in enumerate(layouts):
-        if matrix.placement.whole_on is not None:
-            assert owners[index] == matrix.placement.whole_on
+        if matrix.placement.only_rank is not None:
+            assert owners[index] == matrix.placement.only_rank
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,8 +165,8 @@ def test_chunks_are_bounded(dims: list[tuple[int, int]], world: int, kind: str, 
                 parts[plan.owners[index]] += numel
             bound = max(chunk, *numels)
             sent = part.send_buffer
-            assert max(parts) <= bound and sent.others <= bound
-            assert sent.numel - sent.others <= parts[plan.rank]
+            assert max(parts) <= bound and sent.remote_numel <= bound
+            assert sent.numel - sent.remote_numel <= parts[plan.rank]
             assert part.receive_buffer.numel <= (parts[plan.rank] if part.gathers else bound)
             assert part.matrices == tuple(sorted(part.matrices))
         assert sorted(i for part in plan.chunks for i in part.matrices) == list(range(len(dims)))
@@ -240,15 +240,19 @@ def test_blocks_add_up() -> None:
 
 def test_stacks_are_cut_where_blocks_lie_whole() -> None:
     """Six blocks of ten elements over ranks of 25: two whole on each end, the third and fourth cross a cut."""
-    assert block_runs(6, 10, flat_placement(0, 60, 25), cost=1.0, limit=0.5) == [
+    assert split_blocks(6, 10, flat_placement(0, 60, 25), cost=1.0, limit=0.5) == [
         (0, 2),
         (2, 1),
         (3, 2),
         (5, 1),
     ]
     # Blocks that all cross go together up to the limit; where every rank has all, only the limit counts.
-    assert block_runs(4, 10, flat_placement(0, 40, 5), cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
-    assert block_runs(5, 10, replicated_placement(0, 50, 3), cost=1.0, limit=2.0) == [(0, 2), (2, 2), (4, 1)]
+    assert split_blocks(4, 10, flat_placement(0, 40, 5), cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
+    assert split_blocks(5, 10, replicated_placement(0, 50, 3), cost=1.0, limit=2.0) == [
+        (0, 2),
+        (2, 2),
+        (4, 1),
+    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -266,7 +270,7 @@ def test_runs_of_blocks_are_the_stack(
 ) -> None:
     dims = [(1, before)] * bool(before) + [(blocks * rows, cols)]
     whole = replace(MAKERS[kind](dims, world)[-1], row_blocks=(rows,) * blocks)
-    parts = cut_stack(whole, cost=float(blocks), limit=limit)
+    parts = split_stack(whole, cost=float(blocks), limit=limit)
     assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
     assert sum(len(part.block_shapes) for part in parts) == blocks
     assert all(part.block_shape == (rows, cols) == whole.block_shape for part in parts)
@@ -283,7 +287,7 @@ def test_runs_of_blocks_are_the_stack(
     )
     # A run that lies whole somewhere never moves; one that does not is small, or one block.
     for part in parts if len(parts) > 1 else []:
-        assert part.placement.whole_on is not None or len(part.block_shapes) <= max(1, limit)
+        assert part.placement.only_rank is not None or len(part.block_shapes) <= max(1, limit)
         if kind != "replicated":
-            holders = [part.placement.rank_at(element) for element in range(part.numel)]
+            holders = [part.placement.rank_of(element) for element in range(part.numel)]
             assert holders == [f.rank for f in fragments_of(part.placement) for _ in range(f.numel)]

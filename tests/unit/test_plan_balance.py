@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.plan.exchange import ExchangePlan, build_exchange_plan
+from deepspeed_muon.plan.chunks import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign, assign_owners, sent_by_rank
 from deepspeed_muon.plan.placement import Placement, sharded_placement

@@ -18,7 +18,7 @@ from deepspeed_muon.forecast.predict import PlanSettings, exchange_of, iteration
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, orthogonalize
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.transport.exchange import SLOTS
+from deepspeed_muon.transport.all_to_all import SLOTS
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_muon.plan.placement import TensorSlice, add_up, whole_slice
+from deepspeed_muon.plan.placement import TensorSlice, cover_tensor, full_slice
 
 
 @st.composite
@@ -25,19 +25,19 @@ def reference(part: TensorSlice) -> list[int]:
     """Return the whole tensor's element for each of the part's elements."""
     whole = torch.arange(math.prod(part.shape)).view(part.shape)
     cut = torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
-    assert tuple(cut.shape) == part.own_shape
+    assert tuple(cut.shape) == part.local_shape
     return [int(number) for number in cut.reshape(-1)]
 
 
 def shown(part: TensorSlice, start: int, stop: int) -> dict[int, int]:
     """Return the whole element of each of the part's elements by their runs, none of which is there twice."""
     found: dict[int, int] = {}
-    for run in part.runs(start, stop):
+    for run in part.strided_ranges(start, stop):
         for number in range(run.count):
             for element in range(run.numel):
-                own = run.own + number * run.own_step + element
+                own = run.local_offset + number * run.local_stride + element
                 assert own not in found
-                found[own] = run.whole + number * run.step + element
+                found[own] = run.full_offset + number * run.full_stride + element
     return found
 
 
@@ -47,23 +47,30 @@ def test_runs_are_those_of_the_reference(part: TensorSlice, data: st.DataObject)
     stop = data.draw(st.integers(0, len(expected)))
     start = data.draw(st.integers(0, stop))
     assert shown(part, start, stop) == {own: expected[own] for own in range(start, stop)}
-    assert len(list(part.runs(start, stop))) <= 3 * len(part.ranges), "runs do not grow with the rows"
+    assert len(list(part.strided_ranges(start, stop))) <= 3 * len(part.ranges), (
+        "runs do not grow with the rows"
+    )
 
 
 @given(slices(), st.data())
 def test_elements_of_a_range_of_the_whole_tensor(part: TensorSlice, data: st.DataObject) -> None:
     element = data.draw(st.integers(0, math.prod(part.shape)))
-    assert part.before(element) == sum(each < element for each in reference(part))
+    assert part.local_elements_before(element) == sum(each < element for each in reference(part))
 
 
 def test_slices_of_fused_parts_add_up() -> None:
     parts = [
         TensorSlice("w", (4, 18), 1, ((start, start + 3), (start + 9, start + 12))) for start in (0, 3, 6)
     ]
-    assert add_up(parts) and add_up([*parts, parts[0]]) and not add_up(parts[:2]) and not add_up(parts[::2])
-    assert not add_up([whole_slice("w", (4, 18)), *parts])
+    assert (
+        cover_tensor(parts)
+        and cover_tensor([*parts, parts[0]])
+        and not cover_tensor(parts[:2])
+        and not cover_tensor(parts[::2])
+    )
+    assert not cover_tensor([full_slice("w", (4, 18)), *parts])
     assert parts[1].scaled(12) == TensorSlice("w", (36,), 0, ((6, 12), (24, 30)))
-    assert whole_slice("w", ()).is_whole and whole_slice("w", ()).before(1) == 1
+    assert full_slice("w", ()).is_full and full_slice("w", ()).local_elements_before(1) == 1
 
 
 @pytest.mark.parametrize("ranges", [(), ((0, 5),), ((2, 2),), ((0, 2), (1, 3)), ((2, 3), (0, 1)), ((-1, 2),)])

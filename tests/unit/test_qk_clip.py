@@ -67,7 +67,7 @@ def test_rows_of_heads_in_partitions() -> None:
     placement = flat_placement(2, 24, 8)
     marked = torch.zeros(24, dtype=torch.int)
     for rank in range(4):
-        fragment = placement.on(rank)
+        fragment = placement.fragment_on(rank)
         for run in head_runs([layer], {"w": (7, fragment)}, ["none"]):
             assert run.partition == 7 and fragment is not None
             begin = fragment.matrix_offset + run.offset - fragment.partition_offset

@@ -20,9 +20,9 @@ def told(rank: int, world_size: int, *, grid: bool, most: int) -> Any:
     if grid:
         groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
         own = Ranks.of([group for ranks, group in groups.items() if rank in ranks])
-    collected = own.collect(ITEMS[rank], most=most, what="test")
-    numbers = [own.reduce([float(rank), -0.5], how, what="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
-    result = [own.position, collected, numbers, own.reduce([1, rank], "sum", what="test")]
+    collected = own.collect(ITEMS[rank], most=most, purpose="test")
+    numbers = [own.reduce([float(rank), -0.5], how, purpose="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
+    result = [own.position, collected, numbers, own.reduce([1, rank], "sum", purpose="test")]
     if grid:
         for group in groups.values():
             if dist.get_rank(group) >= 0:
@@ -41,8 +41,10 @@ def test_items_numbers_and_sums(ranks: Any, grid: bool, most: int) -> None:
 
 def test_a_single_rank() -> None:
     alone = Ranks()
-    assert alone.collect(["a", "b"], most=1, what="test") == [(0, "a")]
-    assert alone.reduce([2.0], "max", what="test") == [2.0] and alone.reduce([3], "sum", what="test") == [3]
+    assert alone.collect(["a", "b"], most=1, purpose="test") == [(0, "a")]
+    assert alone.reduce([2.0], "max", purpose="test") == [2.0] and alone.reduce(
+        [3], "sum", purpose="test"
+    ) == [3]
 
 
 def test_no_collective_is_deprecated_in_this_torch() -> None:

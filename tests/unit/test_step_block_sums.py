@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, rectangles_of
 from deepspeed_muon.plan.placement import flat_placement
-from deepspeed_muon.plan.rectangles import rectangles_of
 from deepspeed_muon.reference import ReferenceMuon
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.hyperball import apply

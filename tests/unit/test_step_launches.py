@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,8 @@ from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import GradientInspection
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
-from deepspeed_muon.transport.exchange import ExchangeBuffers, StepStats
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
+from deepspeed_muon.variants import VARIANTS
 
 META = torch.device("meta")
 FRAGMENTS = 72  # MUON_FLAT_ROWS of ops/csrc/include/muon_cuda.h
@@ -90,9 +92,9 @@ def launches_of(name: str, tensors: list[Tensor]) -> int:
     return 1
 
 
-def runner_of(model: str, ranks: int, rank: int, launches: Launches) -> StepRunner:
+def runner_of(model: str, ranks: int, rank: int, launches: Launches, variant: str) -> StepRunner:
     """Return the runner of one rank at ZeRO 3, on the meta device and in bf16, whose messages and passes only count."""
-    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16"})
+    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant})
     routes = [each for each in route_parameters(load_model(model), config) if each.algorithm == "muon"]
     layouts, offset = [], 0
     for route in routes:
@@ -126,11 +128,13 @@ def runner_of(model: str, ranks: int, rank: int, launches: Launches) -> StepRunn
     return runner
 
 
-def counted(model: str, ranks: int) -> tuple[StepRunner, Launches]:
+def counted(model: str, ranks: int, variant: str = "muon") -> tuple[StepRunner, Launches]:
     """Return the runner of the rank that owns most matrices, and what its second step launches."""
     launches = Launches()
-    owners = Counter(runner_of(model, ranks, 0, launches).plan.owners)
-    runner = runner_of(model, ranks, owners.most_common(1)[0][0], launches)
+    owners = Counter(runner_of(model, ranks, 0, launches, variant).plan.owners)
+    formula = launches.during("formula", VARIANTS["normuon"].finish)
+    with mock.patch.dict(VARIANTS, normuon=replace(VARIANTS["normuon"], finish=formula)):
+        runner = runner_of(model, ranks, owners.most_common(1)[0][0], launches, variant)
     group = {**MuonConfig().group_defaults("muon"), "lr": 0.02}
     partition = runner.step_set.partitions[0].tensor
     state: dict[Tensor, dict[str, Any]] = {partition: {}}
@@ -146,7 +150,7 @@ def counted(model: str, ranks: int) -> tuple[StepRunner, Launches]:
 
     settle = launches.during("check", ResultCheck.settle)
     with (
-        mock.patch("deepspeed_muon.transport.exchange.start_messages", send),
+        mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
         mock.patch("deepspeed_muon.step.bound.reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
@@ -169,3 +173,11 @@ def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
     with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
     # Before there were tables, 448 of the passes alone, and copies.
     assert launches.counts["passes"] <= 12 and with_graphs <= 79 and launches.counts.total() <= 147
+
+
+def test_row_state_takes_one_launch_a_batch() -> None:
+    """It writes new rows over the old ones. Another launch rounds NorMuon's update; the host waits no more often."""
+    (_, muon), (_, normuon) = (counted("llama-7b", 64, variant) for variant in ("muon", "normuon"))
+    assert normuon.waits == muon.waits == 1 and normuon.calls == muon.calls
+    assert normuon.counts["all-to-all"] == muon.counts["all-to-all"]
+    assert normuon.counts.total() - normuon.counts["formula"] == muon.counts.total() + 2 * normuon.calls

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed_muon import Muon
 from deepspeed_muon.ops.dispatch import flat_passes
-from deepspeed_muon.plan.exchange import ExchangePlan, Segment, build_exchange_plan
+from deepspeed_muon.plan.chunks import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import strategies
@@ -76,9 +76,9 @@ def test_small_matrices_follow_each_other_in_the_order_of_the_batch() -> None:
     table, directions, grad = made(4, order)
     batch = table.batch(order)
     assert batch.in_order and torch.equal(directions.view(3, 32), grad.view(3, 32)[order])
-    assert batch.own[0].in_buffer(directions).is_contiguous() and batch.own[0].at_buffer == 0
+    assert batch.own[0].in_buffer(directions).is_contiguous() and batch.own[0].buffer_offset == 0
     assert not table.batch([0, 2, 1]).in_order
-    assert table.batch([0, 1]).in_order and table.batch([0, 1]).own[0].at_buffer == 32
+    assert table.batch([0, 1]).in_order and table.batch([0, 1]).own[0].buffer_offset == 32
 
 
 def test_sizes_that_would_be_misaligned_are_copied_at_once() -> None:
@@ -103,7 +103,10 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     expected = torch.full((4, 48), -1.0)
     for index, segment in chunk.receive_buffer.segments:
         for piece in range(segment.shape[1]):
-            start, at = segment.at_buffer + piece * segment.buffer_strides[1], segment.at_matrix + piece * 16
+            start, at = (
+                segment.buffer_offset + piece * segment.buffer_strides[1],
+                segment.matrix_offset + piece * 16,
+            )
             expected[index, at : at + 16] = received[start : start + 16]
     assert torch.equal(matrices.view(4, 48), expected) and (expected >= 0).all()
     # Any other batch finds the same, matrix by matrix.
@@ -119,13 +122,13 @@ def test_pieces_at_unequal_distances_are_not_joined() -> None:
         return Segment.of(8 * matrix, numel, place, numel)._replace(matrix_strides=(8, numel, 1))
 
     first = copy(0, 0)
-    two = first.before(copy(1, 6), 8)
+    two = first.joined(copy(1, 6), 8)
     assert two is not None and two.shape == (2, 1, 4) and two.buffer_strides[0] == 6
-    assert two.before(copy(2, 12), 8) is not None
-    assert two.before(copy(2, 13), 8) is None, "another distance in the buffer"
-    assert two.before(copy(3, 12), 8) is None, "a matrix is left out"
-    assert first.before(copy(1, 6, 5), 8) is None, "another length"
-    assert copy(0, 6).before(copy(1, 0), 8) is None, "backwards"
+    assert two.joined(copy(2, 12), 8) is not None
+    assert two.joined(copy(2, 13), 8) is None, "another distance in the buffer"
+    assert two.joined(copy(3, 12), 8) is None, "a matrix is left out"
+    assert first.joined(copy(1, 6, 5), 8) is None, "another length"
+    assert copy(0, 6).joined(copy(1, 0), 8) is None, "backwards"
 
 
 def test_a_matrix_without_a_gradient_is_left_alone() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.owners import shares_of_blocks
+from deepspeed_muon.plan.owners import split_shard
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.variants import muon_eq
@@ -41,22 +41,22 @@ SHARES = {
 def test_share_of_blocks(what: str) -> None:
     parts, blocks, ranks, expected = SHARES[what]
     shards = TensorShards(0, (sum(blocks) // ranks,) * ranks, parts)
-    assert shards.share_of(blocks) == expected
+    assert shards.blocks_of_shard(blocks) == expected
 
 
 def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
     shards = TensorShards(0, (8,) * 4, (16, 8, 8), (True, False, False))
     matrix = MatrixLayout("qkv", 8, 16, 0, flat_placement(0, 128, 64), row_blocks=(4, 2, 2), shards=shards)
-    heads, key, value = shares_of_blocks(matrix)
+    heads, key, value = split_shard(matrix)
     assert heads.shards is None and (heads.rows, heads.first_row) == (4, 0)
-    assert [(each.first_row, each.logical_shape, each.is_cut) for each in (key, value)] == [
+    assert [(each.first_row, each.logical_shape, each.is_sharded) for each in (key, value)] == [
         (4, (8, 16), True),
         (6, (8, 16), True),
     ]
     for each, start in ((heads, 0), (key, 64), (value, 96)):
-        assert each.placement.rank_at(0) == start // 64
+        assert each.placement.rank_of(0) == start // 64
     whole = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), shards=TensorShards(0, (8, 8)))
-    assert shares_of_blocks(whole) == [whole]
+    assert split_shard(whole) == [whole]
 
 
 class Fused(nn.Module):
@@ -76,9 +76,9 @@ def routed(parts: tuple[int, ...], **asked: object) -> tuple[tuple[int, ...], Te
 
 def test_counts_and_sizes_are_those_of_the_whole_layer() -> None:
     parts, shards = routed((16, 8, 8))
-    assert parts == (8, 4, 4) and shards is not None and shards.whole == (False,) * 3
+    assert parts == (8, 4, 4) and shards is not None and shards.complete == (False,) * 3
     parts, shards = routed((16, 8, 8), heads=[4, 2, 1])
-    assert parts == (4, 4, 4, 4) and shards is not None and shards.whole == (True, True, True, False)
+    assert parts == (4, 4, 4, 4) and shards is not None and shards.complete == (True, True, True, False)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed_muon.plan.exchange import CODED
-from deepspeed_muon.transport.exchange import Codec
+from deepspeed_muon.plan.chunks import INT8
+from deepspeed_muon.transport.all_to_all import Codec
 
-WIRE = Codec(torch.float32, CODED)
+WIRE = Codec(torch.float32, INT8)
 
 
 def sent(values: Tensor, *, gap: int = 0, copies: int | None = None) -> Tensor:
     """Return what is read of values that were written with room between the fragments."""
-    count, units = copies or len(values), CODED.units(values.shape[1])
+    count, units = copies or len(values), INT8.buffer_numel(values.shape[1])
     buffer = torch.full(((units + gap) * count,), 77, dtype=torch.uint8)
     place = buffer.as_strided((count, units), (units + gap, 1))
     WIRE.write(place, values)
@@ -36,8 +36,8 @@ def sent(values: Tensor, *, gap: int = 0, copies: int | None = None) -> Tensor:
 def test_half_a_step_at_most(fragments: int, numel: int, gap: int, scale: float, seed: int) -> None:
     values = scale * torch.randn(fragments, numel, generator=torch.Generator().manual_seed(seed))
     read = sent(values, gap=gap)
-    for block in range(0, numel, CODED.block):
-        here = slice(block, block + CODED.block)
+    for block in range(0, numel, INT8.block):
+        here = slice(block, block + INT8.block)
         step = values[:, here].abs().amax(dim=1, keepdim=True) / 127
         assert ((read[:, here] - values[:, here]).abs() <= 0.5001 * step).all()
 
@@ -70,7 +70,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 def test_rounding_of_normal_numbers() -> None:
     """The figures of docs/measured.md: 0.7 % of a normally distributed direction; bf16 0.17 %, e4m3 2.6 %."""
     values = torch.randn(1, 1 << 20, generator=torch.Generator().manual_seed(0))
-    blocks = values.view(-1, CODED.block)
+    blocks = values.view(-1, INT8.block)
     scales = blocks.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     eight_bits = ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).view_as(values)
     lost = [
@@ -83,8 +83,8 @@ def test_rounding_of_normal_numbers() -> None:
 
 def test_a_plain_wire_copies() -> None:
     wire = Codec(torch.bfloat16)
-    assert wire.exact and wire.dtype is torch.bfloat16 and wire.format.units(10) == 10
+    assert wire.exact and wire.dtype is torch.bfloat16 and wire.format.buffer_numel(10) == 10
     place, values = torch.empty(1, 10, dtype=torch.bfloat16), torch.randn(1, 10)
     wire.write(place, values)
     assert torch.equal(wire.read(place, 10), values.bfloat16())
-    assert not Codec(torch.bfloat16, CODED).exact and CODED.bytes_per_element(2) == 1.015625
+    assert not Codec(torch.bfloat16, INT8).exact and INT8.bytes_per_element(2) == 1.015625

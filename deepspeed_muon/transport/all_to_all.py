@@ -1,9 +1,9 @@
-"""The messages of one chunk, and their buffers: fragments of directions to the owners, and of updates back.
+"""Every exchange of an optimizer step: all-to-alls and broadcasts, their buffers, and how fragments are stored in them.
 
-Both are all-to-alls. Updates of replicated matrices are broadcast by their owners instead. Directions and updates are
-sent uncompressed, or as int8: a signed byte for each element and a scale for every block of 256, half of bf16's bytes
-and 2 % for the scales. What the receiver reads then differs from what was sent by up to half a step, 1/254 of the
-largest element of its block.
+Gather sends fragments of directions to the owners, scatter sends those of the updates back. Both are all-to-alls.
+Updates of replicated matrices are broadcast by their owners instead. Directions and updates are sent uncompressed, or
+as int8: a signed byte for each element and a scale for every block of 256, half of bf16's bytes and 2 % for the scales.
+What the receiver reads then differs from what was sent by up to half a step, 1/254 of the largest element of its block.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.exchange import PLAIN, BufferPlan, Chunk, ExchangePlan, WireFormat
+from deepspeed_muon.plan.chunks import UNCOMPRESSED, BufferPlan, Chunk, ExchangePlan, WireFormat
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.variants.variant import Variant
 
 SLOTS = 3
-"""Chunks in the buffers with overlap: one arrives, one is orthogonalised, one returns."""
+"""Chunks in the buffers with overlap: one is gathered, one is orthogonalised, one is scattered."""
 
-Way = Literal["gather", "scatter"]
+Exchange = Literal["gather", "scatter"]
 
 _OVERLAP_BYTES = 1 << 30
 _LARGEST = 127.0
@@ -40,51 +40,51 @@ class Codec:
 
     Attributes:
         values: Dtype of directions and updates.
-        format: The room that a fragment takes in a buffer, uncompressed or as int8.
+        format: How a fragment is stored in a buffer.
     """
 
     values: torch.dtype
-    format: WireFormat = PLAIN
+    format: WireFormat = UNCOMPRESSED
 
     @property
-    def exact(self) -> bool:
+    def is_uncompressed(self) -> bool:
         """Whether the receiver reads what was written."""
         return not self.format.block
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the buffers."""
-        return self.values if self.exact else torch.uint8
+        return self.values if self.is_uncompressed else torch.uint8
 
     def write(
-        self, place: Tensor, values: Tensor, note: Callable[[Tensor, Tensor], None] | None = None
+        self, target: Tensor, values: Tensor, record: Callable[[Tensor, Tensor], None] | None = None
     ) -> None:
-        """Write fragments to their places in a buffer.
+        """Write fragments into a buffer.
 
         Args:
-            place: ``(..., units)``. Mutated.
+            target: ``(..., buffer_numel)``, a view of the buffer. Mutated.
             values: ``(..., elements)``.
-            note: Called with ``values`` and what the receiver will read, unless it reads what was written.
+            record: Called with ``values`` and what the receiver will read, unless it reads what was written.
         """
-        if self.exact:
-            place.copy_(values)
+        if self.is_uncompressed:
+            target.copy_(values)
             return
         blocks = self._in_blocks(values)
         scales = blocks.abs().amax(dim=-1).div_(_LARGEST)
         # A block of zeros has no scale. One that is not finite keeps its own, so that the receiver sees it.
         codes = blocks.div_(scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)).round_().to(torch.int8)
         numel = values.shape[-1]
-        place[..., :numel].copy_(codes.flatten(-2)[..., :numel].view(torch.uint8))
-        self._scales(place, numel).copy_(scales)
-        if note is not None:
-            note(values, self.read(place, numel))
+        target[..., :numel].copy_(codes.flatten(-2)[..., :numel].view(torch.uint8))
+        self._scales(target, numel).copy_(scales)
+        if record is not None:
+            record(values, self.read(target, numel))
 
-    def read(self, place: Tensor, numel: int) -> Tensor:
-        """Return the ``(..., numel)`` values in ``place``, ``(..., units)``; the caller must not change them."""
-        if self.exact:
-            return place
-        blocks = self._in_blocks(place[..., :numel].view(torch.int8))
-        blocks.mul_(self._scales(place, numel).unsqueeze(-1))
+    def read(self, source: Tensor, numel: int) -> Tensor:
+        """Return the ``(..., numel)`` values in a view ``(..., buffer_numel)`` of a buffer; not to be written to."""
+        if self.is_uncompressed:
+            return source
+        blocks = self._in_blocks(source[..., :numel].view(torch.int8))
+        blocks.mul_(self._scales(source, numel).unsqueeze(-1))
         return blocks.flatten(-2)[..., :numel].to(self.values)
 
     def _in_blocks(self, values: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ class Codec:
         padded[..., :numel] = values
         return padded.view(*fragments, -1, block)
 
-    def _scales(self, place: Tensor, numel: int) -> Tensor:
-        """Return the scales in ``place``, ``(..., blocks)``."""
+    def _scales(self, view: Tensor, numel: int) -> Tensor:
+        """Return the scales in a view of a buffer, ``(..., blocks)``."""
         blocks = -(-numel // self.format.block)
-        return place[..., place.shape[-1] - 4 * blocks :].view(torch.float32)
+        return view[..., view.shape[-1] - 4 * blocks :].view(torch.float32)
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every part of the step of one step set needs; made once, when the optimizer is bound.
+    """Ranks, device, dtypes and settings of one step set; made once, when the optimizer is bound.
 
     Attributes:
         number: The number of the step set, for errors.
@@ -135,8 +135,8 @@ class StepContext:
         rank: This rank inside the group.
         world_size: The size of the group.
         device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
-        comm_dtype: Dtype of directions and updates, also of those that are not sent.
-        codec: How they are sent.
+        comm_dtype: The communication dtype, of all directions and updates.
+        codec: How those that are sent are stored in buffers.
         ns_settings: The Newton-Schulz iteration.
         stats: Counters of the optimizer; mutated.
         variant: The variant of Muon.
@@ -187,7 +187,7 @@ class ExchangeBuffers:
         self._needed[name] = max(nbytes, self._needed.get(name, 0))
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the first ``numel`` elements of the buffer ``name``; they keep what they held before."""
+        """Return the first ``numel`` elements of the buffer ``name``; they have their old content."""
         view = self._views.get((name, numel, dtype))
         if view is None:
             if name not in self._memory:
@@ -214,9 +214,9 @@ class InFlight:
     Attributes:
         chunk: The chunk.
         number: Its number in the plan.
-        send_buffer: Fragments that this rank holds. Directions leave from here, and updates arrive here.
-        receive_buffer: Fragments of this rank's matrices. Directions arrive here, and updates leave from here.
-        directions: Directions of what does not move, flat, and then its updates.
+        send_buffer: Fragments that this rank holds: first directions to send, then the updates that arrive.
+        receive_buffer: Fragments of this rank's matrices: first the directions that arrive, then updates to send.
+        directions: Directions of matrices that are not sent, flat, and then their updates.
         works: The messages that are under way.
     """
 
@@ -231,7 +231,7 @@ class InFlight:
 class ChunkExchange:
     """Starts and awaits the all-to-alls of one exchange plan.
 
-    Scatter sends the fragments back that gather brought, so the updates take the place of the directions.
+    Scatter sends back the fragments that gather brought, so the updates overwrite the directions.
     """
 
     def __init__(
@@ -255,18 +255,18 @@ class ChunkExchange:
         self._plan = plan
         self._buffers = buffers
         self._overlap = overlap
-        moving, size = [chunk for chunk in plan.chunks if chunk.scatters], context.codec.dtype.itemsize
-        self._slots = min(SLOTS if overlap else 1, len(moving))
+        sent, size = [chunk for chunk in plan.chunks if chunk.scatters], context.codec.dtype.itemsize
+        self._slots = min(SLOTS if overlap else 1, len(sent))
         for slot in range(self._slots):
-            buffers.reserve(f"send {slot}", size * max(chunk.send_buffer.numel for chunk in moving))
-            buffers.reserve(f"receive {slot}", size * max(chunk.receive_buffer.numel for chunk in moving))
+            buffers.reserve(f"send {slot}", size * max(chunk.send_buffer.numel for chunk in sent))
+            buffers.reserve(f"receive {slot}", size * max(chunk.receive_buffer.numel for chunk in sent))
 
     def open(self, number: int, slot: int | None) -> InFlight:
-        """Give a chunk of the plan its slot, or none if nothing moves; the buffers keep what they held before."""
+        """Give a chunk of the plan its slot, or none if nothing is sent; the buffers have their old content."""
         chunk, dtype = self._plan.chunks[number], self._context.codec.dtype
         if slot is None:
-            nothing = torch.empty(0, dtype=dtype, device=self._context.device)
-            return InFlight(chunk, number, nothing, nothing)
+            empty = torch.empty(0, dtype=dtype, device=self._context.device)
+            return InFlight(chunk, number, empty, empty)
         slot %= self._slots
         return InFlight(
             chunk,
@@ -284,25 +284,24 @@ class ChunkExchange:
         """Start to send the updates to the holders. Must be called by all ranks of the group."""
         self._start("scatter", flight)
 
-    def _start(self, what: Way, flight: InFlight) -> None:
+    def _start(self, exchange: Exchange, flight: InFlight) -> None:
         """Start the messages of a chunk; without overlap wait for them."""
-        with self._phase(what, flight):
-            flight.works += start_messages(what, flight, self._context)
+        with self._phase(exchange, flight):
+            flight.works += start_messages(exchange, flight, self._context)
         if not self._overlap:
-            self.wait(what, flight)
+            self.wait(exchange, flight)
 
-    def wait(self, what: Way, flight: InFlight) -> None:
+    def wait(self, exchange: Exchange, flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
         if not flight.works:
             return
-        with self._phase(what, flight):
+        with self._phase(exchange, flight):
             while flight.works:
                 flight.works.pop(0).wait()
 
-    def _phase(self, what: Way, flight: InFlight) -> AbstractContextManager[None]:
-        return phase(
-            f"{what} of chunk {flight.number} of step set {self._context.number}", self._context.group
-        )
+    def _phase(self, exchange: Exchange, flight: InFlight) -> AbstractContextManager[None]:
+        context = self._context
+        return phase(f"{exchange} of chunk {flight.number} of step set {context.number}", context.group)
 
 
 def overlap_fits(matrices: Iterable[MatrixLayout], wire_bytes: float) -> bool:
@@ -311,11 +310,11 @@ def overlap_fits(matrices: Iterable[MatrixLayout], wire_bytes: float) -> bool:
     return 2 * SLOTS * wire_bytes * largest <= _OVERLAP_BYTES
 
 
-def exchange_bytes(
-    out: Tensor,
-    send: Tensor,
-    out_splits: Sequence[int],
-    send_splits: Sequence[int],
+def start_all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    received_splits: Sequence[int],
+    sent_splits: Sequence[int],
     *,
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
@@ -324,52 +323,87 @@ def exchange_bytes(
     Must be called by all ranks of ``group``.
 
     Args:
-        out: What is received, by rank. Mutated.
-        send: What is sent, by rank, of the same dtype.
-        out_splits: Elements from each rank.
-        send_splits: Elements to each rank.
+        received: By rank. Mutated.
+        sent: By rank, of the same dtype.
+        received_splits: Elements from each rank.
+        sent_splits: Elements to each rank.
         group: The process group.
     """
-    size = send.element_size()
+    size = sent.element_size()
     work: dist.Work = dist.all_to_all_single(
-        out.view(torch.uint8),
-        send.view(torch.uint8),
-        [count * size for count in out_splits],
-        [count * size for count in send_splits],
+        received.view(torch.uint8),
+        sent.view(torch.uint8),
+        [count * size for count in received_splits],
+        [count * size for count in sent_splits],
         group=group,
         async_op=True,
     )
     return work
 
 
-def start_messages(what: Way, flight: InFlight, context: StepContext) -> list[dist.Work]:
-    """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it.
+def exchange_tensors(
+    tensors: Sequence[Sequence[Tensor]],
+    numels: Sequence[Sequence[int]],
+    *,
+    like: Tensor,
+    group: dist.ProcessGroup,
+    purpose: str,
+) -> list[Sequence[Tensor]]:
+    """Send tensors to every rank of a group in one all-to-all; return what each rank sent, flat.
 
-    Must be called by all ranks of the group. Owners broadcast what they have for replicated matrices to all other
-    ranks, in the order of the owners.
+    Must be called by all ranks of ``group``.
 
     Args:
-        what: Gather sends what the send buffer holds, scatter what the receive buffer holds.
-        flight: The chunk. The other buffer is mutated.
+        tensors: For each rank, the tensors to send to it.
+        numels: For each rank, the elements of each tensor that it sends.
+        like: Has the dtype of all tensors, and the device to send from.
+        group: The process group.
+        purpose: For the error if a rank does not come.
+    """
+    vectors = [tensor.reshape(-1).to(like.device) for to_rank in tensors for tensor in to_rank]
+    sent = torch.cat(vectors) if vectors else like.new_empty(0)
+    sent_splits = [sum(tensor.numel() for tensor in to_rank) for to_rank in tensors]
+    received_splits = [sum(from_rank) for from_rank in numels]
+    received = like.new_empty(sum(received_splits))
+    with phase(purpose, group):
+        start_all_to_all(received, sent, received_splits, sent_splits, group=group).wait()
+    return [
+        flat.split(list(from_rank)) if from_rank else ()
+        for flat, from_rank in zip(received.split(received_splits), numels, strict=True)
+    ]
+
+
+def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -> list[dist.Work]:
+    """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it.
+
+    Must be called by all ranks of the group. Owners broadcast the updates of replicated matrices to all other ranks,
+    in the order of the owners.
+
+    Args:
+        exchange: Gather sends the content of the send buffer, scatter that of the receive buffer.
+        flight: The chunk. The buffer that receives is mutated.
         context: Of the step set. Its counters are mutated.
     """
     group, chunk = context.group, flight.chunk
     sent, received = chunk.send_buffer, chunk.receive_buffer
     send, out = flight.send_buffer, flight.receive_buffer
-    if what == "scatter":
+    if exchange == "scatter":
         sent, received, send, out = received, sent, out, send
-    context.stats.count_exchange((chunk.copies or 1) * sent.others * send.element_size())
+    context.stats.count_exchange((chunk.copies or 1) * sent.remote_numel * send.element_size())
     if not chunk.copies:
-        into, out_of = _splits(received, context.world_size), _splits(sent, context.world_size)
-        return [exchange_bytes(out, send, into, out_of, group=group)]
-    parts = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
+        received_splits, sent_splits = (
+            _splits(received, context.world_size),
+            _splits(sent, context.world_size),
+        )
+        return [start_all_to_all(out, send, received_splits, sent_splits, group=group)]
+    updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
     if send.numel():
-        parts[context.rank] = send
+        updates_of[context.rank] = send
     return [
-        dist.broadcast(parts[owner].view(torch.uint8), group=group, group_src=owner, async_op=True)
-        for owner in sorted(parts)
+        dist.broadcast(updates_of[owner].view(torch.uint8), group=group, group_src=owner, async_op=True)
+        for owner in sorted(updates_of)
     ]
 
 
-# A number for each rank, which does not change from step to step.
+# The list has a number for each rank, and does not change from step to step.
 _splits = functools.lru_cache(maxsize=64)(BufferPlan.splits)

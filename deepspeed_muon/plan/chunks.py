@@ -1,0 +1,424 @@
+"""The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
+
+Gather sends every fragment of a matrix to its owner, which also sends itself its own; scatter sends the updates back.
+Of replicated matrices only the updates are sent: every owner broadcasts its own, each with the row state of the matrix.
+Chunks have a bounded size, which bounds the buffers. A chunk of matrices that no other rank holds has no all-to-all.
+
+A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
+by peer, then by matrix. Both sides derive that order from the same layouts, so no header is sent. Peers that send equal
+fragments make one :class:`Segment`: a plan has about as many segments as matrices, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import Ints, Placement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Numel = TypeVar("_Numel", int, Ints)
+_SCALE_BYTES = 4
+# Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
+# bf16, some ten microseconds at 50 GB/s) are bound by latency.
+_CHUNKS = 8
+_LEAST_NUMEL_PER_RANK = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """How a fragment is stored in a buffer: uncompressed, or as int8 with an fp32 scale for every block.
+
+    Attributes:
+        block: Elements of a fragment that share a scale; 0 for uncompressed ones.
+    """
+
+    block: int = 0
+
+    def buffer_numel(self, numel: _Numel) -> _Numel:
+        """Return the elements of a buffer (bytes, for int8) that a fragment of ``numel`` elements takes.
+
+        Scales follow the elements, at a multiple of four bytes.
+        """
+        if not self.block:
+            return numel
+        return -(-numel // _SCALE_BYTES) * _SCALE_BYTES + -(-numel // self.block) * _SCALE_BYTES
+
+    def bytes_per_element(self, itemsize: int) -> float:
+        """Return the bytes that an element takes in a long fragment; ``itemsize`` is that of uncompressed ones."""
+        return 1 + _SCALE_BYTES / self.block if self.block else itemsize
+
+
+UNCOMPRESSED = WireFormat()
+"""In the communication dtype."""
+
+INT8 = WireFormat(256)
+"""One byte an element, and a scale for each 256."""
+
+
+class Segment(NamedTuple):
+    """Equal fragments of a matrix, or of several equal ones, on consecutive ranks: in the matrices and in a buffer.
+
+    Attributes:
+        shape: Matrices, fragments of each of them, elements of a fragment.
+        matrix_offset: Where the first fragment starts in the matrices.
+        matrix_strides: Strides there.
+        buffer_offset: Where it starts in the buffer of this rank.
+        buffer_strides: Strides there.
+        buffer_numel: Elements of the buffer that a fragment takes; see :class:`WireFormat`.
+    """
+
+    shape: tuple[int, int, int]
+    matrix_offset: int
+    matrix_strides: tuple[int, int, int]
+    buffer_offset: int
+    buffer_strides: tuple[int, int, int]
+    buffer_numel: int
+
+    @classmethod
+    def of(
+        cls,
+        matrix_offset: int,
+        numel: int,
+        buffer_offset: int,
+        buffer_numel: int,
+        *,
+        count: int = 1,
+        stride: int = 0,
+    ) -> Segment:
+        """Return ``count`` fragments of one matrix that follow each other there, and every ``stride`` in the buffer."""
+        shape, in_matrix, in_buffer = _shape_and_strides(count, numel, stride)
+        return cls(shape, matrix_offset, in_matrix, buffer_offset, in_buffer, buffer_numel)
+
+    def in_matrices(self, flat: Tensor) -> Tensor:
+        """Return the fragments in the matrices, flat and contiguous, as a view of :attr:`shape`."""
+        return flat.as_strided(self.shape, self.matrix_strides, flat.storage_offset() + self.matrix_offset)
+
+    def in_buffer(self, buffer: Tensor) -> Tensor:
+        """Return the fragments in the buffer: ``(matrices, fragments, buffer_numel)``, a view."""
+        start = buffer.storage_offset() + self.buffer_offset
+        return buffer.as_strided((*self.shape[:2], self.buffer_numel), self.buffer_strides, start)
+
+    def joined(self, following: Segment, matrix_numel: int) -> Segment | None:
+        """Return this segment and that of the next matrix as one; ``None`` if they are not at equal distances.
+
+        Args:
+            following: A segment of one matrix.
+            matrix_numel: Elements from the start of a matrix to that of the next one.
+        """
+        matrices, gap = self.shape[0], following.buffer_offset - self.buffer_offset
+        expected_gap = gap if matrices == 1 else self.buffer_strides[0] * matrices
+        if (
+            self.shape[1:] != following.shape[1:]
+            or self.buffer_strides[1:] != following.buffer_strides[1:]
+            or gap <= 0
+            or gap != expected_gap
+            or following.matrix_offset != self.matrix_offset + matrices * matrix_numel
+        ):
+            return None
+        return self._replace(
+            shape=(matrices + 1, *self.shape[1:]),
+            buffer_strides=(gap // matrices, *self.buffer_strides[1:]),
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape_and_strides(count: int, numel: int, stride: int) -> tuple[tuple[int, int, int], ...]:
+    """Return tuples that equal fragments share: of 44,000 matrices those would be 8 MB otherwise."""
+    return (1, count, numel), (0, numel, 1), (0, stride, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BufferPlan:
+    """The layout of one of a rank's two buffers of a chunk.
+
+    Attributes:
+        segments: The index of a matrix in the plan, and its fragments.
+        peers: The ranks with which this rank exchanges elements of the buffer, ascending; itself among them.
+        counts: Elements of the buffer for each of ``peers``.
+        numel: Elements of the buffer.
+        remote_numel: Those of them that other ranks send or receive.
+    """
+
+    segments: tuple[tuple[int, Segment], ...]
+    peers: Ints
+    counts: Ints
+    numel: int
+    remote_numel: int
+
+    def splits(self, world_size: int) -> list[int]:
+        """Return the elements of the buffer for every rank, as an all-to-all needs them."""
+        splits = np.zeros(world_size, dtype=np.int64)
+        splits[self.peers] = self.counts
+        return [int(count) for count in splits]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Matrices that are exchanged together, as one rank sees them.
+
+    Attributes:
+        matrices: Indices of the matrices in this chunk, ascending.
+        owned: Those that this rank owns.
+        send_buffer: Fragments that this rank holds. Gather sends them to the receive buffers, scatter is the reverse.
+        receive_buffer: Fragments of this rank's matrices, a single matrix completely.
+        gathers: Whether any rank sends anything in gather.
+        scatters: Whether any rank sends anything in scatter.
+        copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
+    """
+
+    matrices: tuple[int, ...]
+    owned: tuple[int, ...]
+    send_buffer: BufferPlan
+    receive_buffer: BufferPlan
+    gathers: bool
+    scatters: bool
+    copies: int = 0
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements that this rank sends in gather and scatter; a broadcast counts once for each receiver."""
+        receivers = self.copies or self.scatters
+        return self.send_buffer.remote_numel * self.gathers + self.receive_buffer.remote_numel * receivers
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """Everything that one rank needs to exchange the matrices of a step set.
+
+    Attributes:
+        rank: This rank inside the data-parallel group.
+        world_size: Ranks of the group.
+        matrices: All matrices, equal on every rank.
+        owners: The owner of each matrix, equal on every rank.
+        chunks: What is exchanged together, in order.
+    """
+
+    rank: int
+    world_size: int
+    matrices: tuple[MatrixLayout, ...]
+    owners: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements of buffers (bytes, for int8) that this rank sends to other ranks per step."""
+        return sum(chunk.sent_elements for chunk in self.chunks)
+
+    def digest(self) -> str:
+        """Return a hash of :meth:`description`, which must be equal on all ranks."""
+        digest = hashlib.sha256()
+        for row in self.description():
+            digest.update(repr(row).encode())
+        return digest.hexdigest()
+
+    def description(self) -> Iterator[tuple[object, ...]]:
+        """Yield what all ranks must agree on, owners, chunks and layouts, as plain data: one row per matrix."""
+        chunk_of = {index: number for number, chunk in enumerate(self.chunks) for index in chunk.matrices}
+        for index, matrix in enumerate(self.matrices):
+            yield (
+                matrix.name,
+                matrix.rows,
+                matrix.cols,
+                matrix.grid,
+                matrix.transposed,
+                matrix.first_row,
+                self.owners[index],
+                chunk_of[index],
+                matrix.placement.numbers(),
+            )
+
+
+def build_exchange_plan(
+    matrices: Sequence[MatrixLayout],
+    owners: Sequence[int],
+    *,
+    rank: int,
+    world_size: int,
+    chunk_numel: int,
+    wire: WireFormat = UNCOMPRESSED,
+    row_numel: int = 0,
+) -> ExchangePlan:
+    """Make the plan of one rank.
+
+    Args:
+        matrices: All matrices of the data-parallel group, in the order that every rank uses.
+        owners: One rank per matrix.
+        rank: This rank inside the group.
+        world_size: Ranks of the group.
+        chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
+            matrix is sent without others of its owner. Chunks are smaller where this bound would make only a few.
+        wire: How a fragment is stored in a buffer.
+        row_numel: Elements of a buffer that the state of one row takes, behind the update of a replicated matrix.
+    """
+    placements = [matrix.placement for matrix in matrices]
+    row_state = [row_numel * matrix.output_count if matrix.replicated else 0 for matrix in matrices]
+    chunks = [
+        build_chunk(placements, owners, indices, rank, wire, row_state)
+        for indices in divide_into_chunks(matrices, owners, chunk_numel, world_size)
+    ]
+    return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
+
+
+def is_sent(placement: Placement, owner: int) -> bool:
+    """Return whether any rank but the owner holds elements of a matrix."""
+    return placement.only_rank != owner
+
+
+def divide_into_chunks(
+    matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
+) -> list[list[int]]:
+    """Divide the matrices into chunks, those that are never sent first.
+
+    Every owner fills its share of a chunk up to ``bound`` elements, largest matrices first, so that the owners' shares
+    cost about the same. A bound on whole chunks would let most ranks wait in a large model: a chunk would hold few
+    matrices, and few ranks would own any of them.
+
+    Replicated matrices have chunks of their own, because only their updates are sent. Every rank receives each update
+    completely, so there the bound holds for all owners together.
+
+    Args:
+        matrices: All matrices of the plan.
+        owners: One rank for each.
+        bound: Elements that one rank owns in a chunk at most.
+        world_size: Ranks of the group.
+    """
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        kinds.setdefault((is_sent(matrix.placement, owners[index]), matrix.replicated), []).append(index)
+    chunks: list[list[int]] = []
+    for (sent, replicated), members in sorted(kinds.items()):
+        is_broadcast = sent and replicated
+        # Each owner fills its own share of a chunk; all owners fill one share of what is broadcast.
+        share_of = {index: 0 if is_broadcast else owners[index] for index in members}
+        totals = np.zeros(world_size, dtype=np.int64)
+        for index in members:
+            totals[share_of[index]] += matrices[index].numel
+        least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
+        limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least))
+        new_chunks: list[list[int]] = []
+        number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
+        for index in sorted(members, key=lambda index: matrices[index].numel, reverse=True):
+            share, numel = share_of[index], matrices[index].numel
+            if filled[share] and filled[share] + numel > limit:
+                number[share] += 1
+                filled[share] = 0
+            if number[share] == len(new_chunks):
+                new_chunks.append([])
+            new_chunks[number[share]].append(index)
+            filled[share] += numel
+        chunks += [sorted(chunk) for chunk in new_chunks]
+    return chunks
+
+
+def build_chunk(
+    placements: Sequence[Placement],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    rank: int,
+    wire: WireFormat = UNCOMPRESSED,
+    row_state: Sequence[int] = (),
+) -> Chunk:
+    """Plan one chunk for one rank.
+
+    Args:
+        placements: Of each matrix of the plan.
+        owners: The owner of each matrix.
+        indices: The matrices of the chunk, ascending; all replicated, or none.
+        rank: The rank.
+        wire: How a fragment is stored in a buffer.
+        row_state: Elements of a buffer for the row state of each replicated matrix of the plan; 0 by default.
+    """
+    sent = [index for index in indices if is_sent(placements[index], owners[index])]
+    owned = tuple(index for index in indices if owners[index] == rank)
+    row_state = row_state or [0] * len(placements)
+    if sent and placements[sent[0]].replicated:
+        # The owner has the full gradient already: updates leave from one buffer and arrive in the other.
+        received = [index for index in sent if owners[index] != rank]
+        arriving = _by_owner(placements, owners, received, rank, wire, row_state)
+        # One copy of this rank's updates for all ranks; no peer has a share of its own.
+        leaving = _by_owner(placements, owners, owned, rank, wire, row_state)
+        leaving = BufferPlan(leaving.segments, _ints(()), _ints(()), leaving.numel, leaving.numel)
+        copies = len(placements[sent[0]].ranks) - 1
+        return Chunk(tuple(indices), owned, arriving, leaving, gathers=False, scatters=True, copies=copies)
+    return Chunk(
+        tuple(indices),
+        owned,
+        _by_owner(placements, owners, sent, rank, wire, row_state),
+        _by_holder(placements, [index for index in sent if owners[index] == rank], rank, wire),
+        gathers=bool(sent),
+        scatters=bool(sent),
+    )
+
+
+def _by_owner(
+    placements: Sequence[Placement],
+    owners: Sequence[int],
+    indices: Sequence[int],
+    rank: int,
+    wire: WireFormat,
+    row_state: Sequence[int],
+) -> BufferPlan:
+    """Lay out the fragments that a rank holds of some matrices, by owner."""
+    segments: list[tuple[int, Segment]] = []
+    counts: dict[int, int] = {}
+    offset = 0
+    for index in sorted(indices, key=lambda index: owners[index]):
+        if (fragment := placements[index].fragment_on(rank)) is not None:
+            numel = wire.buffer_numel(fragment.numel)
+            segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset, numel)))
+            numel += row_state[index]
+            counts[owners[index]] = counts.get(owners[index], 0) + numel
+            offset += numel
+    remote_numel = offset - counts.get(rank, 0)
+    return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset, remote_numel)
+
+
+def _by_holder(
+    placements: Sequence[Placement], indices: Sequence[int], rank: int, wire: WireFormat
+) -> BufferPlan:
+    """Lay out the fragments of a rank's own matrices, by the rank that holds them."""
+    if not indices:
+        return BufferPlan((), _ints(()), _ints(()), 0, 0)
+    first = min(placements[index].ranks.start for index in indices)
+    # The last of ``ranks`` only ends them.
+    ranks = np.arange(first, max(placements[index].ranks.stop for index in indices) + 1)
+    numels = np.array([np.diff(placements[index].starts(ranks)) for index in indices])  # (matrices, ranks)
+    buffer_numels = wire.buffer_numel(numels)
+    totals = buffer_numels.sum(axis=0)  # (ranks,)
+    rank_offsets = np.cumsum(totals) - totals
+    offsets_in_rank = np.cumsum(buffer_numels, axis=0) - buffer_numels
+    segments: list[tuple[int, Segment]] = []
+    for index, lengths, before in zip(indices, numels, offsets_in_rank, strict=True):
+        starts = placements[index].starts(ranks[:-1])
+        # Peers make one segment where their fragments are equal and at equal offsets in what they send.
+        facts = np.stack((lengths, totals, before))
+        begins = np.flatnonzero(np.append(True, (facts[:, 1:] != facts[:, :-1]).any(axis=0)))
+        ends = np.append(begins[1:], len(lengths))
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            if numel := int(lengths[begin]):
+                offset = int(rank_offsets[begin] + before[begin])
+                segment = Segment.of(
+                    int(starts[begin]),
+                    numel,
+                    offset,
+                    wire.buffer_numel(numel),
+                    count=end - begin,
+                    stride=int(totals[begin]),
+                )
+                segments.append((index, segment))
+    peers = np.flatnonzero(totals)
+    remote_numel = int(totals.sum(where=ranks[:-1] != rank))
+    return BufferPlan(tuple(segments), ranks[peers], totals[peers], int(totals.sum()), remote_numel)
+
+
+def _ints(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, dtype=np.int64)
