@@ -387,7 +387,7 @@ class Muon(RoutedOptimizer):
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in self._bound.current(self.param_groups, left_out=self._frozen)
         ]
-        reports = [self._bound.inspections[runner].report(grads) for runner, _, grads in current]
+        reports = [self._bound.gradient_status[runner].report(grads) for runner, _, grads in current]
         self.overflow = False
         failed = [name for report in reports for name in report.failed]
         nonfinite = [name for report in reports for name in report.nonfinite]
@@ -407,7 +407,7 @@ class Muon(RoutedOptimizer):
             self.report_failed(
                 [n for runner, *_ in current for n in runner.check.take_failed()], "in this step"
             )
-            if not any(runner.check.told_later for runner in self.runners):
+            if not any(runner.check.is_deferred for runner in self.runners):
                 self.refuse_zero_weights()
 
     def report_failed(self, names: Sequence[str], when: str) -> None:

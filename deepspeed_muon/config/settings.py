@@ -37,6 +37,7 @@ from deepspeed_muon.math.coefficients import (
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops.dispatch import NsBackend
+from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.chunks import INT8, UNCOMPRESSED, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
@@ -307,6 +308,11 @@ class MuonConfig(_VariantSettings):
     def wire_format(self) -> WireFormat:
         """The room that directions and updates take in communication buffers."""
         return INT8 if self.wire_dtype == "int8" else UNCOMPRESSED
+
+    @property
+    def cut_divisor(self) -> int:
+        """What divides the elements before a cut of a stack for several owners: no block of int8 momentum is cut."""
+        return BLOCK if self.momentum_dtype == "int8" else 1
 
     def muon_defaults(self) -> dict[str, Any]:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""

@@ -196,12 +196,12 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedT
             own = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
             saved = identify_tag(folder / str(tag), own, load=load)
         if saved is not None and with_state:
+            _require_own(engine, saved)
             if own is not None and not own.is_file():
                 raise CheckpointError(
                     f"{own}: no such file, and DeepSpeed would load weights without the optimizer's state: copy "
                     f"all files of the save into the folder, or load another tag"
                 )
-            _require_own(engine, saved)
             difference = _difference(engine, saved)
         if tag is not None:
             with refusing(f"{load_dir!r}"):

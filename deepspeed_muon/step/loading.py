@@ -33,7 +33,7 @@ from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown, unkn
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.param_groups import CALLER_GROUP
-from deepspeed_muon.step.quantized import SCALE_KEY
+from deepspeed_muon.step.int8 import SCALE_KEY
 from deepspeed_muon.step.state import STATE_TENSORS
 from deepspeed_muon.variants import ROW_STATE
 
@@ -325,7 +325,7 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the state of a parameter on its device and in the dtypes in which it is kept.
 
-    To and from 8 bits the next step converts (:func:`.quantized.convert_momentum`): that takes the layout.
+    To and from 8 bits the next step converts (:func:`.int8.convert_momentum`): that takes the layout.
 
     Args:
         entry: The saved state.

@@ -84,6 +84,7 @@ def report(engine: Any) -> dict[str, Any]:
         "rates": [float(group["lr"]) for group in engine.basic_optimizer.param_groups],
         "steps": sorted({int(s["step"]) for s in engine.basic_optimizer.state.values() if "step" in s}),
         "global_steps": engine.global_steps,
+        "cuts": training.cuts_of(engine),
     }
 
 
