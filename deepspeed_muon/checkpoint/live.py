@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -193,6 +193,11 @@ def optimizer_of(engine: Any) -> Muon:
     return optimizer
 
 
+def host_of(optimizer: Muon) -> Host:
+    """Return the engine around an optimizer that is bound to one."""
+    return cast(Host, optimizer.host)
+
+
 def require_all_ranks(engine: Any) -> None:
     """Raise where the ranks cannot save or restore together; on every rank, without any communication.
 
@@ -317,7 +322,7 @@ def collect(engine: Any) -> LiveState:
             slice of a full tensor a parameter is.
     """
     optimizer = optimizer_of(engine)
-    host: Host = optimizer.host
+    host = host_of(optimizer)
     group_numbers = host.view.group_numbers()
     shared_members: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for each data-parallel group
     parameters: dict[str, LiveParameter] = {}

@@ -30,8 +30,8 @@ class BoundSteps:
 
     Attributes:
         runners: One for each step set.
-        gradient_status: Finds out about the gradients of each.
-        process_groups: The process groups that the step sets communicate in.
+        gradient_status: What exchanges the status of the gradients of each runner's step set.
+        process_groups: The process groups over which the step sets communicate.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class BoundSteps:
             load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
             self.runners.append(StepRunner(step_set, config, resources, load=load, number=number))
         self.gradient_status = {runner: GradientStatus(runner) for runner in self.runners}
-        found = (
+        groups = (
             group
-            for each in step_sets
-            for group in (each.wider_group, each.tensor_group, each.stack_group, each.group)
+            for step_set in step_sets
+            for group in (step_set.wider_group, step_set.tensor_group, step_set.stack_group, step_set.group)
         )
-        self.process_groups = [group for group in dict.fromkeys(found) if group is not None]
+        self.process_groups = [group for group in dict.fromkeys(groups) if group is not None]
         self._dtypes = {
             runner: [partition.tensor.dtype for partition in runner.step_set.partitions]
             for runner in self.runners
@@ -152,7 +152,7 @@ class BoundSteps:
                 status.flags = flags
         return on_cpu[: len(norms)]
 
-    def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
+    def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is not finite; ``None`` if the ranks of ``group`` do not have the flags of all.
 
         They have them after :meth:`exchange_flags`, if all step sets belong to the ranks of ``group``.
