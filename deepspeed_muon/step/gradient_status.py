@@ -85,7 +85,8 @@ class GradientStatus:
         Returns:
             ``(2, parameters of all sets)`` on the device.
         """
-        flags = torch.cat([status._local_flags(grads) for status in statuses], dim=1)
+        local = [status._local_flags(grads) for status in statuses]
+        flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
         for group in statuses[0].groups if flags.numel() else ():
             flags = reduce_tensor(flags, group, purpose=_PHASE, how="max")
         return flags

@@ -225,7 +225,7 @@ def test_an_infinity_in_one_expert_is_known_to_all_ranks(ranks: Any, mode: str) 
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str) -> Any:
     engine = make_engine(2, rank, stage=stage, clipping=0.5)
-    return training.whole_or_rest(engine, rank, world_size, folder=folder, phase=phase)
+    return training.train_all_or_rest(engine, rank, world_size, folder=folder, phase=phase)
 
 
 @pytest.mark.parametrize("stage", [full(1), 2])

@@ -88,7 +88,7 @@ def run_step(engine: Any, step: int, rank: int, world_size: int, accumulation: i
     """Run the micro-batches of one optimizer step and the step itself; return the mean loss of this rank."""
     total = 0.0
     for micro in range(accumulation):
-        tokens, targets = (each.to(engine.device) for each in batch(step, micro * world_size + rank))
+        tokens, targets = (tensor.to(engine.device) for tensor in batch(step, micro * world_size + rank))
         loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()
@@ -179,7 +179,7 @@ def outcome(engine: Any) -> dict[str, Any]:
     return {"params": full_masters(engine), **states}
 
 
-def whole_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase: str) -> dict[str, Any]:
+def train_all_or_rest(engine: Any, rank: int, world_size: int, *, folder: str, phase: str) -> dict[str, Any]:
     """Take four steps and save after two (``whole``), or load that and take the last two (``rest``)."""
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
@@ -200,19 +200,19 @@ def cuts_of(engine: Any) -> dict[str, list[int]]:
             fragments = (
                 [] if placement.replicated else [placement.fragment_on(rank) for rank in placement.ranks]
             )
-            cuts[matrix.name] = [each.matrix_offset for each in fragments if each is not None][1:]
+            cuts[matrix.name] = [fragment.matrix_offset for fragment in fragments if fragment is not None][1:]
     return cuts
 
 
 def assert_same_int8_momentum(
-    found: dict[str, Any], expected: dict[str, Any], key: str = "momentum_buffer"
+    actual: dict[str, Any], expected: dict[str, Any], key: str = "momentum_buffer"
 ) -> None:
     """Compare int8 momentum of two topologies: the same bits, but in blocks that either cuts within half a code."""
-    assert found[key].keys() == expected[key].keys() and expected[key]
+    assert actual[key].keys() == expected[key].keys() and expected[key]
     cut_blocks = 0
     for name, tensor in expected[key].items():
-        cuts = {cut // 256 for cut in found["cuts"][name] + expected["cuts"][name] if cut % 256}
-        pairs = zip(found[key][name].view(-1).split(256), tensor.view(-1).split(256), strict=True)
+        cuts = {cut // 256 for cut in actual["cuts"][name] + expected["cuts"][name] if cut % 256}
+        pairs = zip(actual[key][name].view(-1).split(256), tensor.view(-1).split(256), strict=True)
         for number, (block, other) in enumerate(pairs):
             limit = float(other.abs().max()) / 127 * 0.51 if number in cuts else 0.0
             assert float((block - other).abs().max()) <= limit, (name, number)
@@ -220,12 +220,12 @@ def assert_same_int8_momentum(
     assert cut_blocks, "no block is cut"
 
 
-def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], *keys: str) -> None:
+def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any], *keys: str) -> None:
     """Fail unless the entries of two reports hold equal tensors under equal names; an empty one fails too."""
     for key in keys or expected:
-        assert found[key].keys() == expected[key].keys() and expected[key], key
+        assert actual[key].keys() == expected[key].keys() and expected[key], key
         for name, tensor in expected[key].items():
-            assert torch.equal(found[key][name], tensor), (key, name)
+            assert torch.equal(actual[key][name], tensor), (key, name)
 
 
 def train(
@@ -322,9 +322,9 @@ EVENTS = {
 
 def state_bytes(state: Mapping[Any, Mapping[str, Any]]) -> dict[str, int]:
     """Return how many bytes this rank's state tensors take, by key."""
-    found: dict[str, int] = {}
-    for own in state.values():
-        for key, value in own.items():
+    totals: dict[str, int] = {}
+    for tensors in state.values():
+        for key, value in tensors.items():
             if isinstance(value, Tensor):
-                found[key] = found.get(key, 0) + value.numel() * value.element_size()
-    return found
+                totals[key] = totals.get(key, 0) + value.numel() * value.element_size()
+    return totals

@@ -130,8 +130,8 @@ def banks_used(offsets: np.ndarray, width: int) -> np.ndarray:
 def test_triangle_row_at_every_boundary(maps: Maps) -> None:
     for row in [*range(1, 3000), *range(46_330, 46_350), *range(131_000, 131_072)]:
         first = row * (row + 1) // 2
-        found = [maps.library.triangle_row_of(first + step) for step in (-1, 0, row, row + 1)]
-        assert found == [row - 1, row, row, row + 1]
+        rows = [maps.library.triangle_row_of(first + step) for step in (-1, 0, row, row + 1)]
+        assert rows == [row - 1, row, row, row + 1]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 78, 108, 114, 132, 142, 148, 160, 264])
