@@ -71,6 +71,7 @@ class NamedParameter:
         claims: The rules that its place in the model makes apply; meaningful with ``layer`` only.
         attention: The heads of the attention module around it, if a configuration names them.
         shards: How tensor parallelism cuts it; ``None`` if it does not, or nothing says how.
+        as_trained: Whether it is routed as if it were trained, although it is frozen.
     """
 
     names: tuple[str, ...]
@@ -79,6 +80,12 @@ class NamedParameter:
     claims: tuple[Claim, ...] = ()
     attention: AttentionShape | None = None
     shards: TensorShards | None = None
+    as_trained: bool = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is routed as a frozen parameter."""
+        return not (self.param.requires_grad or self.as_trained)
 
     @property
     def name(self) -> str:

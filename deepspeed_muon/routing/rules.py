@@ -155,7 +155,7 @@ def _refuse_untrainable(item: NamedParameter) -> None:
             f"parameter {', '.join(item.names) or '<unnamed>'} has no shape yet: run the model once, so that its lazy "
             f"modules make their weights, before the optimizer is made"
         )
-    if not param.requires_grad:
+    if item.is_frozen:
         return
     what = f"parameter {item.name} of shape {list(true_shape(param))}"
     if param.is_complex():
@@ -359,7 +359,7 @@ def _decide(
     explicit: Mapping[int, Algorithm],
 ) -> tuple[Algorithm, Claim]:
     """Return the algorithm and the first rule that applies."""
-    if not item.param.requires_grad:
+    if item.is_frozen:
         return "frozen", Claim("frozen", "requires_grad is False")
     if id(item.param) in explicit:
         return explicit[id(item.param)], Claim("group", "the caller's param group says so")
