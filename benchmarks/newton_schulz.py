@@ -175,7 +175,7 @@ def flat_rows(device: torch.device, seconds: float) -> Iterator[Row]:
     scales = torch.zeros(numel // 256, device=device)
     table = torch.tensor([(0, 0, 0, 0, numel, 0)])
     momentum, rates = (torch.tensor([each], dtype=torch.float64) for each in ((0.95, 1.0), (1e-6, 0.999)))
-    blocks = torch.tensor([(0, 0, -1, -1)]), torch.empty(0, 2)  # whole ones, none of them cut
+    blocks = torch.tensor([(0, 0)])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         out = torch.empty(numel, dtype=dtype, device=device)
         given, sent = ([grad], [out], table, momentum), out.element_size()
@@ -185,7 +185,7 @@ def flat_rows(device: torch.device, seconds: float) -> Iterator[Row]:
             "pack, bf16": (8 + sent, lambda given=given: native.momentum_pack([half], *given)),
             "pack, 8 bits": (
                 4 + 2 * (1 + 4 / 256) + sent,
-                lambda given=given: native.momentum_pack_int8([codes], [scales], *given, *blocks),
+                lambda given=given: native.momentum_pack_int8([codes], [scales], *given, blocks),
             ),
             "apply": (8 + sent, lambda out=out: native.unpack_apply([target], [out], table, rates)),
             "pack, torch": (12 + sent, lambda given=given: plain.momentum_pack([buf], *given)),

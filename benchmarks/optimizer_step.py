@@ -161,11 +161,11 @@ class _OnCpu:
         from tests.support.harness import RankPool
 
         if memory not in self._pools:
-            where: list[Any] = []
+            hosts: list[Any] = []
             if self._has_links:
                 network = self._open.enter_context(host_network(ranks))
-                where, self._ends = places(network), network.ends
-            pool = RankPool(ranks, env=RETURN_MEMORY if memory else None, places=where)
+                hosts, self._ends = rank_hosts(network), network.ends
+            pool = RankPool(ranks, env=RETURN_MEMORY if memory else None, hosts=hosts)
             self._pools[memory] = self._open.enter_context(pool)
             if memory:  # the first call pays for imports and compilation, which are not the optimizer's
                 self.run(function, ranks, memory=True, **settings)
@@ -179,12 +179,12 @@ class _OnCpu:
         self._pools.clear()
 
 
-def places(network: HostNetwork) -> list[Any]:
+def rank_hosts(network: HostNetwork) -> list[Any]:
     """Return where each rank runs: each on a host of its own, the store on the first one."""
-    from tests.support.harness import Place
+    from tests.support.harness import RankHost
 
     return [
-        Place(
+        RankHost(
             network.prefix(rank),
             {
                 "LOCAL_RANK": "0",

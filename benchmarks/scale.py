@@ -143,6 +143,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     from deepspeed_muon.checkpoint.layout_record import record_of
     from deepspeed_muon.checkpoint.live import collect, describe_parameters
     from deepspeed_muon.engine.topology import read_step_sets
+    from deepspeed_muon.routing.param_groups import order_for_partitions
     from deepspeed_muon.transport.agreement import agree
     from deepspeed_muon.transport.ranks import Ranks
 
@@ -156,7 +157,8 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     found["route_s"] = time.process_time() - start
     start = time.process_time()
     if stage == 1:
-        optimizer.order_parameters(world, device=torch.device("cpu"))
+        settings = optimizer.config.ns_settings(torch.device("cpu"))
+        order_for_partitions(optimizer.param_groups, optimizer.routed.by_id, world, settings)
     found["order_s"] = time.process_time() - start
     wrapper = (stage1_wrapper if stage == 1 else stage3_wrapper)(optimizer, world, rank)
     wrapper.optimizer = optimizer

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 if a check failed, 2 for an error of usage or configuration."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A name that the terminal's encoding (ASCII with LC_ALL=C) does not have is shown with escapes.
+            # Characters that the terminal's encoding does not have (ASCII with LC_ALL=C) are printed as escapes.
             stream.reconfigure(errors="backslashreplace")
     parsed = _parser().parse_args(arguments)
     try:
@@ -56,11 +56,11 @@ def _report(parsed: argparse.Namespace) -> int:
     from deepspeed_muon.ops.checks import self_test
 
     checks = self_test() if parsed.selftest else None
-    found = report.collect()
+    machine = report.collect()
     if parsed.json:
-        print(json.dumps(found if checks is None else {**found, "selftest": checks}, indent=2))
+        print(json.dumps(machine if checks is None else {**machine, "selftest": checks}, indent=2))
     else:
-        print(report.render(found, checks))
+        print(report.render(machine, checks))
     return 0 if checks is None or all(check["ok"] for check in checks) else 1
 
 

@@ -1,4 +1,4 @@
-"""The package's one logger, ``deepspeed_muon``, and what one rank says for many."""
+"""The logger of the package, ``deepspeed_muon``, and messages that one rank logs for all."""
 
 from __future__ import annotations
 
@@ -14,52 +14,51 @@ from deepspeed_muon.errors import printable
 logger = logging.getLogger("deepspeed_muon")
 
 
-def _show_escapes(record: logging.LogRecord) -> bool:
-    """Keep names and paths of unknown origin from writing escape sequences to the terminal."""
+def _make_printable(record: logging.LogRecord) -> bool:
+    """Replace characters that a terminal obeys, since names and paths may come from files of unknown origin."""
     if isinstance(record.args, tuple):
         record.args = tuple(
-            printable(str(each)) if isinstance(each, (str, os.PathLike)) else each for each in record.args
+            printable(str(value)) if isinstance(value, (str, os.PathLike)) else value for value in record.args
         )
     return True
 
 
-logger.addFilter(_show_escapes)
+logger.addFilter(_make_printable)
 
 
-def counted(things: Sized, noun: str) -> str:
-    """Return the number of things with their noun: ``1 file``, ``2 files``."""
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+def counted(items: Sized, noun: str) -> str:
+    """Return the number of items with their noun: ``1 file``, ``2 files``."""
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
 def announce(text: str, *values: object, on_any_rank: bool = False) -> None:
-    """Say what every user should see, also where nobody asked for messages of the level INFO.
+    """Log a message of level INFO that every user should see, on the first rank unless ``on_any_rank``.
 
-    DeepSpeed's logger and most programs show warnings only. There the line goes to standard error. Only the first rank
-    says it, unless ``on_any_rank``.
+    Most programs configure loggers to show warnings only. The message is written to standard error there.
     """
     if not on_any_rank and dist.is_initialized() and dist.get_rank():
         return
-    if logger.isEnabledFor(logging.INFO) and _is_shown():
+    if logger.isEnabledFor(logging.INFO) and _has_info_handler():
         logger.info(text, *values)
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, values, None))
 
 
-def _is_shown() -> bool:
-    """Return whether any handler shows the level INFO."""
-    at: logging.Logger | None = logger
-    while at is not None:
-        if any(handler.level <= logging.INFO for handler in at.handlers):
+def _has_info_handler() -> bool:
+    """Return whether a handler of the logger, or of a parent to which it propagates, handles the level INFO."""
+    ancestor: logging.Logger | None = logger
+    while ancestor is not None:
+        if any(handler.level <= logging.INFO for handler in ancestor.handlers):
             return True
-        at = at.parent if at.propagate else None
+        ancestor = ancestor.parent if ancestor.propagate else None
     return False
 
 
 def warn(text: str, *values: object, group: dist.ProcessGroup | None = None) -> None:
-    """Log a warning on the first rank of a group, for all of its ranks; ``None`` is the default group.
+    """Log a warning on the first rank of a group; ``None`` is the default group.
 
-    A rank that alone knows of something warns through ``logger``.
+    Call ``logger.warning`` instead for what concerns this rank only.
     """
     if not dist.is_initialized() or dist.get_rank(group) == 0:
         logger.warning(text, *values, stacklevel=2)
@@ -72,5 +71,5 @@ def warn_on_each_machine(text: str, *values: object) -> None:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return the first ``most`` names, and how many more there are."""
+    """Return the first ``most`` names, and the number of the rest."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

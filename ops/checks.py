@@ -201,22 +201,20 @@ def _largest_magnitudes(operators: Any, device: str, dtype: torch.dtype) -> Iter
 def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps."""
     table, (grad, *_) = _fragments(device)
-    # Whole blocks of the first fragment lie on the grid of a GPU's vectors; its last block is cut, the second's first.
+    # Whole blocks of the first fragment lie on the grid of a GPU's vectors.
     before = torch.full_like(table[:, 0], 7)
     before[0] = 0
     counts = (before + table[:, 4] + BLOCK - 1) // BLOCK
-    ends = torch.full((len(table), 2), -1)
-    ends[0, 1], ends[1, 0] = 0, 1
-    blocks = torch.cat((torch.stack((before, counts.cumsum(0) - counts), 1), ends), 1)
+    blocks = torch.stack((before, counts.cumsum(0) - counts), 1)
     # Products with powers of two are exact, so that a fused multiply-add rounds as a product and a sum do: a momentum
     # that is off by one rounding may have another scale and other codes.
-    rates, cut = torch.tensor([[0.75, 1.0]], dtype=torch.float64), torch.full((2, 2), 0.0625, device=device)
+    rates = torch.tensor([[0.75, 1.0]], dtype=torch.float64)
     results = []
     for run in (operators.momentum_pack_int8_, torch_operators.momentum_pack_int8_):
         codes, out = torch.zeros_like(grad, dtype=torch.int8), torch.zeros_like(grad, dtype=dtype)
         scales = torch.zeros(int(counts.sum()), device=device)
         for _ in range(2):
-            run([codes], [scales], [grad], [out], table, rates, blocks, cut)
+            run([codes], [scales], [grad], [out], table, rates, blocks)
         results.append((out, codes, scales))
     yield "", max(_relative(*each) for each in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
 

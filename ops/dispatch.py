@@ -147,7 +147,7 @@ class FlatPasses:
     Attributes:
         name: ``ops`` or ``torch``, whichever really runs.
         momentum_pack: ``(bufs, grads, outs, table, rates)``, see :func:`.torch_operators.momentum_pack_`.
-        momentum_pack_int8: ``(codes, scales, grads, outs, table, rates, blocks, cut)``, see
+        momentum_pack_int8: ``(codes, scales, grads, outs, table, rates, blocks)``, see
             :func:`.torch_operators.momentum_pack_int8_`.
         unpack_apply: ``(params, updates, table, rates)``, see :func:`.torch_operators.unpack_apply_`.
     """

@@ -6,8 +6,8 @@ Momentum in 8 bits has linear codes by blocks, whose values give the same codes 
 shares one fp32 scale: its largest magnitude divided by 127, cut to 17 significant bits. A code has 7 bits, so
 ``code * scale`` is exact in fp32. The largest code of a block is 127, from which the scale follows again: values that
 were read from codes have the same codes, wherever and however often they are coded. Blocks are counted from a
-parameter's first element, not from a partition's. With 256 elements, blocks of a matrix whose rows are a multiple of
-256 long lie inside its rows, so that a tensor-parallel shard of such rows has the same blocks.
+parameter's first element and end where a fragment ends: no scale is shared by two ranks, and at another number of ranks
+only the blocks at a cut are quantised again.
 """
 
 from __future__ import annotations
@@ -120,6 +120,13 @@ def from_codes(codes: Tensor, scales: Tensor, phase: int) -> Tensor:
     return codes.float().mul_(scales.repeat_interleave(BLOCK)[phase : phase + codes.numel()])
 
 
+def quantize(values: Tensor, phase: int) -> tuple[Tensor, Tensor]:
+    """Return the int8 codes of flat values and the scales of their blocks; ``phase`` as for :func:`from_codes`."""
+    blocks = torch.nn.functional.pad(values, (phase, -(phase + values.numel()) % BLOCK)).view(-1, BLOCK)
+    scales = block_scales(blocks.abs().amax(1).float())
+    return to_codes(blocks, scales.unsqueeze(1)).view(-1).narrow(0, phase, values.numel()), scales
+
+
 def momentum_pack_int8_(
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
@@ -128,7 +135,6 @@ def momentum_pack_int8_(
     table: Tensor,
     rates: Tensor,
     blocks: Tensor,
-    cut: Tensor,
 ) -> None:
     """Do what :func:`momentum_pack_` does for momentum in 8 bits, in codes of :func:`to_codes`.
 
@@ -141,40 +147,28 @@ def momentum_pack_int8_(
         outs: As for :func:`momentum_pack_`.
         table: As for :func:`momentum_pack_`.
         rates: As for :func:`momentum_pack_`.
-        blocks: ``(fragments, 4)``, int64 on the CPU: elements of its first block before the fragment, the number of
-            that block's scale, and the rows of ``cut`` of its first and last block; -1 of one that lies in it whole.
-        cut: ``(cut blocks, 2)``, fp32: old and new scale; those in ``scales`` are neither read nor written.
+        blocks: ``(fragments, 2)``, int64 on the CPU: elements of the parameter that precede the fragment in its first
+            block, and the number of that block's scale.
     """
     values = rates.tolist()
-    for row, (phase, first_scale, first, last) in zip(table.tolist(), blocks.tolist(), strict=True):
-        momentum, nesterov = values[row[5]]
-        count = -(-(phase + row[4]) // BLOCK)
+    for row, (phase, first_scale) in zip(table.tolist(), blocks.tolist(), strict=True):
+        partition, offset, out, out_offset, numel, matrix = row
+        momentum, nesterov = values[matrix]
+        count = -(-(phase + numel) // BLOCK)
         for begin in range(0, count, _TOGETHER // BLOCK):
             end = min(begin + _TOGETHER // BLOCK, count)
-            start, stop = max(0, begin * BLOCK - phase), min(row[4], end * BLOCK - phase)
+            start, stop = max(0, begin * BLOCK - phase), min(numel, end * BLOCK - phase)
             before = phase if begin == 0 else 0
-            own = codes[row[0]].narrow(0, row[1] + start, stop - start)
-            kept = scales[row[0]].narrow(0, first_scale + begin, end - begin)
-            known = {0: first} if begin == 0 and first >= 0 else {}
-            known |= {end - begin - 1: last} if end == count and last >= 0 else {}
-            old = kept.clone()
-            for place, number in known.items():
-                old[place] = cut[number, 0]
-            grad = grads[row[0]].narrow(0, row[1] + start, stop - start)
+            old_codes = codes[partition].narrow(0, offset + start, stop - start)
+            old_scales = scales[partition].narrow(0, first_scale + begin, end - begin)
+            grad = grads[partition].narrow(0, offset + start, stop - start)
             grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            whole = grad.new_zeros((end - begin) * BLOCK)
-            wide = whole.narrow(0, before, stop - start)
-            wide.copy_(from_codes(own, old, before)).lerp_(grad, 1.0 - momentum)
-            direction = torch.lerp(grad, wide, momentum) if nesterov else wide
-            outs[row[2]].narrow(0, row[3] + start, stop - start).copy_(direction)
-            whole = whole.view(-1, BLOCK)
-            new = block_scales(whole.abs().amax(1).float())
-            for place, number in known.items():
-                new[place] = cut[number, 1]
-            own.copy_(to_codes(whole, new.unsqueeze(1)).view(-1).narrow(0, before, stop - start))
-            for place in known:
-                new[place] = kept[place]
-            kept.copy_(new)
+            buf = from_codes(old_codes, old_scales, before).to(grad.dtype).lerp_(grad, 1.0 - momentum)
+            direction = torch.lerp(grad, buf, momentum) if nesterov else buf
+            outs[out].narrow(0, out_offset + start, stop - start).copy_(direction)
+            new_codes, new_scales = quantize(buf, before)
+            old_codes.copy_(new_codes)
+            old_scales.copy_(new_scales)
 
 
 def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Tensor, rates: Tensor) -> None:

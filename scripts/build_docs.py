@@ -71,15 +71,15 @@ def broken_links(site: Path) -> Iterator[str]:
         if path.name == "404.html":
             continue  # its links are absolute
         for link in page.links:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
                 continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
             if target.is_dir():
                 target /= "index.html"
-            anchor = unquote(parts.fragment)
-            known = pages[target].anchors if target in pages else set()
-            if not target.exists() or (anchor and target in pages and anchor not in known):
+            anchor = unquote(url.fragment)
+            anchors = pages[target].anchors if target in pages else set()
+            if not target.exists() or (anchor and target in pages and anchor not in anchors):
                 yield f"{path.relative_to(site.resolve())}: {link}"
 
 

@@ -45,19 +45,17 @@ def main() -> int:
     environment = Environment(options.folder)
     environment.make(options.tested)
     environment.install(options.tested)
-    known = environment.facts()
+    tested = environment.facts()
     environment.install(options.source)
-    found = environment.facts()
-    changed = differences(known, found)
+    new = environment.facts()
+    changed = differences(tested, new)
     print("".join(changed))
     print(
-        f"{sum(line.startswith('+++ ') for line in changed)} of {len(known['facts'])} functions and attributes differ"
+        f"{sum(line.startswith('+++ ') for line in changed)} of {len(tested['facts'])} functions and attributes differ"
     )
-    print(
-        f"DeepSpeed {found['version']} against {known['version']}:", found["guard"] or "the guard admits it"
-    )
-    if found["guard"] or options.guard_only:
-        return int(bool(found["guard"]))
+    print(f"DeepSpeed {new['version']} against {tested['version']}:", new["guard"] or "the guard admits it")
+    if new["guard"] or options.guard_only:
+        return int(bool(new["guard"]))
     passed, report = environment.tests()
     print(report)
     return int(not passed)
@@ -80,12 +78,12 @@ class Environment:
 
     def install(self, source: str) -> None:
         """Put another DeepSpeed in the place of the one that is installed; torch stays."""
-        what = str(Path(source).absolute()) if Path(source).exists() else source
+        requirement = str(Path(source).absolute()) if Path(source).exists() else source
         if re.fullmatch(r"[\d.]+\w*", source):
-            what = f"deepspeed=={source}"
+            requirement = f"deepspeed=={source}"
         hold = ["-q", "--no-build-isolation", "--constraint", str(self.folder / "constraints.txt")]
         pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", *hold]
-        subprocess.run([*pip, "--upgrade", "--force-reinstall", "--no-deps", what], check=True)
+        subprocess.run([*pip, "--upgrade", "--force-reinstall", "--no-deps", requirement], check=True)
         subprocess.run([*pip, "deepspeed"], check=True)  # what it needs
 
     def run(self, *command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -151,12 +149,12 @@ def facts() -> dict[str, Any]:
     return {"version": deepspeed.__version__, "guard": guard, "facts": texts}
 
 
-def differences(known: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def differences(tested: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the lines of a unified diff of all facts."""
     lines: list[str] = []
-    for name in sorted({*known["facts"], *found["facts"]}):
-        texts = (each["facts"].get(name, "").splitlines(keepends=True) for each in (known, found))
-        labels = (f"{name} in DeepSpeed {each['version']}" for each in (known, found))
+    for name in sorted({*tested["facts"], *new["facts"]}):
+        texts = (each["facts"].get(name, "").splitlines(keepends=True) for each in (tested, new))
+        labels = (f"{name} in DeepSpeed {each['version']}" for each in (tested, new))
         lines += difflib.unified_diff(*texts, *labels)
     return lines
 

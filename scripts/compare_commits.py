@@ -4,7 +4,7 @@
     python scripts/compare_commits.py BASE [TREE] [--only CASE ...] [--output FILE.md]
 
 BASE and TREE are folders with a checkout, or commits of this repository, which are unpacked into a temporary folder;
-TREE is this checkout unless given. Each side trains the small models of ``tests/support`` for some steps in every
+TREE is this checkout unless given. Each side trains its own small models of ``tests/support`` for some steps in every
 configuration of ``CASES``, on 1, 2 or 4 gloo ranks on the CPU, with ``ns_backend: torch``. After the last step every
 rank takes the SHA-256 of each fp32 master, each state tensor, each weight of the model, and of all losses and gradient
 norms. The script prints a table and ends with code 1 if anything differs.
@@ -137,9 +137,9 @@ def digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(repr(value).encode()).hexdigest()
     tensor = value.detach().cpu().contiguous()
-    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    sha256 = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    sha256.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dic
     if "deepspeed_muon" in sys.modules and not str(sys.modules["deepspeed_muon"].__file__).startswith(tree):
         sys.modules["deepspeed_muon"].unregister()
         for name in [*sys.modules]:
-            if name.split(".")[0] == "deepspeed_muon" or name.startswith("tests.support"):
+            if name.split(".")[0] in ("deepspeed_muon", "tests"):
                 del sys.modules[name]
     sys.path.insert(0, tree)
     import deepspeed
@@ -182,38 +182,40 @@ def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dic
             engine.step()
             losses.append(float(loss.detach()))
         norms.append(float(engine.get_global_grad_norm()))
-    found = {"losses": digest(losses), "gradient norms": digest(norms)}
+    digests = {"losses": digest(losses), "gradient norms": digest(norms)}
     for number, master in enumerate(masters):
-        found[f"master {number}"] = digest(master)
+        digests[f"master {number}"] = digest(master)
         for key, value in sorted(optimizer.state.get(master, {}).items()):
-            found[f"state {number} {key}"] = digest(value)
+            digests[f"state {number} {key}"] = digest(value)
     for name, param in engine.module.named_parameters():
-        found[f"weight {name}"] = digest(getattr(param, "ds_tensor", param.data))
-    moved = [found[f"master {number}"] != old for number, old in enumerate(before) if masters[number].numel()]
-    has_momentum = any(name.endswith("momentum_buffer") for name in found)
+        digests[f"weight {name}"] = digest(getattr(param, "ds_tensor", param.data))
+    moved = [
+        digests[f"master {number}"] != old for number, old in enumerate(before) if masters[number].numel()
+    ]
+    has_momentum = any(name.endswith("momentum_buffer") for name in digests)
     if not (all(moved) and has_momentum and all(map(math.isfinite, losses))) or engine.skipped_steps:
         raise RuntimeError(
-            f"nothing was trained: masters moved {moved}, losses {losses}, entries {sorted(found)}"
+            f"nothing was trained: masters moved {moved}, losses {losses}, entries {sorted(digests)}"
         )
     engine.destroy()
-    return {"digests": found, "losses": losses}
+    return {"digests": digests, "losses": losses}
 
 
-def checkout(what: str, temporary: Path) -> tuple[Path, str]:
+def checkout(revision: str, temporary: Path) -> tuple[Path, str]:
     """Return the folder of a side and what it is: a commit, with a note where files of the package were changed."""
 
     def git(folder: Path, *arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    if Path(what).is_dir():
-        tree = Path(what).resolve()
+    if Path(revision).is_dir():
+        tree = Path(revision).resolve()
         changed = git(tree, "status", "--porcelain", "--", "deepspeed_muon", "ops")
         return tree, git(tree, "rev-parse", "HEAD") + (" with uncommitted changes" if changed else "")
-    commit = git(REPOSITORY, "rev-parse", "--verify", f"{what}^{{commit}}")
+    commit = git(REPOSITORY, "rev-parse", "--verify", f"{revision}^{{commit}}")
     tree = temporary / commit
     tree.mkdir()
-    archive = ["git", "-C", str(REPOSITORY), "archive", commit, "deepspeed_muon", "ops"]
+    archive = ["git", "-C", str(REPOSITORY), "archive", commit, "deepspeed_muon", "ops", "tests"]
     packed = subprocess.run(archive, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(tree)], input=packed, check=True)
     return tree, commit

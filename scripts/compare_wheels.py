@@ -38,6 +38,6 @@ def faults(archive: str, of_archive: str, of_tree: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = faults(*sys.argv[1:])
-    print("\n".join(found) or "the archive has real files, and both wheels are equal")
-    sys.exit(bool(found))
+    differences = faults(*sys.argv[1:])
+    print("\n".join(differences) or "the archive has real files, and both wheels are equal")
+    sys.exit(bool(differences))

@@ -33,24 +33,9 @@ from pathlib import Path
 import grimp
 from importlinter.api import read_configuration
 
-VAGUE_WORDS = {
-    *(
-        "each",
-        "found",
-        "own",
-        "held",
-        "kept",
-        "known",
-        "told",
-        "what",
-        "here",
-        "mine",
-        "wide",
-        "whole",
-        "alike",
-    ),
-    *("other", "others", "place", "places", "room", "part", "parts", "at", "way", "ways"),
-}
+VAGUE_WORDS = re.compile(
+    "each|found|own|held|kept|known|told|what|here|mine|wide|whole|alike|others?|places?|room|parts?|at|ways?"
+)
 COLUMNS = ("modules", "code", "lines", "classes", "functions", "comments", "vague", "Any", "small")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -97,7 +82,7 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 def is_vague(name: str) -> bool:
     """Return whether a word of ``name`` says nothing about the thing."""
-    return not VAGUE_WORDS.isdisjoint(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name))
+    return any(VAGUE_WORDS.fullmatch(word.lower()) for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name))
 
 
 def annotations(tree: ast.AST) -> Iterator[ast.AST]:

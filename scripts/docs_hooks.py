@@ -21,4 +21,4 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def on_post_page(output: str, **_: object) -> str:
     """Show the name of an object where a docstring refers to it."""
-    return _ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", output)
+    return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", output)

@@ -205,15 +205,15 @@ def run_part(
     step is running.
     """
     deadline = time.monotonic() + limit
-    found: list[dict[str, object]] = []
+    outcomes: list[dict[str, object]] = []
     finished = all(step.name in done for step in steps if not step.prepares)
     with log.open("w") as output:
         for step in steps:
             seconds = min(step.seconds, deadline - time.monotonic())
             if step.name in done and (finished or not step.prepares):
-                found.append({"step": step.name, "ended": "ok", "run": "earlier"})
+                outcomes.append({"step": step.name, "ended": "ok", "run": "earlier"})
             elif seconds < 5:
-                found.append({"step": step.name, "ended": "not started: no time left"})
+                outcomes.append({"step": step.name, "ended": "not started: no time left"})
             else:
                 print(f"== {step.name} (at most {seconds:.0f} s)", flush=True)
                 output.write(f"\n==== {step.name}: {' '.join(step.command)[:300]}\n")
@@ -221,10 +221,10 @@ def run_part(
                 started = time.monotonic()
                 ended = run_step(step, seconds, output.fileno(), site)
                 took = round(time.monotonic() - started, 1)
-                found.append({"step": step.name, "ended": ended, "seconds": took})
+                outcomes.append({"step": step.name, "ended": ended, "seconds": took})
                 print(f"   {ended}, {took} s", flush=True)
-            log.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    return found
+            log.with_suffix(".json").write_text(json.dumps(outcomes, indent=1) + "\n")
+    return outcomes
 
 
 def done_earlier(report: Path) -> list[str]:

@@ -133,10 +133,10 @@ def as_table(defects: dict[int, Defect], caught: dict[int, bool]) -> str:
         "| | module | what a user would see | caught by |",
         "|---|---|---|---|",
     ]
-    for number, found in caught.items():
+    for number, result in caught.items():
         defect = defects[number]
         module = defect.file.removeprefix("deepspeed_muon/")
-        test = defect.test.removeprefix("tests/").replace("|", "\\|") if found else "**not caught**"
+        test = defect.test.removeprefix("tests/").replace("|", "\\|") if result else "**not caught**"
         lines.append(f"| {number} | `{module}` | {defect.harm} | `{test}` |")
     return "\n".join(lines) + "\n"
 

@@ -38,6 +38,6 @@ def faults(root: Path, tag: str | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = faults(ROOT, *sys.argv[1:2])
-    print("\n".join(found) or "one version everywhere")
-    sys.exit(bool(found))
+    problems = faults(ROOT, *sys.argv[1:2])
+    print("\n".join(problems) or "one version everywhere")
+    sys.exit(bool(problems))

@@ -24,7 +24,7 @@ KEYWORDS_HEAD = '''"""Keywords of ``Muon`` for type checkers; scripts/settings_t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from torch import Tensor
 
@@ -70,11 +70,11 @@ def accepted(kind: Any) -> str:
     if get_origin(kind) in (list, tuple):
         return f"Sequence[{accepted(parts[0])}]"
     if get_origin(kind) is dict:
-        return "Mapping[str, Mapping[str, Any]]"
+        return "Mapping[str, Mapping[str, object]]"
     if parts:
         return " | ".join(dict.fromkeys(map(accepted, parts)))
     if issubclass(kind, BaseModel):
-        return "Mapping[str, Any] | str | bool"
+        return "Mapping[str, object] | str | bool"
     return "None" if kind is type(None) else str(kind.__name__)
 
 

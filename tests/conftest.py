@@ -147,5 +147,5 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:  # noqa: F821
     try:
         yield pool
     finally:
-        for each in pools.values():
-            each.close()
+        for pool_of_size in pools.values():
+            pool_of_size.close()

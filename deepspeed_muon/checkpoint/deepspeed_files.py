@@ -58,7 +58,7 @@ from deepspeed_muon.logs import counted, logger
 from deepspeed_muon.plan.placement import Placement, flat_placement, full_slice, sharded_placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.saved import route_saved
-from deepspeed_muon.step.quantized import SCALE_KEY, first_scales, read_codes
+from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -507,33 +507,27 @@ class DeepSpeedFiles:
         self, parameter: PartitionedParameter, member: int, flat: Tensor, offset: int, numel: int
     ) -> Tensor:
         """Return elements of an int8 momentum, ``(numel,)`` fp32, from an offset in the partition on."""
-        fragment = parameter.placement.fragment_on(member)
-        assert fragment is not None
-        first, total = self._first_scales(parameter.members, parameter.partition, member)
+        blocks = self._int8_blocks(parameter.members, parameter.partition, member)
         file = parameter.members[member]
         scales: Any = self.state_of(parameter.partition, file).get(SCALE_KEY)
         if scales is None and not flat.narrow(0, offset, numel).any():
             return torch.zeros(numel)  # nothing in the partition has had a gradient yet
         where = f"{self.files[file]}: {SCALE_KEY} of parameter {parameter.name}"
         check_tensor(scales, where)
-        if scales.shape != (total,):
-            raise CheckpointError(f"{where} has the shape {list(scales.shape)}, expected {total}")
-        return read_codes(flat, scales.float(), fragment, first[parameter.name], offset, numel)
+        if scales.shape != (blocks.count,):
+            raise CheckpointError(f"{where} has the shape {list(scales.shape)}, expected {blocks.count}")
+        return blocks.decode(flat, scales.float(), offset, numel)
 
     @functools.cache  # noqa: B019 - lives as long as the files
-    def _first_scales(
-        self, members: tuple[int, ...], partition: int, member: int
-    ) -> tuple[dict[str, int], int]:
-        """Return the index of each parameter's first scale in a partition, and the number of scales there."""
-        fragments = {
-            parameter.name: fragment
+    def _int8_blocks(self, members: tuple[int, ...], partition: int, member: int) -> Int8Blocks:
+        """Return the blocks of the int8 momentum in a partition."""
+        return Int8Blocks(
+            (fragment, parameter.block_starts)
             for slices in self.slices.values()
             for parameter in slices
             if parameter.members == members and parameter.partition == partition
             if (fragment := parameter.placement.fragment_on(member)) is not None
-        }
-        starts, total = first_scales([*fragments.values()])
-        return dict(zip(fragments, starts, strict=True)), total
+        )
 
 
 def _verify_crc(folder: Path) -> None:
@@ -594,7 +588,7 @@ def derive_layout(
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
         parameters.append(
-            PartitionedParameter(record, full_slice(name, shape), placement, (), members, partition)
+            PartitionedParameter(record, full_slice(name, shape), placement, (), members, partition, ())
         )
     algorithms = {parameter.name: parameter.record.algorithm for parameter in parameters}
     return parameters, [

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, TensorSlice, full_slice
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.step.quantized import SCALE_KEY, MomentumBlocks
+from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks, block_starts
 from deepspeed_muon.step.step_set import BoundPartition
 
 
@@ -193,6 +193,11 @@ def optimizer_of(engine: Any) -> Muon:
     return optimizer
 
 
+def host_of(optimizer: Muon) -> Host:
+    """Return the engine around an optimizer that is bound to one."""
+    return cast(Host, optimizer.host)
+
+
 def require_all_ranks(engine: Any) -> None:
     """Raise where the ranks cannot save or restore together; on every rank, without any communication.
 
@@ -231,14 +236,14 @@ class LiveParameter(PartitionedParameter):
         route_reason: Why it goes to its algorithm.
         local_partition: The partition that holds this rank's fragment.
         group_rank: This rank inside the data-parallel group.
-        int8_blocks: The blocks of an int8 momentum, and the index of the matrix among them; else ``None``.
+        int8_blocks: The blocks of the partition's momentum if it is stored as int8, else ``None``.
     """
 
     local_name: str
     route_reason: str
     local_partition: BoundPartition
     group_rank: int
-    int8_blocks: tuple[MomentumBlocks, int] | None = None
+    int8_blocks: Int8Blocks | None = None
 
     def local_fragments(self, key: str) -> list[Fragment]:
         """Return this rank's fragments of the master (``fp32``) or of a state tensor."""
@@ -253,6 +258,7 @@ class LiveParameter(PartitionedParameter):
             self.row_fragments,
             self.members,
             self.partition,
+            self.block_starts,
         )
 
 
@@ -290,9 +296,8 @@ class LiveState:
     def elements(self, parameter: LiveParameter, key: str, offset: int, numel: int) -> Tensor:
         """Return ``numel`` elements of a parameter from an offset in its partition on; int8 momentum as fp32."""
         if key == "momentum_buffer" and parameter.int8_blocks is not None:
-            blocks, index = parameter.int8_blocks
             state = self.optimizer.state[parameter.local_partition.tensor]
-            return blocks.elements(index, state, offset, numel)
+            return parameter.int8_blocks.decode(state[key].view(-1), state[SCALE_KEY], offset, numel)
         return self.flat_tensor(parameter.local_partition, key).narrow(0, offset, numel)
 
     def write_back(self, partition: BoundPartition, key: str, flat: Tensor) -> None:
@@ -317,7 +322,7 @@ def collect(engine: Any) -> LiveState:
             slice of a full tensor a parameter is.
     """
     optimizer = optimizer_of(engine)
-    host: Host = optimizer.host
+    host = host_of(optimizer)
     group_numbers = host.view.group_numbers()
     shared_members: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for each data-parallel group
     parameters: dict[str, LiveParameter] = {}
@@ -348,11 +353,12 @@ def collect(engine: Any) -> LiveState:
                 row_fragments=tuple(row_fragments.get(index, ())),
                 members=members,
                 partition=partition.index,
+                block_starts=block_starts(layout) if isinstance(layout, MatrixLayout) else (),
                 local_name=layout.name,
                 route_reason=info.route_reason,
                 local_partition=partition,
                 group_rank=step_set.rank,
-                int8_blocks=(runner.blocks, index) if SCALE_KEY in state else None,
+                int8_blocks=runner.blocks[partition.index] if SCALE_KEY in state else None,
             ).with_state(state, int(state.get("step", 0)))
             namesake = parameters.setdefault(parameter.name, parameter)
             if namesake is not parameter and namesake.local_name == parameter.local_name:

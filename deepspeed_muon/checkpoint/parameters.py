@@ -128,6 +128,7 @@ class PartitionedParameter:
             replicated parameter every member has all of it.
         members: The members of the group: global ranks, or numbers of files. One object for all parameters of a group.
         partition: Index of the flat partition on each member.
+        block_starts: See :func:`~deepspeed_muon.step.int8.block_starts`.
     """
 
     record: ParameterRecord
@@ -136,6 +137,7 @@ class PartitionedParameter:
     row_fragments: tuple[Fragment, ...]
     members: tuple[int, ...]
     partition: int
+    block_starts: tuple[int, ...]
 
     @property
     def name(self) -> str:

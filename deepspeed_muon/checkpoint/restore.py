@@ -31,7 +31,7 @@ from deepspeed_muon.checkpoint.settings import (
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
 from deepspeed_muon.errors import CheckpointError, MuonError
 from deepspeed_muon.logs import listed, warn
-from deepspeed_muon.step.quantized import SCALE_KEY
+from deepspeed_muon.step.int8 import SCALE_KEY
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
-from deepspeed_muon.checkpoint.live import Host, LiveState, optimizer_of
-from deepspeed_muon.config.settings import checked_group_settings
+from deepspeed_muon.checkpoint.live import LiveState, host_of, optimizer_of
+from deepspeed_muon.config.settings import GroupSettings, checked_group_settings
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import logger, warn
 from deepspeed_muon.optimizer import Muon
@@ -36,19 +36,19 @@ _CLOSED_FORM = (
 # ---- param groups ------------------------------------------------------------------------------------------
 
 
-def checked_settings(groups: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+def checked_settings(groups: Sequence[Mapping[str, object]], where: str) -> list[GroupSettings]:
     """Return the settings of every saved param group that a run takes over, checked as ``optimizer.params`` would be.
 
     Raises:
         CheckpointError: Naming the checkpoint ``where`` and every group and key that cannot be used.
     """
-    settings: list[dict[str, Any]] = []
+    settings: list[GroupSettings] = []
     problems: list[str] = []
     for number, group in enumerate(groups):
         try:
             settings.append(checked_group_settings(group, f"param group {number}"))
         except ConfigError as error:
-            problems.append(str(error))
+            problems += str(error).splitlines()
     if problems:
         raise CheckpointError(
             f"{where}: settings of param groups cannot be used:\n"
@@ -115,7 +115,7 @@ def write_progress(optimizer: Muon, progress: Progress, where: str, *, scheduler
     Raises:
         CheckpointError: If the scheduler does not take its state.
     """
-    host: Host = optimizer.host
+    host = host_of(optimizer)
     host.set_counters({key: getattr(progress, key) for key in COUNTERS})
     live_scheduler = host.engine.lr_scheduler
     if scheduler and live_scheduler is not None and progress.lr_scheduler is not None:
@@ -240,7 +240,7 @@ class SettingsSnapshot:
     def __init__(self, engine: Any) -> None:
         """Copy them."""
         self._optimizer = optimizer_of(engine)
-        self._host: Host = self._optimizer.host
+        self._host = host_of(self._optimizer)
         self._counters = self._host.counters()
         self._scheduler = engine.lr_scheduler
         self._scheduler_attributes = dict(getattr(self._scheduler, "__dict__", {}))

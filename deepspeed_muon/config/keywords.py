@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from torch import Tensor
 
@@ -31,10 +31,10 @@ class MuonKeywords(TypedDict, total=False):
     ns_dtype: Literal["auto", "fp32", "bf16", "fp16"]
     ns_backend: Literal["auto", "ops", "torch"]
     variant: Literal["muon", "normuon", "muon_eq", "hyperball"]
-    qk_clip: Mapping[str, Any] | str | bool | None
+    qk_clip: Mapping[str, object] | str | bool | None
     momentum_dtype: Literal["fp32", "bf16", "int8"] | None
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"]
-    matrices: Mapping[str, Mapping[str, Any]]
+    matrices: Mapping[str, Mapping[str, object]]
     include: Sequence[str]
     exclude: Sequence[str]
     nonfinite_grad: Literal["skip", "error"]
@@ -43,4 +43,4 @@ class MuonKeywords(TypedDict, total=False):
     tensor_parallel_mode: Literal["gather", "distributed"]
     health: int
     consolidate_on_save: bool
-    restore_from: Mapping[str, Any] | str | bool | None
+    restore_from: Mapping[str, object] | str | bool | None

@@ -1,23 +1,24 @@
-"""``optimizer.params`` of the DeepSpeed JSON and the constructor's arguments: every key, default, check and sentence.
+"""Every key of ``optimizer.params`` and of the constructor, with its type, default, check and documentation.
 
-The keys of DeepSpeed's own Muon keep their names, meanings and defaults, so that an existing configuration runs
-unchanged; ``torch_adam`` and ``per_head_muon`` are errors that say what to write. Unknown keys are errors, because a
-run that ignores a misspelt key has the wrong settings.
+The keys of DeepSpeed's own Muon have the same names, meanings and defaults, so that an existing configuration runs
+unchanged; ``torch_adam`` and ``per_head_muon`` are errors that say what to write instead. Unknown keys are errors,
+because a run that ignores a misspelt key has the wrong settings.
 
-The caller's own param group overrides the key of one half (``muon_lr``, ``adam_weight_decay``, ...), which overrides
-the shared key (``lr``, ``weight_decay``).
+A setting of the caller's param group overrides the key of one algorithm (``muon_lr``, ``adam_weight_decay``, ...),
+which overrides the shared key (``lr``, ``weight_decay``).
 
-The descriptions are Markdown. The constructor's docstring and ``docs/settings.md`` are made from them.
+The descriptions are Markdown: the constructor's docstring and ``docs/settings.md`` are made from them.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import numbers
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
 
 import torch
@@ -37,6 +38,7 @@ from deepspeed_muon.math.coefficients import (
 from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsSettings, resolve_ns_dtype
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops.dispatch import NsBackend
+from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.chunks import INT8, UNCOMPRESSED, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
@@ -44,12 +46,15 @@ from deepspeed_muon.variants import VARIANTS
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
 
+GroupSettings: TypeAlias = dict[str, Any]
+"""A param group of ``torch.optim``, or its settings without ``params``."""
+
 RATE_KEYS = ("lr", "muon_lr", "adam_lr")
-"""Keys whose value the constructor also takes as a tensor, which the param groups then keep."""
+"""Keys whose value the constructor also takes as a tensor, which is then stored in the param groups."""
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
-# The names and settings of variants come from their files, which type checkers cannot follow.
+# The names and settings of variants are declared in their own files, which type checkers cannot follow.
 if TYPE_CHECKING:
     VariantName: TypeAlias = str
     _VariantSettings = BaseModel
@@ -58,17 +63,17 @@ else:
     _VariantSettings = create_model(
         "_VariantSettings",
         **{
-            each.name: (
-                Annotated[v.Number, each.limits],
-                Field(default=each.default, description=each.description),
+            setting.name: (
+                Annotated[v.Number, setting.limits],
+                Field(default=setting.default, description=setting.description),
             )
-            for each in VARIANT_SETTINGS.values()
+            for setting in VARIANT_SETTINGS.values()
         },
     )
 
 
 class MuonConfig(_VariantSettings):
-    """The settings of one optimizer. Frozen: what the ranks compared at start is what runs."""
+    """The settings of one optimizer. Frozen, so that a run has the settings that its ranks compared at the start."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -114,7 +119,7 @@ class MuonConfig(_VariantSettings):
         description="Coefficients of the Newton-Schulz steps: `quintic` or `polar_express` (any number of steps), "
         "`polar_express_5` or `cans` (5 steps), `deepseekv4` (10 steps), or your own, as `[[a, b, c], ...]`.",
     )
-    ns_steps: v.Whole | None = Field(
+    ns_steps: v.Integer | None = Field(
         default=None,
         ge=1,
         le=100,
@@ -134,8 +139,8 @@ class MuonConfig(_VariantSettings):
     variant: VariantName = Field(
         default="muon",
         description="; ".join(
-            f"`{each.name}`: {each.description}" if each.description else f"`{each.name}`"
-            for each in VARIANTS.values()
+            f"`{variant.name}`: {variant.description}" if variant.description else f"`{variant.name}`"
+            for variant in VARIANTS.values()
         )
         + ".",
     )
@@ -203,12 +208,14 @@ class MuonConfig(_VariantSettings):
     )
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any] | None, *, where: str = "optimizer.params") -> MuonConfig:
-        """Check ``optimizer.params`` and return the typed settings.
+    def from_params(
+        cls, params: Mapping[str, object] | None, *, where: str = "optimizer.params"
+    ) -> MuonConfig:
+        """Check ``optimizer.params`` and return the settings.
 
         Args:
             params: The JSON object, or ``None`` if the section is absent.
-            where: The name of the section in messages.
+            where: The name of the section in error messages.
 
         Raises:
             ConfigError: With one line per bad key, naming the key, the value and what is allowed; or if ``ns_schedule``
@@ -252,34 +259,36 @@ class MuonConfig(_VariantSettings):
             if self.weight_decay_mode == "independent" and (getattr(self, key) or 0.0) > 1.0:
                 raise ConfigError(
                     f"optimizer.params.{key}: must be at most 1 with weight_decay_mode 'independent', where it is the "
-                    f"share of a weight that goes in each step (got {getattr(self, key)!r})"
+                    f"fraction that each step subtracts from a weight (got {getattr(self, key)!r})"
                 )
 
-    def check_variant(self, values: Mapping[str, Any], where: str) -> None:
-        """Refuse settings of the matrices that the variant cannot follow.
+    def check_variant(self, values: Mapping[str, object], where: str) -> None:
+        """Refuse settings of Muon's matrices that the variant does not support.
 
         Args:
             values: The settings.
-            where: What has them, for the message.
+            where: The section or param group in error messages.
 
         Raises:
             ConfigError: Naming the key, its value and the reason.
         """
-        for key, why in VARIANTS[self.variant].refuses.items():
+        for key, reason in VARIANTS[self.variant].refuses.items():
             if key in values and values[key] != type(self).model_fields[key].default:
-                raise ConfigError(f"{where}.{key}: {shown(values[key])} with variant {self.variant!r}: {why}")
+                raise ConfigError(
+                    f"{where}.{key}: {shown(values[key])} with variant {self.variant!r}: {reason}"
+                )
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ConfigError``."""
         return resolve_schedule(self.ns_schedule, self.ns_steps)
 
     def ns_settings(self, device: torch.device) -> NsSettings:
-        """Return what the Newton-Schulz iteration needs on ``device``.
+        """Return the schedule, method and dtype of the Newton-Schulz iteration on ``device``.
 
         ``ns_dtype: auto`` is the fast dtype of the device, or fp32 for a schedule that has no margin for its rounding.
-        A table of the user's own whose steps need an exact input runs the standard iteration in half precision: the
-        rounding of the Gram iteration is measured for the named schedules only. (Steps with a root in (0, 1), as the
-        first one of ``cans``, lose the singular value there.)
+        In half precision a user's own schedule runs the standard iteration if its steps need an exact input (steps with
+        a root in (0, 1), such as the first one of ``cans``, lose a singular value near that root): how the Gram
+        iteration rounds is measured for the named schedules only.
         """
         coefficients = self.coefficients()
         dtype = resolve_ns_dtype(self.ns_dtype, device)
@@ -305,10 +314,15 @@ class MuonConfig(_VariantSettings):
 
     @property
     def wire_format(self) -> WireFormat:
-        """The room that directions and updates take in communication buffers."""
+        """The size of directions and updates in communication buffers."""
         return INT8 if self.wire_dtype == "int8" else UNCOMPRESSED
 
-    def muon_defaults(self) -> dict[str, Any]:
+    @property
+    def cut_divisor(self) -> int:
+        """What divides the elements before a cut of a stack for several owners: no block of int8 momentum is cut."""
+        return BLOCK if self.momentum_dtype == "int8" else 1
+
+    def muon_defaults(self) -> GroupSettings:
         """Return the settings that Muon reads, before the caller's own param group overrides them."""
         return {
             "lr": _first(self.muon_lr, self.lr, DEFAULT_MUON_LR),
@@ -320,7 +334,7 @@ class MuonConfig(_VariantSettings):
             **{key: getattr(self, key) for key in VARIANT_SETTINGS},
         }
 
-    def adam_defaults(self) -> dict[str, Any]:
+    def adam_defaults(self) -> GroupSettings:
         """Return the settings that AdamW reads, before the caller's own param group overrides them."""
         return {
             "lr": _first(self.adam_lr, self.lr, DEFAULT_ADAM_LR),
@@ -330,13 +344,13 @@ class MuonConfig(_VariantSettings):
             "weight_decay_mode": self.weight_decay_mode,
         }
 
-    def group_defaults(self, algorithm: str) -> dict[str, Any]:
+    def group_defaults(self, algorithm: str) -> GroupSettings:
         """Return all settings of a param group of ``muon`` or ``adamw``.
 
-        Groups of both kinds have every key, because schedulers write the same keys into all groups.
+        Both have the keys of both, because schedulers write the same keys into all groups.
         """
-        own = self.muon_defaults() if algorithm == "muon" else self.adam_defaults()
-        return {**self.adam_defaults(), **self.muon_defaults(), **own}
+        muon, adam = self.muon_defaults(), self.adam_defaults()
+        return {**adam, **muon} if algorithm == "muon" else {**muon, **adam}
 
     @property
     def reference_lr(self) -> float:
@@ -344,54 +358,69 @@ class MuonConfig(_VariantSettings):
         return float(_first(self.lr, self.muon_lr, DEFAULT_MUON_LR))
 
 
-def _first(*values: Any) -> Any:
+def _first(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
 GROUP_SETTINGS = frozenset(MuonConfig().group_defaults("muon"))
-"""The settings that every param group has."""
+"""The settings that every param group of the optimizer has."""
 
-GROUP_KEYS = GROUP_SETTINGS | {
-    "muon_lr",
-    "adam_lr",
-    "muon_weight_decay",
-    "adam_weight_decay",
-}
-"""Keys that a caller may set in a param group of its own, next to "params" and a MoE group's bookkeeping."""
+GROUP_KEYS = GROUP_SETTINGS | {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
+"""The settings that a caller may write into a param group."""
+
+_GROUP_RATES = ("initial_lr", "lr_ratio")
+"""Numbers that schedulers and the optimizer store in a param group beside ``lr``."""
 
 
-def checked_group_settings(group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings of a saved param group, checked as those of ``optimizer.params`` are.
-
-    Besides the settings these are ``initial_lr``, of torch's schedulers, and ``lr_ratio``. Other keys are left out.
+def refuse_unknown_keys(group: Mapping[str, object], where: str, not_misspelt: Collection[str]) -> None:
+    """Refuse an option of torch's optimizers, or what looks like a misspelt setting, in a param group.
 
     Args:
-        group: From a state dict or a checkpoint.
-        where: Names the group in the error.
+        group: The param group. It may have other keys of the caller's, and torch's options that are off.
+        where: The group in error messages.
+        not_misspelt: Valid keys, some of which look like misspelt settings.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    for key, value in group.items():
+        is_on = key in v.TORCH_OPTIONS and value is not None and value is not False
+        is_misspelt = key not in not_misspelt and difflib.get_close_matches(
+            str(key), GROUP_KEYS, n=1, cutoff=0.8
+        )
+        if is_on or (is_misspelt and key not in v.TORCH_OPTIONS):
+            raise ConfigError(v.unknown_key_message(key, GROUP_KEYS, where))
+
+
+def checked_group_settings(
+    group: Mapping[str, object], where: str, config: MuonConfig | None = None
+) -> GroupSettings:
+    """Check the settings in a saved param group as ``optimizer.params`` is checked, and return those that it has.
+
+    Args:
+        group: The param group. Keys that are no settings are ignored.
+        where: The group in error messages.
+        config: The settings with which they have to be compatible; ``None`` for the defaults.
 
     Raises:
         ConfigError: With one line per bad key, naming the key, the value and what is allowed.
     """
-    settings: dict[str, Any] = {}
-    problems: list[str] = []
-    for key in sorted(group.keys() & (GROUP_SETTINGS | {"initial_lr", "lr_ratio"})):
-        field, value = "lr" if key == "initial_lr" else key, group[key]
-        if value is None:
-            problems.append(f"{where}.{key}: must be set (got None)")
-        elif key == "lr_ratio":
-            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number or not 0 <= float(value) < math.inf:
-                problems.append(f"{where}.{key}: must be a number of at least 0 (got {shown(value)})")
-            settings[key] = value
-        else:
-            try:
-                settings[key] = getattr(MuonConfig.model_validate({field: value}), field)
-            except ValidationError as error:
-                line = readable(error, {field: value}, where)
-                problems.append(line.replace(f"{where}.{field}", f"{where}.{key}", 1))
+    values = {key: group[key] for key in sorted(group.keys() & GROUP_SETTINGS)}
+    rates = {key: group[key] for key in _GROUP_RATES if key in group}
+    problems = [f"{where}.{key}: must be set (got None)" for key, value in values.items() if value is None]
+    for key, value in rates.items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, numbers.Real)
+            or not 0 <= float(number) < math.inf
+        ):
+            problems.append(f"{where}.{key}: must be a number of at least 0 (got {shown(value)})")
     if problems:
         raise ConfigError("\n".join(problems))
-    return settings
+    settings = MuonConfig() if config is None else config
+    checked = MuonConfig.from_params({**settings.model_dump(), **values}, where=where)
+    return {**{key: getattr(checked, key) for key in values}, **rates}
 
 
 KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS)
@@ -406,9 +435,9 @@ def takes_settings(init: _Init) -> _Init:
             ``__doc__`` an entry for each key replaces the line of ``lr, **settings``.
     """
     types = get_type_hints(MuonConfig)
-    own = inspect.signature(init, eval_str=True)
-    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in own.parameters.values() if p.kind not in rest]
+    signature = inspect.signature(init, eval_str=True)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in signature.parameters.values() if parameter.kind not in variadic]
     keys = [
         inspect.Parameter(
             name,
@@ -417,19 +446,18 @@ def takes_settings(init: _Init) -> _Init:
             annotation=types[name] | Tensor if name in RATE_KEYS else types[name],
         )
         for name, field in KEYS
-        if name not in own.parameters
+        if name not in signature.parameters
     ]
-    init.__signature__ = own.replace(parameters=sorted([*named, *keys], key=lambda each: each.kind))  # type: ignore[attr-defined]
+    parameters = sorted([*named, *keys], key=lambda parameter: parameter.kind)
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     if init.__doc__ is not None:  # python -OO strips docstrings
-        entries = [_entry(name, field.description or "") for name, field in KEYS]
+        entries = []
+        for name, field in KEYS:
+            text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", field.description or "").replace("`", "``")
+            indent = " " * 12
+            entry = textwrap.fill(
+                f"{name}: {text}", 110, initial_indent=indent, subsequent_indent=indent + "    "
+            )
+            entries.append(entry + "\n")
         init.__doc__ = re.sub(r" *lr, \*\*settings:.*\n", lambda _: "".join(entries), init.__doc__)
     return init
-
-
-def _entry(name: str, text: str) -> str:
-    """Return the entry of a key in a Google-style docstring, from Markdown."""
-    text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", text).replace("`", "``")
-    indent = " " * 12
-    return (
-        textwrap.fill(f"{name}: {text}", 110, initial_indent=indent, subsequent_indent=indent + "    ") + "\n"
-    )

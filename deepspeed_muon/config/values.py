@@ -1,6 +1,6 @@
-"""What the values of the settings may be: their types, the settings that are objects, and the texts of errors.
+"""Types of the settings' values, the settings that are objects, and the error messages about both.
 
-:class:`StatePolicy` is what settings of this project and of DeepSpeed say of the dtype of the state.
+:class:`StatePolicy` combines the settings of this package and of DeepSpeed that decide the dtypes of the state.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import numbers
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -21,7 +21,7 @@ from deepspeed_muon.math.coefficients import NsScheduleName
 
 TORCH_OPTIONS = {
     "maximize": "negate the loss instead",
-    "amsgrad": "it has no counterpart here",
+    "amsgrad": "neither Muon nor this AdamW has it",
     "differentiable": "a step is not differentiable here",
     "capturable": "a step is not captured as a whole; CUDA graphs are used inside where they pay",
     "foreach": "ns_backend chooses the kernels",
@@ -29,7 +29,7 @@ TORCH_OPTIONS = {
     "ns_coefficients": "write ns_schedule: [[a, b, c], ...] with one triple for each step, and leave out the eps of "
     "torch.optim.Muon: here eps is AdamW's",
 }
-"""Options of torch's optimizers that this one does not have, and what to do instead."""
+"""Options of torch's optimizers that this one does not have, with what to do instead."""
 
 RENAMED = {
     "mu": "momentum",
@@ -48,11 +48,11 @@ RENAMED = {
     "adamw_betas": "betas",
     "adamw_eps": "eps",
 }
-"""Arguments of the Muon of Dion, of Megatron-LM (Emerging-Optimizers) and of Keller Jordan, and the keys here."""
+"""Arguments of the Muon of Dion, Megatron-LM (Emerging-Optimizers) and Keller Jordan, with this package's keys."""
 
-# More of them, with what to do.
-_ELSEWHERE = {
-    **{theirs: f"write {ours}" for theirs, ours in RENAMED.items()},
+# All arguments of other Muons, with what to do instead.
+_FOREIGN_KEYS = {
+    **{argument: f"write {key}" for argument, key in RENAMED.items()},
     "epsilon": "write eps, which is AdamW's",
     "newton_schulz_func": "ns_backend and ns_schedule choose the iteration",
     "use_triton": "ns_backend chooses the kernels",
@@ -67,7 +67,7 @@ _ELSEWHERE = {
     "adamw_params": "leave it out: one optimizer has all parameters, and include and exclude choose",
 }
 
-# Keys whose value may be of several kinds. Pydantic reports one error for each kind; these texts replace them.
+# Keys whose value may have one of several types. Pydantic reports an error for each type; these texts replace them.
 _ALLOWED = {
     "ns_schedule": "must be one of {} or a list of triples [a, b, c]".format(
         ", ".join(map(repr, get_args(NsScheduleName)))
@@ -86,27 +86,27 @@ _BOUNDS = {
 }
 
 
-def unknown_key_message(key: str, known: Any, where: str = "") -> str:
-    """Return the text of an error about an unknown key, with what to write instead where that is known.
+def unknown_key_message(key: str, valid_keys: Iterable[str], where: str = "") -> str:
+    """Return the message of an error about an unknown key, which suggests what to write instead.
 
     Args:
         key: The unknown key.
-        known: The keys that there are.
-        where: What the text begins with.
+        valid_keys: The keys that exist.
+        where: The section or param group in which it is.
     """
     where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
-    if key in _ELSEWHERE:
-        return f"{where}{key!r} is an argument of another Muon; {_ELSEWHERE[key]}"
-    names = sorted(str(name) for name in known)
-    near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+    if key in _FOREIGN_KEYS:
+        return f"{where}{key!r} is an argument of another Muon; {_FOREIGN_KEYS[key]}"
+    names = sorted(valid_keys)
+    similar = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
+    hint = f"did you mean {similar[0]!r}?" if similar else f"known keys: {', '.join(names)}"
     return f"{where}unknown key {key!r}; {hint}"
 
 
-def readable(error: ValidationError, params: Mapping[str, Any], where: str) -> str:
-    """Turn pydantic's report on ``params``, the section ``where``, into one line per key."""
+def readable(error: ValidationError, params: Mapping[str, object], where: str) -> str:
+    """Turn pydantic's errors about ``params``, the section ``where``, into one line per key."""
     lines: dict[str, str] = {}
     for item in error.errors():
         location, value, message = item["loc"], item["input"], str(item["msg"])
@@ -116,32 +116,32 @@ def readable(error: ValidationError, params: Mapping[str, Any], where: str) -> s
             message = f"must be {word} {context[name]:g}"
         elif isinstance(context.get("error"), ValueError):
             message = str(context["error"])
-        # Below matrices, a pattern comes before the key.
+        # In "matrices" the location of a key begins with the section and a name pattern.
         end = 3 if location[0] == "matrices" else 1
         if len(location) >= end and location[end - 1] in _ALLOWED:
             location, message = location[:end], _ALLOWED[str(location[end - 1])]
-            inner: Any = params
-            for part in location:
-                inner = inner[part]
-            value = inner
+            nested: Any = params
+            for step in location:
+                nested = nested[step]
+            value = nested
         key = str(location[0])
-        for position, part in enumerate(location[1:], start=1):
-            bracketed = isinstance(part, int) or (position, location[0]) == (1, "matrices")
-            key += f"[{part!r}]" if bracketed else f".{part}"
+        for position, step in enumerate(location[1:], start=1):
+            is_bracketed = isinstance(step, int) or (position, location[0]) == (1, "matrices")
+            key += f"[{step!r}]" if is_bracketed else f".{step}"
         lines.setdefault(key, f"{where}.{key}: {message} (got {shown(value)})")
     return "\n".join(lines.values())
 
 
-def shown(value: Any) -> str:
-    """Return a value in one short line."""
+def shown(value: object) -> str:
+    """Return the repr of a value, shortened to one line."""
     return " ".join(reprlib.repr(value).split())
 
 
 HEALTH_EVERY = 100
-"""Steps between two samples of ``health`` by default."""
+"""Default of ``health``: steps between two samples."""
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> float:
     """Accept numbers, also of numpy and in one-element tensors; raise with a hint for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
@@ -163,14 +163,14 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise ValueError("must be true or false")
 
 
-def pair(value: Any) -> Any:
-    """Raise for anything that is not two values; pydantic checks each of them."""
+def pair(value: object) -> object:
+    """Raise for anything but two values, which pydantic checks then."""
     if isinstance(value, str):
         return _number(value)
     if not hasattr(value, "__len__") or len(value) != 2:
@@ -178,7 +178,7 @@ def pair(value: Any) -> Any:
     return value
 
 
-def steps_between_samples(value: Any) -> Any:
+def steps_between_samples(value: object) -> float:
     """Return the steps between two samples of health: 0 for ``False``, the default for ``True`` and ``None``."""
     if isinstance(value, Mapping):
         raise ValueError("must be the steps between two samples, or true or false")
@@ -187,61 +187,60 @@ def steps_between_samples(value: Any) -> Any:
     return 0 if value is False else _number(value)
 
 
-def by_pattern(value: Any) -> Any:
-    """Return an empty object for ``None``; raise for anything else that is no object."""
+def by_pattern(value: object) -> object:
+    """Return an empty object for ``None``; raise for anything else that is not an object."""
     if not isinstance(value, (Mapping, type(None))):
         raise ValueError("must be an object: name pattern to an object with split, heads or transposed")
     return value or {}
 
 
 Number = Annotated[float, BeforeValidator(_number)]
-Whole = Annotated[int, BeforeValidator(_number)]
+Integer = Annotated[int, BeforeValidator(_number)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
-# A value beyond these bounds is a mistake. They lie far above useful values and far below the limits of fp32.
+# A larger rate or decay is a mistake: the bound is far above useful values and far below the largest fp32.
 Rate = Annotated[Number, Field(ge=0, le=1e4)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
-# AdamW divides by the root of the second moment. With a decay of 0 the update is only the gradient's sign, or blows up.
+# AdamW divides by the root of the second moment, which without decay is |gradient|: the update would be its sign.
 SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
-# Well inside fp32, where 1e-46 becomes 0 and 0 / 0 is NaN; 1 is in use.
+# In fp32 a smaller one may round to 0, and 0 / 0 is NaN. Values up to 1 are in use.
 Eps = Annotated[Number, Field(ge=1e-30, le=100)]
 Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
-ChunkNumel = Annotated[Whole, Field(ge=1, le=1 << 40)]
-Size = Annotated[Whole, Field(ge=1, strict=True)]
+ChunkNumel = Annotated[Integer, Field(ge=1, le=1 << 40)]
+Size = Annotated[Integer, Field(ge=1, strict=True)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
 Fractions = Annotated[list[Annotated[Number, Field(gt=0, lt=1)]], Field(min_length=2)]
 
 
 class _Section(BaseModel):
-    """An object among the settings. Unknown keys in it are errors; a short form may stand for it."""
+    """A setting that is an object. Unknown keys in it are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: ClassVar[str]
-    """The key that holds it."""
+    """The key whose value it is."""
 
     @classmethod
-    def _long_form(cls, value: Any) -> Any:
-        """Return the object that a short form stands for, and any other value as it is."""
+    def _expand(cls, value: object) -> object:
+        """Return the object that a short form means, and any other value as it is."""
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, value: Any) -> Any:
-        value = cls._long_form(value)
+    def _refuse_unknown_keys(cls, value: object) -> object:
+        value = cls._expand(value)
         if not isinstance(value, (Mapping, cls)):
-            *others, last = cls.model_fields
-            raise ValueError(f"must be an object with {', '.join(others)} or {last}")
+            *first, last = cls.model_fields
+            raise ValueError(f"must be an object with {', '.join(first)} or {last}")
         unknown = (
             [str(key) for key in value if key not in cls.model_fields] if isinstance(value, Mapping) else []
         )
         if unknown:
-            texts = [unknown_key_message(key, cls.model_fields) for key in unknown]
-            raise ValueError("; ".join(texts))
+            raise ValueError("; ".join(unknown_key_message(key, cls.model_fields) for key in unknown))
         return value
 
 
 class MatricesConfig(_Section):
-    """A value of ``matrices``: which matrices the weights that its pattern matches are made of."""
+    """A value of ``matrices``: the matrices of which the weights that match its pattern consist."""
 
     key = "matrices"
 
@@ -260,7 +259,7 @@ class MatricesConfig(_Section):
 
 
 class QkClipConfig(_Section):
-    """The object under ``qk_clip`` (:mod:`deepspeed_muon.qk_clip.clip`)."""
+    """The value of ``qk_clip`` (:mod:`deepspeed_muon.qk_clip.clip`)."""
 
     key = "qk_clip"
 
@@ -271,7 +270,7 @@ class QkClipConfig(_Section):
 
 
 class RestoreConfig(_Section):
-    """The object under ``restore_from``: what :func:`deepspeed_muon.checkpoint.restore` reads before the first step."""
+    """The value of ``restore_from``: what :func:`deepspeed_muon.checkpoint.restore` reads before the first step."""
 
     key = "restore_from"
 
@@ -283,7 +282,7 @@ class RestoreConfig(_Section):
     )
 
     @classmethod
-    def _long_form(cls, value: Any) -> Any:
+    def _expand(cls, value: object) -> object:
         if isinstance(value, str):
             value = {"path": value}
         if isinstance(value, Mapping) and "\0" in str(value.get("path", "")):
@@ -295,10 +294,10 @@ class RestoreConfig(_Section):
 
 @dataclass(frozen=True, slots=True)
 class StatePolicy:
-    """The dtype of the state.
+    """The dtypes of momentum and moments.
 
-    It is fp32 (float64 for float64 parameters) unless the user asks for less, also for masters in half precision: an
-    average of many gradients loses more by rounding than a weight does.
+    They are fp32 (float64 for float64 parameters) unless the user asks for less, even if the master weights have half
+    precision: an average of many gradients loses more by rounding than a weight does.
 
     Attributes:
         momentum_dtype: ``optimizer.params.momentum_dtype``; ``None`` if it is not set.
@@ -310,11 +309,11 @@ class StatePolicy:
 
     @property
     def quantizes_momentum(self) -> bool:
-        """Whether momentum is kept in 8 bits."""
+        """Whether momentum is stored as int8."""
         return self.momentum_dtype == "int8"
 
     def dtype(self, key: str, master: torch.dtype) -> torch.dtype:
-        """Return the dtype of the state tensor ``key`` of a parameter whose dtype is ``master``."""
+        """Return the dtype of the state tensor ``key`` of a parameter or partition whose dtype is ``master``."""
         half = self.half_states
         if key == "momentum_buffer" and self.quantizes_momentum:
             return torch.int8

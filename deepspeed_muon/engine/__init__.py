@@ -39,8 +39,8 @@ def muon_optimizer(engine: Any) -> Muon:
     """
     optimizer = muon_of(engine)
     if optimizer is None:
-        other = type(getattr(engine, "basic_optimizer", None)).__name__
-        raise BindingError(f"this engine's optimizer is {other}, not deepspeed_muon.Muon")
+        kind = type(getattr(engine, "basic_optimizer", None)).__name__
+        raise BindingError(f"this engine's optimizer is {kind}, not deepspeed_muon.Muon")
     return optimizer
 
 

@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
-from deepspeed_muon.checkpoint.live import collect, optimizer_of
+from deepspeed_muon.checkpoint.live import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
 from deepspeed_muon.checkpoint.settings import SettingsSnapshot
@@ -39,7 +39,7 @@ from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
 
 _Difference: TypeAlias = tuple[set[str], set[str], set[str], bool]
-"""The parameters in a rank's file and in its engine, those of another route in words, and whether any was moved."""
+"""Names in a rank's file, names in its engine, a line for each changed route, and whether any placement changed."""
 _ONE_SAVE = (
     "a save was killed, or files were mixed: load another tag, or copy all files of one save into the folder"
 )
@@ -72,7 +72,7 @@ def load_universal_checkpoint(
         engine, open_source, str(checkpoint_folder), progress=False, with_state=load_optimizer_states
     )
     if source.index.progress.loss_scale:
-        optimizer_of(engine).host.set_loss_scale(source.index.progress.loss_scale)
+        host_of(optimizer_of(engine)).set_loss_scale(source.index.progress.loss_scale)
 
 
 def save_checkpoint(
@@ -122,7 +122,7 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks):
             _tag_to_load(given.get("load_dir"), given.get("tag"), "latest_universal")
     else:
-        saved = _native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
+        saved = _check_native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
     if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
         load_no_state_into_divided_weights(engine, given)
     before = SettingsSnapshot(engine)
@@ -150,13 +150,13 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         raise
     if client_state is not None:
         client_state.pop(SAVE_KEY, None)
-    way = "restore a consolidated set with hyperparameters=False"
+    remedy = "restore a consolidated set with hyperparameters=False"
     if saved is not None:
-        way = f"{saved.remedy('hyperparameters=False')} instead of loading this"
+        remedy = f"{saved.remedy('hyperparameters=False')} instead of loading this"
     clipping, configured = view_of(engine.optimizer).loaded_clipping, engine.gradient_clipping()
     replaced = clipping not in (None, configured)
-    others = [f"gradient_clipping is {clipping}, configured {configured}"] if replaced else []
-    before.warn_of_replaced("engine.load_checkpoint", way, others)
+    changes = [f"gradient_clipping is {clipping}, configured {configured}"] if replaced else []
+    before.warn_of_replaced("engine.load_checkpoint", remedy, changes)
     return path, client_state
 
 
@@ -181,7 +181,7 @@ def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:
     return None if tag is None else str(tag)
 
 
-def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedTag | None:
+def _check_native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedTag | None:
     """Return what DeepSpeed's loader is about to read; raise on every rank if one finds that it does not fit."""
     ranks = optimizer_of(engine).ranks
     saved: SavedTag | None = None
@@ -190,18 +190,18 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedT
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     with raise_on_all_ranks(CheckpointError, ranks=ranks) as agreed:
         folder, tag = Path(load_dir), _tag_to_load(load_dir, tag, "latest")
-        own = None
+        file = None
         # Files of other checkpoint engines have forms of their own.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
-            own = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
-            saved = identify_tag(folder / str(tag), own, load=load)
+            file = Path(engine._get_zero_ckpt_name(load_dir, tag)) if engine.zero_optimization() else None
+            saved = identify_tag(folder / str(tag), file, load=load)
         if saved is not None and with_state:
-            if own is not None and not own.is_file():
+            _require_same_kind(engine, saved)
+            if file is not None and not file.is_file():
                 raise CheckpointError(
-                    f"{own}: no such file, and DeepSpeed would load weights without the optimizer's state: copy "
+                    f"{file}: no such file, and DeepSpeed would load weights without the optimizer's state: copy "
                     f"all files of the save into the folder, or load another tag"
                 )
-            _require_own(engine, saved)
             difference = _difference(engine, saved)
         if tag is not None:
             with refusing(f"{load_dir!r}"):
@@ -215,30 +215,32 @@ def _native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedT
     return saved
 
 
-def _refuse_differences(saved: SavedTag, ranks: Ranks, own: _Difference) -> None:
+def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) -> None:
     """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
-    every = ranks.gather(own, purpose="check of a checkpoint").values()
+    of_ranks = ranks.gather(difference, purpose="check of a checkpoint").values()
     # The file of a group's first rank describes its parameters, at stage 0 every file.
-    known = set().union(*(then for then, *_ in every))
-    left = {
+    saved_names = set().union(*(names for names, *_ in of_ranks))
+    missing = {
         f"parameter {name} is in the checkpoint, but not in the optimizer"
-        for then, now, *_ in every
-        for name in then - now
+        for names, live, *_ in of_ranks
+        for name in names - live
     }
-    told = left | {
-        f"parameter {name} is not in the checkpoint" for _, now, *_ in every for name in now - known
+    lines = missing | {
+        f"parameter {name} is not in the checkpoint"
+        for _, live, *_ in of_ranks
+        for name in live - saved_names
     }
-    if told:
-        way = "take its weights alone with engine.load_checkpoint(..., load_optimizer_states=False)"
+    if lines:
+        remedy = "take its weights alone with engine.load_checkpoint(..., load_optimizer_states=False)"
         # From stage 2 on DeepSpeed looks for a parameter that is frozen now among those that were.
-        if left and saved.stage >= 2:
+        if missing and saved.stage >= 2:
             script = saved.folder.parent / "zero_to_fp32.py"
-            way = f"load the weights that {script} extracts into the model before deepspeed.initialize"
+            remedy = f"load the weights that {script} extracts into the model before deepspeed.initialize"
         raise CheckpointError(
-            f"{saved.folder} is not a checkpoint of this model:\n{first_lines(told)}\n"
-            f"Make the model as the saved run did (with the same parameters frozen), or {way}"
+            f"{saved.folder} is not a checkpoint of this model:\n{first_lines(lines)}\n"
+            f"Make the model as the saved run did (with the same parameters frozen), or {remedy}"
         )
-    if rerouted := set().union(*(lines for _, _, lines, _ in every)):
+    if rerouted := set().union(*(routes for _, _, routes, _ in of_ranks)):
         patterns = ", ".join(
             f'"{key}": {json.dumps(saved.record["optimizer"][key])}' for key in ("include", "exclude")
         )
@@ -247,9 +249,9 @@ def _refuse_differences(saved: SavedTag, ranks: Ranks, own: _Difference) -> None
             f"{first_lines(rerouted)}\nSet {patterns} in optimizer.params, as that run had, or take its weights alone "
             f"with engine.load_checkpoint(..., load_optimizer_states=False)"
         )
-    if any(moved for *_, moved in every):
+    if any(moved for *_, moved in of_ranks):
         raise CheckpointError(
-            f"{saved.folder}: its flat partitions hold the parameters at other places than this engine's: param "
+            f"{saved.folder}: the parameters have other offsets in its flat partitions than in this engine's: param "
             f"groups, matrices, sub_group_size, round_robin_gradients, the kind of device or (with row state) ns_steps "
             f"and ns_method may differ; or {saved.remedy()} instead of loading this"
         )
@@ -269,14 +271,14 @@ def _save_id(
     elif with_state:  # of experts; else the state is in the file with the model
         files += map(str, (folder / tag).glob("expp_rank_*_optim_states.pt"))
     # DeepSpeed's other writers have other formats.
-    found = [file for file in files if Path(file).is_file() and zipfile.is_zipfile(file)]
-    ids = {file: save_of(load(Path(file))) for file in found}
+    readable = [file for file in files if Path(file).is_file() and zipfile.is_zipfile(file)]
+    ids = {file: save_of(load(Path(file))) for file in readable}
     if len(set(ids.values())) > 1:
         raise CheckpointError(f"{' and '.join(ids)} are of different saves: {_ONE_SAVE}")
     return next(iter(ids.values()), None)
 
 
-def _require_own(engine: Any, saved: SavedTag) -> None:
+def _require_same_kind(engine: Any, saved: SavedTag) -> None:
     """Raise unless our optimizer saved a checkpoint at a stage and on ranks with which DeepSpeed can load it here."""
     saved.refuse_universal()
     stage, ranks = int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size)
@@ -303,18 +305,19 @@ def _difference(engine: Any, saved: SavedTag) -> _Difference:
     moved = moved or bool(saved.stage and rows_then and rows_now and rows_then != rows_now)
     try:
         live = collect(engine).parameters
-    except CheckpointError:  # nobody knows what a parameter is a part of; the digest of the order is left
+    except CheckpointError:  # of some parameter it is unknown which slice it is: only the order is compared
         return set(), set(), set(), moved
     groups = saved.record.get("groups", ())
     entries = {entry["name"]: entry for group in groups for entry in group["parameters"]}
     rerouted = set()
     for name in entries.keys() & live.keys():
-        entry, own = entries[name], live[name]
-        if entry["algorithm"] != own.record.algorithm:
+        entry, parameter = entries[name], live[name]
+        if entry["algorithm"] != parameter.record.algorithm:
             rerouted.add(
-                f"{name} went to {entry['algorithm']}, and goes to {own.record.algorithm} now ({own.route_reason})"
+                f"{name} went to {entry['algorithm']}, and goes to {parameter.record.algorithm} now "
+                f"({parameter.route_reason})"
             )
-        # Where every rank holds everything, the last number, that of the ranks, does not matter.
-        places = entry["partition"], *entry["spread"][:-1]
-        moved = moved or places != (own.partition, *own.placement.numbers()[:-1])
+        # Where a parameter is replicated, the last number, that of the ranks, does not matter.
+        numbers = entry["partition"], *entry["spread"][:-1]
+        moved = moved or numbers != (parameter.partition, *parameter.placement.numbers()[:-1])
     return set(entries), set(live) if entries else set(), rerouted, moved

@@ -43,7 +43,7 @@ from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.param_groups import CALLER_GROUP
+from deepspeed_muon.routing.param_groups import CALLER_GROUP, order_for_partitions, route_again
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_of_large_guesses, warn_without_muon
@@ -197,7 +197,13 @@ def _admitted(
         _refuse_wrapped(optimizer)
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
-            optimizer.reroute(engine.module, tensor_shards(engine))
+            optimizer.routed = route_again(
+                optimizer.routed,
+                optimizer.param_groups,
+                optimizer.config,
+                engine.module,
+                shards=tensor_shards(engine),
+            )
         _refuse_foreign(engine, optimizer)
         regroup(engine, optimizer)
         facts.update(_facts(engine, optimizer))
@@ -217,7 +223,8 @@ def _admitted(
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
         ranks = dist.get_world_size(engine.seq_data_parallel_group)
-        optimizer.order_parameters(ranks, device=_compute_device())
+        settings = optimizer.config.ns_settings(_compute_device())
+        order_for_partitions(optimizer.param_groups, optimizer.routed.by_id, ranks, settings)
     return optimizer
 
 
@@ -252,7 +259,7 @@ def _configured(engine: Any, model_parameters: Any) -> Muon:
     params = list(model_parameters)
     if engine.has_moe_layers:
         # DeepSpeed divides groups into experts and others, and needs names for that.
-        if all(isinstance(each, dict) for each in params):
+        if all(isinstance(param, dict) for param in params):
             params = [
                 {"name": f"dense-params-{number}", CALLER_GROUP: number, **group}
                 for number, group in enumerate(params)
@@ -376,10 +383,10 @@ def _require_consolidated(engine: Any, config: MuonConfig) -> None:
 
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
     """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
-    # The ranks of a data-parallel group have the same routes.
-    one_of_each = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
-    own = (optimizer.routes, len(optimizer.param_groups))
-    stages = one_of_each.gather(own, purpose="comparison of the stages' routes").values()
+    # The ranks of a data-parallel group have the same routes: one rank of each group is enough.
+    across_stages = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
+    routes_and_groups = (optimizer.routes, len(optimizer.param_groups))
+    stages = across_stages.gather(routes_and_groups, purpose="comparison of the stages' routes").values()
     counts = [count for _, count in stages]
     if len(set(counts)) > 1 and norm_by_group:
         raise ConfigError(
@@ -387,10 +394,10 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
             f"them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
             f"otherwise, or in fp32 set zero_optimization.stage to 0"
         )
-    whole = {route.name: route for routes, _ in stages for route in routes}
-    check_routes([((name,), route) for name, route in whole.items()], optimizer.config)
-    warn_without_muon(list(whole.values()))
-    warn_of_large_guesses(list(whole.values()))
+    route_of = {route.name: route for routes, _ in stages for route in routes}
+    check_routes([((name,), route) for name, route in route_of.items()], optimizer.config)
+    warn_without_muon(list(route_of.values()))
+    warn_of_large_guesses(list(route_of.values()))
 
 
 def _compute_device() -> torch.device:

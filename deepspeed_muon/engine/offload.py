@@ -49,7 +49,7 @@ from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.live import optimizer_of
+from deepspeed_muon.checkpoint.live import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
@@ -104,7 +104,7 @@ def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
     is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
     if is_twin_flow:
         wrapping.callback(
-            _take_all, engine, optimizer, [(each, frozenset(each)) for each in optimizer.param_groups]
+            _take_all, engine, optimizer, [(group, frozenset(group)) for group in optimizer.param_groups]
         )
         for group in optimizer.param_groups:
             group.setdefault("amsgrad", False)
@@ -195,9 +195,9 @@ class CpuAdam:
         # A new object computes the powers of the betas from the step's number. One that is kept multiplies those of its
         # last step once more, which rounds differently: a resumed run would differ in its last bits.
         self._op.create_adam(self._number, *numbers, settings.decoupled, False)
-        for each in tensors:
-            assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in each)
-            self._op.adam_update(self._number, settings.step, *numbers, True, *each)
+        for of_param in tensors:
+            assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in of_param)
+            self._op.adam_update(self._number, settings.step, *numbers, True, *of_param)
 
     def _check(self, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:
         """Compare two steps on random numbers with the float64 reference."""
@@ -278,7 +278,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: Any,
 
 def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
     """Let all ranks end their copies before a save goes on."""
-    if view.optimizer.host.save_id is not None:
+    if host_of(view.optimizer).save_id is not None:
         view.optimizer.ranks.gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)
 
@@ -319,8 +319,8 @@ def check_copy(
         )
     with refusing(str(copy)):
         listed = json.loads((copy / _LIST).read_text()) if (copy / _LIST).exists() else {}
-        files, found = listed.get("files", {}), _swap_files(copy)
-    if listed.get("save") != save_id or any(found.get(name) != size for name, size in files.items()):
+        files, sizes = listed.get("files", {}), _swap_files(copy)
+    if listed.get("save") != save_id or any(sizes.get(name) != size for name, size in files.items()):
         raise CheckpointError(f"{copy}: cut short, or of another save: a save was killed; load another tag")
     before = saved.record.get("optimizer", {}).get("momentum_dtype")
     now = optimizer_of(engine).config.momentum_dtype

@@ -92,7 +92,7 @@ def _follow(engine: Any, optimizer: Muon, origins: Sequence[int | None]) -> None
     if scheduler is None and not any("initial_lr" in group for group in optimizer.param_groups):
         return
     count = len(optimizer.param_groups)
-    if scheduler is None or None in origins or not _is_known(scheduler):
+    if scheduler is None or None in origins or not _is_supported(scheduler):
         raise RoutingError(
             f"the learning-rate scheduler was made for {count} param groups, and by the model of deepspeed.initialize "
             f"and what is frozen now there are {len(origins)}, others at the same positions: pass model=... to "
@@ -102,11 +102,11 @@ def _follow(engine: Any, optimizer: Muon, origins: Sequence[int | None]) -> None
     _reorder(scheduler, origins, count)
 
 
-def _is_known(scheduler: Any) -> bool:
+def _is_supported(scheduler: Any) -> bool:
     """Return whether it is clear what a scheduler keeps for each group: those of torch and of DeepSpeed."""
     nested = getattr(scheduler, "_schedulers", None)
     if nested is not None:
-        return all(map(_is_known, nested))
+        return all(map(_is_supported, nested))
     return type(scheduler).__module__.startswith(("torch.", "deepspeed."))
 
 

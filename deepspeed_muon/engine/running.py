@@ -144,13 +144,13 @@ def rates(optimizer: Muon, *, of_step: bool = False) -> dict[str, float]:
         optimizer: The optimizer.
         of_step: Whether to return those of the last step, which a schedule may have changed since.
     """
-    found: dict[str, float] = {}
+    rate_of: dict[str, float] = {}
     for group in optimizer.param_groups:
         rate = float(group["lr"])
-        found.setdefault(
+        rate_of.setdefault(
             _KEYS[group["algorithm"]], optimizer.rates_of_step.get(id(group), rate) if of_step else rate
         )
-    return found
+    return rate_of
 
 
 def trainer_callbacks() -> type | None:

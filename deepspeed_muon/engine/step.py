@@ -163,7 +163,7 @@ def _raise_for_failed_updates(optimizer: Muon) -> None:
 
 def has_overflow(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> bool:
     """Answer from the exchanged status whether any rank's gradients overflow, where all groups have the same ranks."""
-    nonfinite = view.optimizer.bound_steps.found_nonfinite(view.data_parallel_group)
+    nonfinite = view.optimizer.bound_steps.any_nonfinite(view.data_parallel_group)
     return bool(original(*args, **kwargs)) if nonfinite is None else view.is_true_of_any(nonfinite)
 
 

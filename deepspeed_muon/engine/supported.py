@@ -57,7 +57,7 @@ def _unknown_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yield the keys of ``zero_optimization`` that are not among those, and not at DeepSpeed's default either."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if name not in _KNOWN_KEYS:
+        if name not in _SUPPORTED_KEYS:
             if value != field.get_default(call_default_factory=True):
                 yield prefix + name
         elif isinstance(value, BaseModel):
@@ -94,8 +94,8 @@ def _lacks_masters(engine: Any, _: MuonConfig) -> bool:
 
 def _has_sparse_gradients(engine: Any, _: MuonConfig) -> bool:
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    found = (each for each in engine.module.modules() if isinstance(each, embeddings))
-    return any(each.sparse and each.weight.requires_grad for each in found)
+    modules = (module for module in engine.module.modules() if isinstance(module, embeddings))
+    return any(module.sparse and module.weight.requires_grad for module in modules)
 
 
 def _is_norm(value: Any) -> bool:
@@ -113,7 +113,7 @@ def _keeps_masters(engine: Any, dtype: torch.dtype) -> bool:
 
 # The keys of zero_optimization and of its sections in DeepSpeed 0.19.8, but for those that need its CUDA quantizer
 # (zero_quantized_...). Later ones may be for another wrapper.
-_KNOWN_KEYS = frozenset((
+_SUPPORTED_KEYS = frozenset((
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm",
     "load_from_fp32_weights", "elastic_checkpoint", "sub_group_size", "cpu_offload_param",
@@ -129,7 +129,7 @@ _KNOWN_KEYS = frozenset((
     "leaf_module", "classes", "names", "name_suffixes",
 ))  # fmt: skip
 
-_PART_OF_ATTENTION = (
+_DIVIDED_ATTENTION = (
     "a rank's attention holds other heads than its weights do, or only some of the layers; unset qk_clip"
 )
 
@@ -258,10 +258,10 @@ _REFUSED: dict[str, _Row] = {
     ),
     "optimizer.params.qk_clip with sequence parallelism": (
         lambda engine, config: config.qk_clip is not None and _shares_sequences(engine),
-        _PART_OF_ATTENTION,
+        _DIVIDED_ATTENTION,
     ),
     "optimizer.params.qk_clip with a pipeline": (
         lambda engine, config: config.qk_clip is not None and is_divided(engine.module),
-        _PART_OF_ATTENTION,
+        _DIVIDED_ATTENTION,
     ),
 }

@@ -1,1 +1,1 @@
-"""What a run will move, compute and hold, without running it."""
+"""Forecasts of a run's communication, computation and memory, from shapes alone."""

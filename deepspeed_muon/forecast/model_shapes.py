@@ -1,7 +1,7 @@
-"""Parameter names and shapes without a model: from a preset, a configuration, a checkpoint or a function.
+"""Loads parameter names and shapes, without weights, from a preset, a configuration, a checkpoint or a function.
 
-Nothing is downloaded and no weight is read. A model is built on the meta device, so that routing decides about its
-parameters exactly as about those of a real model.
+Nothing is downloaded. Models are built on the meta device, so that routing treats their parameters exactly as those of
+a real model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from deepspeed_muon.routing.shapes import true_shape
 
 Shapes = dict[str, tuple[int, ...]]
 
-# From the models' published config.json files; kimi-k2 has that architecture and size (1T), not the exact numbers.
+# From the models' published config.json files; kimi-k2 has the architecture and size (1T), not the exact values.
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-7b": {
         "model_type": "llama",
@@ -80,28 +81,28 @@ _SMALLEST = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1),
     **dict.fromkeys(("num_experts", "n_routed_experts", "n_shared_experts", "first_k_dense_replace"), 0),
 }
-"""The keys of a config.json that are sizes, and the smallest value of each."""
+"""The smallest valid value of each key of a config.json that is a size."""
 
 _SAME_SHAPES = {"kimi_k2": "deepseek_v3"}
-"""Architectures that are not in transformers, and one there with the same parameters."""
+"""Architectures that transformers lacks, each with one that has the same parameters."""
 
 
 MODEL_FORMS = (
     f"a preset ({', '.join(PRESETS)}), a Hugging Face config.json, a folder with one or with a checkpoint, a class or "
     f"model_type of transformers, a model in Hugging Face's cache, or MODULE:FUNCTION, which returns a module"
 )
-"""What names a model on the command line."""
+"""The forms of a command line's MODEL, for help and errors."""
 
 
 def load_model(source: str, device: str = "meta") -> list[NamedParameter]:
-    """Return the parameters of a model that a command line names.
+    """Return the parameters of the model that ``source`` names, in the model's order.
 
     Args:
         source: One of :data:`MODEL_FORMS`.
-        device: Where a function builds its model.
+        device: The device on which a MODULE:FUNCTION builds its model.
 
     Raises:
-        ConfigError: If it is none of these, or the model cannot be built.
+        ConfigError: If ``source`` has no such form, or the model cannot be built.
     """
     path = Path(source)
     if path.is_dir():
@@ -112,10 +113,10 @@ def load_model(source: str, device: str = "meta") -> list[NamedParameter]:
 
 
 def model_config(source: str) -> dict[str, Any]:
-    """Return the Hugging Face configuration of one of :data:`MODEL_FORMS`.
+    """Return the Hugging Face configuration of the model that ``source``, one of :data:`MODEL_FORMS`, names.
 
     Raises:
-        ConfigError: If it has none.
+        ConfigError: If there is no configuration.
     """
     path = Path(source)
     if source in PRESETS:
@@ -129,13 +130,13 @@ def model_config(source: str) -> dict[str, Any]:
         raise ConfigError(
             f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json, a folder with one or with a "
             f"checkpoint, a class or model_type of transformers, a model in Hugging Face's cache, or MODULE:FUNCTION. "
-            f"Nothing is downloaded: of a model on the Hub pass its config.json"
+            f"Nothing is downloaded: for a model on the Hub pass its config.json"
         )
     return config
 
 
 def _config_by_name(name: str) -> dict[str, Any] | None:
-    """Return the configuration of a class or a ``model_type`` of transformers, or of a model in the Hub's cache."""
+    """Return the configuration of a class or ``model_type`` of transformers, or of a model in the Hub's cache."""
     try:
         import transformers
         from huggingface_hub import try_to_load_from_cache
@@ -146,40 +147,40 @@ def _config_by_name(name: str) -> dict[str, Any] | None:
     try:
         config_class = getattr(transformers, name).config_class
         return {"model_type": config_class.model_type, "architectures": [name]}
-    except (AttributeError, ImportError):  # transformers imports a class when it is asked for
+    except (AttributeError, ImportError):  # transformers imports a class on its first use
         pass
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name of a repository
+    except ValueError:  # not a valid repository name
         return None
     return read_object(Path(cached)) if isinstance(cached, str) else None
 
 
 def _from_function(source: str, device: str) -> nn.Module:
-    """Return the model that ``MODULE:FUNCTION`` makes on a device.
+    """Return the model that ``MODULE:FUNCTION`` builds on a device.
 
     Raises:
-        ConfigError: If it cannot be imported, fails or returns something else.
+        ConfigError: If the function cannot be imported, raises or returns no module.
     """
     module, _, function = source.partition(":")
     try:
-        made: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-    except Exception as error:  # of any kind: the caller's own module runs
+        model: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+    except Exception as error:  # of any type, because this runs the user's module
         raise ConfigError(
             f"{source}: cannot be imported: {_in_one_line(error)}. Run the command in the folder of the module, and "
             f"write MODULE:FUNCTION as in models.gpt:build"
         ) from error
     try:
         with torch.device(device):
-            made = made if isinstance(made, nn.Module) else made()
-    except Exception as error:  # of any kind: the caller's own function runs
+            model = model if isinstance(model, nn.Module) else model()
+    except Exception as error:  # of any type, because this runs the user's function
         remedy = "It is called without arguments: write a function that needs none and returns the model"
         if device == "meta" and not isinstance(error, TypeError):
             remedy = "On the meta device tensors have no values: if it needs some, build it with --device cpu"
         raise ConfigError(f"{source}: {_in_one_line(error)}. {remedy}") from error
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"{source} returned a {type(made).__name__}, expected a torch.nn.Module")
-    return made
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{source} returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model
 
 
 def _in_one_line(error: Exception) -> str:
@@ -187,30 +188,30 @@ def _in_one_line(error: Exception) -> str:
 
 
 def as_autoep(members: Sequence[NamedParameter]) -> list[NamedParameter]:
-    """Return the parameters after AutoEP has replaced the layers of experts: gate and up are stacks of their own.
+    """Return the parameters as they are after AutoEP has replaced the expert layers: gate and up are separate stacks.
 
     Args:
-        members: Of the model as it was.
+        members: The parameters before AutoEP.
 
     Raises:
         ConfigError: If there are no stacks of experts.
     """
-    found = _with_experts(
+    replaced = _with_experts(
         members,
         lambda module, stacks: {
             f"{module}.{_AUTOEP.get(name, name)}": shape for name, shape in stacks.items()
         },
     )
-    if len(found) == len(members):
+    if len(replaced) == len(members):  # AutoEP splits every gate_up_proj
         raise ConfigError("--expert-parallel: no stacks of experts in this model")
-    return found
+    return replaced
 
 
 _AUTOEP = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def with_separate_experts(members: Sequence[NamedParameter]) -> list[NamedParameter]:
-    """Return the parameters of the same model in which every expert has parameters of its own instead of stacks."""
+    """Return the parameters of the same model with separate weights for every expert instead of stacks."""
     return _with_experts(
         members,
         lambda module, stacks: {
@@ -224,39 +225,39 @@ def with_separate_experts(members: Sequence[NamedParameter]) -> list[NamedParame
 def _with_experts(
     members: Sequence[NamedParameter], shapes_of: Callable[[str, Shapes], Shapes]
 ) -> list[NamedParameter]:
-    """Return the parameters with what ``shapes_of`` makes of the stacks of each module, by its name."""
-    found: list[NamedParameter] = []
+    """Replace the stacks of each module of experts by ``shapes_of(module name, stacks by projection)``."""
+    replaced: list[NamedParameter] = []
     for module, group in itertools.groupby(members, key=_module_of_stack):
         if module is None:
-            found += group
+            replaced += group
         else:
             stacks = {name: shape for member in group for name, shape in _projections(member).items()}
-            found += _from_shapes(shapes_of(module, stacks))
-    return found
+            replaced += _from_shapes(shapes_of(module, stacks))
+    return replaced
 
 
 def _module_of_stack(member: NamedParameter) -> str | None:
-    """Return the name of the module that holds a stack of experts, ``None`` for any other parameter."""
-    before = member.name.rpartition(".")[0]
-    return before if before.endswith("experts") and len(true_shape(member.param)) == 3 else None
+    """Return the name of the module of a stack of experts, ``None`` for any other parameter."""
+    module = member.name.rpartition(".")[0]
+    return module if module.endswith("experts") and len(true_shape(member.param)) == 3 else None
 
 
 def _projections(member: NamedParameter) -> Shapes:
-    """Return the projections in a stack as (experts, output, input), by name: those of gate and up apart."""
-    count, out, into = true_shape(member.param)
+    """Return the shapes of the projections in a stack, by name; a fused gate_up_proj is split into two."""
+    count, out, into = true_shape(member.param)  # (experts, output, input)
     if member.layer is not None and member.layer.transposed:
         out, into = into, out
-    last = member.name.rpartition(".")[2]
-    if last == "gate_up_proj":
+    projection = member.name.rpartition(".")[2]
+    if projection == "gate_up_proj":
         return dict.fromkeys(("gate_proj", "up_proj"), (count, out // 2, into))
-    return {last: (count, out, into)}
+    return {projection: (count, out, into)}
 
 
 def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """Return the object in a file of JSON, or of what ``loads`` reads.
+    """Return the object in a file of JSON, or of another format that ``loads`` parses.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If the file cannot be read or parsed, or its content is not an object.
     """
     try:
         content = loads(path.read_text(encoding="utf-8"))
@@ -268,7 +269,7 @@ def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[st
 
 
 def _from_shapes(shapes: Shapes) -> list[NamedParameter]:
-    """Return parameters on the meta device from dotted names and shapes, in the model's order."""
+    """Return parameters on the meta device with the given names and shapes, in the same order."""
     return [
         NamedParameter((name,), nn.Parameter(torch.empty(shape, device="meta"), requires_grad=True))
         for name, shape in shapes.items()
@@ -281,60 +282,65 @@ def from_config(config: Mapping[str, Any]) -> list[NamedParameter]:
 
 
 def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """Return the model of a Hugging Face configuration, as transformers builds and initialises it.
+    """Return the model of a Hugging Face configuration, built and initialised by transformers.
 
     Raises:
-        ConfigError: If a size is impossible, transformers is not installed, or it cannot build the model.
+        ConfigError: If a size is invalid, transformers is not installed, or it cannot build the model.
     """
     _check_sizes(config)
-    kind = str(config.get("model_type", ""))
-    if not kind:
+    model_type = str(config.get("model_type", ""))
+    if not model_type:
         raise ConfigError(
             "no model_type: not the config.json of a Hugging Face model (a DeepSpeed configuration goes to --params)"
         )
-    transformers = _transformers_knowing(kind)
+    transformers = _transformers_for(model_type)
     if transformers is None:
         raise ConfigError(
-            f"the shapes of a model of model_type {kind!r} come from transformers, which is not installed or does not "
-            f"know it: pip install 'deepspeed-muon[hf]', or pass a folder with *.safetensors files"
+            f"the shapes of a model of model_type {model_type!r} come from transformers, which is not installed or "
+            f"does not know it: pip install 'deepspeed-muon[hf]', or pass a folder with *.safetensors files"
         )
     settings = {key: value for key, value in config.items() if key != "model_type"}
     try:
-        parsed = transformers.CONFIG_MAPPING[_SAME_SHAPES.get(kind, kind)](**settings)
-        # The class that saved the config decides which head the model has.
-        named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
-        own: list[Any] = [each for each in named if getattr(each, "config_class", None) is type(parsed)]
-        causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
-        maker = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        parsed = transformers.CONFIG_MAPPING[_SAME_SHAPES.get(model_type, model_type)](**settings)
+        # The class that saved the configuration determines the head of the model.
+        saved_classes = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
+        matching: list[Any] = [
+            model_class
+            for model_class in saved_classes
+            if getattr(model_class, "config_class", None) is type(parsed)
+        ]
+        is_causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
+        auto_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
         with torch.device(device):
-            model: nn.Module = own[0](parsed) if own else maker.from_config(parsed)
-    except Exception as error:  # of any kind: the architecture's own code runs
+            model: nn.Module = matching[0](parsed) if matching else auto_class.from_config(parsed)
+    except Exception as error:  # of any type, because this runs the architecture's code
         raise ConfigError(
-            f"transformers {transformers.__version__} cannot build this model of model_type {kind!r}: {error}"
+            f"transformers {transformers.__version__} cannot build this model of model_type {model_type!r}: {error}"
         ) from error
     return model
 
 
 def _check_sizes(config: Mapping[str, Any], where: str = "") -> None:
-    """Refuse sizes that no model has, before somebody multiplies them."""
+    """Refuse sizes that no model can have, before shapes are computed from them."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_sizes(value, f"{where}{key}.")
         least = _SMALLEST.get(key)
-        # None stands for a default, and a list for sizes that differ by layer.
+        # None means the default; a list has one size per layer.
         if least is None or value is None or isinstance(value, list):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{where}{key}: must be a whole number of at least {least} (got {value!r})")
 
 
-def _transformers_knowing(kind: str) -> Any:
-    """Return the package transformers if it is installed and can build this ``model_type``, else ``None``."""
+def _transformers_for(model_type: str) -> ModuleType | None:
+    """Return the package transformers if it is installed and supports ``model_type``, else ``None``."""
     try:
         import transformers
     except ImportError:
         return None
-    return transformers if _SAME_SHAPES.get(kind, kind) in transformers.CONFIG_MAPPING else None
+    supported = _SAME_SHAPES.get(model_type, model_type) in transformers.CONFIG_MAPPING
+    return transformers if supported else None
 
 
 def _from_checkpoint(folder: Path) -> list[NamedParameter]:
@@ -342,7 +348,7 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
 
     Raises:
         ConfigError: If the folder has none of them.
-        CheckpointError: If a checkpoint is damaged.
+        CheckpointError: If a checkpoint is corrupt.
     """
     from deepspeed_muon.checkpoint.index import INDEX_NAME, load_index
 
@@ -351,26 +357,29 @@ def _from_checkpoint(folder: Path) -> list[NamedParameter]:
         return _from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
     config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     files = sorted(folder.glob("*.safetensors"))
-    # A model says more than the shapes of its weights: which module holds them, which are tied.
-    if config and not (files and _transformers_knowing(str(config.get("model_type", ""))) is None):
+    # Prefer a model to bare shapes: it also has the modules of the weights, and which of them are tied.
+    if config and not (files and _transformers_for(str(config.get("model_type", ""))) is None):
         return from_config(config)
     if files:
         return _from_shapes(dict(item for file in files for item in _safetensors_shapes(file).items()))
     if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
         from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
 
-        saved = DeepSpeedFiles(folder, verify=False)
-        return _from_shapes({name: record.shape for name, record in saved.parameters.items()})
+        checkpoint = DeepSpeedFiles(folder, verify=False)
+        return _from_shapes({name: record.shape for name, record in checkpoint.parameters.items()})
     raise ConfigError(
         f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
     )
 
 
 def _safetensors_shapes(file: Path) -> Shapes:
+    """Read the header of a safetensors file: its length in 8 bytes, little-endian, then JSON."""
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
-            header = json.loads(stream.read(min(length, 1 << 30)))  # another file has any number there
+            header = json.loads(
+                stream.read(min(length, 1 << 30))
+            )  # in any other file these 8 bytes can be huge
         except ValueError as error:
             raise ConfigError(f"{file}: not a safetensors file: {error}") from error
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

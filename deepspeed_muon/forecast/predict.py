@@ -251,7 +251,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
         ranks, ways = inside.world_size, settings.world_size // inside.world_size
         load = np.zeros(ranks)
         for order, layouts in _step_sets(local, inside):
-            found = assign(layouts, settings.iteration, load)
+            found = assign(layouts, settings.iteration, load, divisor=settings.config.cut_divisor)
             sent, returned = sent_by_rank(found.matrices, found.owners, ranks)
             owners = np.asarray(found.owners, dtype=np.int64)
             numels = np.array([matrix.numel for matrix in found.matrices], dtype=np.float64)

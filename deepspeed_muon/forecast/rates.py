@@ -1,7 +1,7 @@
-"""The command ``python -m deepspeed_muon rates CONFIG``: another optimizer's settings as those of this one.
+"""``python -m deepspeed_muon rates CONFIG``: translates another optimizer's settings into those of this one.
 
-It reads ``optimizer`` of a DeepSpeed configuration (AdamW, DeepSpeed's Muon or torch's), or Megatron-LM's arguments in
-JSON. With ``--check`` it takes one step with random gradients and measures the updates, at two widths.
+The input is a DeepSpeed configuration whose optimizer is AdamW, DeepSpeed's Muon or torch's, or Megatron-LM's arguments
+as JSON. With ``--check``, one step with random gradients measures the size of the updates at two widths.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _KINDS = {
     "megatron": "Megatron-LM's Muon",
 }
 _QUINTIC = [3.4445, -4.775, 2.0315]
-_ADAM_HALF = "AdamW's half; written out because the default here is another"
+_ADAM_HALF = "AdamW's half; written out because the default here differs"
 
 
 def add_subcommand(subparsers: Any) -> None:
-    """Add the command ``rates`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
+    """Add the command ``rates`` to the result of ``ArgumentParser.add_subparsers``; its ``run`` executes it."""
     parser = subparsers.add_parser("rates", help="convert the settings of AdamW or another Muon")
     parser.add_argument(
         "config", help="a DeepSpeed configuration, or Megatron-LM's arguments as a JSON object"
@@ -59,75 +59,77 @@ def add_subcommand(subparsers: Any) -> None:
 def _rates(arguments: argparse.Namespace) -> int:
     if arguments.check and not arguments.model:
         raise ConfigError("--check needs --model: a preset, a config.json, or a folder with one")
-    kind, found = translate(read_object(Path(arguments.config), hjson.loads))
-    params = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.settings.items())
+    kind, translation = translate(read_object(Path(arguments.config), hjson.loads))
+    params = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in translation.settings.items()
+    )
     print(f'"optimizer": {{"type": "Muon", "params": {{\n{params}\n}}}}\n\nread as {_KINDS[kind]}')
-    for key, reason in found.reasons.items():
+    for key, reason in translation.reasons.items():
         print(f"  {key:<22} {reason}")
-    for key, reason in found.left_out.items():
+    for key, reason in translation.left_out.items():
         print(f"  {key:<22} left out: {reason}")
     if not arguments.model:
         return 0
-    config = found.config()
+    config = translation.config()
     print(f"\n{summarize_routes(route_parameters(load_model(arguments.model), config))}")
     return _check(model_config(arguments.model), config) if arguments.check else 0
 
 
 def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
-    """Print the sizes of the updates at two widths; return 1 if one is not what the scale rule says."""
+    """Print the sizes of the updates at two widths; return 1 if one deviates from the scale rule."""
     if "hidden_size" not in model:
         raise ConfigError("--check: the model's config.json has no hidden_size that could be divided")
     shrink = max(1, 2 ** math.ceil(math.log2(model["hidden_size"] / 512)))
-    wide, narrow = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
+    full_width, half_width = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
     print(
         f"\nsize of an update over the rate, models of 1/{2 * shrink} and 1/{shrink} of the width, two layers"
     )
     wrong = 0
-    for name, (shape, size, rule) in wide.items():
-        if name not in narrow:
+    for name, (shape, size, rule) in full_width.items():
+        if name not in half_width:
             raise ConfigError(f"--check: at half the width {name} goes to AdamW: take a wider model")
-        small_shape, small, small_rule = narrow[name]
-        # The iteration leaves singular values between 0.7 and 1.2.
-        right = all(0.7 < each / by_rule < 1.25 for each, by_rule in ((size, rule), (small, small_rule)))
+        half_shape, half_size, half_rule = half_width[name]
+        # Newton-Schulz yields singular values between 0.7 and 1.2.
+        right = all(0.7 < ratio < 1.25 for ratio in (size / rule, half_size / half_rule))
         wrong += not right
         print(
-            f"  {name:<44} {small_shape:>12} {small:8.4f} {shape:>12} {size:8.4f}  ratio {size / small:.2f}"
-            + ("" if right else f"  wrong: the rule says {small_rule:.4f} and {rule:.4f}")
+            f"  {name:<44} {half_shape:>12} {half_size:8.4f} {shape:>12} {size:8.4f}  ratio {size / half_size:.2f}"
+            + ("" if right else f"  wrong: the rule says {half_rule:.4f} and {rule:.4f}")
         )
     return int(wrong > 0)
 
 
 class Translation:
-    """Settings of this optimizer in the making.
+    """Settings of this optimizer, built step by step from those of a source optimizer.
 
     Attributes:
-        given: The other optimizer's settings that nobody has taken yet.
-        settings: ``optimizer.params``.
-        reasons: Key of ``settings`` to why it has its value.
-        left_out: Key of the other optimizer to why nothing here stands for it.
+        source: Settings of the source optimizer that have not been translated yet.
+        settings: The resulting ``optimizer.params``.
+        reasons: For each key of ``settings``, why it has its value.
+        left_out: For each key of the source optimizer without a counterpart, why it has none.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = dict(given)
+    def __init__(self, source: Mapping[str, Any]) -> None:
+        self.source = dict(source)
         self.settings: dict[str, Any] = {}
         self.reasons: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
 
     def put(self, key: str, value: Any, reason: str) -> None:
-        """Set a key."""
+        """Set a key of ``settings`` with its reason."""
         self.settings[key], self.reasons[key] = value, reason
 
-    def take(self, theirs: str, default: Any, reason: str, *, key: str = "") -> None:
-        """Set a key, by default of the same name, to the other optimizer's value or its default."""
-        self.put(key or theirs, self.given.pop(theirs, default), reason)
+    def take(self, source_key: str, default: Any, reason: str, *, key: str = "") -> None:
+        """Move a setting of the source optimizer, or its default there, to ``key`` (by default the same name)."""
+        self.put(key or source_key, self.source.pop(source_key, default), reason)
 
     def config(self) -> MuonConfig:
-        """Return the checked settings, without those that the Hugging Face integrations fill in later."""
+        """Return the validated settings, without the "auto" values that Hugging Face integrations fill in later."""
         return MuonConfig.from_params({key: value for key, value in self.settings.items() if value != "auto"})
 
-    def keep_rest(self) -> None:
-        """Take all that is left under its name here; what has none is left out with what to do about it."""
-        for key, value in self.given.items():
+    def take_rest(self) -> None:
+        """Move all remaining settings to their names here; those without one are left out, with a remedy."""
+        for key, value in self.source.items():
             name = RENAMED.get(key, key)
             if name in MuonConfig.model_fields:
                 self.put(name, value, "the same" if name == key else f"another name of {key}")
@@ -136,13 +138,13 @@ class Translation:
 
 
 def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
-    """Return the kind of optimizer, and its settings as those of this one.
+    """Return the kind of the source optimizer (a key of ``_KINDS``) and its translated settings.
 
     Args:
         content: A DeepSpeed configuration, or Megatron-LM's arguments.
 
     Raises:
-        ConfigError: If there is no optimizer that can be translated, or the outcome is not valid here.
+        ConfigError: If the optimizer cannot be translated, or the translated settings are invalid.
     """
     section = content.get("optimizer")
     if isinstance(section, Mapping):
@@ -151,16 +153,16 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
         type_name, params = str(section or ""), content
     if not isinstance(params, Mapping):
         raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
-    kind, found = _kind(type_name, params), Translation(params)
+    kind, translation = _kind(type_name, params), Translation(params)
     try:
         if kind == "deepspeed":
-            _from_deepspeed(found, content)
+            _from_deepspeed(translation, content)
         else:
-            {"adamw": _from_adamw, "torch": _from_torch, "megatron": _from_megatron}[kind](found)
+            {"adamw": _from_adamw, "torch": _from_torch, "megatron": _from_megatron}[kind](translation)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"optimizer: a value of the wrong type: {error}") from error
-    found.config()
-    return kind, found
+    translation.config()  # validates
+    return kind, translation
 
 
 def _kind(type_name: str, params: Mapping[str, Any]) -> str:
@@ -178,94 +180,101 @@ def _kind(type_name: str, params: Mapping[str, Any]) -> str:
     )
 
 
-def _from_adamw(found: Translation) -> None:
-    found.take("lr", 1e-3, "AdamW's rate serves both halves under match_rms_adamw")
-    found.put(
+def _from_adamw(translation: Translation) -> None:
+    translation.take("lr", 1e-3, "AdamW's rate serves both halves under match_rms_adamw")
+    translation.put(
         "adjust_lr_fn", "match_rms_adamw", "matrices get updates of AdamW's usual size, 0.2 times the rate"
     )
-    found.take("weight_decay", 0.0, "times the rate, as AdamW's: the product stays")
-    found.take("betas", [0.9, 0.999], _ADAM_HALF)
-    found.take("eps", 1e-8, _ADAM_HALF)
-    found.keep_rest()
+    translation.take("weight_decay", 0.0, "times the rate, as AdamW's: the product stays")
+    translation.take("betas", [0.9, 0.999], _ADAM_HALF)
+    translation.take("eps", 1e-8, _ADAM_HALF)
+    translation.take_rest()
 
 
-def _from_deepspeed(found: Translation, content: Mapping[str, Any]) -> None:
+def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> None:
     clipping = content.get("gradient_clipping", 0.0)
     if clipping and (content.get("zero_optimization") or {}).get("stage", 0):
-        shared = found.given.pop("lr", None)
-        tuned = found.given.pop("muon_lr", shared)
-        found.put(
+        shared = translation.source.pop("lr", None)
+        tuned = translation.source.pop("muon_lr", shared)
+        translation.put(
             "muon_lr",
             DEFAULT_MUON_LR,
             f"DeepSpeed clips the update to gradient_clipping {shown(clipping)}, here it is the gradient: "
             f"{shown(tuned)} does not carry over; begin with this, then try half and twice of it",
         )
         if shared is not None:
-            found.take("adam_lr", shared, "its half is not affected: the same")
-    if found.given.pop("per_head_muon", False):
-        found.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
-    found.keep_rest()
+            translation.take("adam_lr", shared, "its half is not affected: the same")
+    if translation.source.pop("per_head_muon", False):
+        translation.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
+    translation.take_rest()
 
 
-def _from_torch(found: Translation) -> None:
-    if found.given.get("adjust_lr_fn") == "match_rms_adamw":
-        found.take("lr", 1e-3, "under match_rms_adamw it serves both halves")
+def _from_torch(translation: Translation) -> None:
+    if translation.source.get("adjust_lr_fn") == "match_rms_adamw":
+        translation.take("lr", 1e-3, "under match_rms_adamw it serves both halves")
     else:
-        found.take("lr", 1e-3, "torch.optim.Muon has matrices only", key="muon_lr")
-        found.put("adam_lr", 3e-4, "the default: write the rate of the AdamW that trains the rest")
-    found.take("weight_decay", 0.1, "torch's default is 0.1, here it is 0", key="muon_weight_decay")
-    row, steps = list(found.given.pop("ns_coefficients", _QUINTIC)), found.given.pop("ns_steps", 5)
-    if row == _QUINTIC:
-        found.put("ns_steps", steps, "the same coefficients, quintic")
+        translation.take("lr", 1e-3, "torch.optim.Muon has matrices only", key="muon_lr")
+        translation.put("adam_lr", 3e-4, "the default: write the rate of the AdamW that trains the rest")
+    translation.take("weight_decay", 0.1, "torch's default is 0.1, here it is 0", key="muon_weight_decay")
+    coefficients = list(translation.source.pop("ns_coefficients", _QUINTIC))
+    steps = translation.source.pop("ns_steps", 5)
+    if coefficients == _QUINTIC:
+        translation.put("ns_steps", steps, "the same coefficients, quintic")
     else:
-        found.put("ns_schedule", [row] * steps, f"ns_coefficients in each of {steps} steps")
-    if found.given.pop("eps", None) is not None:
-        found.left_out["eps"] = (
+        translation.put("ns_schedule", [coefficients] * steps, f"ns_coefficients in each of {steps} steps")
+    if translation.source.pop("eps", None) is not None:
+        translation.left_out["eps"] = (
             "guards the norm there; here a norm below 1e-12 counts as 1e-12, and eps is AdamW's"
         )
-    if found.given.get("adjust_lr_fn", "") is None:
-        del found.given["adjust_lr_fn"]
-    found.keep_rest()
+    if translation.source.get("adjust_lr_fn", "") is None:
+        del translation.source["adjust_lr_fn"]
+    translation.take_rest()
 
 
-def _from_megatron(found: Translation) -> None:
-    found.given = {
-        key.replace("-", "_").removeprefix("muon_"): value for key, value in found.given.items()
-    }  # the model's arguments are among them: what is left is no setting of the optimizer
-    extra, mode = found.given.get("extra_scale_factor", 1.0), found.given.get("scale_mode", "spectral")
-    rate, decay = found.given.get("lr", 1e-3), found.given.get("weight_decay", 0.01)
+def _from_megatron(translation: Translation) -> None:
+    # There is no take_rest() at the end: the remaining arguments describe the model.
+    source = {key.replace("-", "_").removeprefix("muon_"): value for key, value in translation.source.items()}
+    translation.source = source
+    extra, mode = source.get("extra_scale_factor", 1.0), source.get("scale_mode", "spectral")
+    rate, decay = source.get("lr", 1e-3), source.get("weight_decay", 0.01)
     if extra <= 0:
         raise ConfigError(f"muon_extra_scale_factor: must be positive, got {shown(extra)}")
     if (mode, extra) == ("spectral", 0.2):
-        found.put("lr", rate, "the rate of both halves, as there")
-        found.put("adjust_lr_fn", "match_rms_adamw", "spectral with an extra factor of 0.2 is this rule")
+        translation.put("lr", rate, "the rate of both halves, as there")
+        translation.put(
+            "adjust_lr_fn", "match_rms_adamw", "spectral with an extra factor of 0.2 is this rule"
+        )
     else:
-        found.put("adjust_lr_fn", {"shape_scaling": "original"}.get(mode, mode), f"the formula of its {mode}")
-        found.put("muon_lr", rate * extra, f"lr times the extra scale factor {extra:g}")
-        found.put("adam_lr", rate, "lr")
+        translation.put(
+            "adjust_lr_fn", {"shape_scaling": "original"}.get(mode, mode), f"the formula of its {mode}"
+        )
+        translation.put("muon_lr", rate * extra, f"lr times the extra scale factor {extra:g}")
+        translation.put("adam_lr", rate, "lr")
         if extra != 1.0:
-            found.put("muon_weight_decay", decay / extra, "so that its product with the rate stays")
-    found.put("weight_decay", decay, "times the rate, as there")
-    found.take("momentum", 0.95, "the same")
-    found.take("use_nesterov", False, "off there unless asked for", key="nesterov")
-    found.take("nesterov", found.settings["nesterov"], "off there unless asked for")
-    found.take("num_ns_steps", 5, "the same", key="ns_steps")
-    betas = [found.given.get("adam_beta1", 0.9), found.given.get("adam_beta2", 0.999)]
-    found.put("betas", betas, _ADAM_HALF)
-    found.take("adam_eps", 1e-8, _ADAM_HALF, key="eps")
-    schedule = found.given.get("coefficient_type", "quintic")
+            translation.put("muon_weight_decay", decay / extra, "so that its product with the rate stays")
+    translation.put("weight_decay", decay, "times the rate, as there")
+    translation.take("momentum", 0.95, "the same")
+    translation.take("use_nesterov", False, "off there unless asked for", key="nesterov")
+    translation.take("nesterov", translation.settings["nesterov"], "off there unless asked for")
+    translation.take("num_ns_steps", 5, "the same", key="ns_steps")
+    betas = [source.get("adam_beta1", 0.9), source.get("adam_beta2", 0.999)]
+    translation.put("betas", betas, _ADAM_HALF)
+    translation.take("adam_eps", 1e-8, _ADAM_HALF, key="eps")
+    schedule = source.get("coefficient_type", "quintic")
     if schedule in ("polar_express", "cans", "deepseekv4"):
-        found.put("ns_schedule", schedule, "the same method; its last digits differ")
+        translation.put("ns_schedule", schedule, "the same method; its last digits differ")
     elif schedule != "simple":
-        found.left_out["coefficient_type"] = f"{schedule} is a table of its own; quintic here is its 'simple'"
-    if found.given.get("tp_mode") == "distributed":
-        found.put("tensor_parallel_mode", "distributed", "the same")
+        translation.left_out["coefficient_type"] = (
+            f"{schedule} is a table of its own; quintic here is its 'simple'"
+        )
+    if source.get("tp_mode") == "distributed":
+        translation.put("tensor_parallel_mode", "distributed", "the same")
     else:
-        found.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
+        translation.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
 
 
 def expected_size(route: Route, config: MuonConfig) -> float:
-    """Return the root mean square of an update over the rate, by the scale rule, for a perfect orthogonalisation."""
+    """Return the RMS of an update divided by the rate, as the scale rule gives it for exact orthogonalisation."""
     square = 0.0
     for count, rows, cols in route.kinds_of_blocks():
         out, into = (cols, rows) if route.transposed else (rows, cols)
@@ -276,16 +285,17 @@ def expected_size(route: Route, config: MuonConfig) -> float:
 def measured_sizes(
     sizes: Mapping[str, Any], config: MuonConfig, shrink: int
 ) -> dict[str, tuple[str, float, float]]:
-    """Take one step of a narrower model with random gradients and return the sizes of the updates.
+    """Take one step of a narrower model with random gradients and measure the updates.
 
     Args:
         sizes: A Hugging Face configuration.
-        config: The settings; weight decay and QK-clip are left out.
-        shrink: The factor by which the model is narrower, with fewer heads, experts and two layers.
+        config: The optimizer's settings; weight decay and QK-clip are switched off.
+        shrink: The factor by which to divide widths and heads; the model has two layers and at most eight experts.
 
     Returns:
-        Name of a layer, with a star for its number, to its shape, the root mean square of its update over the rate (for
-        a variant with a relative rate: its norm over the weights' and the rate), and what the scale rule says.
+        For each Muon parameter, named with a star for the layer number: its shape, the size of its update, and the size
+        by the scale rule. The size is the RMS divided by the rate; for a variant with a relative rate it is the norm
+        divided by the rate and the norm of the weights.
     """
     torch.manual_seed(0)
     model = build_model(_narrower(sizes, shrink), "cpu").float()
@@ -300,30 +310,30 @@ def measured_sizes(
     optimizer.step()
     relative = VARIANTS[config.variant].apply is not None
     rate = config.muon_defaults()["lr"]
-    found = {}
+    measured = {}
     for route, member, old in zip(routes, members, before, strict=True):
         if route.algorithm == "muon":
             step = (member.param.detach() - old).norm() / rate
             size = float(step / old.norm()) if relative else float(step) / math.sqrt(route.numel)
             expected = 1.0 if relative else expected_size(route, config)
             shape = "x".join(map(str, route.shape))
-            found[re.sub(r"\.\d+\.", ".*.", route.name)] = (shape, size, expected)
-    return found
+            measured[re.sub(r"\.\d+\.", ".*.", route.name)] = (shape, size, expected)
+    return measured
 
 
 def _narrower(config: Mapping[str, Any], shrink: int) -> dict[str, Any]:
-    """Return the configuration of a model with sizes and heads divided, two layers and a small vocabulary."""
+    """Return the configuration of a model with widths and heads divided, two layers and a small vocabulary."""
     narrow = dict(config)
     divided = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
     for key in (*divided, "num_attention_heads", "num_key_value_heads"):
         if narrow.get(key):
             narrow[key] = max(1, narrow[key] // shrink)
-    for key, most in {
+    for key, limit in {
         "num_hidden_layers": 2,
         "vocab_size": 256,
         "num_experts": 8,
         "n_routed_experts": 8,
     }.items():
         if narrow.get(key):
-            narrow[key] = min(most, narrow[key])
+            narrow[key] = min(limit, narrow[key])
     return {**narrow, "pad_token_id": None}

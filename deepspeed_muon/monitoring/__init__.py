@@ -1,1 +1,1 @@
-"""The check of every update, the samples of health, and their summary."""
+"""Health of the optimizer: measurements of sampled matrices, their summary over ranks, and the page of a run."""

@@ -1,7 +1,7 @@
-"""``python -m deepspeed_muon health``: what the files of a run's monitor say, in lines or as a page with charts.
+"""``python -m deepspeed_muon health``: judges a run by the files of its monitor, as text or as a page with charts.
 
-DeepSpeed's ``csv_monitor`` writes one file for each event, and :mod:`~deepspeed_muon.monitoring.recorder` sends it the
-numbers of each sample. :func:`write_page` draws them into one HTML file that needs no other file and no network.
+DeepSpeed's ``csv_monitor`` writes one file per event; the events of this optimizer are the summaries of
+:mod:`~deepspeed_muon.monitoring.recorder`. :func:`write_page` writes one self-contained HTML file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST_POINTS = 2000
 
 Level = Literal["good", "look", "bad"]
 Series = list[tuple[int, float]]
-"""Values of an event with their positions."""
+"""The values of an event, as (position, value); a position is a step or a number of training samples."""
 
 
 Finding = tuple[Level, str]
-"""How good something is (``"look"``: worth a look), and a sentence about it."""
+"""A level (``"look"``: worth a look) and a sentence that says why."""
 
 _CHARTS = {
     "Where the step's time goes": ("time_gather", "time_newton_schulz", "time_scatter"),
@@ -41,11 +41,14 @@ _CHARTS = {
     "Quantisation error of communication": ("wire_error_direction", "wire_error_update"),
     "Matrices computed again": ("redone", "failed"),
 }
-"""Title of a chart to the names of its events, after "Train/Muon/"; docs/health.md explains them."""
+"""Event names by title of the chart, without "Train/Muon/"; docs/health.md explains them."""
 
 
 def add_subcommand(subparsers: Any) -> None:
-    """Add ``health``. Its parser sets ``run``: a function of the parsed arguments that returns the exit status."""
+    """Add the command ``health`` to the result of ``ArgumentParser.add_subparsers``.
+
+    Its parser sets ``run``, a function of the parsed arguments that returns the exit status.
+    """
     parser = subparsers.add_parser("health", help="judge a run by the files of its csv_monitor")
     where = "where DeepSpeed's csv_monitor wrote: output_path/job_name"
     parser.add_argument("run_folder", type=Path, metavar="RUN", help=where)
@@ -54,36 +57,36 @@ def add_subcommand(subparsers: Any) -> None:
 
 
 def _health(parsed: argparse.Namespace) -> int:
-    """Print what is found; return 1 if something is bad."""
+    """Print the findings; return 1 if one of them is bad."""
     folder: Path = parsed.run_folder
     page = folder / "health.html"
-    found = write_page(folder, page) if parsed.html else findings(read_run(folder))
-    for level, text in found:
+    results = write_page(folder, page) if parsed.html else findings(read_run(folder))
+    for level, text in results:
         print(f"{level:4}  {text}")
     if parsed.html:
         print(f"Page: {page}")
-    return int(any(level == "bad" for level, _ in found))
+    return int(any(level == "bad" for level, _ in results))
 
 
 def read_run(folder: Path) -> dict[str, Series]:
     """Read every event of a run.
 
     Args:
-        folder: Where ``csv_monitor`` wrote: its ``output_path`` with its ``job_name``.
+        folder: The folder of ``csv_monitor``: its ``output_path`` joined with its ``job_name``.
 
     Returns:
-        The name of each file, without its ending, and its values by step; by what the program counted, if the run
-        was not sampled. A run that was resumed repeats positions: the last value counts.
+        The series of each file by its name without suffix. Positions are steps if the run has samples of health, else
+        as the program counted them. A resumed run repeats positions: the last value of a position counts.
 
     Raises:
-        ConfigError: The folder has no such file, or one that is no file of the monitor.
+        ConfigError: If the folder has no CSV file, or one that ``csv_monitor`` did not write.
     """
     files = sorted(folder.glob("*.csv"))
     if not files:
         below = sorted({path.parent.name for path in folder.glob("*/*.csv")})
-        known = f" Its folders {', '.join(below)} have some." if below else ""
+        hint = f" Its folders {', '.join(below)} have some." if below else ""
         raise ConfigError(
-            f"{folder} has no CSV file.{known} Add "
+            f"{folder} has no CSV file.{hint} Add "
             '"csv_monitor": {"enabled": true, "output_path": FOLDER, "job_name": RUN} to DeepSpeed\'s config, and give '
             "FOLDER/RUN."
         )
@@ -94,7 +97,7 @@ def read_run(folder: Path) -> dict[str, Series]:
             with path.open(newline="") as file:
                 rows = [row for row in csv.reader(file) if row and row[0] != "step"]
             if rows and not any(rows[-1][1:]):
-                rows.pop()  # a full disk or a lost machine cut the last line off
+                rows.pop()  # truncated by a full disk or a crash
             for row in rows:
                 values[int(float(row[0]))] = float(row[1])
         except (ValueError, IndexError, OverflowError, csv.Error) as error:
@@ -106,45 +109,51 @@ def read_run(folder: Path) -> dict[str, Series]:
 
 
 def _by_step(run: dict[str, Series]) -> dict[str, Series]:
-    """Return a run with all series by step: DeepSpeed's events and those of health are counted in training samples."""
-    known = sorted({0: 0.0, **dict(run.get(_STEP, []))}.items())
-    if len(known) == 1:
+    """Return a run whose series all have steps as positions, converted from training samples where necessary.
+
+    The events of DeepSpeed and of health have training samples as positions; the event "step" has the step for each.
+    """
+    # 1. Steps by training samples, extrapolated linearly to the last position.
+    step_of = sorted({0: 0.0, **dict(run.get(_STEP, []))}.items())
+    if len(step_of) == 1:
         return run
     by_samples = {name for name in run if name.startswith(("Train_Samples_", _OURS))}
     samples = sorted({x for name in by_samples for x, _ in run[name]})
-    (x0, step0), (x1, step1) = known[-2:]
-    known.append((samples[-1], step1 + (samples[-1] - x1) * (step1 - step0) / (x1 - x0)))
-    steps = np.interp(samples, [x for x, _ in known], [step for _, step in known]).tolist()
-    step_at = {sample: round(step) for sample, step in zip(samples, steps, strict=True)}
-    # A program may count its own events in samples, too: it then goes on beyond the last step.
+    (x0, step0), (x1, step1) = step_of[-2:]
+    step_of.append((samples[-1], step1 + (samples[-1] - x1) * (step1 - step0) / (x1 - x0)))
+    steps = np.interp(samples, [x for x, _ in step_of], [step for _, step in step_of]).tolist()
+    step_by_samples = {sample: round(step) for sample, step in zip(samples, steps, strict=True)}
+    # 2. A program may count its own events in samples, too: their positions then exceed the last step.
     by_samples |= {
         name
         for name, series in run.items()
-        if series and series[-1][0] > steps[-1] and all(x in step_at for x, _ in series)
+        if series and series[-1][0] > steps[-1] and all(x in step_by_samples for x, _ in series)
     }
     return {
-        name: [(step_at[x], value) for x, value in series] if name in by_samples else series
+        name: [(step_by_samples[x], value) for x, value in series] if name in by_samples else series
         for name, series in run.items()
     }
 
 
 def findings(run: Mapping[str, Series]) -> list[Finding]:
-    """Return what is good, worth a look or bad in a run, the worst first."""
+    """Judge a run: return what is bad, worth a look or good in it, in this order."""
     last = {name: values[-1][1] for name, values in run.items() if values}
     for name in (_OURS + "redone", _OURS + "failed"):
-        if name in last:  # a process that went on with the run counted from 0 again
+        if name in last:  # a process that resumed the run counted from 0 again
             last[name] = max(value for _, value in run[name])
     ours = {name.removeprefix(_OURS): value for name, value in last.items() if name.startswith(_OURS)}
-    found = [*_losses(run), *_samples(ours)]
-    return sorted(found, key=lambda each: ("bad", "look", "good").index(each[0]))
+    return sorted(
+        [*_loss_findings(run), *_health_findings(ours)],
+        key=lambda finding: ("bad", "look", "good").index(finding[0]),
+    )
 
 
-def _samples(last: Mapping[str, float]) -> Iterator[Finding]:
-    """Yield what the last sample of health says."""
+def _health_findings(last: Mapping[str, float]) -> Iterator[Finding]:
+    """Judge the last sample of health, the last value by event name without "Train/Muon/"."""
     if not last:
         yield (
             "look",
-            "There are no samples of health: the run was shorter than `health` says, health was off, or another Muon "
+            "There are no samples of health: the run had fewer steps than `health`, health was off, or another Muon "
             "ran.",
         )
         return
@@ -155,7 +164,7 @@ def _samples(last: Mapping[str, float]) -> Iterator[Finding]:
         yield "look", f"{redone:.0f} matrices were computed again in fp32. If it grows, set ns_dtype to fp32."
     if not redone and not failed:
         yield "good", "Every orthogonalised matrix passed its check."
-    if not last.get("alignment", 1.0) > 0:  # a NaN too
+    if not last.get("alignment", 1.0) > 0:  # also true for NaN
         yield "bad", "Updates point away from their directions (alignment at or below 0)."
     exchange = last.get("time_gather", 0.0) + last.get("time_scatter", 0.0)
     if exchange > last.get("time_newton_schulz", math.inf):
@@ -173,7 +182,7 @@ def _loss_series(run: Mapping[str, Series]) -> dict[str, Series]:
     return {name: values for name, values in run.items() if "loss" in name and "scale" not in name and values}
 
 
-def _losses(run: Mapping[str, Series]) -> Iterator[Finding]:
+def _loss_findings(run: Mapping[str, Series]) -> Iterator[Finding]:
     for name, values in _loss_series(run).items():
         if not all(math.isfinite(value) for _, value in values):
             first = next(position for position, value in values if not math.isfinite(value))
@@ -184,13 +193,13 @@ def _losses(run: Mapping[str, Series]) -> Iterator[Finding]:
 
 
 def write_page(folder: Path, out: Path) -> list[Finding]:
-    """Write the page of a run to ``out``; return what it finds.
+    """Write the page of the run in ``folder`` to ``out`` and return its findings.
 
     Raises:
-        ConfigError: The run cannot be read (see :func:`read_run`), or matplotlib is not installed.
+        ConfigError: If the run cannot be read (see :func:`read_run`), or matplotlib is not installed.
     """
     run = read_run(folder)
-    found = findings(run)
+    results = findings(run)
     charts = {"Loss": _loss_series(run)}
     for title, names in _CHARTS.items():
         charts[title] = {name: run.get(_OURS + name, []) for name in names}
@@ -198,7 +207,7 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
         name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name
     }
     axis = "step" if _STEP in run else "step or sample"
-    items = (f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, text in found)
+    items = (f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, text in results)
     body = ["<ul>", *items, "</ul>"]
     for title, series in charts.items():
         series = {name: _thinned(values) for name, values in series.items() if values}
@@ -219,11 +228,11 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
     body.append("</table></section>")
     title = html.escape(folder.resolve().name)
     out.write_text(_PAGE.format(title=title, body="\n".join(body)), encoding="utf-8")
-    return found
+    return results
 
 
 def _chart(series: Mapping[str, Series], axis: str) -> str:
-    """Return a chart as an SVG element; shares of time are stacked."""
+    """Return a chart as an SVG element; fractions of the step's time are stacked."""
     pyplot = pyplot_for("the page")
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2))
     if all(name.startswith("time_") for name in series):
@@ -242,20 +251,25 @@ def _chart(series: Mapping[str, Series], axis: str) -> str:
     figure.savefig(drawn, format="svg", bbox_inches="tight")
     pyplot.close(figure)
     svg = drawn.getvalue()
-    return svg[svg.index("<svg") :]  # what comes before it is a declaration of a file of its own
+    return svg[svg.index("<svg") :]  # without the XML declaration and document type of a file
 
 
 def _thinned(values: Sequence[tuple[int, float]]) -> Series:
+    """Return at most 2,000 of the finite values, evenly spaced."""
     finite = [(x, y) for x, y in values if math.isfinite(y)]
     return finite[:: math.ceil(len(finite) / _MOST_POINTS)] if finite else []
 
 
-def pyplot_for(what: str) -> Any:
-    """Return matplotlib's pyplot without a display; ``what`` needs it, for the error if it is not installed."""
+def pyplot_for(feature: str) -> Any:
+    """Return matplotlib's pyplot with a backend that needs no display.
+
+    Raises:
+        ConfigError: If matplotlib is not installed; it says that ``feature`` needs it.
+    """
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError(f"{what} needs matplotlib: pip install matplotlib") from error
+        raise ConfigError(f"{feature} needs matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot

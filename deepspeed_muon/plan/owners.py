@@ -100,13 +100,16 @@ class Assignment:
         return tuple(fragments[index] for index in range(len(self.matrices)))
 
 
-def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats) -> Assignment:
+def assign(
+    matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats, *, divisor: int = 1
+) -> Assignment:
     """Choose the owner of each matrix of a step set, and cut stacks of blocks for several owners.
 
     Args:
         matrices: All matrices of the set, in the order that every rank uses.
         iteration: What decides the cost of a matrix.
         load: Operations that each rank already has from other step sets. Mutated: the new work is added.
+        divisor: A stack is cut only where this divides the elements before the cut.
     """
     shards = [(index, shard) for index, matrix in enumerate(matrices) for shard in split_shard(matrix)]
     costs = [blocks_flops(grid_blocks(*shard.grid), iteration) for _, shard in shards]
@@ -114,7 +117,7 @@ def assign(matrices: Sequence[MatrixLayout], iteration: NsSettings, load: Floats
     layouts: list[MatrixLayout] = []
     origin: list[int] = []
     for (index, shard), cost in zip(shards, costs, strict=True):
-        layouts += split_stack(shard, cost=cost, limit=limit)
+        layouts += split_stack(shard, cost=cost, limit=limit, divisor=divisor)
         origin += [index] * (len(layouts) - len(origin))
     work = [blocks_flops(grid_blocks(*layout.grid), iteration) for layout in layouts]
     owners = assign_owners(work, [layout.placement for layout in layouts], load=load)
@@ -240,7 +243,7 @@ def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:
 
 
 def split_blocks(
-    blocks: int, numel: int, placement: Placement, *, cost: float, limit: float
+    blocks: int, numel: int, placement: Placement, *, cost: float, limit: float, divisor: int = 1
 ) -> list[tuple[int, int]]:
     """Split a stack of equal blocks into slices that get one owner each: first block and number of blocks.
 
@@ -249,7 +252,8 @@ def split_blocks(
         numel: Elements of a block.
         placement: Of the stack.
         cost: Operations of orthogonalising a block.
-        limit: Operations of a slice of several blocks of which no rank holds all elements.
+        limit: Operations of a run of several blocks that do not lie whole on one rank.
+        divisor: As for :func:`assign`.
     """
     most = max(1, int(limit // cost)) if cost else blocks
     holders = [-1] * blocks
@@ -259,26 +263,30 @@ def split_blocks(
         holders = np.where(first == last, first, -1).tolist()
     slices: list[tuple[int, int]] = []
     for block, holder in enumerate(holders):
-        if slices and holder == holders[block - 1] and (holder >= 0 or slices[-1][1] < most):
+        extends = holder == holders[block - 1] and (holder >= 0 or slices[-1][1] < most) if slices else False
+        if extends or block * numel % divisor:
             slices[-1] = (slices[-1][0], slices[-1][1] + 1)
         else:
             slices.append((block, 1))
     return slices
 
 
-def split_stack(matrix: MatrixLayout, *, cost: float, limit: float) -> list[MatrixLayout]:
-    """Return the layouts of a stack's slices; the matrix itself if it is no stack or one rank holds all of it.
+def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int = 1) -> list[MatrixLayout]:
+    """Return the layouts of a stack's slices of blocks; the matrix itself if it is no stack or lies whole on a rank.
 
     Args:
         matrix: Any matrix; only stacks of equal blocks are split.
         cost: Operations of orthogonalising all of it.
         limit: As for :func:`split_blocks`.
+        divisor: As for :func:`assign`.
     """
     count = matrix.equal_blocks or 1
     if count == 1 or matrix.shards is not None or matrix.placement.only_rank is not None:
         return [matrix]
     rows, cols = matrix.block_shape
-    slices = split_blocks(count, rows * cols, matrix.placement, cost=cost / count, limit=limit)
+    slices = split_blocks(
+        count, rows * cols, matrix.placement, cost=cost / count, limit=limit, divisor=divisor
+    )
     if len(slices) == 1:
         return [matrix]
     return [matrix.slice_blocks(first * rows, (rows,) * number) for first, number in slices]

@@ -1,17 +1,18 @@
-"""QK-clip (MuonClip; Kimi K2, arXiv 2507.20534) in the optimizer step: what keeps attention logits below a threshold.
+"""QK-clip (MuonClip; Kimi K2, arXiv 2507.20534): bounds attention logits by scaling query and key rows after a step.
 
 For each head ``h`` with the largest scaled logit before the softmax, ``S_h``, over the global batch::
 
     eta_h = min(1, threshold / S_h)
     queries of head h          W <- eta_h^alpha       * W
     keys of a key head         W <- eta_g^(1 - alpha) * W      eta_g: smallest eta of the query heads that it serves
-    MLA: rotated queries       W <- eta_h             * W      (the rotated key is shared by all heads and stays)
+    MLA: rotated queries       W <- eta_h             * W      (the rotated key, which all heads share, is not scaled)
 
-So the logits of a head become at most ``eta_h`` times what they were. The float64 counterpart is in
+The logits of a head become at most ``eta_h`` times as large. The float64 counterpart is in
 :mod:`tests.support.reference_math`.
 
-Once per step all ranks compare their largest logits, and each scales its own rows: in the flat fp32 partitions, before
-ZeRO copies these to the low-precision weights, so it works at every stage. Momentum and moments stay as they are.
+Once per step the largest logits are max-reduced over all ranks, and each rank scales its rows in its flat fp32
+partitions, before ZeRO copies these to the low-precision weights: so it works at every stage. Momentum and moments are
+not changed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.ranks import gather_tensors, reduce_tensor
 
-# If no logit of a layer can have exceeded this share of the threshold, the next step bounds its logits instead of
+# If no logit of a layer can have exceeded this fraction of the threshold, the next step bounds its logits instead of
 # computing them.
-_WATCHED_BELOW = 0.5
+_BOUNDED_BELOW = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class QkClipReport:
-    """What the last step saw and did; equal on all ranks.
+    """The logits of the last step and the number of clipped heads; equal on all ranks.
 
     Attributes:
         largest: Name of each attention layer to the largest logit of each query head, minus infinity where none was
@@ -58,7 +59,7 @@ class QkClipReport:
 
 
 class QkClip:
-    """The clip of one optimizer."""
+    """Clips the attention heads of one optimizer's model."""
 
     def __init__(self, settings: QkClipConfig, model: nn.Module, routes: Mapping[int, Route]) -> None:
         """Find the attention layers, and make those of Hugging Face's models record.
@@ -72,21 +73,21 @@ class QkClip:
             ConfigError: If there is no attention layer to clip, or one cannot be clipped.
         """
         self.settings = settings
-        recording = [weakref.ref(each) for each in hugging_face.attach(model)]
-        # When this clip goes, with its optimizer, the models are as before.
+        recording = [weakref.ref(pretrained) for pretrained in hugging_face.attach(model)]
+        # Restores the models when this object is collected, together with its optimizer.
         weakref.finalize(self, hugging_face.detach, recording).atexit = False
-        found = find_recorders(model)
-        if not found:
+        recorder_of_layer = find_recorders(model)
+        if not recorder_of_layer:
             raise ConfigError(
                 "optimizer.params.qk_clip: no attention layer was found. Models of Hugging Face are recognised by "
                 "q_proj and k_proj (or kv_b_proj); give the attention modules of others a deepspeed_muon.QkRecorder"
             )
         names = dict(model.named_parameters(remove_duplicate=False))
         self.layers: tuple[AttentionHeads, ...] = tuple(
-            _with_routed_names(layer, names, routes) for layer, _ in found
+            _with_routed_names(layer, names, routes) for layer, _ in recorder_of_layer
         )
-        self._recorders: tuple[QkRecorder, ...] = tuple(recorder for _, recorder in found)
-        self._runs: dict[int, tuple[HeadRun, ...]] = {}
+        self._recorders: tuple[QkRecorder, ...] = tuple(recorder for _, recorder in recorder_of_layer)
+        self._fragments: dict[int, tuple[HeadFragment, ...]] = {}  # by step set
         self._group: dist.ProcessGroup | None = None
         self._tensor_group: dist.ProcessGroup | None = None
         self._divisions: Sequence[Division] = ["none"] * len(self.layers)
@@ -95,30 +96,36 @@ class QkClip:
         self.report = QkClipReport({}, {}, 0)
 
     def bind(self, step_sets: Sequence[StepSet], *, device: torch.device) -> None:
-        """Find the rows in this rank's partitions.
+        """Find the heads' rows in this rank's partitions.
 
         Args:
             step_sets: What each call of ``step()`` updates.
-            device: Where the ranks' maxima are compared.
+            device: Where the logits are max-reduced.
 
         Raises:
             ConfigError: If query and key weights are divided over different groups of ranks, or tensor parallelism
                 leaves their heads on different ranks.
         """
-        self._tensor_group = next((each.tensor_group for each in step_sets if each.tensor_group), None)
+        tensor_groups = (step_set.tensor_group for step_set in step_sets)
+        self._tensor_group = next((group for group in tensor_groups if group is not None), None)
         rank, ranks = 0, 1
         if self._tensor_group is not None:
             rank, ranks = dist.get_rank(self._tensor_group), dist.get_world_size(self._tensor_group)
-            cut_of = {matrix.name: matrix.is_sharded for each in step_sets for matrix in each.matrices}
+            cut_of = {
+                matrix.name: matrix.is_sharded for step_set in step_sets for matrix in step_set.matrices
+            }
             self._divisions = [_division(layer, cut_of) for layer in self.layers]
-        wanted = {block.parameter for layer in self.layers for block in layer.rows}
+        names = {block.parameter for layer in self.layers for block in layer.rows}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
-            layouts = [each for each in step_set.layouts if each.name in wanted]
             parameters = {
-                each.name: (each.partition, each.placement.fragment_on(step_set.rank)) for each in layouts
+                layout.name: (layout.partition, layout.placement.fragment_on(step_set.rank))
+                for layout in step_set.layouts
+                if layout.name in names
             }
-            self._runs[number] = head_runs(self.layers, parameters, self._divisions, rank=rank, ranks=ranks)
+            self._fragments[number] = head_fragments(
+                self.layers, parameters, self._divisions, rank=rank, ranks=ranks
+            )
             if parameters:
                 group = step_set.group
                 groups[() if group is None else tuple(dist.get_process_group_ranks(group))] = group
@@ -131,54 +138,53 @@ class QkClip:
         self._device = device
 
     def description(self) -> str:
-        """Return a text that must be equal on all ranks."""
+        """Return the layers as text, which the ranks compare."""
         return repr(self.layers)
 
     def reduce(self) -> None:
-        """Find the largest logits over all ranks, once a step: one all-reduce and one wait for the device.
+        """Max-reduce the logits over all ranks, once a step: one all-reduce and one wait for the device.
 
-        Tensor-parallel ranks then tell each other those of their heads. Must be called by all ranks of both groups.
+        Tensor-parallel ranks then gather those of each other's heads. Must be called by all ranks of both groups.
         """
         if self._largest is not None:
             return
-        parts = []
+        local = []  # of each layer the largest logits and the bounds, (heads,) fp32
         for recorder in self._recorders:
             for recorded in (recorder.largest, recorder.bounds):
-                known = torch.full((recorder.heads,), -math.inf) if recorded is None else recorded
-                parts.append(known.to(self._device))
-        # A NaN would be lost on some ranks by the comparison below.
-        together = torch.cat(parts).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+                values = torch.full((recorder.heads,), -math.inf) if recorded is None else recorded
+                local.append(values.to(self._device))
+        # A maximum with NaN would differ between ranks.
+        flat = torch.cat(local).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:
-            reduce_tensor(together, self._group, purpose="comparison of attention logits", how="max")
-        numbers = self._of_all_heads(together, [len(part) for part in parts])
-        self._largest, bounds = numbers[::2], numbers[1::2]
+            reduce_tensor(flat, self._group, purpose="comparison of attention logits", how="max")
+        reduced = self._of_all_heads(flat, [len(values) for values in local])
+        self._largest, bounds = reduced[::2], reduced[1::2]
         self._make_report(self._largest, bounds)
         for recorder, bound in zip(self._recorders, bounds, strict=True):
-            # A layer without a bound is computed. Modules that hand over their own logits have none and need none.
-            recorder.exact = not -math.inf < max(bound) <= _WATCHED_BELOW * self.settings.threshold
+            # A layer without a bound is computed. Modules that record logits of their own have none and need none.
+            recorder.exact = not -math.inf < max(bound) <= _BOUNDED_BELOW * self.settings.threshold
 
-    def _of_all_heads(self, together: Tensor, lengths: Sequence[int]) -> list[list[float]]:
-        """Return the numbers of all heads of each layer: those of this rank, or of all tensor-parallel ranks."""
-        told = together.unsqueeze(0)
+    def _of_all_heads(self, flat: Tensor, lengths: Sequence[int]) -> list[list[float]]:
+        """Return two entries for each layer with the values of all heads, also those on other tensor-parallel ranks."""
+        gathered = flat.unsqueeze(0)  # (tensor-parallel ranks, values)
         if self._tensor_group is not None:
-            told = gather_tensors(together, self._tensor_group, purpose="comparison of attention logits")
-        rows = told.cpu().split(lengths, dim=1)
-        # Two entries a layer. Ranks that have the same heads computed the same numbers, perhaps with other rounding.
+            gathered = gather_tensors(flat, self._tensor_group, purpose="comparison of attention logits")
+        # Ranks that have the same heads computed the same values, perhaps with different rounding.
         return [
-            (part.amax(dim=0) if self._divisions[number // 2] == "none" else part.flatten()).tolist()
-            for number, part in enumerate(rows)
+            (values.amax(dim=0) if self._divisions[number // 2] == "none" else values.flatten()).tolist()
+            for number, values in enumerate(gathered.cpu().split(lengths, dim=1))
         ]
 
     def _make_report(self, largest: list[list[float]], bounds: list[list[float]]) -> None:
         names = [layer.layer for layer in self.layers]
-        watched = {
+        bounded = {
             name: bound
             for name, bound, recorder in zip(names, bounds, self._recorders, strict=True)
             if not recorder.exact and max(bound) > -math.inf
         }
         threshold = self.settings.threshold
         clipped = sum(threshold < value < math.inf for layer in largest for value in layer)
-        self.report = QkClipReport(dict(zip(names, largest, strict=True)), watched, clipped)
+        self.report = QkClipReport(dict(zip(names, largest, strict=True)), bounded, clipped)
         infinite = [name for name, values in self.report.largest.items() if math.inf in values]
         if infinite:
             warn(
@@ -186,7 +192,7 @@ class QkClip:
                 infinite,
                 group=self._group,
             )
-        jumped = [name for name, bound in watched.items() if max(bound) > threshold]
+        jumped = [name for name, bound in bounded.items() if max(bound) > threshold]
         if jumped:
             warn(
                 "deepspeed_muon: attention logits of %s may have jumped from below half of qk_clip.threshold to above "
@@ -203,16 +209,16 @@ class QkClip:
             partitions: Partition index to this rank's flat tensor. Mutated.
         """
         assert self._largest is not None
-        for run in self._runs[number]:
-            largest = max(self._largest[run.layer][run.first : run.stop])
+        for head in self._fragments[number]:
+            largest = max(self._largest[head.layer][head.first : head.stop])
             factor = clip_factor(
-                largest, role=run.role, threshold=self.settings.threshold, alpha=self.settings.alpha
+                largest, role=head.role, threshold=self.settings.threshold, alpha=self.settings.alpha
             )
             if factor != 1.0:
-                partitions[run.partition].narrow(0, run.offset, run.numel).mul_(factor)
+                partitions[head.partition].narrow(0, head.offset, head.numel).mul_(factor)
 
     def clear(self) -> None:
-        """Forget the logits of a step, here and in the recorders. Called after skipped steps too."""
+        """Forget the logits of a step, also in the recorders. Called after skipped steps too."""
         self._largest = None
         for recorder in self._recorders:
             recorder.clear()
@@ -221,7 +227,7 @@ class QkClip:
 def _with_routed_names(
     layer: AttentionHeads, names: Mapping[str, nn.Parameter], routes: Mapping[int, Route]
 ) -> AttentionHeads:
-    """Return the layer with the names under which the optimizer has the parameters."""
+    """Return the layer with the parameters' names in the optimizer."""
     rows = []
     for block in layer.rows:
         route = routes.get(id(names[block.parameter]))
@@ -235,14 +241,14 @@ def _with_routed_names(
 
 
 Division = Literal["none", "heads", "query heads"]
-"""What tensor parallelism divides of a layer: nothing, its heads, or query heads beside a key head that all have."""
+"""What tensor parallelism shards in a layer: nothing, all heads, or query heads of a key head that all ranks have."""
 
 
 def _division(layer: AttentionHeads, cut_of: Mapping[str, bool]) -> Division:
-    """Return how a tensor-parallel group divides a layer; ``cut_of`` tells of each matrix of Muon's whether it is cut.
+    """Return how a tensor-parallel group divides a layer; ``cut_of`` says of each of Muon's matrices if it is sharded.
 
     Raises:
-        ConfigError: If that is not known, or query heads are elsewhere than their key heads.
+        ConfigError: If that is unknown, or query heads and their key heads are on different ranks.
     """
     # A bias has the rows of its weight.
     weights = [rows for rows in layer.rows if rows.row_numel > 1]
@@ -261,22 +267,22 @@ def _division(layer: AttentionHeads, cut_of: Mapping[str, bool]) -> Division:
         return "query heads"
     raise ConfigError(
         f"optimizer.params.qk_clip: tensor parallelism cuts only some of the query and key weights of {layer.layer}, "
-        f"so that nobody knows which query heads a key head serves; cut both, or unset qk_clip"
+        f"so that it is unknown which query heads a key head serves; cut both, or unset qk_clip"
     )
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRun:
-    """A run of one rank's partition that belongs to one head.
+class HeadFragment:
+    """The elements of one head's rows in one rank's partition.
 
     Attributes:
         layer: Number of the attention layer.
         first: First of the query heads whose largest logit decides the factor, among those of all ranks.
         stop: The query head after the last of them.
-        role: What the rows make.
+        role: Whether the rows produce queries or keys.
         partition: Index of the flat partition.
-        offset: Where the run starts in it.
-        numel: Its length.
+        offset: First element in it.
+        numel: Number of elements.
     """
 
     layer: int
@@ -288,15 +294,15 @@ class HeadRun:
     numel: int
 
 
-def head_runs(
+def head_fragments(
     layers: Sequence[AttentionHeads],
     parameters: Mapping[str, tuple[int, Fragment | None]],
     divisions: Sequence[Division],
     *,
     rank: int = 0,
     ranks: int = 1,
-) -> tuple[HeadRun, ...]:
-    """Return every run of this rank's partitions that belongs to a head.
+) -> tuple[HeadFragment, ...]:
+    """Return the fragments of all heads in this rank's partitions.
 
     Args:
         layers: The attention layers.
@@ -305,7 +311,7 @@ def head_runs(
         rank: This rank in the tensor-parallel group.
         ranks: Its size.
     """
-    runs = []
+    fragments = []
     for number, (layer, division) in enumerate(zip(layers, divisions, strict=True)):
         for block in layer.rows:
             partition, fragment = parameters.get(block.parameter, (0, None))
@@ -324,19 +330,19 @@ def head_runs(
                 if low < high:
                     offset = fragment.partition_offset + low - fragment.matrix_offset
                     heads = (first + head * served, first + (head + 1) * served)
-                    runs.append(HeadRun(number, *heads, block.role, partition, offset, high - low))
-    return tuple(runs)
+                    fragments.append(HeadFragment(number, *heads, block.role, partition, offset, high - low))
+    return tuple(fragments)
 
 
 def clip_factor(largest: float, *, role: HeadRole, threshold: float, alpha: float) -> float:
-    """Return what the rows of one head are multiplied by.
+    """Return the factor for the rows of one head.
 
     Args:
-        largest: Largest logit of the head, or of all query heads that a key head serves. One that is not finite says
-            nothing and gives 1.
-        role: What the rows make.
+        largest: Largest logit of the head, or of all query heads that a key head serves; 1 is returned if it is not
+            finite.
+        role: Whether the rows produce queries or keys.
         threshold: Logits above it are clipped; positive.
-        alpha: Share of the queries, in [0, 1].
+        alpha: Exponent of the factor for queries, in [0, 1].
     """
     if not math.isfinite(largest) or largest <= threshold:
         return 1.0

@@ -1,4 +1,4 @@
-"""Lets Hugging Face's models record attention logits: their attention functions are replaced by ones that record."""
+"""Recording of attention logits in Hugging Face's models: replaces their attention functions by ones that record."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from deepspeed_muon.routing.shapes import true_shape
 _ATTRIBUTE = "_deepspeed_muon_recorder"
 _PREFIX = "qk_clip_"
 _RECORDABLE = ("sdpa", "eager")
-# Not the norms inside of a low-rank projection ("q_a_layernorm") or of its input ("q_input_norm").
+# Norms of queries and keys, but not those inside a low-rank projection ("q_a_layernorm") or of its input
+# ("q_input_norm").
 _QK_NORM = re.compile(r"(q|k|qk|query|key)_(layer_?)?norms?")
 
 _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many optimizers clip each model of Hugging Face."""
+"""The number of optimizers that clip each model of Hugging Face."""
 
 
 def attach(model: nn.Module) -> list[nn.Module]:
     """Let the attention layers of Hugging Face's models inside ``model`` record their logits.
 
     Their attention implementation, ``sdpa`` or ``eager``, becomes ``qk_clip_sdpa`` or ``qk_clip_eager``: a function of
-    transformers' ``AttentionInterface`` that records while the layer trains and then calls the original one. Layers
-    that have a recorder keep it.
+    transformers' ``AttentionInterface`` that records if the layer is in training mode, and then calls the original one.
+    A layer that has a recorder already records with that one.
 
     Args:
         model: Any module. Mutated: every attention layer gets a recorder.
 
     Returns:
-        The models of Hugging Face that record now. Each stops when :func:`detach` was called as often as this.
+        The models of Hugging Face that record now, until :func:`detach` was called as often as this function.
 
     Raises:
         ConfigError: If a model's attention cannot be recorded, or the clip would have no effect on its logits.
@@ -144,7 +145,7 @@ def _recording(base: str) -> Callable[..., Any]:
                 query,
                 key,
                 scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                # As in the implementations: a mask says all, causality included.
+                # As in the implementations: a mask includes causality.
                 causal=causal and attention_mask is None and query.shape[2] > 1,
                 mask=attention_mask,
             )
@@ -162,7 +163,7 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
     config = getattr(module, "config", None) or pretrained.config
     latent = _is_linear(module, "kv_b_proj") and hasattr(config, "qk_nope_head_dim")
     plain = _is_linear(module, "q_proj") and _is_linear(module, "k_proj")
-    fused = next((each for each in ("qkv_proj", "query_key_value", "c_attn") if hasattr(module, each)), None)
+    fused = next((key for key in ("qkv_proj", "query_key_value", "c_attn") if hasattr(module, key)), None)
     if not (latent or plain or fused) or not hasattr(config, "num_attention_heads"):
         return None
     if existing := recorders_of(module):
@@ -173,14 +174,14 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
             f"{where} has attn_logit_softcapping, which bounds the logits already; unset qk_clip"
         )
     if any(
-        _QK_NORM.fullmatch(each) for each, child in module.named_children() if type(child) is not nn.Identity
+        _QK_NORM.fullmatch(key) for key, child in module.named_children() if type(child) is not nn.Identity
     ):
         raise ConfigError(
             f"{where} normalises queries or keys, so scaling their weights does not change the logits; unset qk_clip"
         )
     if fused:
         raise ConfigError(
-            f"{where} makes queries and keys in {fused}; say where their rows are with a "
+            f"{where} produces queries and keys in {fused}; say where their rows are with a "
             f"deepspeed_muon.QkRecorder.fused that is an attribute of the layer"
         )
     # The configuration counts the heads of the model; with AutoTP this rank has some of them.

@@ -1,7 +1,7 @@
-"""Recorders: what an attention module tells QK-clip of its logits and of the rows that make its queries and keys.
+"""Recorders of attention logits, which also describe the rows that produce the queries and keys of an attention module.
 
-A recorder belongs to one attention module and keeps the largest logit of each of its query heads, on the module's
-device and without waiting for it. The optimizer reads all recorders once per step.
+A recorder belongs to one attention module. It stores the largest logit of each query head on the module's device and
+never waits for it. The optimizer reads all recorders once per step.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _BLOCK_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """A block of rows for each head, at equal distances in one parameter.
+    """The rows of all heads in one parameter: a block for each head, at a constant stride.
 
     Attributes:
         parameter: Dotted name.
-        role: What the rows make.
+        role: Whether the rows produce queries or keys.
         heads: Number of blocks: the query heads, or the key heads.
         rows: Rows of a block.
         stride: Rows from the start of one block to the next.
         start: First row of the first block.
         row_numel: Elements of a row; 1 for a bias.
-        total: Rows of the whole parameter, compared to notice a wrong description; 0 to compare nothing.
+        total: Rows of the parameter, which a wrong description would not match; 0 if unknown.
     """
 
     parameter: str
@@ -60,7 +60,7 @@ class AttentionHeads:
     Attributes:
         layer: Dotted name of its module.
         heads: Query heads.
-        rows: The rows that make its queries and keys.
+        rows: The rows that produce its queries and keys.
     """
 
     layer: str
@@ -69,7 +69,7 @@ class AttentionHeads:
 
 
 class QkRecorder:
-    """Keeps the largest attention logit of each head of one attention module until the optimizer's next step.
+    """Stores the largest attention logit of each head of one attention module until the optimizer's next step.
 
     Assign it to an attribute of the attention module (it is neither a module nor a parameter), and call :meth:`record`
     in ``forward`` while training::
@@ -81,9 +81,9 @@ class QkRecorder:
 
     Attributes:
         largest: The largest logit of every head since :meth:`clear`, ``(heads,)`` fp32, or ``None``.
-        bounds: What :meth:`record` knows the logits of every head not to exceed, ``(heads,)`` fp32, or ``None``.
-        exact: Whether :meth:`record` computes logits; otherwise it bounds them by the lengths of queries and keys, at a
-            fraction of the cost. The optimizer sets it for the next step, equally on all ranks.
+        bounds: Upper bounds of the logits of every head since :meth:`clear`, ``(heads,)`` fp32, or ``None``.
+        exact: Whether :meth:`record` computes logits; otherwise it bounds them by the norms of queries and keys, at a
+            fraction of the cost. The optimizer sets it for the next step, to the same value on all ranks.
     """
 
     def __init__(self, heads: int, rows: tuple[HeadRows, ...]) -> None:
@@ -91,8 +91,8 @@ class QkRecorder:
 
         Args:
             heads: Query heads.
-            rows: The rows that make queries and keys; ``parameter`` is the name of a submodule with ``weight`` and
-                perhaps ``bias``, relative to the module that the recorder is an attribute of.
+            rows: The rows that produce queries and keys; ``parameter`` is the name of a submodule with ``weight`` and
+                perhaps ``bias``, relative to the module that has the recorder as an attribute.
 
         Raises:
             ConfigError: If key heads do not divide the query heads.
@@ -125,8 +125,8 @@ class QkRecorder:
             heads: Query heads.
             head_dim: Rows of a head in both.
             key_heads: Key heads, each shared by ``heads / key_heads`` query heads; as many as queries by default.
-            query: Name of the submodule that makes the queries.
-            key: Name of the submodule that makes the keys.
+            query: Name of the submodule that produces the queries.
+            key: Name of the submodule that produces the keys.
         """
         keys = key_heads or heads
         rows = (
@@ -180,11 +180,11 @@ class QkRecorder:
 
         Args:
             heads: Heads.
-            nope_dim: Width of the part of queries and keys without rotation.
-            rope_dim: Width of the rotated part, whose key all heads share.
+            nope_dim: Dimension of queries and keys without rotary embedding.
+            rope_dim: Dimension of those with rotary embedding, whose key all heads share.
             value_dim: Width of the values.
-            query: Name of the submodule that makes per head the plain, then the rotated queries.
-            key_value: Name of the submodule that makes per head the plain keys, then the values.
+            query: Name of the submodule that produces per head the queries without, then those with rotation.
+            key_value: Name of the submodule that produces per head the keys without rotation, then the values.
         """
         stride, key_stride = nope_dim + rope_dim, nope_dim + value_dim
         rows = (
@@ -203,8 +203,8 @@ class QkRecorder:
             query: ``(batch, heads, queries, width)``, as the attention kernel gets them.
             key: ``(batch, key heads, keys, width)``, before or after they are repeated for the query heads.
             scale: Factor of the logits.
-            causal: Whether later keys are hidden.
-            mask: What else is hidden.
+            causal: Whether later keys are masked.
+            mask: A further mask.
         """
         if query.shape[1] != self.heads:
             raise ConfigError(f"QkRecorder of {self.heads} heads got queries of shape {tuple(query.shape)}")
@@ -214,7 +214,7 @@ class QkRecorder:
             self.record_maxima(max_logits(query, key, scale=scale, causal=causal, mask=mask))
 
     def record_logits(self, logits: Tensor) -> None:
-        """Record the largest of logits that the module has computed itself.
+        """Record the maxima of logits that the module has computed.
 
         Args:
             logits: ``(batch, heads, queries, keys)``, scaled, masked, before the softmax. Not mutated.
@@ -222,7 +222,7 @@ class QkRecorder:
         self.record_maxima(logits.detach().amax(dim=(0, 2, 3)))
 
     def record_maxima(self, largest: Tensor) -> None:
-        """Record the largest logit of every head (from FlexAttention: its ``max_scores``, reduced over all else).
+        """Record the largest logit of every head (FlexAttention's ``max_scores``, reduced over the other dimensions).
 
         Args:
             largest: ``(heads,)``.
@@ -233,7 +233,7 @@ class QkRecorder:
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Forget the recorded logits."""
         self.largest = self.bounds = None
 
 
@@ -244,20 +244,20 @@ def find_recorders(model: nn.Module) -> list[tuple[AttentionHeads, QkRecorder]]:
         model: The whole model, which ``zero.Init`` may have divided.
 
     Raises:
-        ConfigError: If a recorder names a module or rows that are not there.
+        ConfigError: If a recorder names a module or rows that do not exist.
     """
-    found = {}
+    recorders = {}
     for name, module in model.named_modules():
         for recorder in recorders_of(module):
-            if id(recorder) not in found:
+            if id(recorder) not in recorders:
                 prefix = f"{name}." if name else ""
                 rows = tuple(
                     replace(row, parameter=prefix + row.parameter)
                     for block in recorder.rows
                     for row in _resolve(block, module, name or type(module).__name__)
                 )
-                found[id(recorder)] = AttentionHeads(name, recorder.heads, rows), recorder
-    return list(found.values())
+                recorders[id(recorder)] = AttentionHeads(name, recorder.heads, rows), recorder
+    return list(recorders.values())
 
 
 def recorders_of(module: nn.Module) -> list[QkRecorder]:
@@ -266,7 +266,7 @@ def recorders_of(module: nn.Module) -> list[QkRecorder]:
 
 
 def projection_of(module: nn.Module, name: str, layer: str) -> nn.Module:
-    """Return the submodule of an attention layer that makes queries or keys.
+    """Return the submodule of an attention layer that produces queries or keys.
 
     Raises:
         ConfigError: If it has no weight of its own whose rows could be scaled.
@@ -310,20 +310,20 @@ def max_logits(
 ) -> Tensor:
     """Return the largest scaled logit of every query head over batch and positions.
 
-    The logits are computed in blocks of bounded size and in the inputs' dtype (bf16 rounds a logit by 2^-9 of itself).
-    With ``causal``, blocks leave out keys that none of their queries sees.
+    The logits are computed in blocks of bounded size and in the inputs' dtype (the relative error in bf16 is 2^-9).
+    With ``causal``, a block omits the keys that are masked for all of its queries.
 
     Args:
         query: ``(batch, heads, queries, width)``.
         key: ``(batch, key heads, keys, width)``; ``heads`` is a multiple of ``key heads``.
         scale: Factor of the products; positive.
-        causal: Whether query ``i`` sees only keys up to ``i``.
-        mask: Broadcasts to ``(batch, heads, queries, keys)``: true where a query sees a key, or a float that is added
-            to logits. A float counts only where it hides a key (below half of the dtype's range), because scaled
-            weights do not change other biases.
+        causal: Whether query ``i`` attends only to keys up to ``i``.
+        mask: Broadcasts to ``(batch, heads, queries, keys)``: true where a query attends to a key, or floats that are
+            added to logits. Of these only masks count (below half of the dtype's minimum), because scaled weights do
+            not change other biases.
 
     Returns:
-        ``(heads,)``, fp32, on the inputs' device; minus infinity for a head that sees nothing.
+        ``(heads,)``, fp32, on the inputs' device; minus infinity for a head whose keys are all masked.
     """
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
@@ -331,30 +331,30 @@ def max_logits(
     if query.dtype == torch.float16:
         # Products above 65504 would be infinite before the factor is applied.
         query, scale = query * scale, 1.0
-    grouped = query.reshape(batch, key_heads, group, queries, width)
-    seen = None if mask is None else _seen(mask, key_heads, group)
-    best = torch.full((key_heads, group), -math.inf, dtype=torch.float32, device=query.device)
+    grouped = query.reshape(batch, key_heads, group, queries, width)  # group: query heads of one key head
+    visible = None if mask is None else _visible(mask, key_heads, group)
+    largest = torch.full((key_heads, group), -math.inf, dtype=torch.float32, device=query.device)
     rows = max(1, _BLOCK_NUMEL // max(batch * heads * keys, 1))
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
-        width_of_block = min(keys, stop) if causal else keys
+        block_keys = min(keys, stop) if causal else keys
         block = grouped[:, :, :, start:stop].reshape(batch, key_heads, group * (stop - start), width)
-        logits = block @ key[:, :, :width_of_block].mT
-        logits = logits.view(batch, key_heads, group, stop - start, width_of_block)
+        logits = block @ key[:, :, :block_keys].mT
+        logits = logits.view(batch, key_heads, group, stop - start, block_keys)
         if causal:
-            later = torch.ones(stop - start, width_of_block, dtype=torch.bool, device=query.device)
+            later = torch.ones(stop - start, block_keys, dtype=torch.bool, device=query.device)
             logits.masked_fill_(later.triu_(start + 1), -math.inf)
-        if seen is not None:
-            part = seen[..., start:stop, :] if seen.shape[-2] > 1 else seen
-            logits.masked_fill_(~part[..., :width_of_block], -math.inf)
+        if visible is not None:
+            visible_block = visible[..., start:stop, :] if visible.shape[-2] > 1 else visible
+            logits.masked_fill_(~visible_block[..., :block_keys], -math.inf)
         if logits.numel():
-            best = torch.maximum(best, logits.amax(dim=(0, 3, 4)).float())
-    return best.reshape(heads).mul_(scale)
+            largest = torch.maximum(largest, logits.amax(dim=(0, 3, 4)).float())
+    return largest.reshape(heads).mul_(scale)
 
 
 @torch.no_grad()
 def logit_bounds(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
-    """Return what the logits of every query head cannot exceed: the longest query times the longest key, per sequence.
+    """Return upper bounds of the logits of every query head: per sequence, largest query norm times largest key norm.
 
     It reads queries and keys once and multiplies no matrices, unlike :func:`max_logits`.
 
@@ -366,14 +366,17 @@ def logit_bounds(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
     Returns:
         ``(heads,)``, fp32.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    longest = [torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax(dim=-1) for x in (query, key)]
-    grouped: Tensor = longest[0].unflatten(1, (key.shape[1], -1)) * longest[1].unsqueeze(-1)
-    return grouped.amax(dim=0).flatten().mul_(scale).float()
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    # (batch, heads) and (batch, key heads)
+    query_norms, key_norms = (
+        torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax(dim=-1) for x in (query, key)
+    )
+    bounds: Tensor = query_norms.unflatten(1, (key.shape[1], -1)) * key_norms.unsqueeze(-1)
+    return bounds.amax(dim=0).flatten().mul_(scale).float()
 
 
-def _seen(mask: Tensor, key_heads: int, group: int) -> Tensor:
-    """Return a boolean mask of five dimensions: batch, key heads, heads of each, queries, keys."""
+def _visible(mask: Tensor, key_heads: int, group: int) -> Tensor:
+    """Return a boolean mask ``(batch, key heads, query heads of each, queries, keys)``, true where a key is visible."""
     if mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min / 2
     while mask.ndim < 4:

@@ -1,37 +1,46 @@
 """Divides the caller's param groups into groups of Muon and groups of AdamW.
 
-ZeRO flattens each param group into one buffer, so a group must not mix the two, nor experts of different
-expert-parallel groups. The divided groups keep the caller's settings, for example "no weight decay on norms".
+ZeRO flattens each param group into one buffer, so a group must not mix the two algorithms, nor experts of different
+expert-parallel groups. The new groups have the settings of the caller's group, for example no weight decay for norms.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon.config.settings import GROUP_KEYS, MuonConfig
-from deepspeed_muon.config.values import TORCH_OPTIONS, unknown_key_message
+from deepspeed_muon.config.settings import (
+    DEFAULT_MUON_LR,
+    GROUP_KEYS,
+    GroupSettings,
+    MuonConfig,
+    refuse_unknown_keys,
+)
+from deepspeed_muon.config.values import TORCH_OPTIONS
 from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
+from deepspeed_muon.logs import warn
+from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
-from deepspeed_muon.routing.route import Algorithm, Route
+from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.routing.shapes import true_shape
 
-ParamsInput = nn.Module | Iterable[Any]
+ParamsInput = nn.Module | Iterable[Tensor | tuple[str, Tensor] | GroupSettings]
 
-# With these keys the caller's group, or DeepSpeed's tag of a client group, decides the algorithm.
+# Keys by which the caller's group, or DeepSpeed's tag of a client group, decides the algorithm.
 _ALGORITHM_KEYS = ("algorithm", "use_muon")
 CALLER_GROUP = "caller_group"
-"""Key of a param group with the number of the caller's group that it is a part of."""
-_NAMES = {"adjust_lr_fn": get_args(AdjustLrName), "weight_decay_mode": get_args(WeightDecayMode)}
+"""Key of a param group: the number of the caller's group from which it was made."""
+SMALL_MUON_LR = DEFAULT_MUON_LR / 10
+"""A smaller ``lr`` without ``muon_lr`` is assumed to be meant for AdamW."""
+# Settings that name a rule, with the names.
+_RULE_NAMES = {"adjust_lr_fn": get_args(AdjustLrName), "weight_decay_mode": get_args(WeightDecayMode)}
 
 
 class ParamGroup(dict[str, Any]):
@@ -48,8 +57,10 @@ class ParamGroup(dict[str, Any]):
             RoutingError: If it would change the algorithm, which is fixed once the optimizer is made.
             ConfigError: If a rule has no such name.
         """
-        if key in _NAMES and value not in _NAMES[key]:
-            raise ConfigError(f"param group: {key} is {value!r}; expected one of {', '.join(_NAMES[key])}")
+        if key in _RULE_NAMES and value not in _RULE_NAMES[key]:
+            raise ConfigError(
+                f"param group: {key} is {value!r}; expected one of {', '.join(_RULE_NAMES[key])}"
+            )
         if key in _ALGORITHM_KEYS and key in self and value != self[key]:
             raise RoutingError(
                 f"param group: {key} is {self[key]!r} and cannot become {value!r} once the optimizer is made; use "
@@ -59,23 +70,23 @@ class ParamGroup(dict[str, Any]):
             super().__setitem__("momentum", float(value[0]))
         super().__setitem__(key, value)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[ParamGroup], tuple[GroupSettings]]:
         """Copy and pickle all entries at once: one by one, ``betas`` would overwrite ``momentum``."""
         return type(self), (dict(self),)
 
 
 @dataclass(slots=True)
 class CallerGroup:
-    """A param group as the caller gave it.
+    """A param group as the caller passed it.
 
     Attributes:
         number: Its number among the caller's groups.
-        settings: All that the caller wrote into it, but the parameters.
+        settings: All of its entries but the parameters.
         members: Its parameters; empty once they are in the optimizer's groups.
     """
 
     number: int
-    settings: dict[str, Any]
+    settings: GroupSettings
     members: list[NamedParameter] = field(default_factory=list)
 
     @property
@@ -90,12 +101,12 @@ class RoutedGroups:
 
     Attributes:
         groups: Param groups for ``torch.optim.Optimizer``, each with ``algorithm``, ``use_muon``, ``caller_group`` and
-            all settings. The parts of one caller's group follow each other. Frozen parameters are in the part where
-            they belong when they are trained.
-        members: ``id(parameter)`` to all that is known of it, in the caller's order.
-        if_trained: ``id(parameter)`` to the route of a parameter that is trained, or would be if it were not frozen.
-            Frozen ones that nobody could train (integers, shapes that Muon refuses) are missing.
-        by_id: ``id(parameter)`` to its route as long as nothing is frozen or unfrozen, in the caller's order.
+            all settings; those made from one caller's group are consecutive. Frozen parameters are in the group of the
+            algorithm that trains them once they are unfrozen.
+        members: ``id(parameter)`` to its names and layer, in the caller's order.
+        if_trained: ``id(parameter)`` to the route that it has, or would have if it were not frozen. Frozen parameters
+            that cannot be trained (integers, shapes that Muon refuses) are missing.
+        by_id: ``id(parameter)`` to its route, by what was frozen when the routes were made, in the caller's order.
         callers: The caller's groups, without their parameters.
         rates: As for :func:`build_groups`.
         unnamed: Whether some parameter had no name, so that only its shape could decide.
@@ -103,7 +114,7 @@ class RoutedGroups:
         partial: Whether the parameters are those of one stage of a pipeline.
     """
 
-    groups: list[dict[str, Any]]
+    groups: list[GroupSettings]
     members: dict[int, NamedParameter]
     if_trained: dict[int, Route]
     by_id: dict[int, Route]
@@ -119,7 +130,7 @@ class RoutedGroups:
         return list(self.by_id.values())
 
     def frozen(self) -> list[tuple[str, Tensor]]:
-        """Return name and tensor of the parameters that are frozen by their routes, and could be trained."""
+        """Return name and tensor of the parameters whose routes say frozen, and that could be trained."""
         return [
             (route.name, self.members[key].param)
             for key, route in self.by_id.items()
@@ -127,7 +138,7 @@ class RoutedGroups:
         ]
 
     def current(self) -> RoutedGroups:
-        """Return the routes by what is frozen now.
+        """Return the routes according to what is frozen now.
 
         Raises:
             RoutingError: If no parameter is trainable, or one was unfrozen that cannot be trained.
@@ -141,13 +152,144 @@ class RoutedGroups:
             else:
                 raise RoutingError(
                     f"parameter {member.name} of shape {list(true_shape(member.param))} was unfrozen after the "
-                    f"optimizer was made, which had no place for it; make a new optimizer"
+                    f"optimizer was made, and could not be routed then; make a new optimizer"
                 )
         if all(route.algorithm == "frozen" for route in by_id.values()):
             raise RoutingError(
                 f"none of the {len(by_id)} parameters is trainable: requires_grad is False for all of them"
             )
         return replace(self, by_id=by_id)
+
+    def warn_of_missing_names(self) -> None:
+        """Warn if parameters were routed without names or module types, where no engine provides the model."""
+        if self.unnamed:
+            warn(
+                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
+                "among them goes to Muon; pass the model or model.named_parameters()"
+            )
+        elif self.untyped:
+            warn(
+                "deepspeed_muon: parameters are routed by name and shape alone, since the types of their modules are "
+                "not known: an embedding or output head by another name goes to Muon, convolutions and stacked experts "
+                "may go to AdamW, and the weights of Conv1D are read as output x input; pass the model, or model=... "
+                "beside the parameters"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PortableRoutes:
+    """The routes in a copied or pickled optimizer, by position, since the copies of parameters have other ids.
+
+    Attributes:
+        entries: Of each parameter: itself, or ``None`` if it is frozen and in no group, and so not copied; its route;
+            its route if it were trained, or ``None``.
+        rest: Everything of the routes that does not depend on ids.
+    """
+
+    entries: list[tuple[NamedParameter | None, Route, Route | None]]
+    rest: RoutedGroups
+
+    @classmethod
+    def of(cls, routed: RoutedGroups, groups: Sequence[GroupSettings]) -> PortableRoutes:
+        """Return the routes of an optimizer with these param groups."""
+        params = {id(param) for group in groups for param in group["params"]}
+        entries = [
+            (routed.members[key] if key in params else None, route, routed.if_trained.get(key))
+            for key, route in routed.by_id.items()
+        ]
+        return cls(entries, replace(routed, groups=[], members={}, if_trained={}, by_id={}))
+
+    def routed(self, groups: list[GroupSettings]) -> RoutedGroups:
+        """Return the routes of the copy with these param groups."""
+        routed = replace(self.rest, groups=groups, members={}, if_trained={}, by_id={})
+        for number, (member, route, if_trained) in enumerate(self.entries, 1):
+            # Parameters that the copy does not have get keys that are no object's id.
+            key = -number if member is None else id(member.param)
+            routed.by_id[key] = route
+            if member is not None:
+                routed.members[key] = member
+            if if_trained is not None:
+                routed.if_trained[key] = if_trained
+        return routed
+
+
+class EqualRates:
+    """Warns of a schedule or program that writes one rate into groups that were given different ones."""
+
+    def __init__(self, reference_lr: float) -> None:
+        self._reference_lr = reference_lr
+        # Numbers of caller's groups whose rates were seen to differ, or of which the user was warned.
+        self._done: set[int] = set()
+
+    def warn(self, groups: Sequence[GroupSettings]) -> None:
+        """Warn once if the Muon and AdamW halves of a caller's group have one rate now, and were given two."""
+        halves_of: dict[int, list[GroupSettings]] = {}
+        for group in groups:
+            halves_of.setdefault(group.get(CALLER_GROUP, 0), []).append(group)
+        for number, halves in halves_of.items():
+            if number in self._done:
+                continue
+            rates = [group["lr"] for group in halves]
+            if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+                continue  # the host would wait for the device
+            # All of them are 0 at the start of a warm-up.
+            if float(rates[0]) == 0.0:
+                continue
+            if len({float(rate) for rate in rates}) > 1:
+                # A schedule that keeps them apart may end at one floor for all (eta_min, min_lr).
+                self._done.add(number)
+                continue
+            configured = {group["algorithm"]: group["lr_ratio"] * self._reference_lr for group in halves}
+            if len(set(configured.values())) > 1:
+                self._done.update(halves_of)
+                warn(
+                    "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, although muon_lr is %g and "
+                    "adam_lr %g: a schedule or the program writes one number into both halves of the group. Give the "
+                    "schedule a list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the "
+                    "program writes by g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where "
+                    "it keeps the ratio",
+                    number,
+                    float(rates[0]),
+                    configured["muon"],
+                    configured["adamw"],
+                )
+                return
+
+
+def warn_of_adamw_rate(config: MuonConfig, groups: Sequence[GroupSettings]) -> None:
+    """Warn if ``lr`` is one of AdamW's, and Muon's groups train with it under a scale that needs a larger one."""
+    if config.muon_lr is not None or config.adjust_lr_fn != "original" or config.lr is None:
+        return
+    if 0 < config.lr < SMALL_MUON_LR and any(
+        group["algorithm"] == "muon" and float(group["lr"]) == config.lr for group in groups
+    ):
+        warn(
+            "deepspeed_muon: the matrices train with lr %g under adjust_lr_fn 'original', where %g is usual, so their "
+            "updates are far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn to "
+            "'match_rms_adamw'; else set muon_lr",
+            config.lr,
+            DEFAULT_MUON_LR,
+        )
+
+
+def order_for_partitions(
+    groups: Sequence[GroupSettings], routes: Mapping[int, Route], ranks: int, settings: NsSettings
+) -> None:
+    """Order the matrices of Muon's param groups so that ZeRO 1 and 2 give all ranks equal Newton-Schulz work.
+
+    Must be called before the ZeRO wrapper is made, by all ranks; nothing is sent. Groups of experts stay as they are,
+    because other ranks divide them.
+
+    Args:
+        groups: The param groups. Mutated.
+        routes: ``id(parameter)`` to its route.
+        ranks: How many ranks will divide the groups.
+        settings: The iteration, which decides the cost of a matrix.
+    """
+    for group in groups:
+        if group["algorithm"] == "muon" and not group.get("moe"):
+            order = order_of_matrices([routes[id(param)] for param in group["params"]], ranks, settings)
+            group["params"] = [group["params"][position] for position in order]
 
 
 def build_groups(
@@ -158,7 +300,7 @@ def build_groups(
     rates: Mapping[str, Tensor] | None = None,
     shards: Mapping[int, TensorShards] | None = None,
 ) -> RoutedGroups:
-    """Route all parameters and divide every group of the caller into a Muon half and an AdamW half.
+    """Route all parameters and divide every group of the caller into one of Muon and one of AdamW.
 
     Args:
         params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
@@ -177,13 +319,13 @@ def build_groups(
     """
     if isinstance(params, nn.Module):
         model, params = params, params.parameters()
-    known = model_parameters_by_name(model, shards) if model is not None else {}
-    callers = _caller_groups(params, known)
+    in_model = model_parameters_by_name(model, shards) if model is not None else {}
+    callers = _caller_groups(params, in_model)
     members = {id(member.param): member for group in callers for member in group.members}
     explicit = _explicit_algorithms((group.settings, group.members) for group in callers)
     partial = model is not None and is_divided(model)
     if_trained = _route_as_trained(list(members.values()), config, explicit, partial=partial)
-    groups = [part for group in callers for part in _parts_of(group, if_trained, config, rates or {})]
+    groups = [group for caller in callers for group in _divide(caller, if_trained, config, rates or {})]
     if not groups:
         raise RoutingError(
             f"none of the {len(members)} parameters is trainable: requires_grad is False for all of them"
@@ -198,7 +340,7 @@ def build_groups(
         members,
         if_trained,
         by_id,
-        # The groups of one number have the same settings, but for DeepSpeed's marks.
+        # Groups with the same number have the same settings, except for DeepSpeed's marks of experts.
         {group.number: CallerGroup(group.number, group.settings) for group in reversed(callers)},
         rates or {},
         unnamed=any(not member.names for member in undecided),
@@ -209,33 +351,35 @@ def build_groups(
 
 def route_again(
     routed: RoutedGroups,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[GroupSettings],
     config: MuonConfig,
     model: nn.Module,
     *,
     shards: Mapping[int, TensorShards] | None = None,
 ) -> RoutedGroups:
-    """Route the parameters of an optimizer by what a model tells of them, and by what is frozen now.
+    """Route the parameters of an optimizer by the names and modules of a model, and by what is frozen now.
 
-    The groups stay as they are; :func:`divide_again` divides them.
+    The groups do not change; :func:`divide_again` divides them.
 
     Args:
         routed: How the parameters were routed when the optimizer was made.
-        groups: The optimizer's groups, whose parameters DeepSpeed may have replaced meanwhile.
+        groups: The optimizer's groups, whose parameters DeepSpeed may have replaced since.
         config: The optimizer's settings.
         model: The module whose parameters they are.
         shards: As for :func:`build_groups`.
 
     Raises:
-        RoutingError: As for :func:`build_groups`, or if the model has another parameter in the place of one.
+        RoutingError: As for :func:`build_groups`, or if the model has another parameter instead of one.
     """
-    known = model_parameters_by_name(model, shards)
+    in_model = model_parameters_by_name(model, shards)
     params = {id(param): param for group in groups for param in group["params"]}
-    _refuse_replaced(routed, params, known)
+    _refuse_replaced(routed, params, in_model)
     # Frozen parameters that are in no group are listed as long as the model has them.
-    order = [key for key in routed.members if key in params or key in known]
+    order = [key for key in routed.members if key in params or key in in_model]
     order += [key for key in params if key not in routed.members]
-    members = {key: _as_both_know(routed.members.get(key), known.get(key), params.get(key)) for key in order}
+    members = {
+        key: _with_names_of_both(routed.members.get(key), in_model.get(key), params.get(key)) for key in order
+    }
     explicit = _explicit_algorithms(
         (routed.callers[group[CALLER_GROUP]].settings, [members[id(param)] for param in group["params"]])
         for group in groups
@@ -255,45 +399,47 @@ def route_again(
 
 def divide_again(
     routed: RoutedGroups,
-    groups: Sequence[dict[str, Any]],
+    groups: Sequence[GroupSettings],
     config: MuonConfig,
     *,
     keep_frozen: bool,
     by_dtype: bool,
-) -> list[tuple[dict[str, Any], list[Tensor], int | None]]:
-    """Divide the groups of an optimizer by its routes, into groups of one algorithm that have parameters.
+) -> list[tuple[GroupSettings, list[Tensor], int | None]]:
+    """Divide the groups of an optimizer by its routes into groups that have parameters of one algorithm.
 
-    A group that still has parameters stays the same object: schedulers refer to it. Nothing is changed yet.
+    A group that still has parameters is the same object, because schedulers refer to it. Nothing is changed yet.
 
     Args:
         routed: The routes.
         groups: The groups.
         config: The optimizer's settings.
-        keep_frozen: Whether frozen parameters stay in the groups.
+        keep_frozen: Whether frozen parameters remain in the groups.
         by_dtype: Whether parameters of different dtypes need different groups.
 
     Returns:
-        The groups, each with its new list of parameters and with the number of the group whose settings it has;
-        ``None`` if it has the caller's.
+        The groups, each with its new list of parameters, and the number of the group from which it has its settings,
+        ``None`` if from the caller's group.
     """
-    divided: list[tuple[float, dict[str, Any], list[Tensor], int | None]] = []
+    divided: list[tuple[float, GroupSettings, list[Tensor], int | None]] = []
     for number, caller in routed.callers.items():
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
         kinds = {
             n: (group["algorithm"], group["name"] if group.get("moe") else None)
             for n, group in present.items()
         }
-        # Algorithm, experts, dtype, and the group that has both, to the parameters of a part.
-        parts: dict[tuple[str, str | None, torch.dtype | None, int | None], list[Tensor]] = {}
+        # (algorithm, expert-parallel group, dtype, number of the group of that algorithm and experts) to parameters.
+        params_of: dict[tuple[str, str | None, torch.dtype | None, int | None], list[Tensor]] = {}
         for n, group in present.items():
             for param in group["params"]:
-                # Parameters that nobody can train are frozen.
+                # Parameters that cannot be trained are frozen.
                 if id(param) in routed.if_trained and (keep_frozen or param.requires_grad):
                     kind = routed.if_trained[id(param)].algorithm, expert_group_name(param)
                     fitting = n if kinds[n] == kind else next((m for m in kinds if kinds[m] == kind), None)
-                    parts.setdefault((*kind, param.dtype if by_dtype else None, fitting), []).append(param)
+                    params_of.setdefault((*kind, param.dtype if by_dtype else None, fitting), []).append(
+                        param
+                    )
         taken: set[int] = set()
-        for (algorithm, experts, _, fitting), params in parts.items():
+        for (algorithm, experts, _, fitting), params in params_of.items():
             if fitting is not None:
                 group = present[fitting] if fitting not in taken else ParamGroup(present[fitting])
                 taken.add(fitting)
@@ -301,20 +447,20 @@ def divide_again(
             elif (similar := next((n for n in kinds if kinds[n][0] == algorithm), None)) is not None:
                 group, position, origin = ParamGroup(present[similar]), similar + 0.5, similar
             else:
-                group = _group_of(caller, algorithm, config, routed.rates)  # type: ignore[arg-type]
+                group = _make_group(caller, algorithm, config, routed.rates)  # type: ignore[arg-type]
                 position, origin = min(kinds) - 0.5 if algorithm == "muon" else max(kinds) + 0.5, None
             if experts is not None and group.get("name") != experts:
                 group.update({"name": experts, "moe": True})
             divided.append((position, group, params, origin))
-    return [part for _, *part in sorted(divided, key=lambda part: part[0])]  # type: ignore[misc]
+    return [entry for _, *entry in sorted(divided, key=lambda entry: entry[0])]  # type: ignore[misc]
 
 
 def expert_group_name(param: Tensor) -> str | None:
-    """Return the expert-parallel group of a parameter of DeepSpeed's experts, ``None`` for any other parameter."""
+    """Return the name of the expert-parallel group of one of DeepSpeed's experts; ``None`` for other parameters."""
     return str(param.group_name) if getattr(param, "allreduce", True) is False else None  # type: ignore[attr-defined]
 
 
-def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -> list[CallerGroup]:
+def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]) -> list[CallerGroup]:
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise RoutingError(
             f"params is a {type(params).__name__}, expected a module or an iterable of parameters, of (name, "
@@ -328,7 +474,8 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
             raise RoutingError("params mixes parameters and param groups; pass one or the other")
         items = [{"params": items}]
     groups = []
-    named: dict[bool, str] = {}
+    # Whether an entry has a name, to the first such entry.
+    first_entry: dict[bool, str] = {}
     seen: set[int] = set()
     for number, item in enumerate(items):
         if "params" not in item:
@@ -353,43 +500,38 @@ def _caller_groups(params: Iterable[Any], known: Mapping[int, NamedParameter]) -
         for position, entry in enumerate(entries):
             name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
             name = names[position] if name is None and names is not None else name
-            place = f"entry {position} of param group {number}"
-            named.setdefault(name is not None, place)
-            members.append(member := _member(name, param, known, place))
+            entry_name = f"entry {position} of param group {number}"
+            first_entry.setdefault(name is not None, entry_name)
+            if not isinstance(param, Tensor):
+                raise RoutingError(
+                    f"{entry_name} is a {type(param).__name__}, expected a parameter or a (name, parameter) pair"
+                )
+            names_of_param = () if name is None else (str(name),)
+            member = in_model.get(id(param)) or NamedParameter(names_of_param, param)  # type: ignore[arg-type]
+            members.append(member)
             if id(member.param) in seen:
                 raise RoutingError(
                     f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
                 )
             seen.add(id(member.param))
         if "algorithm" not in settings and "use_muon" not in settings:
-            number = settings.pop(
-                CALLER_GROUP, number
-            )  # DeepSpeed's split of a caller's group into experts and others
+            # Where DeepSpeed has divided a caller's group into experts and others.
+            number = settings.pop(CALLER_GROUP, number)
         groups.append(CallerGroup(number, settings, members))
-    if len(named) == 2:
+    if len(first_entry) == 2:
         raise RoutingError(
-            f"params has parameters with names and without: {named[True]} has a name, {named[False]} has none. Name "
-            f"all of them, as model.named_parameters() does, or none"
+            f"params has parameters with names and without: {first_entry[True]} has a name, {first_entry[False]} has "
+            f"none. Name all of them, as model.named_parameters() does, or none"
         )
     return groups
 
 
-def _member(name: str | None, param: Any, known: Mapping[int, NamedParameter], place: str) -> NamedParameter:
-    if not isinstance(param, Tensor):
-        raise RoutingError(
-            f"{place} is a {type(param).__name__}, expected a parameter or a (name, parameter) pair"
-        )
-    if id(param) in known:
-        return known[id(param)]
-    return NamedParameter((str(name),) if name is not None else (), param)  # type: ignore[arg-type]
-
-
 def _refuse_replaced(
-    routed: RoutedGroups, params: Mapping[int, Tensor], known: Mapping[int, NamedParameter]
+    routed: RoutedGroups, params: Mapping[int, Tensor], in_model: Mapping[int, NamedParameter]
 ) -> None:
-    """Raise if a parameter of the groups is not the model's, which has another one of that name."""
-    names = {name for member in known.values() for name in member.names}
-    for key in params.keys() & routed.members.keys() - known.keys():
+    """Raise if a parameter of the groups is not in the model, which has another one of that name."""
+    names = {name for member in in_model.values() for name in member.names}
+    for key in params.keys() & routed.members.keys() - in_model.keys():
         member = routed.members[key]
         if not names.isdisjoint(member.names):
             raise RoutingError(
@@ -399,26 +541,25 @@ def _refuse_replaced(
             )
 
 
-def _as_both_know(
-    given: NamedParameter | None, of_model: NamedParameter | None, param: Tensor | None
+def _with_names_of_both(
+    of_caller: NamedParameter | None, of_model: NamedParameter | None, param: Tensor | None
 ) -> NamedParameter:
-    """Return a parameter as the engine's model knows it, found by the caller's names, too.
+    """Return a parameter of the engine's model that is also matched by the caller's names.
 
-    Checkpoints and the other ranks use the first name. That of a caller who made the optimizer from a model inside of
-    the engine's (a loss around it, ``torch.compile``, the language model of a larger one) is shorter, and patterns may
-    be written for it.
+    Checkpoints and the other ranks use the first name. A caller who made the optimizer from a model inside the engine's
+    (which may be a loss around it, ``torch.compile``'s, or a larger model) uses shorter names, also in patterns.
     """
     if of_model is None:
-        return given or NamedParameter((), param)  # type: ignore[arg-type]
-    if given is None:
+        return of_caller or NamedParameter((), param)  # type: ignore[arg-type]
+    if of_caller is None:
         return of_model
-    return replace(of_model, names=tuple(dict.fromkeys((*of_model.names, *given.names))))
+    return replace(of_model, names=tuple(dict.fromkeys((*of_model.names, *of_caller.names))))
 
 
 def _explicit_algorithms(
-    callers: Iterable[tuple[Mapping[str, Any], Iterable[NamedParameter]]],
+    callers: Iterable[tuple[GroupSettings, Iterable[NamedParameter]]],
 ) -> dict[int, Algorithm]:
-    """Return ``id(parameter)`` to the algorithm that the settings of its group say, where they say one."""
+    """Return ``id(parameter)`` to the algorithm that its group's settings name, for groups that name one."""
     return {
         id(member.param): algorithm
         for settings, members in callers
@@ -427,7 +568,7 @@ def _explicit_algorithms(
     }
 
 
-def _explicit_algorithm(settings: Mapping[str, Any]) -> Algorithm | None:
+def _explicit_algorithm(settings: GroupSettings) -> Algorithm | None:
     algorithm: Algorithm | None = settings.get("algorithm")
     if algorithm not in (None, "muon", "adamw"):
         raise ConfigError(f"param group: algorithm must be 'muon' or 'adamw', got {algorithm!r}")
@@ -450,48 +591,36 @@ def _route_as_trained(
     Raises:
         RoutingError: As :func:`~deepspeed_muon.routing.rules.route_parameters`, about those that are not frozen.
     """
-    frozen = [member for member in members if not member.param.requires_grad and _can_train(member.param)]
+    # Integers and tensors made in inference mode can never require a gradient.
+    frozen = [
+        member
+        for member in members
+        if member.is_frozen and member.param.is_floating_point() and not member.param.is_inference()
+    ]
 
-    def attempt(thawed: Sequence[NamedParameter], *, partial: bool) -> dict[int, Route]:
-        with _thawed(thawed):
-            routes = route_parameters(members, config, explicit=explicit, partial=partial)
+    def attempt(as_trained: Sequence[NamedParameter], *, partial: bool) -> dict[int, Route]:
+        chosen = {id(member.param) for member in as_trained}
+        routed = [replace(member, as_trained=id(member.param) in chosen) for member in members]
+        routes = route_parameters(routed, config, explicit=explicit, partial=partial)
         pairs = zip(members, routes, strict=True)
         return {id(member.param): route for member, route in pairs if route.algorithm != "frozen"}
 
-    def attempt_in_halves(thawed: Sequence[NamedParameter]) -> dict[int, Route]:
+    def attempt_in_halves(as_trained: Sequence[NamedParameter]) -> dict[int, Route]:
         try:
-            return attempt(thawed, partial=True)
+            return attempt(as_trained, partial=True)
         except MuonError:
-            middle = len(thawed) // 2
+            middle = len(as_trained) // 2
             if middle == 0:
                 return {}
-            return attempt_in_halves(thawed[:middle]) | attempt_in_halves(thawed[middle:])
+            return attempt_in_halves(as_trained[:middle]) | attempt_in_halves(as_trained[middle:])
 
     try:
         return attempt(frozen, partial=partial)
     except MuonError:
         if not frozen:
             raise
-    # Raises if a parameter is at fault that is not frozen.
+    # Raises if the cause is a parameter that is not frozen.
     return attempt((), partial=partial) | attempt_in_halves(frozen)
-
-
-def _can_train(param: Tensor) -> bool:
-    """Return whether a frozen parameter could ever require a gradient."""
-    return param.is_floating_point() and not param.is_inference()
-
-
-@contextlib.contextmanager
-def _thawed(members: Iterable[NamedParameter]) -> Iterator[None]:
-    """Let frozen parameters require a gradient in the block."""
-    params = [member.param for member in members]
-    try:
-        for param in params:
-            param.requires_grad_(True)
-        yield
-    finally:
-        for param in params:
-            param.requires_grad_(False)
 
 
 def _frozen_route(member: NamedParameter, if_trained: Route | None) -> Route:
@@ -499,41 +628,41 @@ def _frozen_route(member: NamedParameter, if_trained: Route | None) -> Route:
     return Route(name, true_shape(member.param), "frozen", "requires_grad is False", rule="frozen")
 
 
-def _parts_of(
+def _divide(
     group: CallerGroup, routes: Mapping[int, Route], config: MuonConfig, rates: Mapping[str, Tensor]
-) -> list[dict[str, Any]]:
-    """Return the group's Muon half and AdamW half, if not empty, with all settings.
+) -> list[GroupSettings]:
+    """Return the Muon group and the AdamW group that a caller's group becomes, without empty ones.
 
-    DeepSpeed's experts get groups of their own, with the marks that its wrappers expect.
+    DeepSpeed's experts are in separate groups, with the marks that its wrappers expect.
     """
     _checked_settings(group, config)
-    parts: list[dict[str, Any]] = []
+    groups: list[GroupSettings] = []
     for algorithm in ("muon", "adamw"):
-        shared: dict[str | None, list[Tensor]] = {}
+        params_of: dict[str | None, list[Tensor]] = {}  # by expert-parallel group
         for param in (member.param for member in group.members):
             if id(param) in routes and routes[id(param)].algorithm == algorithm:
-                shared.setdefault(expert_group_name(param), []).append(param)
-        for name, params in shared.items():
+                params_of.setdefault(expert_group_name(param), []).append(param)
+        for name, params in params_of.items():
             marks = {} if name is None else {"name": name, "moe": True}
-            part = _group_of(group, algorithm, config, rates)
-            parts.append(ParamGroup({**part, **marks, "params": params}))
-    return parts
+            settings = _make_group(group, algorithm, config, rates)
+            groups.append(ParamGroup({**settings, **marks, "params": params}))
+    return groups
 
 
-def _group_of(
+def _make_group(
     group: CallerGroup, algorithm: Algorithm, config: MuonConfig, rates: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """Return the half of a caller's group that has an algorithm, with all settings and without parameters."""
-    unused = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
-    extra = {key: value for key, value in group.settings.items() if key not in unused}
+) -> GroupSettings:
+    """Return a group of one algorithm with all settings of a caller's group, and without parameters."""
+    replaced = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
+    extra = {key: value for key, value in group.settings.items() if key not in replaced}
     prefix = "muon" if algorithm == "muon" else "adam"
     settings = _checked_settings(group, config).group_defaults(algorithm)
-    own_rate = getattr(config, f"{prefix}_lr") is not None
-    settings["lr"] = rates.get(f"{prefix}_lr" if own_rate else "lr", settings["lr"])
+    rate_key = "lr" if getattr(config, f"{prefix}_lr") is None else f"{prefix}_lr"
+    settings["lr"] = rates.get(rate_key, settings["lr"])
     for key in ("lr", "weight_decay"):
-        own = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
-        if own is not None:
-            settings[key] = own if isinstance(own, Tensor) else float(own)
+        value = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
+        if value is not None:
+            settings[key] = value if isinstance(value, Tensor) else float(value)
     if algorithm == "muon":
         config.check_variant(settings, group.where)
     reference = config.reference_lr
@@ -543,11 +672,7 @@ def _group_of(
 
 
 def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
-    """Validate a group's own settings with the rules of the configuration."""
-    for key, value in group.settings.items():
-        # Groups of torch's optimizers carry all options of torch, most of them off.
-        on = key in TORCH_OPTIONS and value not in (None, False)
-        if on or (key not in GROUP_KEYS and difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8)):
-            raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
-    own = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
-    return MuonConfig.from_params({**config.model_dump(), **own}, where=group.where)
+    """Return the configuration with the settings of a caller's group, checked by its rules."""
+    refuse_unknown_keys(group.settings, group.where, GROUP_KEYS)
+    settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
+    return MuonConfig.from_params({**config.model_dump(), **settings}, where=group.where)

@@ -159,7 +159,7 @@ def _refuse_untrainable(member: NamedParameter) -> None:
             f"parameter {', '.join(member.names) or '<unnamed>'} has no shape yet: run the model once, so that its "
             f"lazy modules make their weights, before the optimizer is made"
         )
-    if not param.requires_grad:
+    if member.is_frozen:
         return
     text = f"parameter {member.name} of shape {list(true_shape(param))}"
     if param.is_complex():
@@ -369,7 +369,7 @@ def _decide(
     explicit: Mapping[int, Algorithm],
 ) -> tuple[Algorithm, Claim]:
     """Return the algorithm and the claim that decides it."""
-    if not member.param.requires_grad:
+    if member.is_frozen:
         return "frozen", Claim("frozen", "requires_grad is False")
     if id(member.param) in explicit:
         return explicit[id(member.param)], Claim("group", "the caller's param group says so")

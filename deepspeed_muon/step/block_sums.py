@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed_muon.plan.chunks import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout, rectangles_of
-from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
 from deepspeed_muon.variants.variant import Apply

@@ -1,165 +1,28 @@
-"""All step sets of an optimizer, bound to the tensors that ZeRO hands over, and the flags of their gradients.
-
-Before a step changes anything, the ranks tell each other which parameters have a gradient and whether all are finite.
-"""
+"""All step sets of an optimizer, bound to the tensors that ZeRO hands over."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.ops.dispatch import largest_magnitudes
 from deepspeed_muon.plan.placement import Floats
-from deepspeed_muon.step.passes import COLUMNS
+from deepspeed_muon.step.gradient_status import (
+    NOT_FINITE,
+    Gradients,
+    GradientStatus,
+    read_together,
+    set_positions,
+)
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.all_to_all import overlap_fits
-from deepspeed_muon.transport.ranks import reduce_tensor
-
-
-@dataclass(frozen=True, slots=True)
-class GradientReport:
-    """What all ranks of a group know about this step's gradients.
-
-    Attributes:
-        active: Whether any rank has a non-zero gradient, 0 if not: flags of all matrices, then of all other parameters.
-        nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
-        failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
-    """
-
-    active: Sequence[int]
-    nonfinite: tuple[str, ...]
-    failed: tuple[str, ...]
-
-
-# What is told of a parameter's gradient: 0 for nothing but zeros, 1 for a finite one, 2 for any other. As limits for
-# torch.bucketize, which takes NaN for larger than all. The largest of what its fragments and ranks say holds for it.
-_NOT_FINITE = 2
-_LIMITS = (0.0, torch.finfo(torch.float32).max)
-
-Gradients = Mapping[int, Sequence[Tensor]]
-"""Partition index to a rank's gradient: flat tensors that follow each other in the partition."""
-
-
-class GradientInspection:
-    """Finds out, together with the group, which parameters have a gradient and whether all are finite.
-
-    Attributes:
-        groups: The process groups that exchange the flags, one after the other.
-        rows: The flags of this step on the CPU once the ranks have told them, as of :meth:`_own_flags`.
-    """
-
-    def __init__(self, runner: StepRunner) -> None:
-        self._runner = runner
-        self._step_set = step_set = runner.step_set
-        self._device = runner.context.device
-        self._local = step_set.local_fragments()
-        self._lengths: list[list[int]] | None = None
-        self._table = torch.empty(0, COLUMNS, dtype=torch.int64)
-        self._numbers = torch.empty(0, dtype=torch.int64)
-        self._limits = torch.tensor(_LIMITS, device=self._device)
-        self.rows: Tensor | None = None
-        self._names = [layout.name for layout in step_set.layouts]
-        self.groups = [step_set.group] if step_set.world_size > 1 else []
-        # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
-        # stack that lies on several ranks: what a step does may not depend on where it is cut.
-        self.groups += [each for each in (step_set.tensor_group, step_set.stack_group) if each is not None]
-
-    @staticmethod
-    def exchange(inspections: Sequence[GradientInspection], grads: Gradients) -> Tensor:
-        """Let the ranks tell each other their flags of several step sets of the same groups, in one message.
-
-        Must be called by all ranks of the groups.
-
-        Args:
-            inspections: Of the step sets.
-            grads: Partition index to its gradient; a missing one counts as zero.
-
-        Returns:
-            The flags on the device, those of all sets beside each other.
-        """
-        own = [each._own_flags(grads) for each in inspections]
-        flags = torch.cat(own, dim=1) if len(own) > 1 else own[0]
-        for group in inspections[0].groups if flags.numel() else ():
-            flags = reduce_tensor(flags, group, purpose="exchange of gradient flags", how="max")
-        return flags
-
-    def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
-        """Return what all ranks know, and forget which matrices were left out.
-
-        Must be called by all ranks of the group.
-
-        Args:
-            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
-        """
-        if self.rows is None:
-            self.rows = self.exchange([self], {index: [grad] for index, grad in grads.items()}).cpu()
-        rows, self.rows = self.rows, None
-        states, left_out = rows.tolist()
-        nonfinite: tuple[str, ...] = ()
-        if _NOT_FINITE in states:
-            nonfinite = tuple(self._names[n] for n, state in enumerate(states) if state == _NOT_FINITE)
-        failed = tuple(self._runner.check.learn(_numbers_of(left_out)))
-        if self._step_set.wider_group is not None:
-            bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
-            group = self._step_set.wider_group
-            others = reduce_tensor(bad, group, purpose="exchange of gradient flags", how="max").tolist()
-            nonfinite = nonfinite or ("a parameter of other ranks",) * others[0]
-            failed = failed or ("a matrix of other ranks",) * others[1]
-        return GradientReport(states, nonfinite, failed)
-
-    def _own_flags(self, grads: Gradients) -> Tensor:
-        """Return uint8 flags, a column for each parameter: what its gradient is, and whether it was left out last.
-
-        One call reads all gradients on a CPU. On a GPU that is torch's multi-tensor norm, which takes 320 blocks of
-        65,536 elements a launch; a few small kernels follow it.
-        """
-        flags = torch.zeros((2, len(self._names)), dtype=torch.uint8, device=self._device)
-        if left_out := self._runner.check.left_out:
-            matrices = torch.tensor([n for indices, _ in left_out for n in indices], device=self._device)
-            wrong = torch.cat([each.to(self._device) for _, each in left_out])
-            flags[1].scatter_reduce_(0, matrices, wrong.view(torch.uint8), "amax")
-        pieces = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
-        table = self._table_of([[each.numel() for each in own] for own in pieces])
-        if len(table):
-            largest = largest_magnitudes([each for own in pieces for each in own], table).to(self._device)
-            states = torch.bucketize(largest, self._limits, out_int32=True)
-            flags[0].scatter_reduce_(0, self._numbers, states.to(torch.uint8), "amax")
-        return flags
-
-    def _table_of(self, lengths: list[list[int]]) -> Tensor:
-        """Return where the parameters' fragments lie in tensors of some lengths for each partition; made once for each.
-
-        The last column is the number of the parameter.
-        """
-        if lengths == self._lengths:
-            return self._table
-        rows: list[tuple[int, ...]] = []
-        first = 0
-        for own, local in zip(lengths, self._local, strict=True):
-            starts = list(accumulate(own, initial=0))
-            for number, fragment in local if own else ():
-                start, stop = fragment.partition_offset, fragment.partition_offset + fragment.numel
-                while start < stop:
-                    piece = bisect_right(starts, start) - 1
-                    place, end = start - starts[piece], min(stop, starts[piece + 1])
-                    rows.append((first + piece, place, first + piece, place, end - start, number))
-                    start = end
-            first += len(own)
-        self._lengths, self._table = lengths, torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
-        self._numbers = self._table[:, -1].to(self._device)
-        return self._table
 
 
 class BoundSteps:
@@ -167,8 +30,8 @@ class BoundSteps:
 
     Attributes:
         runners: One for each step set.
-        inspections: What finds out about the gradients of each.
-        process_groups: The process groups that the step sets communicate in.
+        gradient_status: What exchanges the status of the gradients of each runner's step set.
+        process_groups: The process groups over which the step sets communicate.
     """
 
     def __init__(
@@ -191,13 +54,13 @@ class BoundSteps:
         for number, step_set in enumerate(step_sets):
             load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
             self.runners.append(StepRunner(step_set, config, resources, load=load, number=number))
-        self.inspections = {runner: GradientInspection(runner) for runner in self.runners}
-        found = (
+        self.gradient_status = {runner: GradientStatus(runner) for runner in self.runners}
+        groups = (
             group
-            for each in step_sets
-            for group in (each.wider_group, each.tensor_group, each.stack_group, each.group)
+            for step_set in step_sets
+            for group in (step_set.wider_group, step_set.tensor_group, step_set.stack_group, step_set.group)
         )
-        self.process_groups = [group for group in dict.fromkeys(found) if group is not None]
+        self.process_groups = [group for group in dict.fromkeys(groups) if group is not None]
         self._dtypes = {
             runner: [partition.tensor.dtype for partition in runner.step_set.partitions]
             for runner in self.runners
@@ -266,7 +129,7 @@ class BoundSteps:
         return current
 
     def exchange_flags(self, grads: Gradients, norms: Sequence[Tensor]) -> list[Tensor]:
-        """Let the ranks tell each other the gradient flags of all step sets, one message for each process group.
+        """Reduce the gradient flags of all step sets over their ranks, in one message for each process group.
 
         The host waits for the device once. Must be called by all ranks of the engine, before the calls of ``step()``
         that update the sets.
@@ -278,46 +141,53 @@ class BoundSteps:
         Returns:
             ``norms`` on the CPU.
         """
-        together: dict[tuple[dist.ProcessGroup | None, ...], list[GradientInspection]] = {}
-        for each in self.inspections.values():
-            together.setdefault(tuple(each.groups), []).append(each)
-        flags = [GradientInspection.exchange(each, grads) for each in together.values()]
-        on_cpu = _read_together([*norms, *flags])
-        for inspections, rows in zip(together.values(), on_cpu[len(norms) :], strict=True):
-            numbers = [len(each._names) for each in inspections]
-            for each, part in zip(inspections, rows.split(numbers, dim=1), strict=True):
-                each.rows = part
+        by_groups: dict[tuple[dist.ProcessGroup | None, ...], list[GradientStatus]] = {}
+        for status in self.gradient_status.values():
+            by_groups.setdefault(tuple(status.groups), []).append(status)
+        reduced = [GradientStatus.reduce(statuses, grads) for statuses in by_groups.values()]
+        on_cpu = read_together([*norms, *reduced])
+        for statuses, joint in zip(by_groups.values(), on_cpu[len(norms) :], strict=True):
+            parameters = [len(status.names) for status in statuses]
+            for status, flags in zip(statuses, joint.split(parameters, dim=1), strict=True):
+                status.flags = flags
         return on_cpu[: len(norms)]
 
-    def found_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
-        """Return whether any gradient is not finite, ``None`` if the ranks of ``group`` were not told of all.
+    def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
+        """Return whether any gradient is not finite; ``None`` if the ranks of ``group`` do not have the flags of all.
 
-        They are after :meth:`exchange_flags`, if all step sets belong to the ranks of ``group``.
+        They have them after :meth:`exchange_flags`, if all step sets belong to the ranks of ``group``.
         """
         # At stage 3 ZeRO's sub-groups have another group object than its wrapper, of the same ranks.
         ranks_of = dist.get_process_group_ranks
-        others = {runner.step_set.group for runner in self.runners} - {group}
-        rows = [each.rows for each in self.inspections.values() if each.rows is not None]
-        if len(rows) < len(self.runners) or any(ranks_of(each) != ranks_of(group) for each in others):
+        if any(
+            ranks_of(own) != ranks_of(group) for own in {r.step_set.group for r in self.runners} - {group}
+        ):
             return None
-        return any(bool((each[0].numpy() == _NOT_FINITE).any()) for each in rows)
+        flags = [status.flags for status in self.gradient_status.values()]
+        if any(own is None for own in flags):
+            return None
+        return any(bool((own[0].numpy() == NOT_FINITE).any()) for own in flags if own is not None)
 
     def take_failed(self) -> list[str]:
         """Return the names of the matrices that got no update in the last step because it was wrong in fp32 too.
 
-        They are known after :meth:`exchange_flags`. If there are any, all are forgotten, as no step will hear of them.
+        They are known after :meth:`exchange_flags`. If there are any, all verdicts are dropped, since no step follows
+        that would report them.
         """
-        rows = ((runner, each.rows) for runner, each in self.inspections.items())
-        told = {runner: _numbers_of(own[1].tolist()) for runner, own in rows if own is not None}
-        failed = [name for runner, numbers in told.items() for name in runner.check.failed(numbers)]
-        for runner, numbers in told.items() if failed else ():
-            runner.check.learn(numbers)
+        left_out = {
+            runner: set_positions(status.flags[1].tolist())
+            for runner, status in self.gradient_status.items()
+            if status.flags is not None
+        }
+        failed = [name for runner, numbers in left_out.items() for name in runner.check.failed(numbers)]
+        for runner, numbers in left_out.items() if failed else ():
+            runner.check.read_verdicts(numbers)
         return failed
 
     def forget_flags(self) -> None:
-        """Forget what :meth:`exchange_flags` told, at the end of a step."""
-        for each in self.inspections.values():
-            each.rows = None
+        """Drop the flags of :meth:`exchange_flags` at the end of a step."""
+        for status in self.gradient_status.values():
+            status.flags = None
 
     def facts(self) -> RankFacts:
         """Return what the ranks compare of their plans."""
@@ -358,18 +228,6 @@ class BoundSteps:
                 own = self._config.model_dump_json()
                 facts.record(f"optimizer.params for step set {number}", own, across)
         return facts
-
-
-def _numbers_of(flags: Sequence[int]) -> set[int]:
-    """Return the numbers of the parameters whose flag is set."""
-    return {number for number, flag in enumerate(flags) if flag} if any(flags) else set()
-
-
-def _read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of one device on the CPU, copied as one; wider types must come first, for alignment."""
-    raw = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors]).cpu()
-    pieces = raw.split([each.nbytes for each in tensors])
-    return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 
 
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:

@@ -1,89 +1,89 @@
-"""What ``load_state_dict`` may load: every group and every entry of the state is checked before anything changes.
+"""What ``load_state_dict`` accepts: every group and every entry of the state is checked before anything changes.
 
-The state dict may be of this optimizer, or of one that keeps the same state: the momentum of ``torch.optim.Muon`` and
-of Keller Jordan's Muon is a running mean of the gradients, as here, and AdamW's moments are the same everywhere. Three
-rules say what happens to what is missing:
+The state dict may be of this optimizer, or of one with the same state: the momentum of ``torch.optim.Muon`` and of
+Keller Jordan's Muon is a running mean of the gradients, as here, and AdamW's moments are the same everywhere. What is
+missing is replaced as follows:
 
-- A parameter without an entry, or with an empty one, begins anew, as before its first step.
-- Momentum without ``step`` counts from 0: Muon's update does not depend on it. Moments need theirs.
-- A setting that the saved group does not have keeps the value of this optimizer.
+- A parameter without an entry, or with an empty one, starts without state, as before its first step.
+- Momentum without ``step`` counts from 0, because Muon's update does not depend on it. Moments need their ``step``.
+- A setting that the saved group does not have is this optimizer's.
 
-Everything else that is missing, or is not known, is an error.
+Anything else that is missing or unknown is an error.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from deepspeed_muon.config.settings import (
-    GROUP_KEYS,
     GROUP_SETTINGS,
+    GroupSettings,
     MuonConfig,
     checked_group_settings,
+    refuse_unknown_keys,
 )
-from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown, unknown_key_message
+from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.param_groups import CALLER_GROUP
-from deepspeed_muon.step.quantized import SCALE_KEY
+from deepspeed_muon.step.int8 import SCALE_KEY
 from deepspeed_muon.step.state import STATE_TENSORS
 from deepspeed_muon.variants import ROW_STATE
 
 _FIXED = frozenset(("params", "param_names", "algorithm", "use_muon", CALLER_GROUP, "moe"))
-"""Keys that say what a group is: they are compared or left out, and never loaded."""
+"""Keys that identify a group: they are compared or ignored, and never loaded."""
 
-_OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"))
-"""What torch's schedulers keep in the groups. Some look like misspelt settings."""
+_SCHEDULER_KEYS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"))
+"""Keys that torch's schedulers add to the groups. Some look like misspelt settings."""
 
-_CHOICES_OF_KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+_KERNEL_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options of torch's optimizers that do not change what is computed."""
 
-_NEEDED = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}
+_REQUIRED = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}
 _ALLOWED = {
     "muon": frozenset(("momentum_buffer", "step", SCALE_KEY, *ROW_STATE)),
-    "adamw": frozenset(_NEEDED["adamw"]),
+    "adamw": frozenset(_REQUIRED["adamw"]),
 }
 
-_ANEW = "leave its entry out of 'state', and it begins anew"
+_REMEDY = "remove its entry from 'state', and it starts without state"
 
 
 @dataclass(slots=True)
-class Loaded:
-    """What a state dict brings, checked and in the dtypes in which it is kept.
+class LoadedState:
+    """The contents of a state dict, checked and converted to this optimizer's dtypes.
 
     Attributes:
         settings: The new settings of each param group.
         state: The new state of each parameter that has one.
     """
 
-    settings: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
+    settings: list[GroupSettings]
+    state: dict[Tensor, StateDict]
 
 
 def read_state_dict(
-    state_dict: Mapping[str, Any],
-    param_groups: Sequence[Mapping[str, Any]],
+    state_dict: StateDict,
+    param_groups: Sequence[GroupSettings],
     config: MuonConfig,
     policy: StatePolicy,
     *,
-    name_of: Callable[[Tensor], str | None],
-) -> Loaded:
-    """Check a state dict and return what is to be loaded. Neither it nor the optimizer is changed.
+    names: Mapping[int, str] | None,
+) -> LoadedState:
+    """Check a state dict and return what the optimizer shall load. Neither is changed.
 
     Args:
         state_dict: From ``state_dict()`` of this or of another optimizer.
         param_groups: The optimizer's groups.
         config: The optimizer's settings.
         policy: The dtypes of the state.
-        name_of: Returns the name of a parameter; ``None`` for a partition of ZeRO, which has padding and no name.
+        names: ``id(parameter)`` to its name; ``None`` if the groups hold ZeRO's partitions, which have padding.
 
     Raises:
         CheckpointError: If the state is not what an optimizer of this kind has saved.
@@ -98,9 +98,9 @@ def read_state_dict(
     _check_form(saved_groups, saved_state)
     _check_sizes(saved_groups, param_groups)
     _check_keys(saved_groups, saved_state)
-    settings: list[dict[str, Any]] = []
-    state: dict[Tensor, dict[str, Any]] = {}
-    converted: set[str] = set()
+    settings: list[GroupSettings] = []
+    state: dict[Tensor, StateDict] = {}
+    conversions: set[str] = set()
     for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         where = f"param group {number} of the state dict"
         entries = [
@@ -112,16 +112,16 @@ def read_state_dict(
         settings.append(_checked_settings(where, saved, group, config))
         for position, (param, entry) in enumerate(entries):
             if entry:
-                name = name_of(param)
-                what = f"{where}, {f'parameter {name}' if name else f'partition {position}'}"
-                _check_entry(what, entry, group["algorithm"], shape=param.shape if name else None)
-                state[param] = _converted(entry, param, policy, converted)
-    for change in sorted(converted):
-        warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", change)
-    return Loaded(settings, state)
+                name = None if names is None else names[id(param)]
+                owner = f"{where}, {f'parameter {name}' if name else f'partition {position}'}"
+                _check_entry(owner, entry, group["algorithm"], shape=param.shape if name else None)
+                state[param] = _converted(entry, param, policy, conversions)
+    for conversion in sorted(conversions):
+        warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", conversion)
+    return LoadedState(settings, state)
 
 
-def _check_form(saved_groups: Any, saved_state: Any) -> None:
+def _check_form(saved_groups: object, saved_state: object) -> None:
     """Raise unless the groups are dicts with ``params``, and the state is a dict."""
     if not isinstance(saved_groups, (list, tuple)) or not isinstance(saved_state, Mapping):
         raise CheckpointError(
@@ -135,16 +135,17 @@ def _check_form(saved_groups: Any, saved_state: Any) -> None:
             )
 
 
-def _check_keys(saved_groups: Sequence[Mapping[str, Any]], saved_state: Mapping[Any, Any]) -> None:
+def _check_keys(saved_groups: Sequence[GroupSettings], saved_state: Mapping[int | str, object]) -> None:
     """Raise unless the state is one dict for each of the groups' parameters, or for some of them."""
     keys = [key for saved in saved_groups for key in saved["params"]]
-    if len(parameter_keys := set(keys)) < len(keys):
+    parameter_keys = set(keys)
+    if len(parameter_keys) < len(keys):
         raise CheckpointError("the state dict lists a parameter in its param groups twice")
     for key, entry in saved_state.items():
         if key not in parameter_keys:
             raise CheckpointError(
                 f"the state dict has state of {shown(key)}, which is in none of its param groups: it is damaged, or "
-                f"was put together from others"
+                f"was combined from several state dicts"
             )
         if not isinstance(entry, Mapping):
             raise CheckpointError(
@@ -152,7 +153,7 @@ def _check_keys(saved_groups: Sequence[Mapping[str, Any]], saved_state: Mapping[
             )
 
 
-def _check_sizes(saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_sizes(saved_groups: Sequence[GroupSettings], groups: Sequence[GroupSettings]) -> None:
     """Raise unless both have as many groups, with as many parameters each."""
     halves = "Muon and AdamW divide each group of the caller between them"
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
@@ -171,10 +172,8 @@ def _check_sizes(saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Map
         )
 
 
-def _check_kind(
-    where: str, saved: Mapping[str, Any], algorithm: str, entries: Iterable[Mapping[str, Any]]
-) -> None:
-    """Raise if a saved group is of the other algorithm: by what it says, else by its state, else by its settings."""
+def _check_kind(where: str, saved: GroupSettings, algorithm: str, entries: Iterable[StateDict]) -> None:
+    """Raise if a saved group is of the other algorithm, by its keys for that, else its state, else its settings."""
     kinds = [saved["algorithm"]] if "algorithm" in saved else []
     if saved.get("use_muon") is not None:
         kinds.append("muon" if saved["use_muon"] else "adamw")
@@ -203,9 +202,9 @@ def _check_kind(
 
 
 def _check_convention(
-    where: str, saved: Mapping[str, Any], config: MuonConfig, entries: Iterable[Mapping[str, Any]]
+    where: str, saved: GroupSettings, config: MuonConfig, entries: Iterable[StateDict]
 ) -> None:
-    """Raise if what another optimizer saved means something else here, or would go on in another way."""
+    """Raise if another optimizer saved the group, and its momentum or iteration differs from this optimizer's."""
     if "dampening" in saved:
         raise CheckpointError(
             f"{where} was saved by torch.optim.SGD (it has dampening): its momentum_buffer is a sum of gradients, and "
@@ -222,95 +221,91 @@ def _check_convention(
             )
         return
     if "algorithm" in saved or not (
-        signs := sorted(saved.keys() & {"nesterov", "ns_steps", "backend_steps"})
+        keys_of_muons := sorted(saved.keys() & {"nesterov", "ns_steps", "backend_steps"})
     ):
         return
     if any("momentum_buffer" in entry and "step" not in entry for entry in entries):
         raise CheckpointError(
-            f"{where} was saved by a Muon that is not known here (it has {', '.join(signs)}, and momentum without "
-            f"step): some keep momentum as a sum of gradients, and here it is their mean. If its momentum is a mean "
+            f"{where} was saved by an unknown Muon (it has {', '.join(keys_of_muons)}, and momentum without "
+            f"step): in some, momentum is a sum of gradients, and here it is their mean. If its momentum is a mean "
             f"(buf.lerp_(grad, 1 - momentum)), set 'algorithm' to 'muon' in the group; if it is a sum, multiply "
             f"momentum_buffer by 1 - momentum before"
         )
 
 
 def _checked_settings(
-    where: str, saved: Mapping[str, Any], group: Mapping[str, Any], config: MuonConfig
-) -> dict[str, Any]:
-    """Return the group's settings with those of a saved group, after the checks that the constructor makes."""
-    algorithm, of_torch = group["algorithm"], "ns_coefficients" in saved
-    loaded: dict[str, Any] = {}
-    left_out = _FIXED | _CHOICES_OF_KERNELS | {"decoupled_weight_decay"}
-    if group.get("moe"):  # DeepSpeed finds the experts by it
-        left_out |= {"name"}
-    if of_torch:  # its eps bounds a norm, and that of this optimizer is AdamW's
-        left_out |= {"ns_coefficients", "ns_steps", "eps"}
+    where: str, saved: Mapping[str, object], group: Mapping[str, object], config: MuonConfig
+) -> GroupSettings:
+    """Return the group's settings, replaced by those of a saved group after the checks of the constructor."""
+    is_torchs = "ns_coefficients" in saved
+    ignored = _FIXED | _KERNEL_OPTIONS | {"decoupled_weight_decay"}
+    if group.get("moe"):  # DeepSpeed finds the experts by their group's name
+        ignored |= {"name"}
+    if is_torchs:  # its eps bounds a norm, and this optimizer's is AdamW's
+        ignored |= {"ns_coefficients", "ns_steps", "eps"}
     decoupled = saved.get("decoupled_weight_decay", config.adam_w_mode)
     if decoupled != config.adam_w_mode and saved.get("weight_decay"):
         raise ConfigError(
             f"{where}: decoupled_weight_decay is {decoupled!r}, and this optimizer's adam_w_mode "
             f"{config.adam_w_mode!r}: make it with adam_w_mode={bool(decoupled)!r}"
         )
-    for key, value in saved.items():
-        if key in left_out or (key in TORCH_OPTIONS and (value is None or value is False)):
-            continue
-        misspelt = difflib.get_close_matches(str(key), GROUP_KEYS, n=1, cutoff=0.8)
-        if key in TORCH_OPTIONS or (misspelt and key not in GROUP_SETTINGS | _OF_SCHEDULERS | group.keys()):
-            raise ConfigError(unknown_key_message(str(key), GROUP_KEYS, where))
-        loaded[key] = copy.deepcopy(value)
-    if loaded.get("adjust_lr_fn", "") is None and of_torch:
+    values = {key: value for key, value in saved.items() if key not in ignored}
+    refuse_unknown_keys(values, where, GROUP_SETTINGS | _SCHEDULER_KEYS | group.keys())
+    loaded = {key: copy.deepcopy(value) for key, value in values.items() if key not in TORCH_OPTIONS}
+    if is_torchs and loaded.get("adjust_lr_fn", "") is None:
         loaded["adjust_lr_fn"] = "original"
-    checked = checked_group_settings(loaded, where)
-    prefix = "muon" if algorithm == "muon" else "adam"
-    update = {
-        f"{prefix}_{key}" if key in ("lr", "weight_decay") else key: checked[key]
-        for key in checked.keys() & GROUP_SETTINGS
-    }
-    config.model_copy(update=update).check_combinations()
-    for key in checked.keys() & GROUP_SETTINGS:
-        # A rate in a tensor stays one, so that later changes of its value count.
-        if not isinstance(loaded[key], Tensor) or key not in ("lr", "weight_decay"):
-            loaded[key] = checked[key]
-    settings = {**group, **loaded}
-    if algorithm == "muon":
+    checked = checked_group_settings(loaded, where, config)
+    # A rate in a tensor is still that tensor, so that later changes of its value count.
+    rates = {key for key in ("lr", "weight_decay", "initial_lr") if isinstance(loaded.get(key), Tensor)}
+    settings = {**group, **loaded, **{key: value for key, value in checked.items() if key not in rates}}
+    if group["algorithm"] == "muon":
         config.check_variant(settings, where)
     return settings
 
 
-def _check_entry(what: str, entry: Mapping[str, Any], algorithm: str, *, shape: torch.Size | None) -> None:
-    """Raise unless the state of one parameter is what its algorithm keeps; shapes only where ``shape`` is given."""
-    if missing := [key for key in _NEEDED[algorithm] if key not in entry]:
+def _check_entry(owner: str, entry: StateDict, algorithm: str, *, shape: torch.Size | None) -> None:
+    """Raise unless the state of one parameter is that of its algorithm.
+
+    Args:
+        owner: The parameter in error messages.
+        entry: Its saved state.
+        algorithm: Of its param group.
+        shape: Its shape; ``None`` for a partition, whose size depends on the ranks.
+    """
+    if missing := [key for key in _REQUIRED[algorithm] if key not in entry]:
         raise CheckpointError(
-            f"{what}: its state has no {missing[0]!r} (it has {', '.join(map(str, entry))}), which {algorithm} needs; "
-            f"add it, or {_ANEW}"
+            f"{owner}: its state has no {missing[0]!r} (it has {', '.join(map(str, entry))}), which {algorithm} needs; "
+            f"add it, or {_REMEDY}"
         )
     if unknown := [key for key in entry if key not in _ALLOWED[algorithm]]:
         raise CheckpointError(
-            f"{what}: its state has {unknown[0]!r}, which is none of {algorithm}'s: it was saved by another optimizer. "
-            f"Remove the key, or {_ANEW}"
+            f"{owner}: its state has {unknown[0]!r}, which is none of {algorithm}'s: it was saved by another "
+            f"optimizer. Remove the key, or {_REMEDY}"
         )
     for key, value in entry.items():
         if key == "step":
             if not _is_count(value):
-                raise CheckpointError(f"{what}: 'step' is {shown(value)}, expected a count of steps; {_ANEW}")
+                raise CheckpointError(
+                    f"{owner}: 'step' is {shown(value)}, expected a count of steps; {_REMEDY}"
+                )
             continue
-        is_codes = key == "momentum_buffer" and isinstance(value, Tensor) and value.dtype == torch.int8
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or is_codes):
+        is_int8 = key == "momentum_buffer" and isinstance(value, Tensor) and value.dtype == torch.int8
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or is_int8):
             dtype = value.dtype if isinstance(value, Tensor) else shown(value)
-            raise CheckpointError(f"{what}: {key!r} is {dtype}, expected a tensor of floats; {_ANEW}")
-        if is_codes != (SCALE_KEY in entry) and key == "momentum_buffer":
+            raise CheckpointError(f"{owner}: {key!r} is {dtype}, expected a tensor of floats; {_REMEDY}")
+        if is_int8 != (SCALE_KEY in entry) and key == "momentum_buffer":
             raise CheckpointError(
-                f"{what}: 'momentum_buffer' is {value.dtype} {'without' if is_codes else 'with'} {SCALE_KEY!r}: both "
-                f"belong together; {_ANEW}"
+                f"{owner}: 'momentum_buffer' is {value.dtype} {'without' if is_int8 else 'with'} {SCALE_KEY!r}: both "
+                f"belong together; {_REMEDY}"
             )
         if shape is not None and key in STATE_TENSORS and value.shape != shape:
             raise CheckpointError(
-                f"{what}: {key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}: it is of another "
-                f"parameter. Pass the parameters in the order of the saved optimizer, or {_ANEW}"
+                f"{owner}: {key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}: it is of "
+                f"another parameter. Pass the parameters in the order of the saved optimizer, or {_REMEDY}"
             )
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             return False
@@ -320,27 +315,25 @@ def _is_count(value: Any) -> bool:
     return 0 <= float(value) < 1 << 53 and float(value).is_integer()
 
 
-def _converted(
-    entry: Mapping[str, Any], param: Tensor, policy: StatePolicy, converted: set[str]
-) -> dict[str, Any]:
-    """Return the state of a parameter on its device and in the dtypes in which it is kept.
+def _converted(entry: StateDict, param: Tensor, policy: StatePolicy, conversions: set[str]) -> StateDict:
+    """Return the state of a parameter on its device and in the dtypes of ``policy``.
 
-    To and from 8 bits the next step converts (:func:`.quantized.convert_momentum`): that takes the layout.
+    To and from int8 the next step converts (:func:`.int8.convert_momentum`), because that needs the layout.
 
     Args:
         entry: The saved state.
         param: The parameter.
         policy: The dtypes.
-        converted: Gets a phrase for a conversion to or from 8 bits.
+        conversions: Mutated: a conversion to or from int8 is added as a phrase.
     """
-    state: dict[str, Any] = {}
+    state: StateDict = {}
     for key, value in entry.items():
         if key == "step":
             state[key] = int(value)
         else:
             dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
             if torch.int8 in (dtype, value.dtype) and dtype != value.dtype:
-                converted.add(f"{value.dtype} to {dtype}".replace("torch.", ""))
+                conversions.add(f"{value.dtype} to {dtype}".replace("torch.", ""))
                 dtype = value.dtype
             state[key] = value.to(device=param.device, dtype=dtype)
     state.setdefault("step", 0)

@@ -1,4 +1,19 @@
-"""One step of one step set: the loop over the chunks of its matrices, and AdamW for the rest."""
+"""One step of one step set: the loop over the chunks of its matrices, and AdamW for the rest.
+
+:meth:`StepRunner.run` reads top to bottom. What a rank does in one chunk, at ZeRO 3 on two ranks with matrices ``A``
+(owned by rank 0) and ``B`` (owned by rank 1), each rank with one half of both:
+
+1. ``_pack``: both ranks update the momentum of their halves of ``A`` and ``B`` and write the directions to the send
+   buffer, in the communication dtype.
+2. gather: rank 1 sends its half of ``A`` to rank 0 and receives rank 0's half of ``B``.
+3. ``_orthogonalize``: rank 1 puts ``B`` together, slices Newton-Schulz on it, has the result checked
+   (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its receive buffer.
+4. scatter: rank 1 sends rank 0's half of the update of ``B`` back, and receives its half of the update of ``A``.
+5. ``_apply``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``.
+
+A matrix that is on its owner alone skips 2 and 4. Of replicated matrices (stage 0) the owner broadcasts the update in
+place of 4.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +21,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +29,18 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.block_sums import BlockSums
-from deepspeed_muon.step.passes import ChunkTable, RateTable, Step, apply, pack
-from deepspeed_muon.step.quantized import MomentumBlocks, convert_momentum, scales_of
+from deepspeed_muon.step.check import ResultCheck
+from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
+from deepspeed_muon.step.orthogonalize import Orthogonalize, WholeAtOwner, batches
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.step.strategies import Orthogonalize, WholeAtOwner, batches
+from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.all_to_all import (
     ChunkExchange,
@@ -109,7 +124,7 @@ class StepRunner:
             VARIANTS[config.variant],
             step_set.tensor_group,
         )
-        self.assignment = assign(step_set.matrices, context.ns_settings, load)
+        self.assignment = assign(step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor)
         self.plan = build_exchange_plan(
             self.assignment.matrices,
             self.assignment.owners,
@@ -128,34 +143,41 @@ class StepRunner:
         self.check = ResultCheck(
             resources.recorder, matrices, device=device, ns=ns, norms=norms, origin=self.assignment.origin
         )
-        whole = WholeAtOwner(matrices, context, resources.orthogonalize, self.check)
+        at_owner = WholeAtOwner(matrices, context, resources.orthogonalize, self.check)
         group = step_set.tensor_group
-        self._strategy = whole if group is None else OverTensorGroup(whole, config, group)
+        self._strategy = at_owner if group is None else OverTensorGroup(at_owner, config, group)
         self._muon = [partition for partition in step_set.partitions if partition.muon]
-        self._positions = numbers = {partition.index: number for number, partition in enumerate(self._muon)}
-        self._rates = RateTable(matrices, context.variant, numbers)
+        # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
+        position_of = {partition.index: position for position, partition in enumerate(self._muon)}
+        self._rates = RateTable(matrices, context.variant, position_of)
         self._passes = passes_for(step_set.partitions, config, resources.policy)
-        self._prepare_tables()
         self.adam = AdamW(step_set, config, resources.policy)
-
-    def _prepare_tables(self) -> None:
-        """Make the tables, and what the variant, its state and a momentum in 8 bits need; nothing is sent."""
-        context, plan = self.context, self.plan
-        # With owned matrices in the order in which they run in batches.
-        order = functools.partial(batches, plan.matrices, context)
         self._tables = [
-            ChunkTable(plan, chunk, order(chunk.owned), self._positions, exact=context.codec.is_uncompressed)
-            for chunk in plan.chunks
+            ChunkTable(
+                self.plan,
+                chunk,
+                batches(matrices, context, chunk.owned),
+                position_of,
+                exact=context.codec.is_uncompressed,
+            )
+            for chunk in self.plan.chunks
         ]
         if self._policy.quantizes_momentum:
             for table in self._tables:
-                table.blocks = self.blocks.table(table.packed)
+                fragments = table.pack_table[:, :2].tolist()
+                blocks = [self.blocks[self._muon[position].index].row(start) for position, start in fragments]
+                table.blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
         self._sums: list[BlockSums] = []
         if context.variant.apply is not None:
-            device = self.step_set.partitions[0].tensor.device
             self._sums = [
-                BlockSums(plan, chunk.matrices, table.held, context, device)
-                for chunk, table in zip(plan.chunks, self._tables, strict=True)
+                BlockSums(
+                    self.plan,
+                    chunk.matrices,
+                    table.apply_table,
+                    context,
+                    step_set.partitions[0].tensor.device,
+                )
+                for chunk, table in zip(self.plan.chunks, self._tables, strict=True)
             ]
 
     @property
@@ -164,14 +186,16 @@ class StepRunner:
         return () if self.rows is None else self.rows.fragments
 
     @functools.cached_property
-    def blocks(self) -> MomentumBlocks:
-        """The blocks of a momentum in 8 bits."""
-        plan, origin = self.plan.matrices, self.assignment.origin
-        return MomentumBlocks(self.step_set, plan, origin, self._positions, self.context)
+    def blocks(self) -> dict[int, Int8Blocks]:
+        """The blocks of an int8 momentum, by the index of the partition."""
+        return blocks_by_partition(self.step_set)
 
     def convert_momentum(self, state: State) -> None:
-        """Bring the momentum of the set into the dtype that it is kept in; collective as :func:`.convert_momentum`."""
-        convert_momentum(self._muon, state, self._policy, lambda: self.blocks, self._passes)
+        """Convert momentum that was loaded as int8, or is to be stored as int8, to the dtype in which it is stored."""
+        for partition in self._muon:
+            momentum = state[partition.tensor].get("momentum_buffer")
+            if momentum is not None and (momentum.dtype == torch.int8) != self._policy.quantizes_momentum:
+                convert_momentum(partition, state, self._policy, self.blocks[partition.index])
 
     def inputs(self) -> Iterator[Tensor]:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
@@ -183,8 +207,7 @@ class StepRunner:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
         sums = sum(each.sent_bytes for each in self._sums)
         sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
-        cut = self.blocks.sent_bytes if self._policy.quantizes_momentum else 0
-        return sent + sums + cut
+        return sent + sums
 
     def run(
         self,
@@ -204,31 +227,35 @@ class StepRunner:
             state: The optimizer's state. Mutated; missing entries are created.
         """
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
-            chunks = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
-            moving = [number for number in chunks if self.plan.chunks[number].scatters]
-            local = [number for number in chunks if not self.plan.chunks[number].scatters]
-            # With overlap a chunk's gather starts one turn before it is orthogonalised, and its updates are applied one
-            # turn after; what is in flight is never waited for at once.
-            early = late = int(self._overlap)
-            # Half of what never moves hides the first gather, half the last scatter.
-            half = len(local) - (len(local) // 2 if early and moving else 0)
+            active = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
+            exchanged = [number for number in active if self.plan.chunks[number].scatters]
+            local = [number for number in active if not self.plan.chunks[number].scatters]
+            # Each exchanged chunk is packed and gathered, orthogonalised and scattered, and applied. With overlap these
+            # happen in three successive turns, so that chunk t + 1 is gathered and chunk t - 1 scattered while chunk t
+            # is orthogonalised. Without overlap, one turn does all three.
+            ahead = int(self._overlap)
+            # AdamW and one half of the local matrices hide the first gather, the other half hides the last scatter.
+            half = len(local) - (len(local) // 2 if ahead and exchanged else 0)
             flights: list[InFlight] = []
-            for turn in range(-early, max(len(moving), 1) + late):
-                if turn + early < len(moving):
-                    flights.append(self._exchange.open(moving[turn + early], turn + early))
+            for turn in range(-ahead, max(len(exchanged), 1) + ahead):
+                if turn + ahead < len(exchanged):
+                    flights.append(self._exchange.open(exchanged[turn + ahead], turn + ahead))
                     self._pack(flights[-1], step)
-                    self._exchange.gather(flights[-1])
-                if turn == -early:
+                    self._exchange.gather(flights[-1])  # all-to-all: directions to the owners
+                if turn == -ahead:
                     self.adam.run(flags, grads, groups, state, flat)
-                    self._update_in_place(local[:half], step)
-                if 0 <= turn < len(moving):
-                    self._wait_for_gather(flights[turn])
+                    self._update_local(local[:half], step)
+                if 0 <= turn < len(exchanged):
+                    with self.check.recorder.span("gather"):
+                        self._exchange.wait("gather", flights[turn])
                     self._orthogonalize(flights[turn], step)
-                    self._exchange.scatter(flights[turn])
-                if turn == len(moving) - 1:
-                    self._update_in_place(local[half:], step)
-                if 0 <= turn - late < len(moving):
-                    self._apply(flights[turn - late], step)
+                    self._exchange.scatter(flights[turn])  # all-to-all: updates to the partitions
+                if turn == len(exchanged) - 1:
+                    self._update_local(local[half:], step)
+                if 0 <= turn - ahead < len(exchanged):
+                    with self.check.recorder.span("scatter"):
+                        self._exchange.wait("scatter", flights[turn - ahead])
+                    self._apply(flights[turn - ahead], step)
 
     @contextlib.contextmanager
     def _begin(
@@ -239,82 +266,77 @@ class StepRunner:
         state: State,
         flat: Mapping[int, Tensor],
     ) -> Iterator[Step]:
-        """Read the rates, momentum and row state of this step."""
+        """Read the rates, momentum and row state of this step; write row state back that was copied to the device."""
         self.convert_momentum(state)
-        own = [state_of(partition, state, self._policy) for partition in self._muon]
-        order = [partition.index for partition in self._muon]
-        of_matrices = flags[: len(self.step_set.matrices)]
+        indices = [partition.index for partition in self._muon]
+        matrix_flags = flags[: len(self.step_set.matrices)]
         mask = None
-        if not all(of_matrices):
+        if not all(matrix_flags):
             mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])
-        momentum = [each["momentum_buffer"].view(-1) for each in own]
-        weights = [flat[index] for index in order]
-        entering = self.step_set.gradients(grads, flat, of_matrices)
-        rates = self._rates.of({index: groups[index] for index in order})
-        # Also in a step without gradients: a later one would take the state for lost.
-        variant, counts = self.context.variant, {} if self.rows is None else self.rows.counts
-        vectors = {
-            partition.index: row_state_of(partition, state, variant, counts.get(partition.index, 0))
+        rates = self._rates.of({index: groups[index] for index in indices})
+        states = [state_of(partition, state, self._policy) for partition in self._muon]
+        # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
+        variant, row_counts = self.context.variant, {} if self.rows is None else self.rows.counts
+        row_vectors = {
+            partition.index: row_state_of(partition, state, variant, row_counts.get(partition.index, 0))
             for partition in self._muon
         }
-        is_active = any(of_matrices)
-        step = Step(mask, rates, weights, momentum, entering, None, self._passes)
+        scales = None
         if self._policy.quantizes_momentum:
-            # Also in a step without gradients: a state dict has codes and scales, or neither.
             scales = [
-                scales_of(state_of_partition, partition, self.blocks.scale_counts[partition.index])
-                for state_of_partition, partition in zip(own, self._muon, strict=True)
+                scales_of(partition_state, partition, self.blocks[partition.index].count)
+                for partition_state, partition in zip(states, self._muon, strict=True)
             ]
-            if is_active:
-                cut = self.blocks.begin(momentum, scales, step.grads, rates.momentum, mask, self._passes)
-                step = replace(step, quantized=(scales, cut))
         with contextlib.ExitStack() as opened:
-            if is_active and self.rows is not None:
-                rows = opened.enter_context(self.rows.opened(vectors, rates.settings))
-                step = replace(step, finish=rows)
-            yield step
+            rows = None
+            if any(matrix_flags) and self.rows is not None:
+                rows = opened.enter_context(self.rows.opened(row_vectors, rates.settings))
+            yield Step(
+                mask,
+                rates,
+                flat=[flat[index] for index in indices],
+                momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
+                grads=self.step_set.gradients(grads, flat, matrix_flags),
+                finish=rows,
+                passes=self._passes,
+                scales=scales,
+            )
 
     def _pack(self, flight: InFlight, step: Step) -> None:
-        """Update the momentum of a chunk's matrices and put the directions that are sent into the send buffer."""
+        """Update the momentum of a chunk's matrices and write their directions, to the send buffer if they are sent."""
         table, context, send = self._tables[flight.number], self.context, flight.send_buffer
         device, dtype = step.momentum[0].device, context.comm_dtype
-        # The buffer keeps old data for a matrix without a gradient: nobody reads it.
-        directions = torch.empty(table.room, dtype=dtype, device=device)
-        direct = context.codec.is_uncompressed and device == send.device
-        room = send if direct else torch.empty(table.sent_room, dtype=dtype, device=device)
-        pack(table, step, directions, room)
+        # Matrices without a gradient keep what the buffers held before: nobody reads it.
+        directions = torch.empty(table.local_numel, dtype=dtype, device=device)
+        is_direct = context.codec.is_uncompressed and device == send.device
+        sent = send if is_direct else torch.empty(table.sent_numel, dtype=dtype, device=device)
+        pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
-        if direct or not flight.chunk.gathers:
+        if is_direct or not flight.chunk.gathers:
             return
-        room = room.to(context.device)
+        sent = sent.to(context.device)
         if context.codec.is_uncompressed:
-            send.copy_(room)
+            send.copy_(sent)
             return
-        for matrix, segment in table.coded:
+        for matrix, segment in table.int8_segments:
             if step.mask is None or step.mask[matrix]:
-                fragments = segment.in_matrices(room)
-                context.codec.write(segment.in_buffer(send), fragments, self._note("direction"))
-
-    def _wait_for_gather(self, flight: InFlight) -> None:
-        with self.check.recorder.span("gather"):
-            self._exchange.wait("gather", flight)
+                fragments = segment.in_matrices(sent)
+                context.codec.write(segment.in_buffer(send), fragments, self._loss_recorder("direction"))
 
     def _orthogonalize(self, flight: InFlight, step: Step) -> None:
-        """Orthogonalise the owned matrices of a chunk. The updates overwrite the directions, also what was gathered."""
-        table = self._tables[flight.number]
-        owned = step.active(flight.chunk.owned)
-        codec, note = self.context.codec, self._note("update")
-        for indices, found in self._strategy.updates(
-            owned, functools.partial(self._directions, flight), step
-        ):
-            batch, updates = table.batch(indices), found.contiguous().view(-1)
+        """Turn the directions of a chunk's owned matrices into updates, which overwrite them where they are stored."""
+        table, codec = self._tables[flight.number], self.context.codec
+        owned, record_loss = step.active(flight.chunk.owned), self._loss_recorder("update")
+        directions = functools.partial(self._directions, flight)
+        for indices, found in self._strategy.updates(owned, directions, step):
+            batch, updates = table.batch(indices), found.contiguous().view(-1)  # (matrices * rows * cols,)
             for segment in batch.received:
-                place, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
-                codec.write(place, fragments, note)
+                sent, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
+                codec.write(sent, fragments, record_loss)
                 if flight.chunk.copies and not codec.is_uncompressed:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
-                    fragments.copy_(codec.read(place, segment.shape[2]))
-            for segment in batch.own:
+                    fragments.copy_(codec.read(sent, segment.shape[2]))
+            for segment in batch.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
         if step.finish is not None and flight.chunk.copies:
             step.finish.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
@@ -322,56 +344,53 @@ class StepRunner:
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
 
-        They are used where they lie if they lie there one after the other.
+        It is a view of the buffer where they follow each other there.
         """
         first, batch = self.plan.matrices[indices[0]], self._tables[flight.number].batch(indices)
         shape, read = (len(indices), first.rows, first.cols), self.context.codec.read
         if flight.chunk.gathers:
             segments = batch.received
-            parts = (read(each.in_buffer(flight.receive_buffer), each.shape[2]) for each in segments)
+            fragments = (read(each.in_buffer(flight.receive_buffer), each.shape[2]) for each in segments)
         else:
-            segments = batch.own
-            parts = (each.in_buffer(flight.directions) for each in segments)
+            segments = batch.local
+            fragments = (each.in_buffer(flight.directions) for each in segments)
         if batch.in_order:
-            return next(parts).contiguous().view(shape)
-        whole = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
-        for segment, part in zip(segments, parts, strict=True):
-            segment.in_matrices(whole).copy_(part)
-        return whole.view(shape)
-
-    def _note(self, what: Exchanged) -> Callable[[Tensor, Tensor], None] | None:
-        """Return what notes in sampled steps how much int8 loses."""
-        recorder = self.check.recorder
-        return functools.partial(recorder.keep_loss, what) if recorder.sampling else None
-
-    def _update_in_place(self, numbers: Sequence[int], step: Step) -> None:
-        """Update the matrices of chunks in which nothing moves."""
-        for number in numbers:
-            chunk = self._exchange.open(number, None)
-            self._pack(chunk, step)
-            self._orthogonalize(chunk, step)
-            self._apply(chunk, step)
+            return next(fragments).contiguous().view(shape)
+        directions = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
+        for segment, values in zip(segments, fragments, strict=True):
+            segment.in_matrices(directions).copy_(values)
+        return directions.view(shape)
 
     def _apply(self, flight: InFlight, step: Step) -> None:
-        """Wait for the scatter of a chunk and apply all its updates."""
-        with self.check.recorder.span("scatter"):
-            self._exchange.wait("scatter", flight)
+        """Decay and update the weights of a chunk's matrices in this rank's partitions."""
+        table, context = self._tables[flight.number], self.context
         if step.finish is not None and flight.chunk.copies:
             active = step.active(flight.chunk.matrices)
             step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
-        table, codec = self._tables[flight.number], self.context.codec
         updates = flight.send_buffer
-        if not codec.is_uncompressed:
-            updates = torch.empty(table.sent_room, dtype=self.context.comm_dtype, device=updates.device)
-            for matrix, segment in table.coded:
+        if not context.codec.is_uncompressed:
+            updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
+            for matrix, segment in table.int8_segments:
                 if step.mask is None or step.mask[matrix]:
-                    arrived = codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
-                    segment.in_matrices(updates).copy_(arrived)
-        if self.context.variant.apply is not None:
-            sums = self._sums[flight.number]
-            self.check.add_zero_weights(
-                *sums.apply(self.context.variant.apply, step, [flight.directions, updates])
-            )
+                    decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
+                    segment.in_matrices(updates).copy_(decoded)
+        if context.variant.apply is None:
+            apply(step.active_rows(table.apply_table), step, [flight.directions, updates])
         else:
-            apply(step.active_rows(table.held), step, [flight.directions, updates])
+            sums = self._sums[flight.number]
+            zero_weights = sums.apply(context.variant.apply, step, [flight.directions, updates])
+            self.check.add_zero_weights(*zero_weights)
         del flight.directions  # as large as what this rank owns
+
+    def _update_local(self, numbers: Sequence[int], step: Step) -> None:
+        """Update the matrices of chunks in which nothing is sent."""
+        for number in numbers:
+            flight = self._exchange.open(number, None)
+            self._pack(flight, step)
+            self._orthogonalize(flight, step)
+            self._apply(flight, step)
+
+    def _loss_recorder(self, kind: Exchanged) -> Callable[[Tensor, Tensor], None] | None:
+        """Return what records in sampled steps how much int8 communication loses."""
+        recorder = self.check.recorder
+        return functools.partial(recorder.keep_loss, kind) if recorder.sampling else None

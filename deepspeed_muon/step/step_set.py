@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.placement import Fragment, Placement
+from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 
@@ -168,6 +168,37 @@ def read_step_set(
         native_adam=native_adam,
         stack_group=stack_group,
     )
+
+
+def step_set_of_parameters(
+    params: Sequence[Tensor], trained: Mapping[int, Tensor], routes: Mapping[int, Route]
+) -> tuple[StepSet, torch.device]:
+    """Return the step set of an optimizer without DeepSpeed, whose partitions are the parameters, and their device.
+
+    Args:
+        params: All parameters of the optimizer.
+        trained: Number of each one that is updated to the parameter.
+        routes: ``id(parameter)`` to its route.
+
+    Raises:
+        BindingError: If parameters have no data, or are on several devices.
+    """
+    # Tensors on "meta" and those of FakeTensorMode.
+    if any(param.untyped_storage().device.type == "meta" for param in params):
+        raise BindingError(
+            "the parameters have no data (device meta, or FakeTensorMode), so there is nothing to orthogonalise: "
+            "call step() with real tensors"
+        )
+    devices = {param.device for param in params}
+    if len(devices) > 1:
+        raise BindingError(
+            f"without DeepSpeed all parameters must be on one device, found {sorted(map(str, devices))}"
+        )
+    partitions = []
+    for number, param in trained.items():
+        placements = [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else []
+        partitions.append((number, param, [param], placements))
+    return read_step_set(partitions, routes), devices.pop()
 
 
 def _route_of(param: Tensor, routes: Mapping[int, Route]) -> Route:

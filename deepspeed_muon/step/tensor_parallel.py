@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,14 +27,28 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.monitoring.check import DistributedIteration, Result
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.step.passes import Step
-from deepspeed_muon.step.strategies import Directions, Updates, WholeAtOwner, batches
+from deepspeed_muon.step.check import DistributedIteration, Result
+from deepspeed_muon.step.orthogonalize import Directions, Updates, WholeAtOwner, batches
+from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.transport.row_state import before_iteration
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
+
+
+class _Division(NamedTuple):
+    """How the ranks of a tensor-parallel group divide the owned matrices of a chunk; the same on all of them.
+
+    Attributes:
+        alone: Matrices of which no other rank has a shard or a copy: heads and other blocks that the cut leaves whole.
+        dealt: Shards or copies, in groups of bounded size: the matrices that each rank orthogonalises.
+        distributed: Batches of shards on which all ranks iterate together.
+    """
+
+    alone: list[int]
+    dealt: list[list[list[int]]]
+    distributed: list[list[int]]
 
 
 class OverTensorGroup:
@@ -44,7 +59,7 @@ class OverTensorGroup:
 
         Args:
             whole: Orthogonalises matrices that are whole on this rank. Its matrices are in the same order on all ranks.
-            config: Whether cut matrices are gathered or orthogonalised where they lie (``tensor_parallel_mode``), and
+            config: Whether cut matrices are gathered or orthogonalised where they are (``tensor_parallel_mode``), and
                 how many elements are gathered at once, unless a matrix has more (``exchange_chunk_numel``).
             group: The tensor-parallel process group.
         """
@@ -54,6 +69,8 @@ class OverTensorGroup:
         self._ranks = range(dist.get_world_size(group))
         self._distributed = config.tensor_parallel_mode == "distributed"
         self._chunk_numel = config.exchange_chunk_numel
+        # Planned at bind by :meth:`inputs`, and once more for each other set of active matrices.
+        self._division = functools.lru_cache(maxsize=64)(self._divided)
 
     def updates(self, owned: Sequence[int], directions: Directions, step: Step) -> Updates:
         """Yield indices and updates of this rank's shards and copies, as :meth:`.WholeAtOwner.updates` does.
@@ -61,80 +78,87 @@ class OverTensorGroup:
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: all ranks follow the order
         of the plan, so that two ranks never wait for each other in different matrices.
         """
-        alone, at_one_rank, over_all_ranks = self._divided(owned)
-        yield from self._whole.updates(alone, directions, step)
-        for part in at_one_rank:
-            yield from self._at_one_rank(part, directions, step)
-        yield from self._over_all_ranks(over_all_ranks, directions, step)
+        division = self._division(tuple(owned))
+        yield from self._whole.updates(division.alone, directions, step)
+        for of_rank in division.dealt:
+            yield from self._at_one_rank(of_rank, directions, step)
+        for batch in division.distributed:
+            result = self._iterated(batch, directions(batch), step)
+            self._check.settle(result)
+            yield batch, result.updates.to(self._context.comm_dtype).reshape(len(batch), -1)
 
     def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
         """Yield empty tensors like the whole matrices that this rank orthogonalises."""
-        alone, at_one_rank, _ = self._divided(owned)
-        yield from self._whole.inputs(alone)
-        for part in at_one_rank:
-            yield from self._whole.inputs(self._dealt(part)[self._rank])
+        division = self._division(tuple(owned))
+        yield from self._whole.inputs(division.alone)
+        for of_rank in division.dealt:
+            yield from self._whole.inputs(of_rank[self._rank])
 
-    def _divided(self, owned: Sequence[int]) -> tuple[list[int], list[list[int]], list[int]]:
-        """Return the matrices that are whole here, parts of those that one rank orthogonalises, and those that all do.
-
-        Attention heads, and other blocks that the cut leaves whole, are whole on this rank alone.
-        """
+    def _divided(self, owned: tuple[int, ...]) -> _Division:
+        """Divide active owned matrices of a chunk between the ranks of the group."""
         alone = [index for index in owned if self._matrices[index].shards is None]
-        cut = [index for index in owned if self._matrices[index].is_sharded]
-        copies = [index for index in owned if index not in {*alone, *cut}]
+        shards = [index for index in owned if self._matrices[index].is_sharded]
+        copies = [index for index in owned if index not in {*alone, *shards}]
         if self._distributed:
-            return alone, [*self._parts(copies)], cut
-        return alone, [*self._parts(copies), *self._parts(cut)], []
+            together = batches(self._matrices, self._context, shards, by_shards=True)
+            return _Division(alone, self._dealt(copies), together)
+        return _Division(alone, [*self._dealt(copies), *self._dealt(shards)], [])
 
-    def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Cut a list of matrices into parts of bounded size, in the same way on all ranks of the group."""
-        part: list[int] = []
-        filled = 0
+    def _dealt(self, indices: Sequence[int]) -> list[list[list[int]]]:
+        """Deal matrices to the ranks in groups of bounded size, the costliest first to the rank with the least work."""
+        numels = {index: math.prod(self._matrices[index].logical_shape) for index in indices}
+        groups: list[list[int]] = []
         for index in indices:
-            rows, cols = self._matrices[index].logical_shape
-            if part and filled + rows * cols > self._chunk_numel:
-                yield part
-                part, filled = [], 0
-            part.append(index)
-            filled += rows * cols
-        if part:
-            yield part
+            filled = sum(numels[member] for member in groups[-1]) if groups else 0
+            if not groups or filled + numels[index] > self._chunk_numel:
+                groups.append([])
+            groups[-1].append(index)
+        dealt = []
+        for group in groups:
+            costs = [orthogonalize_flops(*self._matrices[index].logical_shape) for index in group]
+            owners = assign_owners(costs, [None] * len(group), load=np.zeros(len(self._ranks)))
+            pairs = [*zip(group, owners, strict=True)]
+            dealt.append([[index for index, owner in pairs if owner == rank] for rank in self._ranks])
+        return dealt
 
-    def _dealt(self, part: Sequence[int]) -> list[list[int]]:
-        """Divide matrices among the ranks of the group: the costliest first, each to the rank with the least work."""
-        costs = [orthogonalize_flops(*self._matrices[index].logical_shape) for index in part]
-        owners = assign_owners(costs, [None] * len(part), load=np.zeros(len(self._ranks)))
-        return [
-            [index for index, owner in zip(part, owners, strict=True) if owner == rank]
-            for rank in self._ranks
-        ]
+    def _at_one_rank(self, of_rank: Sequence[Sequence[int]], directions: Directions, step: Step) -> Updates:
+        """Yield updates of shards or copies, each of which one rank orthogonalises.
 
-    def _at_one_rank(self, part: Sequence[int], directions: Directions, step: Step) -> Updates:
-        """Yield updates of matrices that are all cut or all copied: each one goes through the iteration on one rank."""
-        of_rank, kept, dtype = self._dealt(part), step.finish, self._context.comm_dtype
-        dims = {index: self._shards(index)[0] for index in part}
-        whole = self._assembled(of_rank, {index: directions([index])[0] for index in part}, dims, dtype)
-        rows: dict[str, dict[int, Tensor]] = {}
-        row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in part}
-        if kept is not None:
-            for key, held in kept.rows.items():
-                copies = {index: held[index].clone() for index in part}
-                rows[key] = self._assembled(of_rank, copies, row_dims, torch.float32)
-            step = replace(step, finish=kept.with_assembled(rows))
-        found = {
-            index: update.view(self._matrices[index].logical_shape)
-            for indices, updates in self._whole.updates(
-                of_rank[self._rank], lambda indices: torch.stack([whole[index] for index in indices]), step
+        Args:
+            of_rank: The matrices of each rank: all of them shards, or all copies.
+            directions: Their directions.
+            step: The step.
+        """
+        indices = sorted(index for of_one in of_rank for index in of_one)
+        dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
+        # 1. directions, and the row state of the variant, to the ranks that orthogonalise
+        matrices = self._assembled(of_rank, {index: directions([index])[0] for index in indices}, dims, dtype)
+        local_rows = {} if step.finish is None else step.finish.rows
+        row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in indices}
+        rows = {
+            key: self._assembled(
+                of_rank, {index: stored[index].clone() for index in indices}, row_dims, torch.float32
             )
-            for index, update in zip(indices, updates, strict=True)
+            for key, stored in local_rows.items()
         }
-        lengths = {index: self._matrices[index].numel for index in part}
-        updates_here = self._returned(of_rank, found, dims, lengths, dtype)
-        for key, held in kept.rows.items() if kept is not None else ():
-            lengths = {index: held[index].numel() for index in part}
+        if step.finish is not None:
+            step = replace(step, finish=step.finish.with_assembled(rows))
+        # 2. this rank's matrices
+        results = {
+            index: update.view(self._matrices[index].logical_shape)
+            for batch, updates in self._whole.updates(
+                of_rank[self._rank], lambda batch: torch.stack([matrices[index] for index in batch]), step
+            )
+            for index, update in zip(batch, updates, strict=True)
+        }
+        # 3. shards or copies of the updates, and of the new row state, back
+        numels = {index: self._matrices[index].numel for index in indices}
+        local_updates = self._returned(of_rank, results, dims, numels, dtype)
+        for key, stored in local_rows.items():
+            lengths = {index: stored[index].numel() for index in indices}
             for index, new in self._returned(of_rank, rows[key], row_dims, lengths, torch.float32).items():
-                held[index].copy_(new)
-        for index, update in updates_here.items():
+                stored[index].copy_(new)
+        for index, update in local_updates.items():
             yield [index], update.unsqueeze(0)
 
     def _assembled(
@@ -200,13 +224,6 @@ class OverTensorGroup:
         )
         pairs = (zip(*each, strict=True) for each in zip(of_rank, returned, strict=True))
         return {index: part for each in pairs for index, part in each}
-
-    def _over_all_ranks(self, shards: Sequence[int], directions: Directions, step: Step) -> Updates:
-        """Yield updates of this rank's shards, which all ranks of the group iterate on together."""
-        for batch in batches(self._matrices, self._context, shards, by_shards=True):
-            result = self._iterated(batch, directions(batch), step)
-            self._check.settle(result)
-            yield batch, result.updates.to(self._context.comm_dtype).reshape(len(batch), -1)
 
     def _iterated(self, batch: Sequence[int], inputs: Tensor, step: Step) -> Result:
         """Orthogonalise matrices of one shape, cut alike, of which this rank has ``(matrices, rows, cols)``."""

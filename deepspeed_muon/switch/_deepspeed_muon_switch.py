@@ -1,30 +1,34 @@
 """Registers deepspeed_muon as soon as the program imports DeepSpeed, because DEEPSPEED_MUON is set.
 
-An installation puts this file and ``deepspeed_muon.pth`` beside the installed packages. Python reads the latter when it
-starts: every process that inherits the variable is switched on, whichever launcher started it. Nothing is imported here
-but ``sys``, since every Python process pays for it; a program that never imports DeepSpeed does not notice.
+An installation puts this file and ``deepspeed_muon.pth`` into ``site-packages``. Python reads the ``.pth`` file when it
+starts, so this works in every process that inherits the variable, whichever launcher started it. Only ``sys`` is
+imported, because every Python process pays for it; a program that never imports DeepSpeed is not affected.
 """
 
 import sys
 
-TYPE_CHECKING = False  # typing itself takes longer to import than all the rest here
+TYPE_CHECKING = False  # importing it from typing would take longer than the rest of this file
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import Any
 
 
-class _WhenDeepSpeedIsImported:
-    """A finder that is first asked for every module, until DeepSpeed is imported.
+class _DeepSpeedFinder:
+    """A meta path finder that registers deepspeed_muon when ``deepspeed`` is executed, and removes itself then.
 
-    It stays when a program only looks whether DeepSpeed is there, as Accelerate does.
+    It is not removed when a program only searches for DeepSpeed's spec, as Accelerate does.
     """
 
-    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         if name != "deepspeed":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                break
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -35,7 +39,7 @@ class _WhenDeepSpeedIsImported:
                 sys.meta_path.remove(self)
             import deepspeed_muon
 
-            # A program may have imported this project first, and be in the middle of it.
+            # It has none yet if the program is importing deepspeed_muon, which imports DeepSpeed.
             if hasattr(deepspeed_muon, "register"):
                 deepspeed_muon.register()
 
@@ -44,4 +48,4 @@ class _WhenDeepSpeedIsImported:
 
 
 if "deepspeed" not in sys.modules:
-    sys.meta_path.insert(0, _WhenDeepSpeedIsImported())
+    sys.meta_path.insert(0, _DeepSpeedFinder())

@@ -63,11 +63,11 @@ void momentum_pack(
 
 void momentum_pack_int8(
     at::TensorList codes, at::TensorList scales, at::TensorList grads, at::TensorList outs, const at::Tensor& table,
-    const at::Tensor& rates, const at::Tensor& blocks, const at::Tensor& cut) {
+    const at::Tensor& rates, const at::Tensor& blocks) {
   constexpr const char* op = "momentum_pack_int8_";
   const at::ArrayRef<FlatRow> rows = muon::flat_rows(op, table, grads, outs);
   const double* const rate = muon::flat_rates(op, rates, rows);
-  const auto coded = muon::code_blocks(codes, scales, grads, rows, blocks, cut);
+  const auto coded = muon::code_blocks(codes, scales, grads, rows, blocks);
   // Threads share the blocks, not the elements.
   std::vector<FlatRow> in_blocks(rows.begin(), rows.end());
   for (size_t i = 0; i < rows.size(); ++i) in_blocks[i].numel = rows[i].numel == 0 ? 0 : coded[i].count(rows[i].numel);
@@ -158,10 +158,10 @@ TORCH_LIBRARY(deepspeed_muon, m) {
   // Nesterov's blend follows.
   m.def(
       "momentum_pack_(Tensor(a!)[] bufs, Tensor[] grads, Tensor(b!)[] outs, Tensor table, Tensor rates) -> ()");
-  // Momentum in 8 bits. blocks: int64 rows, see CodeRow in binding_checks.h. cut: old and new scale of cut blocks.
+  // Momentum in 8 bits. blocks: int64 rows, see CodeRow in binding_checks.h.
   m.def(
       "momentum_pack_int8_(Tensor(a!)[] codes, Tensor(b!)[] scales, Tensor[] grads, Tensor(c!)[] outs, Tensor table,"
-      " Tensor rates, Tensor blocks, Tensor cut) -> ()");
+      " Tensor rates, Tensor blocks) -> ()");
   // (..., rows, cols) of float32, bfloat16 or float16 -> (...) of float32.
   m.def("frobenius_norms(Tensor x) -> Tensor");
   // Whether method "...+tiles" of orthogonalize runs on this processor.

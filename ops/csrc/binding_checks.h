@@ -91,16 +91,15 @@ inline void check_momentum_pack(at::TensorList bufs, at::TensorList grads) {
   }
 }
 
-// What a fragment of a table has in 8 bits: elements of its first block before it, that block's scale, and the rows of
-// `cut` (old and new scale) of its first and last block, -1 of one that is not cut.
+// What a fragment of a table has in 8 bits: `before` of CodeBlocks, and the number of its first block's scale.
 struct CodeRow {
-  int64_t before, scale, first, last;
+  int64_t before, scale;
 };
 
 // The blocks of each fragment of a table of momentum in 8 bits, in tensors like `grads`.
 inline std::vector<CodeBlocks> code_blocks(
     at::TensorList codes, at::TensorList scales, at::TensorList grads, at::ArrayRef<FlatRow> rows,
-    const at::Tensor& blocks, const at::Tensor& cut) {
+    const at::Tensor& blocks) {
   constexpr const char* op = "momentum_pack_int8_";
   TORCH_CHECK(
       codes.size() == grads.size() && scales.size() == grads.size(), op, ": there are ", codes.size(), " codes, ",
@@ -113,28 +112,20 @@ inline std::vector<CodeBlocks> code_blocks(
   }
   if (!scales.empty()) check_flat(scales, op, "each of the scales", grads[0].device());
   TORCH_CHECK(
-      blocks.dim() == 2 && blocks.size(0) == static_cast<int64_t>(rows.size()) && blocks.size(1) == 4 &&
+      blocks.dim() == 2 && blocks.size(0) == static_cast<int64_t>(rows.size()) && blocks.size(1) == 2 &&
           blocks.scalar_type() == at::kLong && blocks.is_contiguous() && blocks.device().is_cpu(),
-      op, ": blocks must be a contiguous int64 tensor (fragments, 4) on the CPU, got ", blocks.sizes());
-  TORCH_CHECK(
-      cut.dim() == 2 && cut.size(1) == 2 && cut.scalar_type() == at::kFloat && cut.is_contiguous() &&
-          (grads.empty() || cut.device() == grads[0].device()),
-      op, ": cut must be a contiguous float32 tensor (cut blocks, 2) beside the gradients, got ", cut.sizes());
+      op, ": blocks must be a contiguous int64 tensor (fragments, 2) on the CPU, got ", blocks.sizes());
   const auto* const given = reinterpret_cast<const CodeRow*>(blocks.const_data_ptr<int64_t>());
-  const float* const pairs = cut.const_data_ptr<float>();
   std::vector<CodeBlocks> found;
   for (size_t i = 0; i < rows.size(); ++i) {
     const CodeRow& row = given[i];
     const at::Tensor& own = scales[rows[i].tensor];
-    const int64_t count = CodeBlocks{nullptr, nullptr, nullptr, row.before}.count(rows[i].numel);
+    const int64_t count = CodeBlocks{nullptr, row.before}.count(rows[i].numel);
     TORCH_CHECK(
         own.scalar_type() == at::kFloat && row.before >= 0 && row.before < kCodeBlock && row.scale >= 0 &&
-            count <= own.numel() && row.scale <= own.numel() - count && row.first >= -1 && row.first < cut.size(0) &&
-            row.last >= -1 && row.last < cut.size(0),
+            count <= own.numel() && row.scale <= own.numel() - count,
         op, ": the blocks of fragment ", i, " are outside of the scales");
-    found.push_back(
-        {const_cast<float*>(own.const_data_ptr<float>()) + row.scale, row.first < 0 ? nullptr : pairs + 2 * row.first,
-         row.last < 0 ? nullptr : pairs + 2 * row.last, row.before});
+    found.push_back({const_cast<float*>(own.const_data_ptr<float>()) + row.scale, row.before});
   }
   return found;
 }

@@ -24,7 +24,8 @@ def sentences(count: int) -> list[str]:
     words = TEXT.split()
     size = len(words)
     return [
-        " ".join(words[(row + 3 * place + row // size) % size] for place in range(12)) for row in range(count)
+        " ".join(words[(row + 3 * position + row // size) % size] for position in range(12))
+        for row in range(count)
     ]
 
 

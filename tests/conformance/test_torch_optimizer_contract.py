@@ -41,12 +41,6 @@ REFUSED = [
         for key in ("foreach", "fused", "capturable", "differentiable")
     ),
     ({"lr": -1.0}, "lr: must be at least 0"),
-    ({"lr": torch.tensor([0.001, 0.001])}, "lr: must be a number"),
-    ({"weight_decay": -1}, "weight_decay: must be at least 0"),
-    ({"momentum": -0.1}, "momentum: must be at least 0"),
-    ({"betas": (1.0, 0.0)}, r"betas\[0\]: must be below 1"),
-    ({"adjust_lr_fn": "arbitrary"}, "adjust_lr_fn: "),
-    ({"no_such_option": 1}, "unknown key 'no_such_option'"),
 ]
 
 
@@ -134,18 +128,6 @@ def test_state_dict_goes_through_a_file() -> None:
         assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
 
-def test_state_dict_of_other_groups_is_refused() -> None:
-    net = model()
-    optimizer = Muon(net)
-    saved = optimizer.state_dict()
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"][:1]})
-    smaller = copy.deepcopy(saved)
-    smaller["param_groups"][0]["params"].pop()
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        optimizer.load_state_dict(smaller)
-
-
 def test_hooks_run_once_and_in_order() -> None:
     net = model()
     optimizer = Muon(net)
@@ -172,21 +154,6 @@ def test_hooks_run_once_and_in_order() -> None:
         handle.remove()
     run(net, optimizer)
     assert len(seen) == 6
-
-
-def test_a_load_hook_may_change_what_is_loaded() -> None:
-    net = model()
-    optimizer = Muon(net, lr=0.02)
-
-    def halve(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        changed = copy.deepcopy(state)
-        for group in changed["param_groups"]:
-            group["lr"] = 0.01
-        return changed
-
-    optimizer.register_load_state_dict_pre_hook(halve)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
 
 
 def test_closure() -> None:
@@ -324,15 +291,6 @@ def test_an_optimizer_alone_is_copied_with_its_parameters() -> None:
     assert shallow.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
     train_alone(model, shallow, 1, first=1)
     train_alone(model, optimizer, 1, first=2)
-
-
-def test_frozen_parameters_and_names_survive() -> None:
-    model = build("toy")
-    model.blocks[0].up.weight.requires_grad_(False)
-    twin = copy.deepcopy(Muon(list(model.parameters()), model=model, **SETTINGS))
-    assert {route.name: route.algorithm for route in twin.routes}["blocks.0.up.weight"] == "frozen"
-    again = by_pickle(twin)
-    assert again.routes == twin.routes
 
 
 def test_with_qk_clip_the_copy_watches_the_copied_model() -> None:

@@ -148,33 +148,6 @@ def test_torchs_schedulers_cycle_both_halves(make: Any) -> None:
     assert len(set(seen)) > 3
 
 
-def test_a_saved_cycle_goes_on() -> None:
-    """Between the scheduler's step and the optimizer's, where programs save."""
-    optimizer, muon, _ = optimizer_and_groups()
-    scheduler = one_cycle(optimizer)
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
-    fresh, _, _ = optimizer_and_groups()
-    again = one_cycle(fresh)
-    fresh.load_state_dict(saved[0])
-    again.load_state_dict(saved[1])
-    for _ in range(3):
-        assert fresh.param_groups[0]["momentum"] == muon["momentum"] != 0.95
-        for each in (optimizer, fresh, scheduler, again):
-            each.step()
-    assert copy.deepcopy(optimizer).param_groups[0]["momentum"] == muon["momentum"]
-
-
-def test_states_saved_before_keep_their_momentum() -> None:
-    """Their Muon groups carry AdamW's betas beside another momentum, which is what ran."""
-    optimizer, _, _ = optimizer_and_groups(momentum=0.95, betas=(0.9, 0.95))
-    optimizer.load_state_dict(optimizer.state_dict())
-    group = copy.deepcopy(optimizer).param_groups[0]
-    assert (group["momentum"], group["betas"]) == (0.95, (0.9, 0.95))
-
-
 def test_restoring_adamws_betas_leaves_momentum_alone() -> None:
     """Of a matrix that AdamW trained before: its betas are no momentum of Muon's."""
     optimizer, muon, _ = optimizer_and_groups(momentum=0.95)

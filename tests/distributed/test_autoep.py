@@ -59,10 +59,10 @@ def make_engine(
     **settings: Any,
 ) -> Any:
     """Return an engine whose experts AutoEP has divided over ``ep_size`` ranks; ``frozen`` is a part of names."""
-    own = {"expert_parallel": autoep_config(ep_size), **(extra or {})}
+    sections = {"expert_parallel": autoep_config(ep_size), **(extra or {})}
     if tensor_size > 1:
-        own["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
-    config = training.ds_config(stage, extra=own, **settings)
+        sections["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
+    config = training.ds_config(stage, extra=sections, **settings)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model = build_source(last, loaded=not zero_init)
         model = model if tensor_size == 1 else with_plain_linears(model)
@@ -86,11 +86,11 @@ def make_engine(
 def joined(masters: dict[str, torch.Tensor], tensor_size: int) -> dict[str, torch.Tensor]:
     """Return the weights with the shards of AutoTP put together; neighbours share a model."""
     for name, dim in (("up.weight", 0), ("down.weight", 1)):
-        for own in [key for key in masters if key.endswith(name)] if tensor_size > 1 else []:
-            shards = [torch.empty_like(masters[own]) for _ in range(dist.get_world_size())]
-            dist.all_gather(shards, masters[own].contiguous())
+        for shard_name in [key for key in masters if key.endswith(name)] if tensor_size > 1 else []:
+            shards = [torch.empty_like(masters[shard_name]) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, masters[shard_name].contiguous())
             first = dist.get_rank() // tensor_size * tensor_size
-            masters[own] = torch.cat(shards[first : first + tensor_size], dim)
+            masters[shard_name] = torch.cat(shards[first : first + tensor_size], dim)
     return masters
 
 
@@ -188,8 +188,8 @@ def test_matches_the_reference(
     )
     compare(results, world * accumulation, clipping)
     # Newton-Schulz runs once for every matrix and every stack of experts, over all ranks that share it.
-    others = len(AUTOEP_MATRICES - STACKS)
-    assert sum(result["orthogonalized"] for result in results) == others + ep_size * len(STACKS)
+    matrices = len(AUTOEP_MATRICES - STACKS)
+    assert sum(result["orthogonalized"] for result in results) == matrices + ep_size * len(STACKS)
 
 
 # On 4 ranks, two experts each, two ranks for every expert. The stacks have 216 elements an expert.
@@ -275,7 +275,7 @@ def test_with_autotp(ranks: Any, ep_size: int, mode: str, clipping: float) -> No
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
     engine = make_engine(2, stage, clipping=0.5, **settings)
-    return training.whole_or_rest(engine, rank, world_size, folder=folder, phase=phase)
+    return training.train_all_or_rest(engine, rank, world_size, folder=folder, phase=phase)
 
 
 @pytest.mark.parametrize(
@@ -292,18 +292,18 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, 
     ],
 )
 def test_resume_is_bit_identical(ranks: Any, stage: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole", **settings)
+    uninterrupted = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole", **settings)
     rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest", **settings)
-    for first, second in zip(whole, rest, strict=True):
+    for first, second in zip(uninterrupted, rest, strict=True):
         training.assert_same_bits(second, first)
 
 
 def count_a_step(rank: int, world_size: int, *, ep_size: int, stage: int) -> dict[str, Any]:
     """Train two steps; return what the second one computed and sent, beside what the plan says of the whole model."""
     engine = make_engine(ep_size, stage, params={"ns_backend": "torch", "ns_method": "standard"})
-    whole = route_parameters(list(model_parameters_by_name(build_plain()).values()))
-    found = count_second_step(engine, rank, world_size, stage, whole, expert_parallel=ep_size)
-    return {key: found[key] for key in ("flops", "exchange")}
+    parameters = route_parameters(list(model_parameters_by_name(build_plain()).values()))
+    counts = count_second_step(engine, rank, world_size, stage, parameters, expert_parallel=ep_size)
+    return {key: counts[key] for key in ("flops", "exchange")}
 
 
 @pytest.mark.parametrize(("stage", "ep_size"), [(3, 2), (1, 4), full(2, 2)])
@@ -327,9 +327,9 @@ def test_health_and_the_plan_of_an_engine(ranks: Any) -> None:
         assert health["failed"] == 0
         measured = set(health["matrices"])
         assert measured >= AUTOEP_MATRICES | {f"{stack} (rank 1)" for stack in STACKS}
-        for each in plan["step_sets"]:
-            names = {row["name"] for row in each["matrices"]}
-            assert each["ranks"] == ([rank] if names & STACKS else [0, 1])
+        for step_set in plan["step_sets"]:
+            names = {row["name"] for row in step_set["matrices"]}
+            assert step_set["ranks"] == ([rank] if names & STACKS else [0, 1])
 
 
 def poisoned(rank: int, world_size: int, *, stage: int, mode: str) -> Any:
@@ -372,8 +372,8 @@ def refused(
     rank: int, world_size: int, *, stage: int = 2, ep_size: int = 2, on_last: Any = None, **settings: Any
 ) -> str:
     """Return the error of starting an engine, whose ``expert_parallel`` section is another on the last rank."""
-    own = {**autoep_config(ep_size), **(on_last or {} if rank == world_size - 1 else {})}
-    start = lambda: make_engine(ep_size, stage, extra={"expert_parallel": own}, **settings)  # noqa: E731
+    section = {**autoep_config(ep_size), **(on_last or {} if rank == world_size - 1 else {})}
+    start = lambda: make_engine(ep_size, stage, extra={"expert_parallel": section}, **settings)  # noqa: E731
     return training.refusal(start, Exception)
 
 
@@ -475,10 +475,10 @@ def test_models_of_hugging_face(ranks: Any, family: str, stage: int, world: int,
     for result in results:
         assert result["params"].keys() == end.keys()
         for name, value in result["params"].items():
-            own = slice(result["first"], result["first"] + len(value)) if names.get(name) else slice(None)
-            error = relative(value, end[name][own], start[name][own])
+            rows = slice(result["first"], result["first"] + len(value)) if names.get(name) else slice(None)
+            error = relative(value, end[name][rows], start[name][rows])
             errors[name, result["first"]] = error
-            limit = max(allowed.rows[name][own]) if names.get(name) else allowed.paths[name]
+            limit = max(allowed.rows[name][rows]) if names.get(name) else allowed.paths[name]
             within(error, limit, f"path of {name}")
         compare_norms(result["norms"], norms, allowed.norms)
     experts = {first for name, first in errors if names.get(name)}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.network import End, host_network, inside, limit_rate, link_bytes, refusal
-from benchmarks.optimizer_step import places
+from benchmarks.optimizer_step import rank_hosts
 from benchmarks.scale import LIMITS
 from tests.support.harness import REPOSITORY, RankPool, run_command
 from tests.support.thinning import full
@@ -75,7 +75,7 @@ def exchange(rank: int, world_size: int, *, ends: list[End], rate: float, nbytes
 def test_links_hold_their_rate_and_count_what_is_sent() -> None:
     nbytes = 2_000_000
     devices = os.listdir("/sys/class/net")
-    with host_network(2) as network, RankPool(2, places=places(network)) as pool:
+    with host_network(2) as network, RankPool(2, hosts=rank_hosts(network)) as pool:
         for megabits in (80, 40):
             results = pool.run(exchange, ends=network.ends, rate=megabits * 1e6, nbytes=nbytes)
             for process, device in network.ends:

@@ -85,8 +85,10 @@ def test_universal_and_offline_consolidation(
     index = load_index(tmp_path / "set")
     assert index.source["optimizer"] == "deepspeed_muon" and index.source["zero_stage"] == stage
     assert not index.lossy
-    other, other_zero = (to_stage, to_zero) if to_stage != stage else (0, {})
-    loaded = ranks(to_size).run(load, folder=str(tmp_path / "set"), stage=other, zero=other_zero)[0]
+    restored_stage, restored_zero = (to_stage, to_zero) if to_stage != stage else (0, {})
+    loaded = ranks(to_size).run(load, folder=str(tmp_path / "set"), stage=restored_stage, zero=restored_zero)[
+        0
+    ]
     assert_equal(saved, loaded)
 
 
@@ -95,13 +97,13 @@ def test_universal_and_offline_consolidation(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_whole_universal_matrix(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
     zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
-    other = {1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
+    restored_zero = {1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
     saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero[stage])[0]
     convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
     for to_stage in (1, 2, 3):
         for to_size in range(1, 5):
             loaded = ranks(to_size).run(
-                load_universal, folder=str(tmp_path), stage=to_stage, zero=other[to_stage]
+                load_universal, folder=str(tmp_path), stage=to_stage, zero=restored_zero[to_stage]
             )
             assert_equal(saved, loaded[0])
 
@@ -175,8 +177,8 @@ def assert_converted(folder: Path, expected: dict[str, Any]) -> None:
     for name in MATRICES["toy"]:
         assert f"exp_avg_sq/{name}" not in tensors
     for name in expected["exp_avg_sq"].keys() - MATRICES["toy"]:
-        found = tensors[f"exp_avg_sq/{name}"]
-        assert torch.equal(found, expected["exp_avg_sq"][name].view_as(found))
+        tensor = tensors[f"exp_avg_sq/{name}"]
+        assert torch.equal(tensor, expected["exp_avg_sq"][name].view_as(tensor))
 
 
 @pytest.mark.compat
@@ -231,9 +233,9 @@ def test_convert_from_deepspeeds_muon_with_whole_matrices(
     consolidate_files(tmp_path / "in", tmp_path / "out")
     tensors = tensors_of(tmp_path / "out")
     for name, expected in momentum_at_stage_3.items():
-        found = tensors[f"{'momentum_buffer' if name in MATRICES['toy'] else 'exp_avg'}/{name}"]
+        tensor = tensors[f"{'momentum_buffer' if name in MATRICES['toy'] else 'exp_avg'}/{name}"]
         # The same numbers but for the order in which gradients are summed.
-        assert torch.allclose(found, expected, rtol=1e-3, atol=1e-6 + 1e-4 * float(expected.abs().max())), (
+        assert torch.allclose(tensor, expected, rtol=1e-3, atol=1e-6 + 1e-4 * float(expected.abs().max())), (
             name
         )
 
@@ -242,11 +244,13 @@ def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path:
     from deepspeed.checkpoint import ds_to_universal
 
     for stage in (2, 3):
-        place = tmp_path / str(stage)
-        saved = ranks(2).run(save_other, folder=str(place / "in"), optimizer="AdamW", stage=stage, zero={})[0]
-        ds_to_universal.main(converter_options(place / "in" / "global_step2", place / "step2"))
-        assert not (place / "step2" / "zero" / "muon_index.json").exists(), "DeepSpeed's own code ran"
-        loaded = ranks(3).run(load_universal, folder=str(place), stage=stage, schedule=False)[0]
+        folder = tmp_path / str(stage)
+        saved = ranks(2).run(save_other, folder=str(folder / "in"), optimizer="AdamW", stage=stage, zero={})[
+            0
+        ]
+        ds_to_universal.main(converter_options(folder / "in" / "global_step2", folder / "step2"))
+        assert not (folder / "step2" / "zero" / "muon_index.json").exists(), "DeepSpeed's own code ran"
+        loaded = ranks(3).run(load_universal, folder=str(folder), stage=stage, schedule=False)[0]
         for name, weight in saved["fp32"].items():
             assert torch.equal(loaded["fp32"][name].float(), weight)
         for name in MATRICES["toy"]:

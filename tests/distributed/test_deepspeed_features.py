@@ -352,7 +352,9 @@ def unknown_wrappers(rank: int, world_size: int, *, stage: int) -> list[str]:
         found.append(refusal(rank, world_size, stage=stage, change={}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            supported, "_KNOWN_KEYS", supported._KNOWN_KEYS - {"sub_group_size", "buffer_count", "ratio"}
+            supported,
+            "_SUPPORTED_KEYS",
+            supported._SUPPORTED_KEYS - {"sub_group_size", "buffer_count", "ratio"},
         )
         offload = {"device": "cpu", "buffer_count": 3}
         change = {"zero": {"offload_optimizer": offload, "sub_group_size": 10_000}}

@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Callable[[str], Metrics]:
+def uninterrupted(folder: Path) -> Callable[[str], Metrics]:
     """The run to compare with, by config: under torchrun, uninterrupted, with a checkpoint halfway."""
 
     @functools.cache
@@ -105,19 +105,19 @@ def _assert_same_losses(found: Metrics, expected: Metrics, *, rel: float) -> Non
 
 @pytest.mark.full  # the core starts DeepSpeed's launcher in test_switch.py
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
-def test_launchers_agree(launcher, folder, whole):
+def test_launchers_agree(launcher, folder, uninterrupted):
     found = _train(folder, config="zero3.json", launcher=launcher)
     # The launchers differ in nothing but how ranks find each other and which code adds up two tensors (gloo,
     # or DeepSpeed's shared memory under its own launcher). A sum of two numbers has one order, so the losses
     # are equal to the bit where this was written. 1e-6, some ten fp32 roundings, leaves room for a library
     # that blocks its matrix products by the alignment of its buffers; one wrong batch makes 1e-2.
-    _assert_same_losses(found, whole("zero3.json"), rel=1e-6)
+    _assert_same_losses(found, uninterrupted("zero3.json"), rel=1e-6)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["zero1.json", "zero3.json"])
-def test_resume_continues_identically(config, folder, whole):
-    expected = whole(config)
+def test_resume_continues_identically(config, folder, uninterrupted):
+    expected = uninterrupted(config)
     # The run is thrown back to its middle, as if it had been killed after the checkpoint of step 3.
     (folder / config / "latest").write_text("step3")
     resumed = _train(folder, "--resume", "--save_dir", str(folder / config), config=config)

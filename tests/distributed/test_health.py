@@ -118,7 +118,7 @@ def broken(
     stage: int,
     names: list[str],
     how: str,
-    told_later: bool = False,
+    is_deferred: bool = False,
     params: dict[str, Any] | None = None,
 ) -> Any:
     """Train while the bf16 iteration returns garbage for some matrices: NaN, zeros, or ten times too much."""
@@ -132,7 +132,7 @@ def broken(
         shapes = {m.block_shape for m in runner.plan.matrices if m.name in names}
         placement = runner._strategy
         original = placement._orthogonalize
-        runner.check.told_later = told_later
+        runner.check.is_deferred = is_deferred
 
         def orthogonalize(x: Any, *, settings: Any, original: Any = original, shapes: Any = shapes) -> Any:
             result = original(x, settings=settings)
@@ -171,7 +171,7 @@ def test_garbage_in_bf16_is_redone_in_fp32(ranks: Any, stage: int, how: str) -> 
 def test_on_an_accelerator_garbage_is_left_out_once(ranks: Any, stage: int, how: str, variant: str) -> None:
     """As there: nobody waits for a verdict in the step; the first step changes nothing, all others run in fp32."""
     args = {"stage": stage, "names": sorted(MATRICES["toy"]), "how": how}
-    results = ranks(2).run(broken, told_later=True, params={"variant": variant}, **args)
+    results = ranks(2).run(broken, is_deferred=True, params={"variant": variant}, **args)
     report = results[0]["report"]
     assert (report["failed"], report["redone"]) == (len(MATRICES["toy"]), (STEPS - 1) * len(MATRICES["toy"]))
     messages = [m for result in results for m in result["messages"] if "in fp32 from now on" in m]

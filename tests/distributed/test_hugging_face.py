@@ -68,13 +68,13 @@ def build(kind: str, *, tied: bool, seed: int) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def whole_weights(model: Any) -> dict[str, Tensor]:
+def gathered_weights(model: Any) -> dict[str, Tensor]:
     """Copy all parameters; under ``zero.Init`` the same seed draws other weights than outside of it."""
-    found = {}
+    weights = {}
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            found[name] = param.detach().clone()
-    return found
+            weights[name] = param.detach().clone()
+    return weights
 
 
 def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
@@ -130,27 +130,27 @@ def recording_trainer() -> type:
             self.seen: list[Tensor] = []
             self.losses: list[float] = []
             self.rates: list[list[float]] = []
-            self.held: dict[str, Any] = {}
+            self.saved_state: dict[str, Any] = {}
 
         def keep_state(self, step: int) -> None:
             """Keep masters and momentum as they are after ``SAVED_AT`` steps."""
             if step == SAVED_AT:
-                self.held = {
+                self.saved_state = {
                     "params": training.full_masters(self.model_wrapped),
                     **{key: training.full_states(self.model_wrapped, key) for key in STATES},
                 }
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            found = super().compute_loss(model, inputs, *args, **kwargs)
+            output = super().compute_loss(model, inputs, *args, **kwargs)
             if model.training:
-                loss = found[0] if isinstance(found, tuple) else found
-                if not self.held:
+                loss = output[0] if isinstance(output, tuple) else output
+                if not self.saved_state:
                     self.keep_state(self.state.global_step)
                 self.seen.append(inputs["input_ids"].clone())
                 self.losses.append(float(loss))
                 optimizer = deepspeed_muon.muon_optimizer(self.model_wrapped)
                 self.rates.append([float(group["lr"]) for group in optimizer.param_groups])
-            return found
+            return output
 
     return RecordingTrainer
 
@@ -193,7 +193,7 @@ def trainer_run(
     }
     arguments = transformers.TrainingArguments(output_dir=folder, deepspeed=config, **settings)
     model = build(kind, tied=tied, seed=7 if resume else 0)
-    start = whole_weights(model)
+    start = gathered_weights(model)
     extra: dict[str, Any] = {}
     if client:
         rates = {"muon_lr": RATES["muon_lr"], "adam_lr": RATES["learning_rate"]}
@@ -213,7 +213,7 @@ def trainer_run(
         else "",
         "params": training.full_masters(trainer.model_wrapped),
         "momentum": training.full_states(trainer.model_wrapped, "momentum_buffer"),
-        "held": trainer.held,
+        "saved_state": trainer.saved_state,
         "losses": trainer.losses,
         "rates": trainer.rates,
         "logged": [
@@ -313,8 +313,8 @@ def settings_of(case: str, folder: Path) -> dict[str, Any]:
 def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
     """The curve is the reference's, resuming continues it bit by bit, and ``save_model`` writes the weights."""
     settings = settings_of(case, tmp_path)
-    whole = ranks(2).run(trainer_run, **settings)
-    first = whole[0]
+    uninterrupted = ranks(2).run(trainer_run, **settings)
+    first = uninterrupted[0]
 
     muon = {name for name, algorithm in first["routes"].items() if algorithm == "muon"}
     assert muon == MATRICES, "embeddings, head, norms and biases are AdamW's"
@@ -337,7 +337,7 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
         kind=settings["kind"],
         tied=settings["tied"],
         start=first["start"],
-        seen=[result["seen"] for result in whole],
+        seen=[result["seen"] for result in uninterrupted],
         rates=first["rates"],
         accumulation=accumulation,
     )[0]
@@ -347,7 +347,7 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
         assert torch.equal(param.double(), first["params"][name]), name
 
     rest = ranks(2).run(trainer_run, resume=True, **settings)
-    for before, after in zip(whole, rest, strict=True):
+    for before, after in zip(uninterrupted, rest, strict=True):
         assert after["losses"] == before["losses"][SAVED_AT * accumulation :]
         assert after["rates"] == before["rates"][SAVED_AT * accumulation :]
         assert after["eval"][-1] == before["eval"][-1]
@@ -366,11 +366,16 @@ def test_resuming_on_another_number_of_ranks(
     options = {"lr_scheduler_type": "cosine"}
     settings: dict[str, Any] = {"folder": str(tmp_path), "kind": "qwen2", "tied": True}
     batch = {"per_device_train_batch_size": 4 // size}
-    whole = ranks(size).run(
+    uninterrupted = ranks(size).run(
         trainer_run, config=ds_config(stage, scheduler=None), options={**options, **batch}, **settings
     )[0]
-    place = tmp_path / f"checkpoint-{SAVED_AT}"
-    words = ["--input_folder", f"{place}/global_step{SAVED_AT}", "--output_folder", f"{place}/universal"]
+    checkpoint = tmp_path / f"checkpoint-{SAVED_AT}"
+    words = [
+        "--input_folder",
+        f"{checkpoint}/global_step{SAVED_AT}",
+        "--output_folder",
+        f"{checkpoint}/universal",
+    ]
     assert cli.main(["checkpoint", "universal", *words]) == 0
     config = {**ds_config(to_stage, scheduler=None), "checkpoint": {"load_universal": True}}
     batch = {"per_device_train_batch_size": 4 // to_size}
@@ -378,12 +383,12 @@ def test_resuming_on_another_number_of_ranks(
         trainer_run, config=config, options={**options, **batch}, resume=True, **settings
     )
     for after in rest:
-        training.assert_same_bits(after["held"], whole["held"])
-        assert after["rates"] == whole["rates"][SAVED_AT:], "the schedule goes on"
+        training.assert_same_bits(after["saved_state"], uninterrupted["held"])
+        assert after["rates"] == uninterrupted["rates"][SAVED_AT:], "the schedule goes on"
         assert len(after["losses"]) == STEPS - SAVED_AT
-        for name, value in whole["params"].items():
+        for name, value in uninterrupted["params"].items():
             limit = ANOTHER_ORDER["muon" if name in MATRICES else "adamw"]
-            error = relative(after["params"][name], value, whole["held"]["params"][name])
+            error = relative(after["params"][name], value, uninterrupted["saved_state"]["params"][name])
             within(error, limit, f"path of {name}")
 
 
@@ -443,15 +448,15 @@ def loop(rank: int, world_size: int, *, stage: int, folder: str, resume: bool) -
 @pytest.mark.parametrize("stage", [full(2), 3])
 def test_accelerate_loop(ranks: Any, stage: int, tmp_path: Path) -> None:
     """The caller's groups and schedule survive, and ``save_state`` / ``load_state`` continue bit by bit."""
-    whole = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=False)[0]
-    assert whole["groups"] == [["muon", 0.1], ["adamw", 0.1], ["adamw", 0.0]]
-    assert len(whole["losses"]) == 2 * STEPS
-    for number, (muon, decayed, other) in enumerate(whole["rates"]):
+    uninterrupted = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=False)[0]
+    assert uninterrupted["groups"] == [["muon", 0.1], ["adamw", 0.1], ["adamw", 0.0]]
+    assert len(uninterrupted["losses"]) == 2 * STEPS
+    for number, (muon, decayed, other) in enumerate(uninterrupted["rates"]):
         assert muon == pytest.approx(RATES["muon_lr"] / (1 + number // 2))
         assert decayed == other == pytest.approx(RATES["learning_rate"] / (1 + number // 2))
     rest = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=True)[0]
-    assert rest["losses"] == whole["losses"][2 * SAVED_AT :]
-    for name, value in whole["params"].items():
+    assert rest["losses"] == uninterrupted["losses"][2 * SAVED_AT :]
+    for name, value in uninterrupted["params"].items():
         assert torch.equal(rest["params"][name], value), name
 
 

@@ -63,23 +63,25 @@ def read(engine: Any) -> dict[str, Any]:
         if is_swapped := wrapper._swappable_optimizer_subgroup(index):
             assert master.numel() == 0
             wrapper._optimizer_states_and_gradient_swap_in(index)
-        own = {key: each for key, each in optimizer.state[master].items() if torch.is_tensor(each)}
-        copies[master] = {"fp32": master.detach().clone(), **{k: v.clone() for k, v in own.items()}}
+        swapped_state = {
+            key: value for key, value in optimizer.state[master].items() if torch.is_tensor(value)
+        }
+        copies[master] = {"fp32": master.detach().clone(), **{k: v.clone() for k, v in swapped_state.items()}}
         copies[master]["step"] = optimizer.state[master].get("step")
         if is_swapped:
             wrapper._release_swap_buffers(index)
-            swapped.append([key for key, each in own.items() if not each.numel()])
-    found = {
+            swapped.append([key for key, value in swapped_state.items() if not value.numel()])
+    report = {
         "params": training._assemble(engine, lambda _, tensor: copies[tensor]["fp32"]),
-        "steps": [each["step"] for each in copies.values()],
+        "steps": [value["step"] for value in copies.values()],
         "state": [
-            [each[key] for key in sorted(each) if torch.is_tensor(each[key])] for each in copies.values()
+            [value[key] for key in sorted(value) if torch.is_tensor(value[key])] for value in copies.values()
         ],
         "swapped": swapped,
     }
     if optimizer.state_policy.momentum_dtype != "int8":
-        found["momentum"] = training._assemble(engine, lambda _, t: copies[t].get("momentum_buffer"))
-    return found
+        report["momentum"] = training._assemble(engine, lambda _, t: copies[t].get("momentum_buffer"))
+    return report
 
 
 def train(
@@ -100,8 +102,8 @@ def train(
     return report
 
 
-def equal(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    for left, right in zip(one, other, strict=True):
+def equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for left, right in zip(actual, expected, strict=True):
         assert left["norms"] == right["norms"] and left["steps"] == right["steps"]
         torch.testing.assert_close(left["params"], right["params"], rtol=0, atol=0)
         torch.testing.assert_close(left["state"], right["state"], rtol=0, atol=0)
@@ -133,14 +135,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 def test_as_on_the_cpu(ranks: Any, tmp_path: Path, name: str, world_size: int) -> None:
     case = CASES[name]
-    found = ranks(world_size).run(train, folder=str(tmp_path), **case)
+    results = ranks(world_size).run(train, folder=str(tmp_path), **case)
     in_memory = {key: value for key, value in case.items() if key != "pipelined"}
-    equal(found, ranks(world_size).run(train, folder=str(tmp_path), device="cpu", **in_memory))
+    equal(results, ranks(world_size).run(train, folder=str(tmp_path), device="cpu", **in_memory))
     if name in ("pipelined", "accumulation"):
-        compare(found, "toy", world_size * case.get("accumulation", 1), 0.5)
+        compare(results, "toy", world_size * case.get("accumulation", 1), 0.5)
     if name == "normuon":
-        compare(found, "toy", world_size, 0.5, variant="normuon")
-    swapped = [key for keys in found[0]["swapped"] for key in keys]
+        compare(results, "toy", world_size, 0.5, variant="normuon")
+    swapped = [key for keys in results[0]["swapped"] for key in keys]
     # The swapper keeps tensors with dtype and length of the masters only.
     assert ("momentum_buffer" in swapped) == ("momentum" not in name)
 
@@ -154,11 +156,11 @@ def test_with_deepspeeds_operator(ranks: Any, tmp_path: Path, pipelined: bool) -
         pytest.skip("DeepSpeed's operator async_io needs libaio (Debian's libaio-dev)")
     build = "import ctypes, deepspeed.ops.op_builder as b; ctypes.CDLL('libaio.so.1', 256); b.AsyncIOBuilder().load()"
     subprocess.run([sys.executable, "-c", build], env=base_environment(warm()), check=True, timeout=1000)
-    found = ranks(2).run(
+    results = ranks(2).run(
         train, folder=str(tmp_path), native=True, pipelined=pipelined, params=params_of("normuon")
     )
-    compare(found, "toy", 2, 0.5, variant="normuon")
-    equal(found, ranks(2).run(train, folder=str(tmp_path), device="cpu", params=params_of("normuon")))
+    compare(results, "toy", 2, 0.5, variant="normuon")
+    equal(results, ranks(2).run(train, folder=str(tmp_path), device="cpu", params=params_of("normuon")))
 
 
 def interrupted(rank: int, world_size: int, *, folder: str, **more: Any) -> None:
@@ -225,28 +227,28 @@ def test_a_killed_run_resumes(ranks: Any, tmp_path: Path, more: dict[str, Any]) 
     with pytest.raises(RanksFailed) as caught:
         run_ranks(interrupted, 2, {"folder": str(tmp_path), **more})
     assert caught.value.failures[1].type == "Died"
-    found = run_ranks(resume, 2, {"folder": str(tmp_path), **more})
-    for each in found:
-        assert "killed" in each["refused"], each
-        assert "load in a new one" in each["again"], each
+    middle = run_ranks(resume, 2, {"folder": str(tmp_path), **more})
+    for report in middle:
+        assert "killed" in report["refused"], report
+        assert "load in a new one" in report["again"], report
     last = run_ranks(finish, 2, {"folder": str(tmp_path), **more})
-    for each, earlier in zip(last, found, strict=True):
-        each["norms"] = earlier["norms"] + each["norms"]
-    whole = ranks(2).run(train, folder=str(tmp_path / "disk4"), steps=5, **more)
-    for each in whole:
-        each["norms"] = each["norms"][2:]
-    equal(last, whole)
+    for report, earlier in zip(last, middle, strict=True):
+        report["norms"] = earlier["norms"] + report["norms"]
+    uninterrupted = ranks(2).run(train, folder=str(tmp_path / "disk4"), steps=5, **more)
+    for report in uninterrupted:
+        report["norms"] = report["norms"][2:]
+    equal(last, uninterrupted)
 
 
 def errors(rank: int, world_size: int, *, folder: str) -> dict[str, str]:
     """Call what is refused of an engine that offloads to NVMe, and load its save into other engines."""
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
 
     def note(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
         try:
             call(*args, **kwargs)
         except deepspeed_muon.MuonError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            messages[name] = f"{type(error).__name__}: {error}"
 
     with small_swaps():
         engine = training.make_engine(settings(f"{folder}/disk"))
@@ -256,9 +258,9 @@ def errors(rank: int, world_size: int, *, folder: str) -> dict[str, str]:
         engine.save_checkpoint(f"{folder}/saved", tag="a")
         note("weights alone", engine.load_checkpoint, f"{folder}/saved", load_optimizer_states=False)
         engine.destroy()
-        others = {"cpu": {"device": "cpu"}, "dtype": {"params": {"momentum_dtype": "bf16"}}}
-        for name, other in others.items():
-            engine = training.make_engine(settings(f"{folder}/disk", **other))
+        loading = {"cpu": {"device": "cpu"}, "dtype": {"params": {"momentum_dtype": "bf16"}}}
+        for name, loading_settings in loading.items():
+            engine = training.make_engine(settings(f"{folder}/disk", **loading_settings))
             note(name, engine.load_checkpoint, f"{folder}/saved")
             if name == "cpu":
                 engine.save_checkpoint(f"{folder}/cpu", tag="b")
@@ -267,7 +269,7 @@ def errors(rank: int, world_size: int, *, folder: str) -> dict[str, str]:
         note("saved on the cpu", engine.load_checkpoint, f"{folder}/cpu")
         engine.destroy()
         note("set", training.make_engine, settings(f"{folder}/disk", params={"consolidate_on_save": True}))
-    return found
+    return messages
 
 
 @pytest.mark.full
@@ -281,10 +283,10 @@ def test_refused_of_a_running_engine(ranks: Any, tmp_path: Path) -> None:
         "saved on the cpu": "device cpu",
         "set": "consolidate_on_save",
     }
-    for found in ranks(2).run(errors, folder=str(tmp_path)):
-        assert found.keys() == said.keys(), found
+    for messages in ranks(2).run(errors, folder=str(tmp_path)):
+        assert messages.keys() == said.keys(), messages
         for name, words in said.items():
-            assert words in found[name], found[name]
+            assert words in messages[name], messages[name]
 
 
 def access(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
@@ -313,10 +315,10 @@ def access(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_access_from_outside(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(2).run(access, folder=str(tmp_path)):
-        for value, each in enumerate(found["got"], start=1):
-            assert bool((each == value).all()), (value, each)
-        assert found["moved"]
+    for report in ranks(2).run(access, folder=str(tmp_path)):
+        for value, tensor in enumerate(report["got"], start=1):
+            assert bool((tensor == value).all()), (value, tensor)
+        assert report["moved"]
 
 
 def without_async_io(rank: int, world_size: int) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_muon.step import bound
-from deepspeed_muon.step.bound import _read_together
+from deepspeed_muon.step.gradient_status import read_together
 from tests.support import training
 from tests.support.counting import count_a_step, counted
 from tests.support.thinning import full, pairwise, usual
@@ -122,7 +122,7 @@ class ScalarReads(TorchDispatchMode):
 
     def read_together(self, tensors: Any) -> list[Tensor]:
         self.copies += 1
-        found = _read_together(tensors)
+        found = read_together(tensors)
         self.on_cpu += found
         return found
 
@@ -133,7 +133,7 @@ def waits_of_a_step(rank: int, world_size: int, *, stage: int, precision: str) -
     training.run_step(engine, 0, rank, world_size, 1)
     tokens, targets = training.batch(1, rank)
     engine.backward(engine(tokens, targets))
-    with ScalarReads() as reads, mock.patch.object(bound, "_read_together", reads.read_together):
+    with ScalarReads() as reads, mock.patch.object(bound, "read_together", reads.read_together):
         engine.step()
     return [reads.copies, reads.count]
 

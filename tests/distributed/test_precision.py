@@ -141,19 +141,25 @@ def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, ze
 def test_int8_momentum_matches_the_rounding_reference(
     ranks: Any, stage: int, world: int, settings: dict[str, Any]
 ) -> None:
-    """Also where partitions cut blocks of the codes: the reference knows no partitions."""
+    """The reference has whole blocks; where a partition cuts one, each of its two scales is smaller or equal."""
     params = {"momentum_dtype": "int8", **settings.get("params", {})}
     result = ranks(world).run(run, stage=stage, **{**settings, "params": params})[0]
     assert {"momentum_buffer int8", "momentum_scale float32", "exp_avg float32"} <= {*result["dtypes"]}
     start, end, momentum = rounding_reference(world * settings.get("accumulation", 1), 0.5, "int8")
     errors = {name: relative(result["params"][name], end[name], start[name]) for name in MATRICES["toy"]}
     # A scale of fp32 and one of float64 (1e-7 apart) are cut to different 17 bits in one of a hundred blocks, and a
-    # matrix is off by 2^-16 then. Codes differ, by 1/127 of one element, where the values lie on two sides of a tie.
-    within(sorted(errors.values())[-3], 1e-4, "all paths but two")
-    within(max(errors.values()), 3e-2, "path")
+    # matrix is off by 2^-16 then. Codes differ, by 1/127 of one element, where the values lie on two sides of a tie,
+    # and in every block that a partition cuts: there the limit is that of a momentum that is rounded at random.
+    if stage == 0:
+        within(sorted(errors.values())[-3], 1e-4, "all paths but two")
+        within(max(errors.values()), 3e-2, "path")
+    else:
+        micro_batches = world * settings.get("accumulation", 1)
+        compare_matrices([result], "toy", micro_batches, 0.5, Arithmetic(momentum=torch.int8))
     for name, expected in momentum.items():
         error = float((result["momentum"][name] - expected).norm() / expected.norm())
-        within(error, 1 / 127, f"momentum of {name}")
+        # A cut block is rounded by other scales than the reference's: each of the two is off by half a code.
+        within(error, (2 if stage else 1) / 127, f"momentum of {name}")
 
 
 def resumed(

@@ -35,17 +35,17 @@ class Disk:
         # Path to what it may be: first what is on the disk, last what the processes see.
         self._names: dict[str, list[Node]] = {}
         if before is not None:
-            self._names = {place: ["folder"] for place in self._places()}
+            self._names = {path: ["folder"] for path in self._folders()}
             for path in before.iterdir():
                 node = self._new(path.read_bytes(), synced=True)
                 self._names[os.path.join(self._folder, path.name)] = [node]
 
-    def _places(self) -> Iterator[str]:
+    def _folders(self) -> Iterator[str]:
         """Yield the folder and those above it that may have been made."""
-        place = self._folder
-        while place != self._above:
-            yield place
-            place = os.path.dirname(place)
+        path = self._folder
+        while path != self._above:
+            yield path
+            path = os.path.dirname(path)
 
     def apply(self, entry: dict[str, Any]) -> None:
         """Take over one operation that a process carried out."""
@@ -84,10 +84,10 @@ class Disk:
             for name, nodes in self._names.items()
             if os.path.dirname(name) == self._folder
         }
-        found = {self._bytes(node) for node in self._names.get(os.path.join(self._folder, index), [None])}
-        if any(self._names.get(place) != ["folder"] for place in self._places()):
-            found.add(None)
-        for content in found:
+        contents = {self._bytes(node) for node in self._names.get(os.path.join(self._folder, index), [None])}
+        if any(self._names.get(path) != ["folder"] for path in self._folders()):
+            contents.add(None)
+        for content in contents:
             if content is None:
                 yield None
             else:

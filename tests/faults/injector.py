@@ -214,7 +214,7 @@ def describe(entry: dict[str, Any]) -> str:
         return f"{kind.removesuffix(' lock')} lock"
     if name == "latest" or name.endswith(".py"):
         return f"{kind} {'latest' if name == 'latest' else 'script'}"
-    what = "index" if "index" in name else "shard"
+    target = "index" if "index" in name else "shard"
     if name.startswith("."):
-        what += " aside"
-    return f"{kind} {what}"
+        target += " aside"
+    return f"{kind} {target}"

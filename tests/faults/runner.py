@@ -176,9 +176,9 @@ def make_sets(work: Path) -> None:
         assert all("result" in outcome for outcome in outcomes), outcomes
     for way, tag in TAGS.items():
 
-        def save_before(rank: int, place: str = str(work / way), *, other_run: bool = tag == "t") -> None:
-            engine = trained(rank, 2, 2 if other_run else 1, seed=5 if other_run else 0, on_save=True)
-            engine.save_checkpoint(place, tag="t")
+        def save_before(rank: int, target: str = str(work / way), *, another_run: bool = tag == "t") -> None:
+            engine = trained(rank, 2, 2 if another_run else 1, seed=5 if another_run else 0, on_save=True)
+            engine.save_checkpoint(target, tag="t")
 
         outcomes = fork_ranks(2, work / f"made {way}", save_before)
         assert all("result" in outcome for outcome in outcomes), outcomes
@@ -233,17 +233,17 @@ def actions(kind: str, collective: bool, phase: str) -> list[str]:
 
 def phases(log: Sequence[dict[str, Any]]) -> list[str]:
     """Return how far a save is at each of its calls, in the order in which they returned."""
-    found, phase = [], "start"
+    reached, phase = [], "start"
     for entry in log:
-        what = describe(entry)
-        if phase == "start" and what == "open shard aside":
+        call = describe(entry)
+        if phase == "start" and call == "open shard aside":
             phase = "shards"
-        elif what == "open index aside":
+        elif call == "open index aside":
             phase = "index"
-        found.append(phase)
-        if what == "rename index aside":
+        reached.append(phase)
+        if call == "rename index aside":
             phase = "committed"
-    return found
+    return reached
 
 
 def all_cases(work: Path, ways: Sequence[str]) -> tuple[list[Case], list[Case]]:
@@ -258,8 +258,8 @@ def all_cases(work: Path, ways: Sequence[str]) -> tuple[list[Case], list[Case]]:
             cases += cases_of(case)
             if way == "API, 2 ranks":
                 cases += [
-                    Case(way, Fault(rank, -1, False, "not shared"), f"folder of rank {rank}", "start", place)
-                    for rank, place in enumerate((case.folder.parent / "own0", case.folder.parent / "own1"))
+                    Case(way, Fault(rank, -1, False, "not shared"), f"folder of rank {rank}", "start", folder)
+                    for rank, folder in enumerate((case.folder.parent / "own0", case.folder.parent / "own1"))
                 ]
     return faultless, cases
 
@@ -277,9 +277,9 @@ def cases_of(faultless: Case) -> list[Case]:
             name = (
                 f"{'c' if collective else 'f'}{entry['number']}-{action.replace(', ', '-')}-{entry['rank']}"
             )
-            place = faultless.folder.parent / f"{'first-' if first else ''}{name}"
+            folder = faultless.folder.parent / f"{'first-' if first else ''}{name}"
             reached = faultless.phase if first else phase
-            cases.append(Case(faultless.way, fault, describe(entry), reached, place))
+            cases.append(Case(faultless.way, fault, describe(entry), reached, folder))
     return cases
 
 
@@ -338,13 +338,13 @@ class Judge:
     def __init__(self, work: Path) -> None:
         self._engine = engine_for(2, seed=7)
         train_step(self._engine, 0, 0, 1)
-        self._known: dict[tuple[str, int], dict[str, Any]] = {}
+        self._expected: dict[tuple[str, int], dict[str, Any]] = {}
         for age in ("old", "new"):
             for world_size in (1, 2):
                 restore(self._engine, work / f"{age}{world_size}")
-                self._known[age, world_size] = state_of(self._engine)
+                self._expected[age, world_size] = state_of(self._engine)
         restore(self._engine, work / "save_checkpoint, same tag")
-        self._other_run = state_of(self._engine)
+        self._another_run = state_of(self._engine)
         self._work = work
 
     def left(self, folder: Path, world_size: int) -> str:
@@ -354,11 +354,11 @@ class Judge:
             restore(self._engine, folder)
         except CheckpointError as error:
             return f"NEITHER: {error}"
-        found = state_of(self._engine)
+        state = state_of(self._engine)
         for age, steps in (("old", 1), ("new", 2)):
-            known = self._known[age, world_size]
-            same = found.keys() == known.keys() and all(
-                torch.equal(found[name], known[name]) for name in known
+            expected = self._expected[age, world_size]
+            same = state.keys() == expected.keys() and all(
+                torch.equal(state[name], expected[name]) for name in expected
             )
             if same and index.progress.global_steps == self._engine.global_steps == steps:
                 return age
@@ -367,17 +367,19 @@ class Judge:
     def left_of_run(self, case: Case) -> tuple[str, str]:
         """Return what ``restore`` finds in the folder of ``save_checkpoint``, and what becomes of each tag's files."""
 
-        def found(folder: Path) -> str:
+        def set_in(folder: Path) -> str:
             restore(self._engine, folder)
             state = state_of(self._engine)
-            old = self._other_run if TAGS[case.way] == "t" else self._known["old", 2]
-            for age, known in (("old", old), ("new", self._known["new", 2])):
-                if state.keys() == known.keys() and all(torch.equal(state[n], known[n]) for n in known):
+            old = self._another_run if TAGS[case.way] == "t" else self._expected["old", 2]
+            for age, expected in (("old", old), ("new", self._expected["new", 2])):
+                if state.keys() == expected.keys() and all(
+                    torch.equal(state[n], expected[n]) for n in expected
+                ):
                     return age
             return "NEITHER: a mixture"
 
         try:
-            left = found(case.target)
+            left = set_in(case.target)
         except CheckpointError as error:
             left = f"NEITHER: {error}"
         converted = []
@@ -385,7 +387,7 @@ class Judge:
             out = case.folder / f"converted-{tag.name}"
             try:
                 consolidate_files(tag, out)
-                converted.append(found(out))
+                converted.append(set_in(out))
             except CheckpointError:
                 converted.append("refused")
         return left, ", ".join(converted)
@@ -422,7 +424,7 @@ class Judge:
             "power cuts": {},
         }
         wrong = [text for text in (left, *converted.split(", ")) if text not in ("old", "new", "refused")]
-        wrong += [f"rank {rank} hangs" for rank, each in enumerate(result["ranks"]) if "hangs" in each]
+        wrong += [f"rank {rank} hangs" for rank, outcome in enumerate(result["ranks"]) if "hangs" in outcome]
         return {**result, "wrong": wrong}
 
     def power_cuts(self, case: Case, world_size: int) -> tuple[dict[str, int], list[str]]:
@@ -443,14 +445,14 @@ class Judge:
         return counts, last
 
     @staticmethod
-    def _verified(place: Path, content: dict[str, bytes] | None) -> str:
+    def _verified(folder: Path, content: dict[str, bytes] | None) -> str:
         """Lay out a folder and say which set it holds."""
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         for name, data in (content or {}).items():
-            (place / name).write_bytes(data)
+            (folder / name).write_bytes(data)
         try:
-            return {1: "old", 2: "new"}[verify_folder(place).progress.global_steps]
+            return {1: "old", 2: "new"}[verify_folder(folder).progress.global_steps]
         except CheckpointError as error:
             return f"NEITHER: {error}"
 
@@ -500,9 +502,9 @@ def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], l
             break
         # A stride that shares no factor with the number of kills: any few of them are spread over the save.
         after = seconds * (number * 37 % kills + 0.5) / kills
-        place = faultless.folder.parent / f"time{number}"
+        folder = faultless.folder.parent / f"time{number}"
         fault = Fault(number % 2, -1, False, "kill", after=after)
-        case = Case(faultless.way, fault, "any moment", "none", place)
+        case = Case(faultless.way, fault, "any moment", "none", folder)
         outcome = run_case(work, case)
         if "died" in outcome["ranks"][fault.rank]:
             cases.append(case)

@@ -68,7 +68,7 @@ def render(results: Mapping[str, Any]) -> str:
         f"and verified. {len(kills)} kills inside of `save_checkpoint`, {unmarked} of them at moments that no call "
         f"marks: {lost} lost, {mixed} mixed."
     )
-    parts = [HEAD.format(summary=summary)]
+    sections = [HEAD.format(summary=summary)]
     for way in dict.fromkeys(case["way"] for case in cases):
         rows: dict[tuple[str, str, int], dict[str, list[str]]] = {}
         for case in cases:
@@ -76,17 +76,17 @@ def render(results: Mapping[str, Any]) -> str:
                 row = rows.setdefault((case["phase"], case["call"], case["rank"]), {})
                 converted = f" ({case['converted']})" if "converted" in case else ""
                 row.setdefault(case["action"], []).append(case["left"] + converted)
-        parts += [f"## {way}", "", "| phase | call | rank | " + " | ".join(ACTIONS) + " |"]
-        parts.append("|---" * (3 + len(ACTIONS)) + "|")
+        sections += [f"## {way}", "", "| phase | call | rank | " + " | ".join(ACTIONS) + " |"]
+        sections.append("|---" * (3 + len(ACTIONS)) + "|")
         for (phase, call, rank), row in rows.items():
             cells = " | ".join(_cell(row.get(action, ())) for action in ACTIONS)
-            parts.append(f"| {phase} | {call} | {rank} | {cells} |")
-        parts.append("")
-    return "\n".join(parts)
+            sections.append(f"| {phase} | {call} | {rank} | {cells} |")
+        sections.append("")
+    return "\n".join(sections)
 
 
-def _cell(found: Sequence[str]) -> str:
-    counts = {left: list(found).count(left) for left in dict.fromkeys(found)}
+def _cell(outcomes: Sequence[str]) -> str:
+    counts = {left: list(outcomes).count(left) for left in dict.fromkeys(outcomes)}
     return ", ".join(left if count == 1 else f"{count} {left}" for left, count in counts.items())
 
 
@@ -98,10 +98,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save_faults")
     arguments = parser.parse_args()
     if arguments.results:
-        parts = [json.loads(path.read_text()) for path in arguments.results]
+        documents = [json.loads(path.read_text()) for path in arguments.results]
         results = {
-            "without a fault": {way: left for part in parts for way, left in part["without a fault"].items()},
-            "cases": [case for part in parts for case in part["cases"]],
+            "without a fault": {
+                way: left for document in documents for way, left in document["without a fault"].items()
+            },
+            "cases": [case for document in documents for case in document["cases"]],
         }
     else:
         with tempfile.TemporaryDirectory() as folder:

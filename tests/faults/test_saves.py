@@ -29,10 +29,10 @@ def run(work: Path, *options: str, timeout: float) -> dict[str, Any]:
 def check(results: dict[str, Any]) -> None:
     wrong = [case for case in results["cases"] if case["wrong"]]
     assert not wrong, json.dumps(wrong, indent=1)
-    for way, found in results["without a fault"].items():
+    for way, outcome in results["without a fault"].items():
         # Power cuts after the save has returned cannot bring back the old set.
-        assert found["left"] == "new" and found["at the end"] == ["new"], (way, found)
-        assert found["power cuts"].keys() <= {"old", "new", "nothing"}, (way, found)
+        assert outcome["left"] == "new" and outcome["at the end"] == ["new"], (way, outcome)
+        assert outcome["power cuts"].keys() <= {"old", "new", "nothing"}, (way, outcome)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,13 @@ def test_every_failed_call_leaves_a_set(tmp_path: Path) -> None:
     assert len(results["cases"]) > 300
 
 
-def worst(work: Path, log: list[dict[str, Any]], place: Path) -> list[str]:
+def worst(work: Path, log: list[dict[str, Any]], base: Path) -> list[str]:
     """Return what is wrong with the folders that power cuts leave of a save of the command line."""
     case = work / "cases" / "command_line" / "none"
     wrong = []
     disk = Disk(work / "old1", case / "set", case)
     for number, (_, content) in enumerate(worst_folders(log, disk, INDEX)):
-        folder = place / str(number)
+        folder = base / str(number)
         folder.mkdir(parents=True)
         for name, data in (content or {}).items():
             (folder / name).write_bytes(data)

@@ -19,13 +19,13 @@ import torch.distributed as dist
 import deepspeed_muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.monitoring.check import DistributedIteration, Result, ResultCheck
 from deepspeed_muon.monitoring.measure import norm_bounds
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.step import tensor_parallel as strategy
+from deepspeed_muon.step.check import DistributedIteration, Result, ResultCheck
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
 from tests.support.comparisons import relative, within
@@ -172,13 +172,13 @@ def leave_out_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
     """Check cut matrices as on an accelerator in two steps, in which rank 1 alone has a NaN in the second matrix."""
     wholes = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(5))
     check, first = cut_result(rank, wholes, dim)
-    check.told_later = True
+    check.is_deferred = True
     if rank == 1:
         first.blocks[1, 0, 0] = math.nan
     second = replace(first, blocks=first.blocks.clone())
     check.settle(first)
     ((_, flags),) = check.left_out
-    check.learn([1])
+    check.read_verdicts([1])
     check.settle(second)
     counts = check.recorder.failed, check.recorder.redone
     return {"flags": flags, "counts": counts, "wholes": wholes, "updates": (first.updates, second.updates)}

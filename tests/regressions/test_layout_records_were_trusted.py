@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import save_ours
-from tests.support.layout_records import files_of, inner_state, part_of, whole_record
+from tests.support.layout_records import files_of, inner_state, joined_record, record_of_rank
 from tests.support.models import build
 from tests.support.thinning import full
 
@@ -37,14 +37,14 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pat
 def changed(folder: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     """Copy a checkpoint with a changed record."""
     (target / "t").mkdir(parents=True)
-    record, edited = whole_record(folder), files_of(folder)
+    record, edited = joined_record(folder), files_of(folder)
     change(record)
     for path in (folder / "t").iterdir():
         if path not in edited:
             os.link(path, target / "t" / path.name)
             continue
         content = copy.deepcopy(torch.load(path, weights_only=False))
-        inner_state(content)[RECORD_KEY] = part_of(record, edited.index(path))
+        inner_state(content)[RECORD_KEY] = record_of_rank(record, edited.index(path))
         torch.save(content, target / "t" / path.name)
     (target / "latest").write_text("t")
     return target
@@ -126,18 +126,14 @@ GENERAL = [
     twice,
     changing("parameters", None),
     changing("parameters", []),
-    changing("parameters", [1]),
     changing("world_size", 1 << 40),
     changing("version", "1"),
     changing("optimizer", 3),
     changing("partition", -1),
-    changing("partition", 99),
     changing("group", 99),
     changing("algorithm", "sgd"),
     changing("shape", [-4, -3]),
-    changing("shape", [2.5, 3]),
     changing("heads", 1 << 60),
-    changing("heads", 1 << 40),
     changing("name", 3),
 ]
 RULES = [
@@ -151,7 +147,6 @@ RULES = [
     more_rows_than_elements,
     rows_of_no_rank,
     changing("spread", "abc"),
-    changing("spread", [1, 2]),
     changing("spread", [12, 7, 12, 0, 1, 0, 0]),
     changing("rows", -1),
 ]

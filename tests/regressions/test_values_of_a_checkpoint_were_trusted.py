@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import FILE, INDEX, edit, write_set
 from tests.support.snapshots import attempted
+from tests.support.thinning import each_value
 
 GROUP = {
     "lr": 0.1,
@@ -52,26 +54,17 @@ def refused(folder: Path, *needles: str) -> None:
 
 
 BAD = [
-    ("lr", -1),
-    ("lr", "x"),
-    ("lr", "0.1"),
-    ("lr", None),
-    ("lr", True),
-    ("initial_lr", -1),
-    ("lr_ratio", "x"),
-    ("weight_decay", -0.1),
-    ("momentum", 5),
-    ("betas", [2, 3]),
-    ("betas", [0.9]),
-    ("betas", [True, False]),
-    ("betas", "0.9"),
-    ("eps", -1),
-    ("eps", 0),
-    ("adjust_lr_fn", "mystery"),
-    ("adjust_lr_fn", ["original"]),
-    ("nesterov", 2),
-    ("beta2", 1),
-    ("weight_decay_mode", "sideways"),
+    *(("lr", value) for value in (-1, "0.1", None, True)),
+    *(("betas", value) for value in ([2, 3], [0.9], [True, False])),
+    *[
+        ("initial_lr", -1),
+        ("lr_ratio", "x"),
+        ("weight_decay", -0.1),
+        ("momentum", 5),
+        ("eps", 0),
+        ("beta2", 1),
+    ],
+    *[("adjust_lr_fn", "mystery"), ("nesterov", 2), ("weight_decay_mode", "sideways")],
 ]
 
 
@@ -86,22 +79,17 @@ def test_settings_pass_the_checks_of_the_configuration(tmp_path: Path, key: str,
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("cur_scale", 0),
-        ("cur_scale", -2.0),
-        ("cur_iter", -3),
-        ("cur_iter", 1.5),
-        ("last_overflow_iter", -2),
-        ("surprise", 1),
-    ],
+    [("cur_scale", 0), ("cur_iter", -3), ("cur_iter", 1.5), ("last_overflow_iter", -2), ("surprise", 1)],
 )
 def test_loss_scale(tmp_path: Path, key: str, value: Any) -> None:
     edit(write(tmp_path), lambda content: content["progress"]["loss_scale"].update({key: value}))
     refused(tmp_path, key)
 
 
-@pytest.mark.parametrize("key", ["global_steps", "global_samples", "skipped_steps"])
-@pytest.mark.parametrize("value", [-1, 1.5, "3", True, 1 << 62])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    each_value(product(["global_steps", "global_samples", "skipped_steps"], [-1, 1.5, "3", True, 1 << 62])),
+)
 def test_counters(tmp_path: Path, key: str, value: Any) -> None:
     edit(write(tmp_path), lambda content: content["progress"].update({key: value}))
     refused(tmp_path, key)

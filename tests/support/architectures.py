@@ -138,7 +138,7 @@ def _lines(routes: Sequence[Route]) -> list[str]:
         lines.append(f"  {heading}:")
         for (before, after), modules in groups.items():
             middle = next(iter(modules)) if len(modules) == 1 else "{" + ",".join(modules) + "}"
-            lines.append("    " + ".".join(part for part in (before, middle, after) if part))
+            lines.append("    " + ".".join(component for component in (before, middle, after) if component))
     lines.append(f"  adamw, a vector: {len(vectors)} names")
     lines.append(f"  guessed: {len(guesses)} of {len(names)} names")
     return lines
@@ -178,7 +178,11 @@ def installed_versions() -> dict[str, str | None]:
     folders = [str(LIBRARIES), *sys.path]
     return {
         library: next(
-            (found.version for found in importlib.metadata.distributions(name=library, path=folders)), None
+            (
+                distribution.version
+                for distribution in importlib.metadata.distributions(name=library, path=folders)
+            ),
+            None,
         )
         for library in versions_of_table()
     }

@@ -26,7 +26,7 @@ class Handle:
         return self._pinned[-1]
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> None:
-        self._pinned = [each for each in self._pinned if each.data_ptr() != tensor.data_ptr()]
+        self._pinned = [pinned for pinned in self._pinned if pinned.data_ptr() != tensor.data_ptr()]
 
     def is_pinned(self, tensor: Tensor) -> bool:
         start = tensor.data_ptr()

@@ -108,9 +108,11 @@ class Latent(Attending):
         latent, shared = self.kv_a_proj(x).split((6, ROPE), dim=-1)
         nope, v = heads_of(self.kv_b_proj(latent), HEADS).split((NOPE, VALUE), dim=-1)
         k = torch.cat((nope, heads_of(shared, 1).expand(-1, HEADS, -1, -1)), dim=-1)
-        return x + self.o_proj(self.attend(q, k, F.pad(v, (0, NOPE + ROPE - VALUE)))[..., self.kept_values()])
+        return x + self.o_proj(
+            self.attend(q, k, F.pad(v, (0, NOPE + ROPE - VALUE)))[..., self.value_columns()]
+        )
 
-    def kept_values(self) -> Tensor:
+    def value_columns(self) -> Tensor:
         """Return the places of the values, which were padded to the width of the queries."""
         return torch.arange(HEADS * (NOPE + ROPE)).unflatten(0, (HEADS, -1))[:, :VALUE].flatten()
 
@@ -140,6 +142,6 @@ class AttendingToy(Toy):
 
 for name, layout in LAYOUTS.items():
     MODELS[name] = type(f"{layout.__name__}Toy", (AttendingToy,), {"layout": name})
-    MATRICES[name] = {f"blocks.0.{part}.weight" for part in ("up", "down")} | {
-        f"attn.{part}.weight" for part, _ in layout(16).named_children()
+    MATRICES[name] = {f"blocks.0.{layer}.weight" for layer in ("up", "down")} | {
+        f"attn.{layer}.weight" for layer, _ in layout(16).named_children()
     }

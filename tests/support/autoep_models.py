@@ -77,8 +77,10 @@ class PlainMoE(nn.Module):
         weights, chosen = scores.topk(TOP_K, dim=1)
         weights = weights / weights.sum(dim=1, keepdim=True)
         out = torch.zeros_like(tokens)
-        parts = zip(self.experts.w1.double(), self.experts.w2.double(), self.experts.w3.double(), strict=True)
-        for number, (w1, w2, w3) in enumerate(parts):
+        stacks = zip(
+            self.experts.w1.double(), self.experts.w2.double(), self.experts.w3.double(), strict=True
+        )
+        for number, (w1, w2, w3) in enumerate(stacks):
             y = (F.silu(tokens @ w1.mT) * (tokens @ w3.mT)) @ w2.mT
             out = out + y * (weights * (chosen == number)).sum(dim=1, keepdim=True)
         return out.view_as(x)

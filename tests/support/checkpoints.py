@@ -73,7 +73,7 @@ def at_every_stage(act: Callable[[str], None]) -> Iterator[None]:
 
 def tensors_of(folder: Path) -> dict[str, Any]:
     """Return the tensors of all safetensors files of a folder."""
-    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def report(engine: Any) -> dict[str, Any]:
@@ -84,6 +84,7 @@ def report(engine: Any) -> dict[str, Any]:
         "rates": [float(group["lr"]) for group in engine.basic_optimizer.param_groups],
         "steps": sorted({int(s["step"]) for s in engine.basic_optimizer.state.values() if "step" in s}),
         "global_steps": engine.global_steps,
+        "cuts": training.cuts_of(engine),
     }
 
 
@@ -108,8 +109,8 @@ def engine_for(stage: int, *, seed: int, kind: str = "toy", **settings: Any) -> 
 
 def train_step(engine: Any, step: int, rank: int, world_size: int) -> None:
     """Take one step; the ranks see the same data whatever their number, since each joins its share of the batches."""
-    own = BATCHES // world_size
-    joined = zip(*(batch(step, micro) for micro in range(rank * own, (rank + 1) * own)), strict=True)
+    share = BATCHES // world_size
+    joined = zip(*(batch(step, micro) for micro in range(rank * share, (rank + 1) * share)), strict=True)
     engine.backward(engine(*map(torch.cat, joined)))
     engine.step()
 

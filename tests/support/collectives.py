@@ -70,15 +70,15 @@ class _ProcessGroupCalls(TorchDispatchMode):
             receives = name == "broadcast_" and dist.get_rank(groups[0]) != args[2]
             written = values[:1] if receives or name in _OUT_FIRST else []
             tensors = tuple(
-                _description(tensor, known=all(tensor is not out for out in tensors_in(written)))
+                _description(tensor, with_content=all(tensor is not out for out in tensors_in(written)))
                 for tensor in tensors_in(values)
             )
             self.calls.append(Collective(str(func), ranks, tensors))
         return func(*args, **(kwargs or {}))
 
 
-def _description(tensor: torch.Tensor, *, known: bool) -> str:
-    if not known:
+def _description(tensor: torch.Tensor, *, with_content: bool) -> str:
+    if not with_content:
         return f"{tensor.dtype} {list(tensor.shape)}"
     content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256(content).hexdigest()[:16]

@@ -176,35 +176,18 @@ CODE_BLOCK = 256
 
 
 class Coded:
-    """Fragments of momentum in 8 bits: where they lie in their blocks, and the scales of these."""
+    """Fragments of int8 momentum: the scales of their blocks, and how far into its first block each begins."""
 
     def __init__(self, lengths: Sequence[int], inputs: Inputs) -> None:
-        # From the beginning of a block on and from within one; the first or the last block is cut, both, or none.
-        before = [0 if n == 0 else (0, 3, 0, 255, 131)[number % 5] for number, n in enumerate(lengths)]
-        counts = [-(-(at + n) // CODE_BLOCK) for at, n in zip(before, lengths, strict=True)]
-        # The new one is no less than a 127th of any magnitude.
-        self.pairs = inputs(2 * len(lengths), 2).abs() + torch.tensor([0.0, 16.0]).to(inputs.device)
+        self.before = [0 if n == 0 else (0, 3, 0, 255, 131)[number % 5] for number, n in enumerate(lengths)]
+        counts = [-(-(before + n) // CODE_BLOCK) for before, n in zip(self.before, lengths, strict=True)]
         self.scales = Around(counts, 1, torch.float32, inputs)
-        self.rows: list[tuple[int, int, int, int]] = []
-        self.cut: list[Tensor] = []
-        for number, (part, count) in enumerate(zip(self.scales.parts, counts, strict=True)):
-            part.abs_()
-            first, last = (2 * number + end if number % 4 in (end + 1, 3) else -1 for end in (0, 1))
-            if count == 1:
-                first = last = max(first, last)
-            found = torch.zeros(count, dtype=torch.bool)
-            found[:1], found[-1:] = first >= 0, last >= 0
-            part[found] = math.nan  # nobody may read it
-            self.cut.append(found)
-            self.rows.append((before[number], 0, first, last))
+        for scales in self.scales.parts:
+            scales.abs_()
 
     def blocks(self) -> list[Blocks]:
         """Return what the launcher takes of each fragment."""
-        ends = [[None if at < 0 else self.pairs[at] for at in row[2:]] for row in self.rows]
-        return [
-            (row[0], scales, *own)
-            for row, scales, own in zip(self.rows, self.scales.parts, ends, strict=True)
-        ]
+        return list(zip(self.before, self.scales.parts, strict=True))
 
 
 def momentum_pack_int8(
@@ -232,13 +215,12 @@ def momentum_pack_int8(
     coded = Coded(lengths, inputs)
     # In turn: as they are, a block that is zero, one too small for a scale, and one that is not finite.
     for number, (codes, grad) in enumerate(zip(arrays[0].parts, arrays[1].parts, strict=True)):
-        block = slice(0, CODE_BLOCK - coded.rows[number][0])
+        block = slice(0, CODE_BLOCK - coded.before[number])
         if number % 7 in (1, 4):
             codes[block] = 0
             grad[block] *= 0.0 if number % 7 == 1 else 2.0**-126
         middle = len(grad) // 2
-        cut = coded.cut[number]
-        if number % 7 == 6 and len(cut) and not cut[(coded.rows[number][0] + middle) // CODE_BLOCK]:
+        if number % 7 == 6 and len(grad):
             grad[middle] = math.inf if number % 2 else math.nan
     # Products with powers of two are exact, so the bits do not depend on fused multiply-adds, which some builds of
     # torch and some processors do not have. There is a formula for each half of the unit interval.
@@ -246,7 +228,8 @@ def momentum_pack_int8(
     codes, grads, outs, scales = ([x.cpu().clone() for x in each.parts] for each in (*arrays, coded.scales))
     table = torch.tensor([(i, 0, i, 0, n, i) for i, n in enumerate(lengths)])
     rates = torch.tensor([(decay, float(nesterov)) for decay in decays], dtype=torch.float64)
-    run(codes, scales, grads, outs, table, rates, torch.tensor(coded.rows), coded.pairs.cpu())
+    blocks = torch.tensor([(before, 0) for before in coded.before])
+    run(codes, scales, grads, outs, table, rates, blocks)
     fragments = [
         (parts, decay) for *parts, decay in zip(*(each.parts for each in arrays), decays, strict=True)
     ]
@@ -258,9 +241,8 @@ def momentum_pack_int8(
             difference = part.cpu().nan_to_num().double() - other.nan_to_num().double()
             assert bool((difference.abs() <= 2.0**-148).all())
         found.assert_rest_unchanged()
-    for part, other, cut in zip(coded.scales.parts, scales, coded.cut, strict=True):
-        assert bool(part.cpu()[cut].isnan().all()), "nobody may write the scale of a cut block"
-        torch.testing.assert_close(part.cpu()[~cut], other[~cut], rtol=0, atol=0, equal_nan=True)
+    for part, other in zip(coded.scales.parts, scales, strict=True):
+        torch.testing.assert_close(part.cpu(), other, rtol=0, atol=0, equal_nan=True)
     coded.scales.assert_rest_unchanged()
 
 

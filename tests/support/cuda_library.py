@@ -26,14 +26,14 @@ OK, BAD_ARGUMENT, SHAPE, MISALIGNED, DTYPE, DEVICE, NOT_COMPILED, DRIVER = 0, -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """``enum MuonDtype``."""
 
-FLAT_ROWS = {"momentum_pack": 72, "momentum_pack_int8": 46, "unpack_apply": 102}
+FLAT_ROWS = {"momentum_pack": 72, "momentum_pack_int8": 56, "unpack_apply": 102}
 """Fragments of one launch of a flat pass: ``Fragments::kRows`` of ops/csrc/cuda/flat_passes.cu."""
 
 Fragment = tuple[Sequence[Tensor], float]
 """The tensors of a fragment, of one length, and the decay of their momentum or weights."""
 
-Blocks = tuple[int, Tensor, Tensor | None, Tensor | None]
-"""``CodeBlocks`` of ops/csrc/include/code_blocks.h: ``before``, ``scales``, ``first`` and ``last``."""
+Blocks = tuple[int, Tensor]
+"""``CodeBlocks`` of ops/csrc/include/code_blocks.h: ``before`` and ``scales``."""
 
 
 class SymGemm(ctypes.Structure):
@@ -88,7 +88,7 @@ class PackRow(ctypes.Structure):
         ("decay", ctypes.c_double),
         ("nesterov", ctypes.c_int32),
         ("before", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("scales", "first", "last")),
+        ("scales", ctypes.c_void_p),
     ]
 
 
@@ -169,8 +169,8 @@ class Kernels:
     ) -> int:
         """Run one call over fragments of ``(codes, gradient, out)``, each with its decay and its blocks."""
         rows = [
-            (*pointers(each), decay, nesterov, before, *(None if x is None else x.data_ptr() for x in scales))
-            for (each, decay), (before, *scales) in zip(fragments, blocks, strict=True)
+            (*pointers(each), decay, nesterov, before, scales.data_ptr())
+            for (each, decay), (before, scales) in zip(fragments, blocks, strict=True)
         ]
         return self._pass(self.library.muon_momentum_pack, PackRow, rows, fragments)
 

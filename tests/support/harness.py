@@ -100,14 +100,14 @@ class RanksFailed(Exception):
     def __init__(self, title: str, failures: dict[int, RankFailure], outputs: list[str]) -> None:
         self.failures = failures
         self.outputs = outputs
-        parts = [title]
+        sections = [title]
         for rank, failure in sorted(failures.items()):
-            parts.append(f"rank {rank}: {failure.type}: {failure.message}")
+            sections.append(f"rank {rank}: {failure.type}: {failure.message}")
             if failure.traceback:
-                parts.append(failure.traceback.rstrip())
+                sections.append(failure.traceback.rstrip())
         for rank, output in enumerate(outputs):
-            parts += [f"----- output of rank {rank} -----", _shorten(output).rstrip() or "(none)"]
-        super().__init__("\n".join(parts))
+            sections += [f"----- output of rank {rank} -----", _shorten(output).rstrip() or "(none)"]
+        super().__init__("\n".join(sections))
 
 
 class CommandFailed(Exception):
@@ -124,7 +124,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankHost:
     """Where one rank runs when it is not to run beside this process, as on a host of ``benchmarks/network.py``.
 
     Attributes:
@@ -146,7 +146,7 @@ class RankPool:
         world_size: Number of ranks.
         env: Environment variables for the ranks, on top of this process's own.
         shm_all_reduce: Leave DeepSpeed's shared-memory all-reduce op on.
-        places: Where each rank runs; by default all beside this process.
+        hosts: Where each rank runs; by default all beside this process.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class RankPool:
         *,
         env: Mapping[str, str] | None = None,
         shm_all_reduce: bool = False,
-        places: Sequence[Place] = (),
+        hosts: Sequence[RankHost] = (),
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
-        if places and len(places) != world_size:
-            raise ValueError(f"{world_size} ranks have {len(places)} places")
-        self._places = tuple(places)
+        if hosts and len(hosts) != world_size:
+            raise ValueError(f"{world_size} ranks have {len(hosts)} hosts")
+        self._hosts = tuple(hosts)
         self.world_size = world_size
         self._env = dict(env or {})
         self._shm_all_reduce = shm_all_reduce
@@ -251,13 +251,13 @@ class RankPool:
     @property
     def _forks(self) -> bool:
         """Whether ranks may start with what another process has imported."""
-        return not self._places and self._env.keys() <= {GROUP_TIMEOUT_VARIABLE}
+        return not self._hosts and self._env.keys() <= {GROUP_TIMEOUT_VARIABLE}
 
     def _start(self) -> None:
         extensions = warm()
         self._folder = Path(tempfile.mkdtemp(prefix="deepspeed_muon_ranks_"))
         self._tag = new_tag()
-        if not self._places:
+        if not self._hosts:
             # This process holds the rendezvous store, as torchrun's agent does: the kernel picks the port, and nobody
             # can take it between the choice and the use.
             self._store = torch.distributed.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
@@ -272,7 +272,7 @@ class RankPool:
 
     def _spawn(self, index: int, extensions: Path) -> _Rank:
         assert self._folder is not None
-        place = self._places[index] if self._places else None
+        host = self._hosts[index] if self._hosts else None
         environment = {
             **base_environment(extensions),
             TAG_VARIABLE: self._tag,
@@ -280,7 +280,7 @@ class RankPool:
             "LOCAL_RANK": str(index),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_SIZE": str(self.world_size),
-            **(self._rendezvous() if place is None else place.env),
+            **(self._rendezvous() if host is None else host.env),
             **self._env,
         }
         log = self._folder / f"rank{index}.log"
@@ -294,7 +294,7 @@ class RankPool:
                 return _Rank(forked, Connection(ours.detach()), log)
             process = subprocess.Popen(
                 [
-                    *(() if place is None else place.prefix),
+                    *(() if host is None else host.prefix),
                     sys.executable,
                     "-m",
                     "tests.support.rank_worker",
@@ -432,7 +432,7 @@ def run_command(
     tag = new_tag()
     before = shm_files()
     environment = {**base_environment(warm()), **(env or {}), TAG_VARIABLE: tag}
-    arguments = [os.fspath(part) for part in command]
+    arguments = [os.fspath(word) for word in command]
     program = shutil.which(arguments[0], path=environment["PATH"]) or arguments[0]
     # A file, not a pipe: a child that outlives the program would keep a pipe open, and the wait for it too.
     with tempfile.TemporaryFile() as output:

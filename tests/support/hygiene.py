@@ -73,12 +73,12 @@ def remove_shm(names: Iterable[str]) -> list[str]:
 def tagged_processes(tag: str = _SESSION) -> list[int]:
     """Return the ids of the live processes of a run, or of all runs of this session."""
     wanted = f"{TAG_VARIABLE}={tag}".encode()
-    found = []
+    pids = []
     for pid in _process_ids():
         with contextlib.suppress(OSError):
             if wanted in Path(f"/proc/{pid}/environ").read_bytes() and not _is_zombie(pid):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def kill_tagged(tag: str, *, patience: float = 5.0) -> list[int]:

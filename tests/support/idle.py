@@ -70,7 +70,7 @@ def lead(
             engine.optimizer.zero_grad()
         with engine.coalesce_grad_reduction() if manner == "coalesced" else contextlib.nullcontext():
             for micro, used in enumerate(micros):
-                model.used = own_share(used, rank)
+                model.used = branches_of_rank(used, rank)
                 factor = float("inf") if "!" in used else 1.0
                 tokens = batch(step, micro * world_size + rank)
                 run_micro_batch(engine, tokens, factor, manner, micro, len(micros))
@@ -123,7 +123,7 @@ def make_model(config: dict[str, Any], zero_init: bool, touch: str, manner: str)
     return model
 
 
-def own_share(used: str, rank: int) -> str:
+def branches_of_rank(used: str, rank: int) -> str:
     """Return the branches that a rank uses in a micro-batch."""
     return (used.split("|")[rank] if "|" in used else used).strip("!")
 
@@ -156,7 +156,7 @@ def reference(schedule_json: str, world: int) -> tuple[Any, Any, list[float], An
         overflows = any("!" in used for used in micros)
         for micro, used in enumerate(micros):
             for rank in range(world):
-                model.used = own_share(used, rank)
+                model.used = branches_of_rank(used, rank)
                 (model(*batch(step, micro * world + rank)) / world / len(micros)).backward()
         norms.append(float("inf") if overflows else oracle.update(model))
     end = {name: param.detach() for name, param in model.named_parameters()}

@@ -106,16 +106,12 @@ void flat_plan(const uint64_t* addresses, const int* bytes, int64_t n, int64_t* 
 
 int constant_code_block() { return kCodeBlock; }
 
-// For each block of a fragment of `n` elements: first element and the end, and whether its scale is the first or the last
-// of the two that are cut (0 and 1), or its own (-1). Returns their number.
-int64_t code_blocks(int64_t before, int64_t n, int first, int last, int64_t* out) {
-  const float pairs[2][2] = {};
-  const CodeBlocks blocks{nullptr, first ? pairs[0] : nullptr, last ? pairs[1] : nullptr, before};
+// For each block of a fragment of `n` elements: first element and the end. Returns their number.
+int64_t code_blocks(int64_t before, int64_t n, int64_t* out) {
+  const CodeBlocks blocks{nullptr, before};
   for (int64_t block = 0; block < blocks.count(n); ++block) {
-    const float* const cut = blocks.cut(block, n);
     *out++ = blocks.begin(block);
     *out++ = blocks.end(block, n);
-    *out++ = cut == nullptr ? -1 : cut == pairs[0] ? 0 : 1;
   }
   return blocks.count(n);
 }

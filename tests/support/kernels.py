@@ -84,7 +84,8 @@ def main(settings: Sequence[str]) -> int:
     for setting in settings or (*KERNELS, *MACHINES):
         print(f"\n==== {setting}", flush=True)
         variables = dict(
-            part.split("=", 1) if "=" in part else (KERNEL_VARIABLE, part) for part in setting.split(",")
+            assignment.split("=", 1) if "=" in assignment else (KERNEL_VARIABLE, assignment)
+            for assignment in setting.split(",")
         )
         command = [sys.executable, "-m", "pytest", "-q", "-m", "kernels and not full"]
         command += shlex.split(os.environ.get("PYTEST_ARGS", ""))

@@ -22,7 +22,7 @@ def inner_state(content: Any) -> Any:
     return content["optimizer"]
 
 
-def whole_record(folder: Path) -> dict[str, Any]:
+def joined_record(folder: Path) -> dict[str, Any]:
     """Return the record of the one group of all ranks, with all of its parameters."""
     first = inner_state(torch.load(files_of(folder)[0], weights_only=False))[RECORD_KEY]
     record = copy.deepcopy({**first, **first["groups"][0]})
@@ -30,8 +30,8 @@ def whole_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def part_of(record: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return what the file of a rank has of a record of :func:`whole_record`."""
+def record_of_rank(record: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return what the file of a rank has of a record of :func:`joined_record`."""
     common = {
         key: record[key] for key in ("version", "save", "order", "row_order", "optimizer") if key in record
     }

@@ -120,8 +120,8 @@ class Expert(nn.Module):
         self.gate = _gpt_oss_gate if hasattr(stacked, "alpha") else _silu_gate
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(self.gate(self.gate_up_proj(x)))
-        return found
+        result: Tensor = self.down_proj(self.gate(self.gate_up_proj(x)))
+        return result
 
 
 class ListedExperts(nn.ModuleList):
@@ -135,15 +135,18 @@ class ListedExperts(nn.ModuleList):
             return self._of_sorted(x)
         total = torch.zeros_like(x)
         for number in chosen.unique().tolist():
-            token, place = torch.where(chosen == number)
-            total = total.index_add(0, token, self[number](x[token]) * weights[token, place, None])
+            token, choice = torch.where(chosen == number)
+            total = total.index_add(0, token, self[number](x[token]) * weights[token, choice, None])
         return total
 
     def _of_sorted(self, x: Tensor) -> Tensor:
         """Llama 4 hands each expert all tokens, those of other experts as zeros."""
-        own = x.view(len(self), -1, x.shape[-1])
-        parts = [self[n](part) if part.any() else torch.zeros_like(part) for n, part in enumerate(own)]
-        return torch.cat(parts)
+        tokens_of_expert = x.view(len(self), -1, x.shape[-1])
+        outputs = [
+            self[n](tokens) if tokens.any() else torch.zeros_like(tokens)
+            for n, tokens in enumerate(tokens_of_expert)
+        ]
+        return torch.cat(outputs)
 
 
 def _silu_gate(both: Tensor) -> Tensor:
@@ -196,17 +199,17 @@ def blocks_of(model: Any, family: str) -> list[nn.Module]:
 def muon_names(family: str, *, listed: bool) -> dict[str, bool]:
     """Return the parameters that Muon updates, each with whether it is a stack of experts."""
     facts = FAMILIES[family]
-    found = {}
+    is_stack = {}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
-        found.update({f"{prefix}{name}.weight": False for name in facts["dense"]})
+        is_stack.update({f"{prefix}{name}.weight": False for name in facts["dense"]})
         for name in ("gate_up_proj", "down_proj") if has_stacks() else _DENSE:
             if listed:
                 names = [f"{facts['block']}.experts.{n}.{name}.weight" for n in range(EXPERTS)]
             else:
                 names = [f"{facts['block']}.experts.{name}"]
-            found.update({prefix + each: not listed for each in names})
-    return found
+            is_stack.update({prefix + each: not listed for each in names})
+    return is_stack
 
 
 def stack_cuts(family: str, stacks: set[str]) -> dict[str, tuple[list[int], list[int], bool]]:

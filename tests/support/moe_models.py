@@ -47,8 +47,8 @@ class PlainMoE(nn.Module):
         weight, chosen = probabilities.max(dim=1)
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.deepspeed_moe.experts.deepspeed_experts):
-            own = chosen == number
-            out[own] = expert(tokens[own]) * weight[own, None]
+            assigned = chosen == number
+            out[assigned] = expert(tokens[assigned]) * weight[assigned, None]
         share = F.one_hot(chosen, EXPERTS).to(x.dtype).mean(0)
         auxiliary = EXPERTS * (probabilities.mean(0) * share).sum()
         return out.view_as(x), auxiliary, None

@@ -74,8 +74,8 @@ def make_pipeline(kind: str, stages: int, tensor: int = 1) -> tuple[Any, dict[st
     names = {"0.weight": "embed.weight", "tied_modules.shared.weight": "embed.weight"}
     names[f"{len(blocks) + 1}.weight"] = "lm_head.weight"
     for number, block in enumerate(blocks, 1):
-        place = "thin" if block is toy.thin else f"blocks.{number - 1}"
-        names.update({f"{number}.{name}": f"{place}.{name}" for name, _ in block.named_parameters()})
+        block_name = "thin" if block is toy.thin else f"blocks.{number - 1}"
+        names.update({f"{number}.{name}": f"{block_name}.{name}" for name, _ in block.named_parameters()})
     return pipeline, names
 
 

@@ -108,9 +108,9 @@ class RankServer:
         assert self._socket is not None
         line = b""
         while not line.endswith(b"\n"):
-            if not (part := self._socket.recv(1 << 16)):
+            if not (chunk := self._socket.recv(1 << 16)):
                 raise RuntimeError("the server that forks ranks has ended; its output is above")
-            line += part
+            line += chunk
         reply: dict[str, int | None] = json.loads(line)
         return reply
 
@@ -162,10 +162,10 @@ def serve() -> None:
 
 
 def _exactly(source: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        found += source.recv(size - len(found))
-    return found
+    received = b""
+    while len(received) < size:
+        received += source.recv(size - len(received))
+    return received
 
 
 def _wait(pid: int, timeout: float | None) -> int | None:

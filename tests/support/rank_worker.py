@@ -176,26 +176,28 @@ def _release_engines() -> None:
     """Destroy the engines that a call left alive and drop what DeepSpeed would keep them alive by."""
     from deepspeed import DeepSpeedEngine
 
-    for found in gc.get_objects():
+    for instance in gc.get_objects():
         # type(), not isinstance(): the latter asks proxies for their __class__ and may wake them.
-        if issubclass(type(found), DeepSpeedEngine) and not getattr(found, "_destroyed_by_harness", False):
-            found._destroyed_by_harness = True
-            found.destroy()
+        if issubclass(type(instance), DeepSpeedEngine) and not getattr(
+            instance, "_destroyed_by_harness", False
+        ):
+            instance._destroyed_by_harness = True
+            instance.destroy()
 
 
 def runtime_caches() -> list[functools._lru_cache_wrapper[Any]]:
     """Return the caches of functions and methods in DeepSpeed's runtime."""
-    found = (item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper)
-    return [item for item in found if item.__module__.startswith("deepspeed.runtime.")]
+    wrappers = (item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper)
+    return [item for item in wrappers if item.__module__.startswith("deepspeed.runtime.")]
 
 
 def resolve(name: str) -> Callable[..., Any]:
     """Import ``module:qualified.name``."""
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    value: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        value = getattr(value, attribute)
+    return value
 
 
 def remember_cpu_info() -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""Tensor-parallel versions of the toy model, and rank functions that train them and assemble the whole parameters."""
+"""Tensor-parallel versions of the toy model, and rank functions that train them and assemble the full parameters."""
 
 from __future__ import annotations
 
@@ -33,29 +33,31 @@ BLOCKS: dict[str, Any] = {
 
 
 class SomeRanks:
-    """The ``mpu`` of an engine that spans one of ``parts`` alone; all ranks of the program make it.
+    """The ``mpu`` of an engine that spans some of the ranks; all ranks of the program make it.
 
     Args:
-        *parts: The data-parallel ranks of each engine; a rank in none of them runs no engine.
+        *engines: The data-parallel ranks of each engine; a rank in none of them runs no engine.
         models: The ranks that share a model; each rank alone unless given.
         timeout: Of the groups, in seconds; ``None`` for the program's own.
     """
 
     def __init__(
         self,
-        *parts: Sequence[int],
+        *engines: Sequence[int],
         models: Sequence[Sequence[int]] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
-        self.data = self._own(parts, timeout)
-        self.tensor = self._own(models or [[rank] for rank in range(dist.get_world_size())], timeout)
+        self.data = self._group_of_this_rank(engines, timeout)
+        self.tensor = self._group_of_this_rank(
+            models or [[rank] for rank in range(dist.get_world_size())], timeout
+        )
 
     @staticmethod
-    def _own(parts: Sequence[Sequence[int]], timeout: float | None) -> Any:
+    def _group_of_this_rank(engines: Sequence[Sequence[int]], timeout: float | None) -> Any:
         limit = None if timeout is None else timedelta(seconds=timeout)
-        groups = [dist.new_group(list(part), timeout=limit) for part in parts]
-        own = [group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part]
-        return own[0] if own else None
+        groups = [dist.new_group(list(members), timeout=limit) for members in engines]
+        joined = [group for group, members in zip(groups, engines, strict=True) if dist.get_rank() in members]
+        return joined[0] if joined else None
 
     def get_model_parallel_group(self) -> Any:
         return self.tensor
@@ -121,15 +123,17 @@ class _Leave(torch.autograd.Function):
 class ParallelLinear(nn.Module):
     """A Megatron-style linear layer in float64, cut along dimension 0 (column-parallel) or 1 (row-parallel)."""
 
-    def __init__(self, whole: Tensor, dim: int, group: Any, *, mark: str = "all", dead: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, dim: int, group: Any, *, mark: str = "all", dead: bool = False
+    ) -> None:
         super().__init__()
         self.dim, self.group = dim, group
         self.dead = dead and dist.get_rank(group) == 1
-        length, size = whole.shape[dim], dist.get_world_size(group)
+        length, size = weight.shape[dim], dist.get_world_size(group)
         sizes = [length // size] * size
         if mark == "uneven" and length == 16:
             sizes = [11, 5]
-        shard = whole.detach().split(sizes, dim)[dist.get_rank(group)]
+        shard = weight.detach().split(sizes, dim)[dist.get_rank(group)]
         self.weight = nn.Parameter(shard.clone().contiguous())
         if mark != "none":
             self.weight.tensor_model_parallel = True
@@ -154,53 +158,55 @@ def megatron_model(group: Any, *, mark: str = "all", dead: bool = False) -> Even
 
 
 class _Collect(torch.autograd.Function):
-    """Puts the ranks' outputs together, each at its places; the gradient of each rank is that of its own."""
+    """Puts the ranks' outputs together, each at its columns; the gradient of a rank is that of its columns."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Any, places: list[Tensor]) -> Tensor:
-        ctx.own = places[dist.get_rank(group)]
-        parts = [torch.empty_like(local) for _ in places]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        whole = local.new_empty(*local.shape[:-1], sum(map(len, places)))
-        for place, part in zip(places, parts, strict=True):
-            whole[..., place] = part
-        return whole
+    def forward(ctx: Any, local: Tensor, group: Any, positions: list[Tensor]) -> Tensor:
+        ctx.positions = positions[dist.get_rank(group)]
+        outputs = [torch.empty_like(local) for _ in positions]
+        dist.all_gather(outputs, local.contiguous(), group=group)
+        full = local.new_empty(*local.shape[:-1], sum(map(len, positions)))
+        for columns, output in zip(positions, outputs, strict=True):
+            full[..., columns] = output
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[..., ctx.own].contiguous(), None, None
+        return grad[..., ctx.positions].contiguous(), None, None
 
 
 class SlicedLinear(nn.Module):
-    """A layer of which a rank has slices along a dimension, in any order; its output is whole on every rank.
+    """A layer of which a rank has slices along a dimension, in any order; its output is complete on every rank.
 
-    So it can take the place of any layer. Each of ``parts`` is cut over all ranks of the group.
+    So it can replace any layer. Each section, of which there is one by default, is cut over all ranks of the group.
     """
 
-    def __init__(self, layer: nn.Module, dim: int, group: Any, parts: Sequence[int] = ()) -> None:
+    def __init__(self, layer: nn.Module, dim: int, group: Any, section_sizes: Sequence[int] = ()) -> None:
         super().__init__()
         self.group, self.dim = group, dim
         self.transposed = hasattr(layer, "nf")
         if self.transposed:
             self.nf = layer.nf
         size, length = dist.get_world_size(group), layer.weight.shape[dim]
-        runs = torch.arange(length).split(list(parts) or [length])
-        self.places = [torch.cat([run.chunk(size)[rank] for run in runs]) for rank in range(size)]
-        self.own = self.places[dist.get_rank(group)]
+        sections = torch.arange(length).split(list(section_sizes) or [length])
+        self.positions = [
+            torch.cat([section.chunk(size)[rank] for section in sections]) for rank in range(size)
+        ]
+        self.local_positions = self.positions[dist.get_rank(group)]
         self.cuts_output = dim == int(self.transposed)
-        self.weight = self._shard(layer.weight, dim, parts)
+        self.weight = self._shard(layer.weight, dim, section_sizes)
         bias = getattr(layer, "bias", None)
-        self.bias = None if bias is None else self._shard(bias, 0, parts)
+        self.bias = None if bias is None else self._shard(bias, 0, section_sizes)
 
-    def _shard(self, whole: Tensor, dim: int, parts: Sequence[int]) -> nn.Parameter:
-        param = nn.Parameter(whole.detach().index_select(dim, self.own).clone())
+    def _shard(self, weight: Tensor, dim: int, section_sizes: Sequence[int]) -> nn.Parameter:
+        param = nn.Parameter(weight.detach().index_select(dim, self.local_positions).clone())
         param.tensor_model_parallel = True
         param.partition_dim = dim
-        if len(set(parts)) > 1:
-            param.partition_sizes = tuple(parts)
+        if len(set(section_sizes)) > 1:
+            param.partition_sizes = tuple(section_sizes)
         else:
-            param.partition_stride = len(parts) or 1
-        param.places = self.places
+            param.partition_stride = len(section_sizes) or 1
+        param.positions = self.positions
         return param
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,9 +214,9 @@ class SlicedLinear(nn.Module):
         weight = weight.mT if self.transposed else weight
         x = _Enter.apply(x.double(), self.group)
         if not self.cuts_output:
-            return _Leave.apply(F.linear(x[..., self.own], weight), self.group)
+            return _Leave.apply(F.linear(x[..., self.local_positions], weight), self.group)
         bias = None if self.bias is None else self.bias.double()
-        return _Collect.apply(F.linear(x, weight, bias), self.group, self.places)
+        return _Collect.apply(F.linear(x, weight, bias), self.group, self.positions)
 
 
 class LocalRecorder(QkRecorder):
@@ -236,15 +242,19 @@ SLICED: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {
     "grouped": {f"attn.{part}_proj": (int(part == "o"), ()) for part in "qkvo"},
     "fused_attention": {"attn.qkv": (0, (16, 8, 8)), "attn.o_proj": (1, ())},
 }
-"""The layers that are cut: the dimension, and the parts that are cut each."""
+"""The layers that are cut: the dimension, and the sizes of the sections that are cut one by one."""
 
 
 def sliced_model(kind: str, group: Any) -> nn.Module:
     """Cut layers of a model over the group; the rest is on every rank."""
     model = build(kind)
-    for name, (dim, parts) in SLICED[kind].items():
+    for name, (dim, section_sizes) in SLICED[kind].items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], SlicedLinear(model.get_submodule(name), dim, group, parts))
+        setattr(
+            parent,
+            name.rpartition(".")[2],
+            SlicedLinear(model.get_submodule(name), dim, group, section_sizes),
+        )
     if kind in LAYOUTS:
         shape = {
             "heads": HEADS // dist.get_world_size(group),
@@ -323,28 +333,28 @@ def _engine(
 
 
 def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
-    """Return whole masters or states: over the data-parallel ranks by the layouts, then over the shards."""
-    found = training.full_masters(engine) if key is None else training.full_states(engine, key)
+    """Return full masters or states: over the data-parallel ranks by the layouts, then over the shards."""
+    local_tensors = training.full_masters(engine) if key is None else training.full_states(engine, key)
     runners = deepspeed_muon.muon_optimizer(engine).runners
     cuts = {matrix.name: matrix.shards for runner in runners for matrix in runner.step_set.matrices}
-    whole: dict[str, Tensor] = {}
-    for name, local in found.items():
+    full: dict[str, Tensor] = {}
+    for name, local in local_tensors.items():
         shards = [local]
         if group is not None:
             shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
             dist.all_gather(shards, local, group=group)
         param, cut = engine.module.get_parameter(name), cuts.get(name)
-        if hasattr(param, "places"):
-            places = torch.cat(param.places)
-            whole[name] = torch.cat(shards, param.partition_dim).index_select(
-                param.partition_dim, places.argsort()
+        if hasattr(param, "positions"):
+            positions = torch.cat(param.positions)
+            full[name] = torch.cat(shards, param.partition_dim).index_select(
+                param.partition_dim, positions.argsort()
             )
         elif cut is not None and cut.dim is not None:
-            whole[name] = torch.cat(shards, dim=cut.dim)
+            full[name] = torch.cat(shards, dim=cut.dim)
         else:
             assert all(torch.equal(shard, shards[0]) for shard in shards), f"{name}: the copies differ"
-            whole[name] = shards[0]
-    return whole
+            full[name] = shards[0]
+    return full
 
 
 def train(

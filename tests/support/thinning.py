@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-_Part = tuple[tuple[int, str], ...]
+_Values = tuple[tuple[int, str], ...]
 
 
 def full(*values: Any) -> Any:
@@ -21,11 +21,11 @@ def usual(cases: Iterable[Any], core: Container[Any], compat: Container[Any] = (
 
     Those in ``compat`` run under the oldest supported DeepSpeed too.
     """
-    found = []
+    params = []
     for case in cases:
         marks = [pytest.mark.compat] * (case in compat) + [pytest.mark.full] * (case not in core)
-        found.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks))
-    return found
+        params.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks))
+    return params
 
 
 def each_value(cases: Iterable[Any]) -> list[Any]:
@@ -46,18 +46,20 @@ def triples(cases: Iterable[Any]) -> list[Any]:
 def _thinned(cases: Iterable[Any], size: int) -> list[Any]:
     """Return the cases, tuples or ``pytest.param``, as the latter; their marks stay."""
     params = [case if hasattr(case, "marks") else pytest.param(*case) for case in cases]
-    parts = [_parts(param.values, size) for param in params]
+    parts = [_combinations(param.values, size) for param in params]
     missing = set().union(*parts)
-    kept = set()
+    core_numbers = set()
     while missing:
         best = max(range(len(params)), key=lambda number: len(parts[number] & missing))
-        kept.add(best)
+        core_numbers.add(best)
         missing -= parts[best]
     return [
-        param if number in kept else pytest.param(*param.values, marks=[*param.marks, pytest.mark.full])
+        param
+        if number in core_numbers
+        else pytest.param(*param.values, marks=[*param.marks, pytest.mark.full])
         for number, param in enumerate(params)
     ]
 
 
-def _parts(case: tuple[Any, ...], size: int) -> set[_Part]:
+def _combinations(case: tuple[Any, ...], size: int) -> set[_Values]:
     return set(combinations(((place, repr(value)) for place, value in enumerate(case)), size))

@@ -106,20 +106,20 @@ def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[s
         return {key: {global_name(n, first): v for n, v in each.items()} for key, each in found.items()}
     if kind == "autoep":
         layer = engine.module.model.layers[0].mlp
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (layer.ep_rank, found))
-        shares = dict(told)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (layer.ep_rank, found))
+        shares = dict(gathered)
         for key, each in found.items():
             for name in each.keys() & autoep_models.STACKS:
                 each[name] = torch.cat([shares[number][key][name] for number in sorted(shares)])
         return found
     if kind in ("autotp", "megatron") and size > 1:
         group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
-        told = [None] * size
-        dist.all_gather_object(told, found, group=group)
+        gathered = [None] * size
+        dist.all_gather_object(gathered, found, group=group)
         fused = topology.get("mark") == "fused"
         return {
-            key: {name: _joined(name, [each[key][name] for each in told], fused) for name in each}
+            key: {name: _joined(name, [each[key][name] for each in gathered], fused) for name in each}
             for key, each in found.items()
         }
     return found

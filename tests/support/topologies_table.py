@@ -27,14 +27,14 @@ topology. The difference is the largest of any element of masters, momentum and 
 
 def rows(report: Path) -> Iterator[str]:
     """Yield a row for each change that the report has."""
-    found = {}
+    differences = {}
     for case in ElementTree.parse(report).iter("testcase"):
         for entry in case.iter("property"):
             if entry.get("name") == "worst difference":
-                found[str(case.get("name")).partition("[")[2].rstrip("]")] = entry.get("value")
+                differences[str(case.get("name")).partition("[")[2].rstrip("]")] = entry.get("value")
     for change, (before, after) in CHANGES.items():
-        if change in found:
-            yield f"| {change} | {shown(*before)} | {shown(*after)} | {found[change]} |"
+        if change in differences:
+            yield f"| {change} | {shown(*before)} | {shown(*after)} | {differences[change]} |"
 
 
 def shown(ranks: int, topology: dict[str, Any]) -> str:

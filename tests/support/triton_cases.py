@@ -65,20 +65,20 @@ def product_faults(
         # Above the diagonal there may be anything.
         read = c.tril() + torch.full_like(c, float("nan")).triu(1)
     result = triton_sym.sym_gemm(a, a, read, alpha, beta, diag)
-    wide = alpha * (a.double() @ a.double().mT) + diag * torch.eye(m, dtype=torch.float64, device=device)
+    exact = alpha * (a.double() @ a.double().mT) + diag * torch.eye(m, dtype=torch.float64, device=device)
     size = abs(alpha) * (a.double().abs() @ a.double().abs().mT) + abs(diag) * torch.eye(
         m, dtype=torch.float64
     )
     if c is not None:
-        wide, size = wide + beta * c.double(), size + abs(beta) * c.double().abs()
+        exact, size = exact + beta * c.double(), size + abs(beta) * c.double().abs()
     # One rounding to the dtype; sums of k terms and what is added in fp32.
-    bound = UNIT[dtype] * (wide.abs() + 2.0**-24) + (k + 4) * 2.0**-23 * size
+    bound = UNIT[dtype] * (exact.abs() + 2.0**-24) + (k + 4) * 2.0**-23 * size
     faults = []
     if result.dtype != dtype or not torch.equal(result, result.mT):
         faults.append("is not symmetric to the last bit")
-    if not bool(((result.double() - wide).abs() <= bound).all()):
+    if not bool(((result.double() - exact).abs() <= bound).all()):
         faults.append(
-            f"differs by {float(((result.double() - wide).abs() / bound).max()):.2g} times the bound"
+            f"differs by {float(((result.double() - exact).abs() / bound).max()):.2g} times the bound"
         )
     return [f"{batch}x{m}x{k} {dtype} c={with_c} strided={strided}: {fault}" for fault in faults]
 

@@ -172,7 +172,7 @@ def test_guesses_alone(
         ("models_of_test:needs_arguments", "write a function that needs none and returns the model"),
         ("models_of_test:makes_none", "returned a NoneType, expected a torch.nn.Module"),
         ("no-such-model", "neither a preset"),
-        ("no/such/model", "of a model on the Hub pass its config.json"),
+        ("no/such/model", "for a model on the Hub pass its config.json"),
     ],
 )
 def test_errors_are_one_line_with_a_remedy(

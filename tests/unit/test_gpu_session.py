@@ -31,10 +31,10 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_part(session: ModuleType, t
         session.Step("hanging", session.python("-c", "import time; time.sleep(600)"), 6.0),
         session.Step("right", session.python("-c", "import deepspeed_muon.errors"), 60.0),
     ]
-    found = session.run_part(steps, tmp_path / "part.log", None)
-    ended = [each["ended"] for each in found]
+    outcomes = session.run_part(steps, tmp_path / "part.log", None)
+    ended = [outcome["ended"] for outcome in outcomes]
     assert ended[0].startswith("did not start") and ended[1:] == ["failed with 3", "took too long", "ok"]
-    assert json.loads((tmp_path / "part.json").read_text()) == found
+    assert json.loads((tmp_path / "part.json").read_text()) == outcomes
     assert "why" in (tmp_path / "part.log").read_text()
 
 
@@ -53,8 +53,8 @@ def test_a_resumed_part_runs_what_is_not_ok_yet_and_what_prepares_it(
     report = tmp_path / "part.json"
     known = [{"step": "preparing", "ended": "ok"}, {"step": "right", "ended": "ok"}]
     report.write_text(json.dumps([*known, {"step": "failing", "ended": "took too long"}]))
-    found = session.run_part(steps, tmp_path / "part.log", None, session.done_earlier(report))
-    assert [each["ended"] for each in found] == ["ok", "ok", "failed with 3"]
+    outcomes = session.run_part(steps, tmp_path / "part.log", None, session.done_earlier(report))
+    assert [outcome["ended"] for outcome in outcomes] == ["ok", "ok", "failed with 3"]
     assert made.read_text() == "again"
     assert session.done_earlier(report) == ["preparing", "right"]  # what a third run goes on from
     # With nothing left nothing is prepared.

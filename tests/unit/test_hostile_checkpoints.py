@@ -77,17 +77,8 @@ HOSTILE: dict[str, Callable[[], str]] = {
     "as many parameters as are read": lambda: (
         '"parameters":{' + joined(f'"p{i}":{RECORD}' for i in range(79_000)) + "}}"
     ),
-    "as many files": lambda: '"files":{' + joined(f'"p{i}":{{}}' for i in range(150_000)) + "}}",
-    "numbers for versions": lambda: '"versions":{' + joined(f'"p{i}":1' for i in range(900_000)) + "}}",
-    "numbers for what was lost": lambda: '"lossy":[' + joined("1" for _ in range(1_900_000)) + "]}",
-    "lists": lambda: '"source":{"a":[' + joined("[]" for _ in range(900_000)) + "]}}",
-    "groups": lambda: '"groups":[' + joined('{"lr":1}' for _ in range(190_000)) + "]}",
-    "a grid": lambda: (
-        '"parameters":{"w":' + RECORD[:-1] + ',"grid":[[' + joined("0" for _ in range(1_900_000)) + "],[]]}}}"
-    ),
     "depth": lambda: "[" * 30_000_000,
     "a long number": lambda: '"version":' + "1" * 30_000_000 + "}",
-    "a long text": lambda: '"version":"' + "x" * 30_000_000 + '"}',
     "one key again and again": lambda: '"files":{' + joined('"x":{}' for _ in range(150_000)) + "}}",
 }
 
@@ -109,24 +100,12 @@ def test_an_index_of_a_gigabyte(tmp_path: Path) -> None:
     [
         (lambda text: text + b" " * (1 << 20), "its header has"),
         (
-            lambda text: (
-                text.rstrip()[:-1]
-                + b"".join(
-                    b',"x%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(1_500_000)
-                )
-                + b"}"
-            ),
-            "its header has",
-        ),
-        (
             lambda text: text.rstrip()[:-1] + b',"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
             "tensor x of parameter",
         ),
         (lambda text: text.replace(b'"momentum_buffer/w"', b'"fp32/w"'), "is there twice"),
         (lambda text: text.replace(b"[48,96]", b"[0,48]"), "'data_offsets': [0, 48]} by the file's"),
-        (lambda text: text.replace(b"[48,96]", b'["x",{}]'), "['x', {}]} by the file's"),
         (lambda text: text.replace(b"F32", b"F64"), "{'dtype': 'F64'"),
-        (lambda text: b"[" * 100_000, "its header has"),
         (lambda text: b"[" * 1000, "cannot be read"),
     ],
 )

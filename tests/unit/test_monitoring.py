@@ -15,7 +15,6 @@ import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule, tolerates_rounding
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.monitoring.check import Result, ResultCheck
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     check_failure,
@@ -29,6 +28,7 @@ from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.reference import newton_schulz
+from deepspeed_muon.step.check import Result, ResultCheck
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from tests.support.comparisons import close, within
 from tests.support.models import build, train_alone
@@ -267,7 +267,7 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
 ) -> None:
     """A wrong result is left out by the device alone; the host is told in the next step, and then it is redone."""
     check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, sharded_placement(0, 96, 96)) for i in range(3)))
-    check.told_later = True
+    check.is_deferred = True
     directions = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(8))
     directions[0] = 0
     right = orthogonalize(directions, settings=NsSettings(QUINTIC))
@@ -288,13 +288,13 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     ((indices, flags),) = check.left_out
     assert indices == [0, 1, 2] and flags.tolist() == [False, False, True]
     with caplog.at_level(logging.WARNING):
-        assert check.learn([2]) == [] and check.recorder.failed == 1
+        assert check.read_verdicts([2]) == [] and check.recorder.failed == 1
     assert "w2 (8 x 12)" in caplog.text and "from now on" in caplog.text
     close(settled(math.nan), right, rtol=0, atol=1e-5)
-    assert check.learn([]) == [] and (check.recorder.redone, check.recorder.failed) == (1, 1)
+    assert check.read_verdicts([]) == [] and (check.recorder.redone, check.recorder.failed) == (1, 1)
     directions[2] = math.inf
     assert not settled(1.0)[2].any()
-    assert check.learn([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
+    assert check.read_verdicts([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
 
 
 @pytest.mark.parametrize("mode", ["skip", "error"])
@@ -303,7 +303,7 @@ def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(mo
     weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
     optimizer._bind_plain()
     (runner,) = optimizer.runners
-    runner.check.told_later = True
+    runner.check.is_deferred = True
     weight.data.fill_(1.0)
     for _ in range(2):
         weight.grad = torch.full((12, 20), 1e6)

@@ -35,13 +35,7 @@ def build(folder: Path) -> ctypes.CDLL:
     library.schedule_total.restype = ctypes.c_int64
     library.triangle_row_of.argtypes = [ctypes.c_int64]
     library.flat_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    library.code_blocks.argtypes = [
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
+    library.code_blocks.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library.code_blocks.restype = ctypes.c_int64
     library.scale_of_codes.argtypes, library.scale_of_codes.restype = [ctypes.c_uint32], ctypes.c_float
     library.code_of_quotient.argtypes = [ctypes.c_float]
@@ -136,8 +130,8 @@ def banks_used(offsets: np.ndarray, width: int) -> np.ndarray:
 def test_triangle_row_at_every_boundary(maps: Maps) -> None:
     for row in [*range(1, 3000), *range(46_330, 46_350), *range(131_000, 131_072)]:
         first = row * (row + 1) // 2
-        found = [maps.library.triangle_row_of(first + step) for step in (-1, 0, row, row + 1)]
-        assert found == [row - 1, row, row, row + 1]
+        rows = [maps.library.triangle_row_of(first + step) for step in (-1, 0, row, row + 1)]
+        assert rows == [row - 1, row, row, row + 1]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 78, 108, 114, 132, 142, 148, 160, 264])
@@ -285,15 +279,10 @@ def test_every_element_is_in_its_block_of_codes(maps: Maps, before: int) -> None
     block = maps.library.constant_code_block()
     assert block == BLOCK and maps.library.constant_flat_tile() % block == 0
     for n in (1, 2, 155, 156, 157, 255, 256, 257, 512, 1000):
-        for first, last in product((0, 1), repeat=2):
-            out = np.zeros((10, 3), dtype=np.int64)
-            count = maps.library.code_blocks(before, n, first, last, out.ctypes.data)
-            found = [(number, at) for number, (at, end, _) in enumerate(out[:count]) for at in range(at, end)]
-            assert found == [((before + at) // block, at) for at in range(n)]
-            of_last = 1 if last else -1
-            cut = [*[-1] * (count - 1), of_last]
-            cut[0] = 0 if first else cut[0]
-            assert out[:count, 2].tolist() == cut
+        bounds = np.zeros((10, 2), dtype=np.int64)
+        count = maps.library.code_blocks(before, n, bounds.ctypes.data)
+        elements = [(number, index) for number in range(count) for index in range(*bounds[number])]
+        assert elements == [((before + index) // block, index) for index in range(n)]
 
 
 def test_codes_and_their_scales_are_those_of_the_quantizer(maps: Maps) -> None:

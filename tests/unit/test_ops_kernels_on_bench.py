@@ -294,11 +294,11 @@ def long_fragments_of_codes(kernels: Bench, _: str = "") -> None:
     ends = [each[-4096:].clone() for each in (codes, grad, out)]
     expected = [ends[0], scales[-16:].clone(), *ends[1:]]
     table, rates = torch.tensor([(0, 0, 0, 0, 4096, 0)]), torch.tensor([(0.9, 0.0)], dtype=torch.float64)
-    blocks, cut = torch.tensor([(0, 0, -1, -1)]), torch.empty(0, 2)
-    flat_passes("torch").momentum_pack_int8(*([each] for each in expected), table, rates, blocks, cut)
+    blocks = torch.tensor([(0, 0)])
+    flat_passes("torch").momentum_pack_int8(*([each] for each in expected), table, rates, blocks)
     kernels.configure(processors=n // 4096, blocks=(n // 4096 - 1, 1))
     fragment = (codes, grad, out), 0.9
-    assert kernels.momentum_pack_int8([fragment], [(0, scales, None, None)], nesterov=False) == OK
+    assert kernels.momentum_pack_int8([fragment], [(0, scales)], nesterov=False) == OK
     for found, right in zip((codes[-4096:], scales[-16:], grad[-4096:], out[-4096:]), expected, strict=True):
         assert torch.equal(found, right)
 

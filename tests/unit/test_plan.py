@@ -255,6 +255,16 @@ def test_stacks_are_cut_where_blocks_lie_whole() -> None:
     ]
 
 
+def test_a_stack_is_cut_only_between_blocks_of_int8_momentum() -> None:
+    """Of blocks of 96 elements every eighth begins a block of 256 codes."""
+    runs = split_blocks(24, 96, replicated_placement(0, 24 * 96, 3), cost=1.0, limit=1.0, divisor=256)
+    assert runs == [(0, 8), (8, 8), (16, 8)]
+    runs = split_blocks(24, 96, flat_placement(0, 24 * 96, 500), cost=1.0, limit=1.0, divisor=256)
+    assert runs == [(0, 16), (16, 8)]
+    aligned = split_blocks(9, 256, flat_placement(0, 9 * 256, 600), cost=1.0, limit=1.0, divisor=256)
+    assert aligned == split_blocks(9, 256, flat_placement(0, 9 * 256, 600), cost=1.0, limit=1.0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     blocks=st.integers(2, 7),

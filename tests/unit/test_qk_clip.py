@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.qk_clip import recorder as qk_clip
-from deepspeed_muon.qk_clip.clip import clip_factor, head_runs
+from deepspeed_muon.qk_clip.clip import clip_factor, head_fragments
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRows, logit_bounds, max_logits
 from tests.support.attention_models import THRESHOLD, AttendingToy
 from tests.support.comparisons import close
@@ -68,7 +68,7 @@ def test_rows_of_heads_in_partitions() -> None:
     marked = torch.zeros(24, dtype=torch.int)
     for rank in range(4):
         fragment = placement.fragment_on(rank)
-        for run in head_runs([layer], {"w": (7, fragment)}, ["none"]):
+        for run in head_fragments([layer], {"w": (7, fragment)}, ["none"]):
             assert run.partition == 7 and fragment is not None
             begin = fragment.matrix_offset + run.offset - fragment.partition_offset
             marked[begin : begin + run.numel] = run.stop // 2
@@ -189,8 +189,8 @@ REFUSED = {
     "flash": ("Llama", LARGER, "attn_implementation 'flash_attention_2' of LlamaForCausalLM cannot be recorded"),
     "flex": ("Llama", LARGER, "attn_implementation 'flex_attention' of LlamaForCausalLM cannot be recorded"),
     "capped": ("Gemma2", {**LARGER, "head_dim": 4}, "has attn_logit_softcapping, which bounds the logits already"),
-    "fused": ("Phi3", LARGER, "makes queries and keys in qkv_proj; say where their rows are"),
-    "gpt2": ("GPT2", SIZES, "makes queries and keys in c_attn; say where their rows are"),
+    "fused": ("Phi3", LARGER, "produces queries and keys in qkv_proj; say where their rows are"),
+    "gpt2": ("GPT2", SIZES, "produces queries and keys in c_attn; say where their rows are"),
     "qwen3": ("Qwen3", {**LARGER, "head_dim": 4}, "normalises queries or keys"),
     "hunyuan": ("HunYuanDenseV1", {**LARGER, "head_dim": 4}, "normalises queries or keys"),  # query_layernorm
     "phi": ("Phi", {**LARGER, "qk_layernorm": True}, "normalises queries or keys"),

@@ -98,16 +98,16 @@ def route(name: str, *shape: int, siblings: tuple[str, ...] = ()) -> Route:
     ],
 )
 def test_rules_by_name_and_shape(name: str, shape: tuple[int, ...], algorithm: str) -> None:
-    found = route(name, *shape)
-    assert found.algorithm == algorithm, found
-    assert found.reason
+    routed = route(name, *shape)
+    assert routed.algorithm == algorithm, routed
+    assert routed.reason
 
 
 def test_a_gate_beside_experts_is_a_router() -> None:
-    found = route(
+    routed = route(
         "model.layers.0.moe.gate.weight", 4, 8, siblings=("model.layers.0.moe.experts.0.w1.weight",)
     )
-    assert found.algorithm == "adamw" and "router" in found.reason
+    assert routed.algorithm == "adamw" and "router" in routed.reason
 
 
 def test_the_adapters_of_stacked_experts_go_to_adamw() -> None:
@@ -118,26 +118,26 @@ def test_the_adapters_of_stacked_experts_go_to_adamw() -> None:
     wrapped.lora_A = nn.ModuleDict({"default": nn.Linear(8, 6, bias=False)})
     wrapped.lora_B = nn.ModuleDict({"default": nn.Linear(6, 8, bias=False)})
     model.up = nn.Linear(8, 8, bias=False)
-    found = {route.name: route for route in Muon(model).routes}
+    routed = {route.name: route for route in Muon(model).routes}
     for half in "AB":
-        route = found[f"experts.lora_{half}.default.weight"]
+        route = routed[f"experts.lora_{half}.default.weight"]
         assert (route.algorithm, route.rule) == ("adamw", "adapter") and "stacked experts" in route.reason
     with pytest.raises(RoutingError, match="Muon orthogonalises matrices"):
         Muon(model, include=["*lora_B*"])
 
 
 def test_the_adapter_of_a_router_is_the_router() -> None:
-    found = route(
+    routed = route(
         "layers.0.mlp.gate.lora_B.default.weight", 4, 2, siblings=("layers.0.mlp.experts.0.up.weight",)
     )
-    assert found.rule == "router", found
+    assert routed.rule == "router", routed
 
 
 def test_the_coefficient_of_residual_experts_is_a_router() -> None:
-    found = route(
+    routed = route(
         "moe.coefficient.weight", 2, 8, siblings=("moe.deepspeed_moe.experts.deepspeed_experts.0.weight",)
     )
-    assert found.algorithm == "adamw" and "router" in found.reason
+    assert routed.algorithm == "adamw" and "router" in routed.reason
     assert route("moe.coefficient.weight", 2, 8).algorithm == "muon"
 
 
@@ -153,7 +153,7 @@ def test_of_a_head_with_several_matrices_the_last_one_makes_the_outputs() -> Non
         NamedParameter((name,), nn.Parameter(torch.zeros(shape)))
         for name, shape in zip(names, ((16, 8), (12, 16), (10, 12)), strict=True)
     ]
-    assert [found.algorithm for found in route_parameters(members)] == ["muon", "muon", "adamw"]
+    assert [routed.algorithm for routed in route_parameters(members)] == ["muon", "muon", "adamw"]
 
 
 class WithTask(nn.Module):
@@ -183,8 +183,8 @@ def test_a_last_projection_to_few_outputs_is_a_head(model: nn.Module, algorithms
 
 def test_a_narrow_matrix_can_be_included() -> None:
     member = NamedParameter(("mix.weight",), nn.Parameter(torch.zeros(1, 9)))
-    found = route_parameters([member], MuonConfig(include=["mix.*"]))[0]
-    assert found.algorithm == "muon" and found.matrix_shape == (1, 9)
+    routed = route_parameters([member], MuonConfig(include=["mix.*"]))[0]
+    assert routed.algorithm == "muon" and routed.matrix_shape == (1, 9)
 
 
 class Tied(nn.Module):
@@ -281,8 +281,8 @@ def test_frozen_parameters_are_routed_quickly_and_share_their_memory() -> None:
 def test_zero_init_placeholders_are_judged_by_their_true_shape() -> None:
     param = nn.Parameter(torch.zeros(0))
     param.ds_shape = torch.Size((8, 8))
-    found = route_parameters([NamedParameter(("layers.0.w.weight",), param)])[0]
-    assert found.algorithm == "muon" and found.shape == (8, 8)
+    routed = route_parameters([NamedParameter(("layers.0.w.weight",), param)])[0]
+    assert routed.algorithm == "muon" and routed.shape == (8, 8)
 
 
 def test_patterns() -> None:
@@ -312,8 +312,8 @@ def test_groups_are_split_and_keep_their_settings() -> None:
         {"params": list(model[1].named_parameters()), "muon_lr": 0.7, "adam_lr": 0.007},
     ]
     optimizer = Muon(groups, lr=0.01, weight_decay=0.3)
-    found = [(g["algorithm"], g["lr"], g["weight_decay"], g.get("name")) for g in optimizer.param_groups]
-    assert found == [
+    routed = [(g["algorithm"], g["lr"], g["weight_decay"], g.get("name")) for g in optimizer.param_groups]
+    assert routed == [
         ("muon", 0.5, 0.1, "first"),
         ("adamw", 0.5, 0.1, "first"),
         ("muon", 0.7, 0.3, None),

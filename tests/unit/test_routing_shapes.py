@@ -74,18 +74,18 @@ def test_heads_are_those_of_the_config(
 
 def test_a_size_that_does_not_fit_is_said_so() -> None:
     model = Named(LLAMA, q_proj=(32, 7), k_proj=(24, 7))
-    found = routes(model, matrices={"*": {"heads": "config"}})
-    assert found["k_proj.weight"].row_blocks == ()
-    assert "2 heads of 8 are not its 24 outputs" in found["k_proj.weight"].reason
+    routed = routes(model, matrices={"*": {"heads": "config"}})
+    assert routed["k_proj.weight"].row_blocks == ()
+    assert "2 heads of 8 are not its 24 outputs" in routed["k_proj.weight"].reason
 
 
 def test_the_nearest_config_counts() -> None:
     """The vision tower has another head count than the language model around it."""
     model = Named(LLAMA, q_proj=(32, 7))
     model.vision = Named({"num_attention_heads": 8, "hidden_size": 32}, q_proj=(32, 7))
-    found = routes(model, matrices={"*": {"heads": "config"}})
-    assert found["q_proj.weight"].row_blocks == (8,) * 4
-    assert found["vision.q_proj.weight"].row_blocks == (4,) * 8
+    routed = routes(model, matrices={"*": {"heads": "config"}})
+    assert routed["q_proj.weight"].row_blocks == (8,) * 4
+    assert routed["vision.q_proj.weight"].row_blocks == (4,) * 8
     inner = Named()
     inner.config = SimpleNamespace(text_config=SimpleNamespace(**LLAMA))
     inner.q_proj = nn.Linear(7, 32, bias=False)
@@ -94,17 +94,17 @@ def test_the_nearest_config_counts() -> None:
 
 def test_the_explicit_key_comes_first() -> None:
     model = Named(LLAMA, q_proj=(32, 7), odd=(30, 7))
-    found = routes(
+    routed = routes(
         model, matrices={"q_proj.*": {"heads": 8}, "odd.*": {"heads": 3}, "*": {"heads": "config"}}
     )
-    assert found["q_proj.weight"].row_blocks == (4,) * 8
-    assert found["odd.weight"].row_blocks == (10,) * 3
+    assert routed["q_proj.weight"].row_blocks == (4,) * 8
+    assert routed["odd.weight"].row_blocks == (10,) * 3
     assert routes(model, matrices={"odd.*": {"heads": 3}})["q_proj.weight"].row_blocks == ()
 
 
 def test_splits() -> None:
     model = Named(LLAMA, qkv_proj=(64, 7), gate_up_proj=(10, 7), thirds=(9, 7))
-    found = routes(
+    routed = routes(
         model,
         matrices={
             "qkv_proj.*": {"split": "qkv"},
@@ -113,8 +113,8 @@ def test_splits() -> None:
         },
         exclude=["thirds.weight"],
     )
-    assert found["qkv_proj.weight"].row_blocks == (32, 16, 16)
-    assert found["gate_up_proj.weight"].row_blocks == (5, 5), "the first pattern that matches"
+    assert routed["qkv_proj.weight"].row_blocks == (32, 16, 16)
+    assert routed["gate_up_proj.weight"].row_blocks == (5, 5), "the first pattern that matches"
     thirds = routes(model, matrices={"thirds.*": {"split": [0.3333, 0.3333, 0.3333]}})["thirds.weight"]
     assert thirds.row_blocks == (3, 3, 3)
     heads = routes(model, matrices={"*": {"heads": "config"}, "qkv_proj.*": {"split": [32, 16, 16]}})[
@@ -159,15 +159,15 @@ def test_words_that_need_a_config() -> None:
 
 def test_stored_transposes() -> None:
     """Which weights count as input x output, and what their blocks and scales are."""
-    found = {route.name: route for route in Muon(build("fused")).routes}
-    assert {name for name, route in found.items() if route.transposed} == {
+    routed = {route.name: route for route in Muon(build("fused")).routes}
+    assert {name for name, route in routed.items() if route.transposed} == {
         "self_attn.c_attn.weight",
         "turned.gate_up_proj",
         "turned.down_proj",
     }
-    assert found["experts.gate_up_proj"].row_blocks == (12,) * 3
-    assert found["turned.gate_up_proj"].row_blocks == (16,) * 3
-    assert found["experts.gate_up_proj_bias"].algorithm == "adamw"
+    assert routed["experts.gate_up_proj"].row_blocks == (12,) * 3
+    assert routed["turned.gate_up_proj"].row_blocks == (16,) * 3
+    assert routed["experts.gate_up_proj_bias"].algorithm == "adamw"
     asked = routes(Named(a=(4, 8), b=(4, 8)), matrices={"a.*": {"split": [6, 2], "transposed": True}})
     assert asked["a.weight"].transposed and asked["a.weight"].col_blocks == (6, 2)
     assert not asked["b.weight"].transposed
@@ -206,15 +206,15 @@ def test_hugging_face_models() -> None:
     gpt2 = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2)
     )
-    found = routes(gpt2, matrices={"*.c_attn.weight": {"split": "qkv", "heads": "config"}})
-    attention = found["transformer.h.0.attn.c_attn.weight"]
+    routed = routes(gpt2, matrices={"*.c_attn.weight": {"split": "qkv", "heads": "config"}})
+    attention = routed["transformer.h.0.attn.c_attn.weight"]
     assert attention.transposed and attention.col_blocks == (8,) * 12 and attention.row_blocks == ()
-    assert found["transformer.h.0.mlp.c_fc.weight"].transposed
+    assert routed["transformer.h.0.mlp.c_fc.weight"].transposed
     phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**common))
-    found = routes(
+    routed = routes(
         phi, matrices={"*.qkv_proj.weight": {"split": "qkv"}, "*.gate_up_proj.weight": {"split": "gate_up"}}
     )
-    assert found["model.layers.0.self_attn.qkv_proj.weight"].row_blocks == (32, 16, 16)
+    assert routed["model.layers.0.self_attn.qkv_proj.weight"].row_blocks == (32, 16, 16)
     oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(num_local_experts=4, **common))
     experts = routes(oss, matrices={"*": {"heads": "config"}})["model.layers.0.mlp.experts.gate_up_proj"]
     assert experts.transposed and experts.row_blocks == (32,) * 4
@@ -238,11 +238,11 @@ def test_heads_of_linear_attention() -> None:
     model.linear_attn, model.q_proj = layer, nn.Linear(16, 8, bias=False)
     matrices = {"*": {"heads": "config"}, "*.in_proj_qkv.weight": {"split": "qkv"}}
     routes = {route.name: route for route in Muon(model, matrices=matrices).routes}
-    found = {name: route.row_blocks for name, route in routes.items()}
-    assert found["linear_attn.q_proj.weight"] == found["linear_attn.k_proj.weight"] == (4, 4)
-    assert found["linear_attn.v_proj.weight"] == (3,) * 6
-    assert found["linear_attn.in_proj_qkv.weight"] == (4,) * 4 + (3,) * 6
-    assert found["linear_attn.o_proj.weight"] in ((), (16,)) and found["q_proj.weight"] == (2,) * 4
+    routed = {name: route.row_blocks for name, route in routes.items()}
+    assert routed["linear_attn.q_proj.weight"] == routed["linear_attn.k_proj.weight"] == (4, 4)
+    assert routed["linear_attn.v_proj.weight"] == (3,) * 6
+    assert routed["linear_attn.in_proj_qkv.weight"] == (4,) * 4 + (3,) * 6
+    assert routed["linear_attn.o_proj.weight"] in ((), (16,)) and routed["q_proj.weight"] == (2,) * 4
     layer.in_proj_qkvz = nn.Linear(16, 52, bias=False)
     with pytest.raises(RoutingError, match="head by head"):
         Muon(model, matrices={"*.in_proj_qkvz.weight": {"split": "qkv"}})

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.forecast.model_shapes import load_model
-from deepspeed_muon.monitoring.check import ResultCheck
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
-from deepspeed_muon.step.bound import GradientInspection
+from deepspeed_muon.step.check import ResultCheck
+from deepspeed_muon.step.gradient_status import GradientStatus
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
@@ -151,7 +151,7 @@ def counted(model: str, ranks: int, variant: str = "muon") -> tuple[StepRunner, 
     settle = launches.during("check", ResultCheck.settle)
     with (
         mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
-        mock.patch("deepspeed_muon.step.bound.reduce_tensor", reduce),
+        mock.patch("deepspeed_muon.step.gradient_status.reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
@@ -159,7 +159,7 @@ def counted(model: str, ranks: int, variant: str = "muon") -> tuple[StepRunner, 
             launches.counts.clear()
             launches.waits = launches.calls = 0
             with launches:
-                flags = launches.during("flags", GradientInspection(runner).report)(grads)
+                flags = launches.during("flags", GradientStatus(runner).report)(grads)
                 runner.run(flags.active, grads, {0: group}, state)
     return runner, launches
 

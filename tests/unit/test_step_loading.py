@@ -243,7 +243,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
         CheckpointError,
         "parameter <unnamed 8x6>: its state has no 'momentum_buffer'",
     ),
-    (without(2, "step"), CheckpointError, "has no 'step' .* adamw needs; add it, or leave its entry out"),
+    (without(2, "step"), CheckpointError, "has no 'step' .* adamw needs; add it, or remove its entry"),
     (without(3, "exp_avg_sq"), CheckpointError, "has no 'exp_avg_sq'"),
     (
         in_state(2, max_exp_avg_sq=torch.ones(8)),

@@ -1,4 +1,4 @@
-"""State in half precision: its dtype, the elementwise passes over it, and the kernels of AdamW."""
+"""State in half precision: its dtype and the kernels of AdamW."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ import torch
 from deepspeed_muon import Muon
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.math.updates import AdamStep
-from deepspeed_muon.ops.dispatch import NsBackend, flat_passes
 from deepspeed_muon.reference import ReferenceMuon
 from deepspeed_muon.step.state import torch_step
-from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.models import build, train_alone
 from tests.support.training import state_bytes
-
-BLOCK = 1 << 10  # of ops/csrc/cpu/flat.cpp: lengths on both sides of it
-HALF = (torch.bfloat16, torch.float16)
 
 
 def random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -46,34 +41,6 @@ def test_policy(
     policy = StatePolicy(momentum_dtype, half_states)
     assert policy.make("momentum_buffer", torch.empty(3, dtype=master)).dtype == momentum
     assert policy.make("exp_avg_sq", torch.empty(3, dtype=master)).dtype == moments
-
-
-@pytest.mark.parametrize("numel", [1, BLOCK - 1, 2 * BLOCK + 5])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("backend", ["ops", "torch"])
-def test_momentum_in_bf16_is_rounded_once(
-    numel: int, out_dtype: torch.dtype, nesterov: bool, backend: NsBackend
-) -> None:
-    """The stored momentum is the fp32 one rounded; the direction is made before it is rounded."""
-    buf, grad = random(numel, torch.bfloat16, 0), random(numel, torch.float32, 1)
-    out, expected_out = torch.empty(2, numel, dtype=out_dtype)
-    run = flat_passes(backend).momentum_pack
-    expected = buf.float()
-    momentum_pack(run, expected, grad, expected_out, 0.95, nesterov)
-    momentum_pack(run, buf, grad, out, 0.95, nesterov)
-    assert torch.equal(buf, expected.bfloat16())
-    assert torch.equal(out, expected_out)
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("backend", ["ops", "torch"])
-def test_masters_in_half_precision_are_rounded_once(dtype: torch.dtype, backend: NsBackend) -> None:
-    param, update = random(BLOCK + 3, dtype, 0), random(BLOCK + 3, torch.bfloat16, 1)
-    exact = param.double() * 0.998 - 0.02 * update.double()
-    unpack_apply(flat_passes(backend).unpack_apply, param, update, 0.02, 0.998)
-    # Half a unit in the last place of the exact result, and the fp32 arithmetic before (1e-7, far below).
-    assert ((param.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps * 0.501 + 1e-7).all()
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def test_rounding_of_normal_numbers() -> None:
 
 def test_a_plain_wire_copies() -> None:
     wire = Codec(torch.bfloat16)
-    assert wire.exact and wire.dtype is torch.bfloat16 and wire.format.buffer_numel(10) == 10
+    assert wire.is_uncompressed and wire.dtype is torch.bfloat16 and wire.format.buffer_numel(10) == 10
     place, values = torch.empty(1, 10, dtype=torch.bfloat16), torch.randn(1, 10)
     wire.write(place, values)
     assert torch.equal(wire.read(place, 10), values.bfloat16())
-    assert not Codec(torch.bfloat16, INT8).exact and INT8.bytes_per_element(2) == 1.015625
+    assert not Codec(torch.bfloat16, INT8).is_uncompressed and INT8.bytes_per_element(2) == 1.015625

@@ -140,15 +140,15 @@ MUON_INLINE uint32_t largest_loop(const float* x, int64_t n, uint32_t largest) {
 
 // Elements of one block: `b` receives the momentum, `o` the direction, both in fp32. Returns the new scale.
 MUON_INLINE float code_block_loop(
-    int8_t* codes, float old, const float* cut, float* b, const float* g, float* o, int64_t n, float momentum,
-    float rest, bool nesterov) {
+    int8_t* codes, float old, float* b, const float* g, float* o, int64_t n, float momentum, float rest,
+    bool nesterov) {
   decode_loop(codes, old, b, n);
   if (nesterov) {
     momentum_loop<true>(b, g, o, n, momentum, rest);
   } else {
     momentum_loop<false>(b, g, o, n, momentum, rest);
   }
-  const float scale = cut == nullptr ? code_scale(largest_loop(b, n, 0)) : cut[1];
+  const float scale = code_scale(largest_loop(b, n, 0));
   encode_loop(b, scale, codes, n);
   return scale;
 }
@@ -268,15 +268,13 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
     float* const b = blocks[0];                                                                                       \
     for (int64_t number = first; number < last; ++number) {                                                           \
       const int64_t at = coded.begin(number), n = coded.end(number, numel) - at;                                      \
-      const float* const cut = coded.cut(number, numel);                                                              \
-      const float old = cut == nullptr ? coded.scales[number] : cut[0];                                               \
+      const float old = coded.scales[number];                                                                         \
       const float* const g = widened_##NAME(grad, at, n, blocks[1]);                                                  \
       float* const o = blocks[2];                                                                                     \
-      const float scale = n == kCodeBlock                                                                             \
-          ? code_block_loop(codes + at, old, cut, b, g, o, kCodeBlock, momentum, rest, nesterov)                      \
-          : code_block_loop(codes + at, old, cut, b, g, o, n, momentum, rest, nesterov);                              \
+      coded.scales[number] = n == kCodeBlock                                                                          \
+          ? code_block_loop(codes + at, old, b, g, o, kCodeBlock, momentum, rest, nesterov)                           \
+          : code_block_loop(codes + at, old, b, g, o, n, momentum, rest, nesterov);                                   \
       narrowed_##NAME(o, out, at, n);                                                                                 \
-      if (cut == nullptr) coded.scales[number] = scale;                                                               \
     }                                                                                                                 \
   }                                                                                                                   \
   ATTRIBUTE void apply_##NAME(                                                                                       \

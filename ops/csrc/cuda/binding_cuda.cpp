@@ -149,7 +149,7 @@ void pack(
     found[{muon_dtype(buf.scalar_type()), muon_dtype(grad.scalar_type()), muon_dtype(out.scalar_type())}].push_back(
         {const_cast<char*>(pointer(buf, each.offset)), pointer(grad, each.offset),
          const_cast<char*>(pointer(out, each.other_offset)), each.numel, rate[2 * each.matrix],
-         rate[2 * each.matrix + 1] != 0.0, static_cast<int32_t>(own.before), own.scales, own.first, own.last});
+         rate[2 * each.matrix + 1] != 0.0, static_cast<int32_t>(own.before), own.scales});
   }
   if (found.empty()) return;
   const c10::cuda::CUDAGuard guard(bufs[0].device());
@@ -169,9 +169,9 @@ void momentum_pack(
 
 void momentum_pack_int8(
     at::TensorList codes, at::TensorList scales, at::TensorList grads, at::TensorList outs, const at::Tensor& table,
-    const at::Tensor& rates, const at::Tensor& blocks, const at::Tensor& cut) {
+    const at::Tensor& rates, const at::Tensor& blocks) {
   const auto rows = muon::flat_rows("momentum_pack_int8_", table, grads, outs);
-  const auto own = muon::code_blocks(codes, scales, grads, rows, blocks, cut);
+  const auto own = muon::code_blocks(codes, scales, grads, rows, blocks);
   pack("momentum_pack_int8_", codes, grads, outs, rows, rates, own);
 }
 

@@ -102,7 +102,7 @@ struct CodeFragment : PackFragment {
   CodeBlocks blocks;
 
   static CodeFragment of(const MuonPackRow& row) {
-    return {PackFragment::of(row), {row.scales, row.first, row.last, row.before}};
+    return {PackFragment::of(row), {row.scales, row.before}};
   }
   int64_t tiles() const { return flat_tiles(blocks.before + n); }
 };
@@ -132,7 +132,7 @@ struct Fragments {
   int64_t tiles;
   int count;
 };
-static_assert(Fragments<PackFragment>::kRows == 72 && Fragments<CodeFragment>::kRows == 46, "muon_cuda.h names them");
+static_assert(Fragments<PackFragment>::kRows == 72 && Fragments<CodeFragment>::kRows == 56, "muon_cuda.h names them");
 
 // Elements [begin, begin + n) of a fragment.
 struct Tile {
@@ -242,8 +242,7 @@ __device__ __forceinline__ void pack_block(const CodeFragment& fragment, int64_t
   int8_t* const codes = static_cast<int8_t*>(fragment.momentum) + begin + first;
   const Grad* const grad = static_cast<const Grad*>(fragment.grad) + begin + first;
   Out* const out = static_cast<Out*>(fragment.out) + begin + first;
-  const float* const cut = fragment.blocks.cut(block, fragment.n);
-  const float old = cut == nullptr ? fragment.blocks.scales[block] : cut[0];
+  const float old = fragment.blocks.scales[block];
   Vector m{}, g{}, direction;
   if constexpr (vectors) {
     m = load_vector(codes);
@@ -274,8 +273,8 @@ __device__ __forceinline__ void pack_block(const CodeFragment& fragment, int64_t
     }
   }
   largest = largest_of_warp(largest);  // All lanes have read the old scale.
-  const float scale = cut == nullptr ? code_scale(largest) : cut[1];
-  if (cut == nullptr && lane == 0) fragment.blocks.scales[block] = scale;
+  const float scale = code_scale(largest);
+  if (lane == 0) fragment.blocks.scales[block] = scale;
   const bool coded = has_codes(scale);
   const float inverse = 1.0f / scale;
   int8_t found[kFlatVector];

@@ -11,12 +11,11 @@ namespace muon {
 
 constexpr int kCodeBlock = 256;
 
-// The blocks of a fragment of `n` elements. `before`: elements of its first block before it. `first` and `last`: old and
-// new scale of its first and last block if that is cut, else null; `scales` has those of all others.
+// The blocks of a fragment of `n` elements. Blocks are multiples of 256 elements of a parameter and end where a fragment
+// ends, so the first and the last one may be shorter. `before`: elements of the parameter in the first block that precede
+// the fragment. `scales`: one for each block.
 struct CodeBlocks {
   float* scales;
-  const float* first;
-  const float* last;
   int64_t before;
 
   MUON_HOST_DEVICE int64_t count(int64_t n) const { return (before + n + kCodeBlock - 1) / kCodeBlock; }
@@ -26,12 +25,6 @@ struct CodeBlocks {
   MUON_HOST_DEVICE int64_t end(int64_t block, int64_t n) const {
     const int64_t end = (block + 1) * kCodeBlock - before;
     return end < n ? end : n;
-  }
-
-  // Old and new scale of a block that is cut, else null.
-  MUON_HOST_DEVICE const float* cut(int64_t block, int64_t n) const {
-    if (block == 0 && first != nullptr) return first;
-    return block == count(n) - 1 ? last : nullptr;
   }
 };
 

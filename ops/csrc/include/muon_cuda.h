@@ -76,14 +76,12 @@ typedef struct MuonPackRow {
   int32_t nesterov;
   int32_t before;
   float* scales;
-  const float* first;
-  const float* last;
 } MuonPackRow;
 
 // momentum <- lerp(momentum, grad, 1 - decay); out <- nesterov ? lerp(grad, momentum, decay) : momentum, for all `count`
 // fragments, which lie on the host and may go once this returns. Arithmetic in float32: each array has one MuonDtype for
 // all fragments, and is rounded when it is written (out from the unrounded momentum); momentum alone may be MUON_INT8. One
-// pass, one launch for as many fragments as fit into the 4 KiB of a kernel's arguments: 72, in 8 bits 46.
+// pass, one launch for as many fragments as fit into the 4 KiB of a kernel's arguments: 72, in 8 bits 56.
 int muon_momentum_pack(const MuonPackRow* rows, int64_t count, int32_t momentum_dtype, int32_t grad_dtype,
                        int32_t out_dtype, muon_stream_t stream);
 

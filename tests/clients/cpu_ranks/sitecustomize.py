@@ -28,8 +28,8 @@ def _accelerate(module: Any) -> Iterator[None]:
     original = module.PartialState._prepare_backend
 
     def prepare(state: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: Any = None) -> Any:
-        found, kind = original(state, cpu, sagemaker_dp, backend)
-        return ("gloo" if found is None and "LOCAL_RANK" in os.environ else found), kind
+        backend_name, kind = original(state, cpu, sagemaker_dp, backend)
+        return ("gloo" if backend_name is None and "LOCAL_RANK" in os.environ else backend_name), kind
 
     module.PartialState._prepare_backend = prepare
 
@@ -57,7 +57,7 @@ def _openrlhf(module: Any) -> Iterator[None]:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     names = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
-    sys.modules.update({name: _NotHere(name) for name in names})
+    sys.modules.update({name: _Unavailable(name) for name in names})
     yield
     for name in names:
         del sys.modules[name]  # transformers looks for it, and must not find it
@@ -68,14 +68,14 @@ def _axolotl(module: Any) -> Iterator[None]:
     yield
     original = module.ModelLoader._set_device_map_config
 
-    def place(loader: Any) -> None:
+    def without_device_map(loader: Any) -> None:
         original(loader)
         loader.model_kwargs.pop("device_map", None)
 
-    module.ModelLoader._set_device_map_config = place
+    module.ModelLoader._set_device_map_config = without_device_map
 
 
-class _NotHere(ModuleType):
+class _Unavailable(ModuleType):
     """A module whose members may be imported but not used."""
 
     __path__ = ()

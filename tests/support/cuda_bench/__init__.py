@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.support.cuda_library import SOURCES, Blocks, Fragment, Kernels
 
-HERE = Path(__file__).resolve().parent
+MACHINE = Path(__file__).resolve().parent
 LIBRARY = "libmuon_bench.so"
 ANY_TIME, LATE, EARLY = 0, 1, 2
 """When asynchronous work ends: at any time, only when somebody waits, or as soon as possible."""
@@ -101,9 +101,10 @@ class Bench(Kernels):
 
     def momentum_pack(self, fragments: Sequence[Fragment], **options: Any) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""
-        parts = [tensors for tensors, _ in fragments]
+        fragment_tensors = [tensors for tensors, _ in fragments]
         with self._only(
-            [each for part in parts for each in part[:2]], [part[i] for part in parts for i in (0, 2)]
+            [tensor for tensors in fragment_tensors for tensor in tensors[:2]],
+            [tensors[i] for tensors in fragment_tensors for i in (0, 2)],
         ):
             return super().momentum_pack(fragments, **options)
 
@@ -111,16 +112,20 @@ class Bench(Kernels):
         self, fragments: Sequence[Fragment], blocks: Sequence[Blocks], **options: Any
     ) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""
-        parts = [tensors for tensors, _ in fragments]
+        fragment_tensors = [tensors for tensors, _ in fragments]
         with self._only(
-            [each for part in parts for each in part[:2]], [part[i] for part in parts for i in (0, 2)]
+            [tensor for tensors in fragment_tensors for tensor in tensors[:2]],
+            [tensors[i] for tensors in fragment_tensors for i in (0, 2)],
         ):
             return super().momentum_pack_int8(fragments, blocks, **options)
 
     def unpack_apply(self, fragments: Sequence[Fragment], **options: Any) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""
-        parts = [tensors for tensors, _ in fragments]
-        with self._only([each for part in parts for each in part], [part[0] for part in parts]):
+        fragment_tensors = [tensors for tensors, _ in fragments]
+        with self._only(
+            [tensor for tensors in fragment_tensors for tensor in tensors],
+            [tensors[0] for tensors in fragment_tensors],
+        ):
             return super().unpack_apply(fragments, **options)
 
     def divide_transposed(self, x: Tensor, norms: Tensor, out: Tensor) -> int:
@@ -132,20 +137,22 @@ class Bench(Kernels):
     def _only(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> Iterator[None]:
         """Let launches access these tensors alone, of one or three dimensions."""
         for tensors, may in ((read, (1, 0)), (written, (0, 1))):
-            for each in tensors:
-                matrices, rows, row = (1, 1, *each.shape)[-3:]
-                matrix_stride, row_stride = (0, 0, *each.stride())[-3:-1]
-                sizes = ((row - 1) * each.stride(-1) + 1, row_stride, matrix_stride)
-                in_bytes = [size * each.element_size() for size in sizes]
-                self.library.bench_operand(each.data_ptr(), in_bytes[0], rows, matrices, *in_bytes[1:], *may)
+            for tensor in tensors:
+                matrices, rows, row = (1, 1, *tensor.shape)[-3:]
+                matrix_stride, row_stride = (0, 0, *tensor.stride())[-3:-1]
+                sizes = ((row - 1) * tensor.stride(-1) + 1, row_stride, matrix_stride)
+                in_bytes = [size * tensor.element_size() for size in sizes]
+                self.library.bench_operand(
+                    tensor.data_ptr(), in_bytes[0], rows, matrices, *in_bytes[1:], *may
+                )
         try:
             yield
         finally:
             self.library.bench_forget()
 
     def _checked(self, status: int) -> int:
-        if found := self.library.bench_error().decode():
-            raise AssertionError(found)
+        if mistake := self.library.bench_error().decode():
+            raise AssertionError(mistake)
         return super()._checked(status)
 
 
@@ -187,15 +194,15 @@ def build(
         target = folder / f"{source.stem}.o"
         if beside is not None and (_equal(source, folder, beside) or only not in (None, source.stem)):
             return beside / target.name
-        command = ["g++", *_FLAGS, f"-I{HERE}", "-x", "c++", "-c", str(source), "-o", str(target)]
+        command = ["g++", *_FLAGS, f"-I{MACHINE}", "-x", "c++", "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         return target
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        objects = list(pool.map(compile_one, [*sources, HERE / "machine.cpp"]))
+        objects = list(pool.map(compile_one, [*sources, MACHINE / "machine.cpp"]))
     # Of a function in a header the linker takes the first one.
-    objects.sort(key=lambda each: each.parent != folder)
+    objects.sort(key=lambda path: path.parent != folder)
     library = folder / LIBRARY
     subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True, timeout=120)
     return Bench(library)
@@ -203,7 +210,7 @@ def build(
 
 def _equal(source: Path, folder: Path, beside: Path) -> bool:
     """Return whether a source and all headers of a build are those of another build."""
-    if source.parent == HERE:
+    if source.parent == MACHINE:
         return True
     files = [source, *folder.glob("*/*.h"), *folder.glob("*/*.cuh")]
     return all(file.read_bytes() == (beside / file.relative_to(folder)).read_bytes() for file in files)
@@ -212,25 +219,25 @@ def _equal(source: Path, folder: Path, beside: Path) -> bool:
 def _translated(folder: Path, mutation: Mapping[str, str]) -> list[Path]:
     """Write the sources with launches and ``mma.sync`` as calls of the machine; return those to compile."""
     unused = set(mutation)
-    found: list[Path] = []
-    for part, pattern in (("include", "*.h"), ("cuda", "*.cu"), ("cuda", "*.cuh")):
-        (folder / part).mkdir(exist_ok=True)
-        for source in sorted((SOURCES.parent / part).glob(pattern)):
+    sources: list[Path] = []
+    for folder_name, pattern in (("include", "*.h"), ("cuda", "*.cu"), ("cuda", "*.cuh")):
+        (folder / folder_name).mkdir(exist_ok=True)
+        for source in sorted((SOURCES.parent / folder_name).glob(pattern)):
             if source.name in _HEADERS:
-                shutil.copy(HERE / source.name, folder / part)
+                shutil.copy(MACHINE / source.name, folder / folder_name)
                 continue
             text = source.read_text()
             for old, new in mutation.items():
                 if old in text:
                     unused.discard(old)
                     text = text.replace(old, new)
-            target = folder / part / source.name
-            target.write_text(_translate(text) if part == "cuda" else text)
+            target = folder / folder_name / source.name
+            target.write_text(_translate(text) if folder_name == "cuda" else text)
             if source.suffix == ".cu":
                 target.write_text(_SHARED + target.read_text())
-                found.append(target)
+                sources.append(target)
     assert not unused, f"not in the sources: {unused}"
-    return found
+    return sources
 
 
 def _translate(text: str) -> str:

@@ -13,8 +13,8 @@ from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.plan.chunks import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
-from deepspeed_muon.step import strategies
-from deepspeed_muon.step.passes import ChunkTable, Rates, Step, apply, pack
+from deepspeed_muon.step import orthogonalize
+from deepspeed_muon.step.tables import ChunkTable, Rates, Step, apply, pack
 from tests.support.comparisons import close
 
 
@@ -66,7 +66,7 @@ def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.T
     grad = torch.arange(8.0 * rows * len(order))
     rates = rates_of(len(order), momentum=0.0)
     step = step_of(torch.zeros_like(grad), grad, rates, active=[True] * len(order))
-    directions = torch.full((table.room,), torch.nan)
+    directions = torch.full((table.local_numel,), torch.nan)
     pack(table, step, directions, torch.empty(0))
     return table, directions, grad
 
@@ -76,16 +76,16 @@ def test_small_matrices_follow_each_other_in_the_order_of_the_batch() -> None:
     table, directions, grad = made(4, order)
     batch = table.batch(order)
     assert batch.in_order and torch.equal(directions.view(3, 32), grad.view(3, 32)[order])
-    assert batch.own[0].in_buffer(directions).is_contiguous() and batch.own[0].buffer_offset == 0
+    assert batch.local[0].in_buffer(directions).is_contiguous() and batch.local[0].buffer_offset == 0
     assert not table.batch([0, 2, 1]).in_order
-    assert table.batch([0, 1]).in_order and table.batch([0, 1]).own[0].buffer_offset == 32
+    assert table.batch([0, 1]).in_order and table.batch([0, 1]).local[0].buffer_offset == 32
 
 
 def test_sizes_that_would_be_misaligned_are_copied_at_once() -> None:
     table, directions, grad = made(3, [0, 1])
     batch = table.batch([0, 1])
-    assert batch.in_order and table.room == 64
-    (copy,) = batch.own
+    assert batch.in_order and table.local_numel == 64
+    (copy,) = batch.local
     assert torch.equal(copy.in_buffer(directions).reshape(2, 24), grad.view(2, 24))
 
 
@@ -95,7 +95,7 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     (chunk,) = plan.chunks
     table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0}, exact=True)
     batch = table.batch([0, 1, 2, 3])
-    assert not batch.own and len(batch.received) == 1 and batch.in_order
+    assert not batch.local and len(batch.received) == 1 and batch.in_order
     received = torch.arange(float(chunk.receive_buffer.numel))
     matrices = torch.full((4 * 48,), -1.0)
     for copy in batch.received:
@@ -139,7 +139,7 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     step = step_of(momentum, grad, rates_of(3, momentum=0.0), active=active, param=param)
     directions = torch.zeros(96)
     pack(table, step, directions, torch.empty(0))
-    apply(step.active_rows(table.packed), step, [directions])
+    apply(step.active_rows(table.pack_table), step, [directions])
     for each, changed in ((momentum, 1.0), (param, 0.0)):
         assert (each[:32] == changed).all() and (each[64:] == changed).all()
         assert (each[32:64] == 1.0 - changed).all()
@@ -150,7 +150,7 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
 
 def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     """Update five experts of 6 x 4 once; return the weights and the shapes that went through the iteration."""
-    monkeypatch.setattr(strategies, "BATCH_NUMEL", bound)
+    monkeypatch.setattr(orthogonalize, "BATCH_NUMEL", bound)
     weight = nn.Parameter(torch.zeros(5, 6, 4))
     optimizer = Muon([("layers.0.experts.up", weight)], muon_lr=1.0, ns_dtype="fp32", ns_backend="torch")
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""How matrices become updates: in batches, each matrix whole on this rank. All results are checked."""
+"""Turns directions into updates, for matrices that are whole on this rank: Newton-Schulz in batches, then the check."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_muon.monitoring.check import Member, Result, ResultCheck
 from deepspeed_muon.ops.candidates import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.step.passes import Step
+from deepspeed_muon.step.check import Member, Result, ResultCheck
+from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.row_state import before_iteration
 
@@ -20,32 +20,31 @@ Orthogonalize = Callable[..., Tensor]
 """``(batch, rows, cols)`` to the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``."""
 
 Directions = Callable[[Sequence[int]], Tensor]
-"""Indices of matrices of one shape to their directions, or to those of this rank's parts of them: ``(matrices, rows,
-cols)`` in the communication dtype."""
+"""Indices of matrices of one shape to their directions, or to those of this rank's shards: ``(matrices, rows, cols)``
+in the communication dtype."""
 
 Updates = Iterator[tuple[Sequence[int], Tensor]]
-"""Indices of matrices of one shape, and their checked updates or those of this rank's parts: ``(matrices, elements)``
+"""Indices of matrices of one shape, and their checked updates or those of this rank's shards: ``(matrices, elements)``
 in the communication dtype."""
 
 
 def batches(
     matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int], *, by_shards: bool = False
 ) -> list[list[int]]:
-    """Group small matrices of equal blocks, with ``by_shards`` only those that are cut alike; large ones stay alone."""
-    alike: dict[object, list[int]] = {}
+    """Group small matrices of equal blocks; with ``by_shards`` only those with equal shards. Large ones stay alone."""
+    members_of: dict[object, list[int]] = {}
     for index in indices:
         matrix = matrices[index]
-        cut = matrix.shards if by_shards else matrix.is_sharded
-        alike.setdefault((matrix.logical_shape, matrix.block_shapes, matrix.transposed, cut), []).append(
-            index
-        )
-    found: list[list[int]] = []
-    for members in alike.values():
+        sharding = matrix.shards if by_shards else matrix.is_sharded
+        kind = matrix.logical_shape, matrix.block_shapes, matrix.transposed, sharding
+        members_of.setdefault(kind, []).append(index)
+    grouped: list[list[int]] = []
+    for members in members_of.values():
         first = matrices[members[0]]
         rows, cols = first.logical_shape
         size = _batch_size(context, *first.block_shapes[0], numel=rows * cols)
-        found.extend(members[start : start + size] for start in range(0, len(members), size))
-    return found
+        grouped.extend(members[start : start + size] for start in range(0, len(members), size))
+    return grouped
 
 
 def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -> int:
@@ -59,15 +58,15 @@ class _Batch:
 
     Attributes:
         indices: The matrices.
-        shapes: Rows and columns of the blocks of each of them.
-        equal: Whether those are equal and follow each other in the memory of the matrix.
-        calls: The blocks of each call of the iteration: matrix by matrix if they are equal, else by shape and number.
+        shapes: Rows and columns of each block of a matrix.
+        is_stack: Whether the blocks of a matrix are equal and follow each other in its memory.
+        calls: The blocks of each call of the iteration: of a stack matrix by matrix, else by shape and number.
         counted: How many of the matrices this rank counts: a stack with several owners counts once, at the first.
     """
 
     indices: list[int]
     shapes: tuple[tuple[int, int], ...]
-    equal: bool
+    is_stack: bool
     calls: list[list[Member]]
     counted: int
 
@@ -105,8 +104,8 @@ class WholeAtOwner:
         """
         for batch in self._batches(tuple(owned)):
             self.context.stats.matrices_orthogonalized += batch.counted
-            matrices = directions(batch.indices)
-            run = self._of_stack if batch.equal else self._of_blocks
+            matrices = directions(batch.indices)  # (matrices, rows, cols)
+            run = self._stacks if batch.is_stack else self._grids
             yield batch.indices, run(batch, matrices, step).view(len(batch.indices), -1)
 
     def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
@@ -117,49 +116,52 @@ class WholeAtOwner:
                 yield torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
 
     def _planned(self, owned: Sequence[int]) -> list[_Batch]:
-        found = []
+        planned = []
         for indices in batches(self.matrices, self.context, owned):
             first = self.matrices[indices[0]]
-            shapes, equal = first.block_shapes, first.is_sharded or first.equal_blocks is not None
-            alike: dict[tuple[int, int], list[Member]] = {}
-            if equal:
-                alike[shapes[0]] = [(index, number) for index in indices for number in range(len(shapes))]
-            for number, shape in enumerate(() if equal else shapes):
-                alike.setdefault(shape, []).extend((index, number) for index in indices)
+            shapes, is_stack = first.block_shapes, first.is_sharded or first.equal_blocks is not None
+            members_of: dict[tuple[int, int], list[Member]] = {}
+            if is_stack:
+                members_of[shapes[0]] = [
+                    (index, number) for index in indices for number in range(len(shapes))
+                ]
+            for number, shape in enumerate(() if is_stack else shapes):
+                members_of.setdefault(shape, []).extend((index, number) for index in indices)
             calls = []
-            for shape, members in alike.items():
+            for shape, members in members_of.items():
                 size = _batch_size(self.context, *shape)
                 calls += [members[start : start + size] for start in range(0, len(members), size)]
             counted = sum(self.matrices[index].first_row == 0 for index in indices)
-            found.append(_Batch(indices, shapes, equal, calls, counted))
-        return found
+            planned.append(_Batch(indices, shapes, is_stack, calls, counted))
+        return planned
 
-    def _of_stack(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
-        """Return the updates of ``(matrices, rows, cols)``, whose blocks follow each other in memory."""
-        stack = directions.view(-1, *batch.shapes[0])
+    def _stacks(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
+        """Return the updates of ``(matrices, rows, cols)`` whose blocks follow each other in memory."""
+        stack = directions.view(-1, *batch.shapes[0])  # (blocks of all matrices, block rows, block cols)
         if len(batch.calls) == 1:
             return self._checked(batch.calls[0], stack, step).to(directions.dtype).contiguous()
         update = torch.empty_like(stack)
         lengths = [len(members) for members in batch.calls]
-        parts = zip(batch.calls, stack.split(lengths), update.split(lengths), strict=True)
-        for members, inputs, target in parts:
+        slices = zip(batch.calls, stack.split(lengths), update.split(lengths), strict=True)
+        for members, inputs, target in slices:
             target.copy_(self._checked(members, inputs, step))
         return update
 
-    def _of_blocks(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
-        """Return the updates of ``(matrices, rows, cols)``: the blocks are taken out of them, and put back together."""
+    def _grids(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
+        """Return the updates of ``(matrices, rows, cols)`` that are grids of blocks, which are copied out and back."""
         update, scales = torch.empty_like(directions), step.rates.scales
         grid = self.matrices[batch.indices[0]].grid
         position = {index: number for number, index in enumerate(batch.indices)}
-        sources, targets = _views(directions, *grid), _views(update, *grid)
+        sources, targets = _block_views(directions, *grid), _block_views(update, *grid)
         for members in batch.calls:
-            places = [(number, position[index]) for index, number in members]
-            views = [sources[number][place] for number, place in places]
+            views = [sources[number][position[index]] for index, number in members]
             inputs = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
-            done = self._checked(members, inputs, step)
-            for (index, number), (_, place), block in zip(members, places, done, strict=True):
+            blocks = self._checked(members, inputs, step)  # (blocks, block rows, block cols)
+            for (index, number), block in zip(members, blocks, strict=True):
+                # The rate that is applied has the scale of the first block already.
                 relative = scales[index][number] / scales[index][0]
-                targets[number][place].copy_(block if relative == 1.0 else block.mul_(relative))
+                target = targets[number][position[index]]
+                target.copy_(block if relative == 1.0 else block.mul_(relative))
         return update
 
     def _checked(self, members: list[Member], inputs: Tensor, step: Step) -> Tensor:
@@ -172,6 +174,6 @@ class WholeAtOwner:
         return result.updates
 
 
-def _views(x: Tensor, row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> list[Tensor]:
-    """Return views ``(..., rows, cols)`` of all blocks of a tensor of matrices, row by row of their grid."""
+def _block_views(x: Tensor, row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> list[Tensor]:
+    """Return a view ``(matrices, block rows, block cols)`` of each block of ``(matrices, rows, cols)``, row by row."""
     return [view for rows in x.split(row_blocks, dim=-2) for view in rows.split(col_blocks, dim=-1)]

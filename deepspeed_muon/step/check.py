@@ -1,8 +1,8 @@
 """Checks every orthogonalised matrix before it is applied, and measures the sampled ones.
 
-Every strategy hands each :class:`Result` to a :class:`ResultCheck` and gets it back once it is right. All checks of an
-optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that stay cut over a group
-need communication: the ranks that hold the parts gather their norms.
+Whoever orthogonalises hands each :class:`Result` to :meth:`ResultCheck.settle`, which corrects it in place. All checks
+of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that are sharded over
+a group need communication: its ranks gather the norms of their shards.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Member = tuple[int, int]
 """Matrix index and number of its block."""
 
 LeftOut = tuple[list[int], Tensor]
-"""Numbers of matrices, and whether the update of each was left out: a flag for each, on the device."""
+"""Positions of matrices in the step set, and a flag for each, on the device: whether its update was left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistributedIteration:
-    """The ranks that orthogonalised matrices together; each has a part of the result.
+    """The ranks that orthogonalised matrices together; each has a shard of the result.
 
     Attributes:
         group: The process group of these ranks.
         dim: The dimension that is cut: 0 for rows, 1 for columns.
-        sizes: Length along ``dim`` of every rank's part.
-        iterate: Runs the iteration on all these ranks, called as ``iterate(parts, settings=...)``.
+        sizes: Length along ``dim`` of every rank's shard.
+        iterate: Runs the iteration on all these ranks, called as ``iterate(shards, settings=...)``.
         counts: Whether this rank counts and reports wrong results.
     """
 
@@ -69,7 +69,7 @@ class Result:
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         scales: Factor of the scale rule for each block of each matrix of the plan.
         finish: Turns blocks into updates of the same Frobenius norms; ``None`` if they are the updates.
-        distributed: The ranks that have the other parts of the blocks; ``None`` for whole blocks.
+        distributed: The ranks that have the other shards of the blocks; ``None`` for whole blocks.
         updates: The updates to apply.
         rows: The new row state of the entries, ``(entries, outputs)`` for each key, which is stored once it is right.
     """
@@ -93,11 +93,11 @@ class ResultCheck:
     """Checks and samples the results of one exchange plan.
 
     Attributes:
-        left_out: The verdicts since :meth:`learn` was last called, of the matrices of the step set.
+        left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
         zero_weights: Whether the weights of blocks are all zero, where the variant needs their norm; since
             :meth:`take_zero_weights` was last called.
-        told_later: Whether a verdict stays on the device, so that the host never waits for it inside of a step, and a
-            wrong result is left out instead of computed again.
+        is_deferred: Whether a verdict remains on the device until the next step, so that the host never waits for it,
+            and a wrong result is left out instead of computed again.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class ResultCheck:
         Args:
             recorder: Samples and counters of the optimizer.
             matrices: Those of the plan.
-            device: Where the iteration runs.
+            device: Where the iteration slices.
             ns: The iteration.
             norms: Returns the Frobenius norms of a batch in fp32.
-            origin: The number of each matrix in the step set, by which the ranks tell each other of it; that in the
-                plan by default.
+            origin: The position of each matrix in the step set, by which the ranks exchange verdicts; by default that
+                in the plan.
         """
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
         self.zero_weights: list[LeftOut] = []
-        self.told_later = device.type != "cpu"
+        self.is_deferred = device.type != "cpu"
         self._uncounted: list[tuple[list[int], Tensor]] = []
-        self._careful: set[int] = set()
-        self._anew: frozenset[int] = frozenset()
+        self._fp32_only: set[int] = set()
+        self._new_rows: frozenset[int] = frozenset()
         self._matrices = matrices
         self._origin = range(len(matrices)) if origin is None else origin
         self._first = recorder.reserve(len(matrices))
@@ -139,15 +139,15 @@ class ResultCheck:
     def settle(self, result: Result) -> None:
         """Check a result, replace in place what is wrong, and store its row state.
 
-        On a CPU it is computed again at once. On an accelerator it is left out
-        instead, by a factor that the host never sees. :meth:`learn` hears of it when the ranks tell each other the
-        flags of the next step, and from then on the matrix is computed in fp32.
+        On a CPU a wrong entry is computed again at once. On an accelerator it is masked to zero without the host seeing
+        it; the ranks exchange the verdict with the gradient flags of the next step (:meth:`read_verdicts`), and from
+        then on the matrix is computed in fp32.
 
-        A small all-gather serves each result that is cut over a group: all its ranks must bring the same results in the
-        same order, and reach the same verdict.
+        For a result that is sharded over a group all its ranks must call this with the same results in the same order:
+        a small all-gather gives them the same verdict.
         """
         wrong: Tensor | None = None
-        if self.recorder.check and self.told_later:
+        if self.recorder.check and self.is_deferred:
             wrong = self._settle_on_device(result)
         elif self.recorder.check:
             self._settle_now(result)
@@ -156,50 +156,53 @@ class ResultCheck:
         if result.finish is not None:
             result.finish.write(result.members, result.rows, wrong)
 
-    def learn(self, told: Collection[int]) -> list[str]:
-        """Hear which matrices of the step set some rank left out in the step before, and forget those of this rank.
+    def read_verdicts(self, positions: Collection[int]) -> list[str]:
+        """Take note of the matrices that some rank left out in the previous step, and drop this rank's verdicts.
 
-        They are computed in fp32 from now on, and their row moments, which may be the cause, start anew. Must be called
-        by all ranks that have parts of a matrix, with the same. The host waits only if there are some.
+        They are computed in fp32 from now on, and their row state, which may be the cause, starts anew. Must be called
+        by all ranks that have shards of a matrix, with equal positions. The host waits only if there are some.
+
+        Args:
+            positions: Of the matrices in the step set.
 
         Returns:
             The names of those that were wrong in fp32 too.
         """
-        failed = self.failed(told)
+        failed = self.failed(positions)
         self.left_out.clear()
-        if not self.told_later:
+        if not self.is_deferred:
             return failed
         uncounted, self._uncounted = self._uncounted, []
-        for indices, flags in uncounted if told else ():
+        for indices, flags in uncounted if positions else ():
             for index, left_out in zip(indices, flags.tolist(), strict=True):
                 if left_out:
                     self.recorder.failed += 1
                     self._warn(index, self._matrices[index], "its norm is outside of its bounds", None)
-        self._careful.update(told)
-        self._anew = frozenset(told)
+        self._fp32_only.update(positions)
+        self._new_rows = frozenset(positions)
         return failed
 
-    def failed(self, told: Collection[int]) -> list[str]:
-        """Return the names of those that were wrong in fp32 too of what :meth:`learn` will hear."""
-        return self._names(self._careful.intersection(told) if self.told_later else told)
+    def failed(self, positions: Collection[int]) -> list[str]:
+        """Return what :meth:`read_verdicts` will return."""
+        return self._names(self._fp32_only.intersection(positions) if self.is_deferred else positions)
 
     def take_failed(self) -> list[str]:
-        """Return the names of the matrices whose update this rank left out, and forget them.
+        """Return the names of the matrices whose update this rank left out, and drop the verdicts.
 
-        There are none yet where only the next step tells (:attr:`told_later`).
+        While verdicts are deferred there are none.
         """
-        if self.told_later:
+        if self.is_deferred:
             return []
         failed = {number for numbers, _ in self.left_out for number in numbers}
         self.left_out.clear()
         return self._names(failed)
 
     def add_zero_weights(self, indices: Sequence[int], is_zero: Tensor) -> None:
-        """Add which blocks of matrices of the plan have no weights but zeros, a flag for each on the device."""
+        """Record which blocks of matrices of the plan have no weights but zeros, a flag for each on the device."""
         self.zero_weights.append(([self._origin[index] for index in indices], is_zero))
 
     def take_zero_weights(self) -> list[str]:
-        """Return the names of the matrices with a block of zeros, and forget them; waits for the device."""
+        """Return the names of the matrices with a block of zeros, and drop the record; waits for the device."""
         zeros: set[int] = set()
         for numbers, is_zero in self.zero_weights:
             zeros.update(n for n, flag in zip(numbers, is_zero.tolist(), strict=True) if flag)
@@ -214,16 +217,16 @@ class ResultCheck:
 
     def _settle_on_device(self, result: Result) -> Tensor:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
-        for position, (index, _) in enumerate(result.members if self._careful else ()):
-            if self._origin[index] in self._careful:
-                # Row moments, which may be the cause, start anew once.
-                update = self._in_fp32(result, position, anew=self._origin[index] in self._anew)
+        for position, (index, _) in enumerate(result.members if self._fp32_only else ()):
+            if self._origin[index] in self._fp32_only:
+                # Row state, which may be the cause, starts anew once.
+                update = self._in_fp32(result, position, anew=self._origin[index] in self._new_rows)
                 self._replace(result, position, update, "", None)
         lowest, highest = self._bounds_of(result)
         norms, inputs = self._norms(result.updates), self._norms(result.inputs)
         if (distributed := result.distributed) is not None:
             norms, inputs = (
-                _gathered(own, distributed).double().square().sum(0).sqrt() for own in (norms, inputs)
+                _gathered(local, distributed).double().square().sum(0).sqrt() for local in (norms, inputs)
             )
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
@@ -240,11 +243,13 @@ class ResultCheck:
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
         bounds = lowest, highest = self._bounds_of(result)
-        norms = _norms_of_whole(self._norms(result.updates), result.distributed)
+        norms = _full_norms(self._norms(result.updates), result.distributed)
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
-            own = result.inputs[position].double().norm().view(1)
+            input_norm = result.inputs[position].double().norm().view(1)
             # As above, of an input that is not normalised.
-            small = norms[position] <= highest and _norms_of_whole(own, result.distributed)[0] < SMALLEST_NORM
+            small = (
+                norms[position] <= highest and _full_norms(input_norm, result.distributed)[0] < SMALLEST_NORM
+            )
             if not small and (why := check_failure(norms[position], bounds)) is not None:
                 self._redo(result, position, why)
 
@@ -269,7 +274,7 @@ class ResultCheck:
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again."""
-        (norm,) = _norms_of_whole(self._norms(update.unsqueeze(0)), result.distributed)
+        (norm,) = _full_norms(self._norms(update.unsqueeze(0)), result.distributed)
         return check_failure(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
@@ -278,8 +283,8 @@ class ResultCheck:
         ``anew`` starts its row moments anew.
         """
         direction, member, distributed = result.inputs[position], result.members[position], result.distributed
-        own = direction.abs().amax() if direction.numel() else direction.new_zeros(())
-        largest = _gathered(own, distributed).amax()
+        largest = direction.abs().amax() if direction.numel() else direction.new_zeros(())
+        largest = _gathered(largest, distributed).amax()
         with nullcontext() if distributed is None else phase("iteration in fp32", distributed.group):
             iterate = orthogonalize if distributed is None else distributed.iterate
             block = orthogonalize_carefully(direction.unsqueeze(0), self._ns, largest=largest, run=iterate)
@@ -320,15 +325,15 @@ class ResultCheck:
             return
         self._warned.add(index)
         counted = "deepspeed_muon.health counts it. If it happens often, set ns_dtype to fp32 or ns_method to standard"
-        if self.told_later:
-            then = (
+        if self.is_deferred:
+            consequence = (
                 f"it got no update in the step before, and is computed in fp32 from now on; {counted}, and look at its "
                 f"gradient"
             )
         elif failure is None:
-            then = f"it was redone in fp32; {counted}"
+            consequence = f"it was redone in fp32; {counted}"
         else:
-            then = (
+            consequence = (
                 f"and in fp32 ({failure}): it gets no update in such a step. Look at its gradient; with wire_dtype "
                 f"fp16 an element above 65504 overflows"
             )
@@ -338,7 +343,7 @@ class ResultCheck:
             "{} x {}".format(*matrix.logical_shape),
             str(self._ns.dtype).removeprefix("torch."),
             why,
-            then,
+            consequence,
         )
 
     def _sample(self, result: Result) -> None:
@@ -364,19 +369,19 @@ class ResultCheck:
         return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)
 
 
-def _gathered(own: Tensor, distributed: DistributedIteration | None) -> Tensor:
+def _gathered(local: Tensor, distributed: DistributedIteration | None) -> Tensor:
     """Return the values of every rank of a group, ``(ranks, ...)``, on the device and the same on all of them.
 
     Must be called by all ranks of the group with tensors of one shape.
     """
     if distributed is None:
-        return own.unsqueeze(0)
-    return gather_tensors(own, distributed.group, purpose="check of results")
+        return local.unsqueeze(0)
+    return gather_tensors(local, distributed.group, purpose="check of results")
 
 
-def _norms_of_whole(own: Tensor, distributed: DistributedIteration | None) -> list[float]:
-    """Return the norms of whole blocks from those of this rank's parts; waits for the device."""
+def _full_norms(local: Tensor, distributed: DistributedIteration | None) -> list[float]:
+    """Return the norms of full blocks from those of this rank's shards ``(blocks,)``; waits for the device."""
     if distributed is None:
-        norms: list[float] = own.tolist()
+        norms: list[float] = local.tolist()
         return norms
-    return [math.hypot(*parts) for parts in _gathered(own, distributed).mT.tolist()]
+    return [math.hypot(*shard_norms) for shard_norms in _gathered(local, distributed).mT.tolist()]

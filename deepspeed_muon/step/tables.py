@@ -1,8 +1,9 @@
 """The tables of a chunk, and the elementwise passes that read them: one packs all fragments, one applies all updates.
 
 The tables say which fragments this rank packs and applies, and what it copies for the matrices it owns. They are made
-once, when the optimizer is bound, and equal pieces of the matrices of a batch are copied at once: the work of a step in
-Python does not grow with the number of fragments. What changes from step to step is in :class:`Rates`, a row a matrix.
+once, when the optimizer is bound, and equal segments of the matrices of a batch are copied at once: the work of a step
+in Python does not grow with the number of fragments. What changes from step to step is in :class:`Rates`, one row for
+each matrix.
 """
 
 from __future__ import annotations
@@ -30,38 +31,37 @@ from deepspeed_muon.variants.variant import Variant
 COLUMNS = 6
 _ALIGNMENT = 32
 DIRECTIONS, SEND = 0, 1
-"""The other tensors of :attr:`ChunkTable.packed`."""
+"""The other tensors of :attr:`ChunkTable.pack_table`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and what is copied there.
+    """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and what is copied into them.
 
     Attributes:
-        own: The matrices in the batch and in the directions, if this rank has them whole.
+        local: The matrices in the batch and in the directions, if only this rank has elements of them.
         received: Their fragments in the batch and in the receive buffer.
-        in_order: Whether what is orthogonalised is one segment, all of it in order and from an aligned place on.
+        in_order: Whether the batch is one segment, all of it in order and from an aligned offset on: then it is a view.
     """
 
-    own: tuple[Segment, ...]
+    local: tuple[Segment, ...]
     received: tuple[Segment, ...]
     in_order: bool
 
 
 class ChunkTable:
-    """What this rank does in one chunk.
+    """What this rank packs, copies and applies in one chunk.
 
     Attributes:
-        room: Elements of the directions in a chunk without a gather: of the owned matrices, in the order in which they
-            run in batches, and of others' matrices, whose momentum alone is updated. Each fragment starts at a multiple
-            of 32 elements.
-        sent_room: Elements of the fragments in the send buffer, in the communication dtype.
-        packed: Table of the momentum with the directions and with what is sent.
-        blocks: The blocks of each fragment of :attr:`packed` where the momentum has 8 bits, else empty.
-        held: Table of the partitions with all updates: where the directions of owned matrices were, and what came back,
-            which arrives where the direction left from.
-        coded: Index of the matrix of each fragment in the send buffer, and where it lies in the communication dtype and
-            there; empty if fragments lie in the send buffer as they are.
+        local_numel: Elements of the directions that are not sent: in a chunk without a gather those of the owned
+            matrices, in the order in which they run in batches, and of other ranks' replicated matrices, of which only
+            the momentum is updated here. Each fragment starts at a multiple of 32 elements.
+        sent_numel: Elements of the fragments in the send buffer, in the communication dtype.
+        pack_table: The fragments of the momentum, and where their directions are written.
+        blocks: :meth:`.Int8Blocks.row` of each fragment of :attr:`pack_table` for int8 momentum, else empty.
+        apply_table: The fragments of the weights, and where their updates are: where their directions were.
+        int8_segments: Index of the matrix of each fragment in the send buffer, and the fragment in the communication
+            dtype and in the buffer; empty if they are sent uncompressed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ChunkTable:
         plan: ExchangePlan,
         chunk: Chunk,
         batches: Sequence[Sequence[int]],
-        partitions: Mapping[int, int],
+        position_of: Mapping[int, int],
         *,
         exact: bool,
     ) -> None:
@@ -79,101 +79,109 @@ class ChunkTable:
             plan: The exchange plan.
             chunk: One of its chunks.
             batches: The chunk's owned matrices as they are orthogonalised.
-            partitions: Index of a partition to its position.
-            exact: Whether fragments lie in the send buffer as they are.
+            position_of: Index of a partition to its position among the tensors of a pass.
+            exact: Whether fragments are sent uncompressed.
         """
-        self._matrices = plan.matrices
-        self._partitions = partitions
-        found = ((index, plan.matrices[index].placement.fragment_on(plan.rank)) for index in chunk.matrices)
-        self._held = {index: fragment for index, fragment in found if fragment is not None}
-        self._segments: dict[int, list[Segment]] = {}
+        self._matrices, self._position_of = plan.matrices, position_of
+        fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
+        self._fragments = {index: each for index, each in fragments.items() if each is not None}
+        self._received: dict[int, list[Segment]] = {}
         for index, segment in chunk.receive_buffer.segments:
-            self._segments.setdefault(index, []).append(segment)
+            self._received.setdefault(index, []).append(segment)
 
-        staying = {} if chunk.gathers else self._held
-        owned = [index for batch in batches for index in batch if index in staying]
-        kept = owned + [index for index in staying if plan.owners[index] != plan.rank]
-        starts, self.room = self._one_after_the_other(kept)
-        self._starts = dict(zip(kept, starts, strict=True))
+        # 1. directions that are not sent
+        unsent = {} if chunk.gathers else self._fragments
+        owned = [index for batch in batches for index in batch if index in unsent]
+        local = owned + [index for index in unsent if plan.owners[index] != plan.rank]
+        offsets, self.local_numel = self._aligned_offsets(local)
+        self._offset_of = dict(zip(local, offsets, strict=True))
+
+        # 2. fragments in the send buffer; in the communication dtype they need a tensor of their own if it is int8
         segments = chunk.send_buffer.segments
         sent = [index for index, _ in segments]
         if exact:
-            places, self.sent_room = (
-                [segment.buffer_offset for _, segment in segments],
+            send_offsets, self.sent_numel = (
+                [each.buffer_offset for _, each in segments],
                 chunk.send_buffer.numel,
             )
         else:
-            places, self.sent_room = self._one_after_the_other(sent)
-        pairs = zip(segments, places, strict=True)
-        self.coded = (
-            () if exact else tuple((i, each._replace(matrix_offset=place)) for (i, each), place in pairs)
-        )
-        at_owned = starts[: len(owned)]
-        self.held = torch.cat((self._table(owned, DIRECTIONS, at_owned), self._table(sent, SEND, places)))
-        self.packed = self._table(kept, DIRECTIONS, starts)
+            send_offsets, self.sent_numel = self._aligned_offsets(sent)
+        self.int8_segments: tuple[tuple[int, Segment], ...] = ()
+        if not exact:
+            self.int8_segments = tuple(
+                (index, segment._replace(matrix_offset=offset))
+                for (index, segment), offset in zip(segments, send_offsets, strict=True)
+            )
+
+        # 3. tables of the passes
+        self.pack_table = self._table(local, DIRECTIONS, offsets)
+        sent_table = self._table(sent, SEND, send_offsets)
         if chunk.gathers:
-            self.packed = torch.cat((self.packed, self._table(sent, SEND, places)))
-        self.blocks = torch.empty((0, 4), dtype=torch.int64)
+            self.pack_table = torch.cat((self.pack_table, sent_table))
+        self.apply_table = torch.cat((self._table(owned, DIRECTIONS, offsets[: len(owned)]), sent_table))
+        self.blocks = torch.empty((0, 2), dtype=torch.int64)
+
         # A chunk has the same active matrices in almost all steps, or some of a few sets.
-        self._batch = functools.lru_cache(maxsize=len(batches) + 64)(self._made)
+        self._batch = functools.lru_cache(maxsize=len(batches) + 64)(self._copies)
         for batch in batches:
-            # Cut matrices of one logical shape need not be alike here.
+            # Shards of matrices of one logical shape may be unequal.
             if len({plan.matrices[index].numel for index in batch}) == 1:
                 self.batch(batch)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return what is copied for owned matrices of one shape. It is known for the batches of a whole chunk."""
+        """Return what is copied for owned matrices of one shape; cached."""
         return self._batch(tuple(indices))
 
-    def _made(self, indices: tuple[int, ...]) -> Batch:
+    def _copies(self, indices: tuple[int, ...]) -> Batch:
         numel = self._matrices[indices[0]].numel
-        own: list[Segment] = []
-        received: list[list[Segment]] = []
+        local: list[Segment] = []
+        received: list[list[Segment]] = []  # the first segment of every matrix, the second of every one, ...
         for number, index in enumerate(indices):
             start = number * numel
-            if index in self._starts:
-                own.append(Segment.of(start, numel, self._starts[index], numel))
-            for position, segment in enumerate(self._segments.get(index, ())):
+            if index in self._offset_of:
+                local.append(Segment.of(start, numel, self._offset_of[index], numel))
+            for position, segment in enumerate(self._received.get(index, ())):
                 if position == len(received):
                     received.append([])
                 received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
-        whole = tuple(_joined(own, numel))
-        parts = tuple(each for segments in received for each in _joined(segments, numel))
-        in_order = any(  # of the first; there is none if this rank's parts of the matrices are empty
+        local_joined = tuple(_joined(local, numel))
+        received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
+        in_order = any(  # of the first; there is none if this rank's shards of the matrices are empty
             math.prod(each.shape) == len(indices) * numel and each.buffer_offset % _ALIGNMENT == 0
-            for each in (whole or parts)[:1]
+            for each in (local_joined or received_joined)[:1]
         )
-        return Batch(whole, parts, in_order)
+        return Batch(local_joined, received_joined, in_order)
 
-    def _one_after_the_other(self, indices: Sequence[int]) -> tuple[list[int], int]:
-        """Return where fragments start that lie one after the other, at multiples of 32 elements, and their room."""
-        lengths = (-(-self._held[index].numel // _ALIGNMENT) * _ALIGNMENT for index in indices)
+    def _aligned_offsets(self, indices: Sequence[int]) -> tuple[list[int], int]:
+        """Return the offsets of consecutive fragments at multiples of 32 elements, and the elements of all of them."""
+        lengths = (-(-self._fragments[index].numel // _ALIGNMENT) * _ALIGNMENT for index in indices)
         ends = list(accumulate(lengths, initial=0))
         return ends[:-1], ends[-1]
 
-    def _table(self, indices: Sequence[int], other: int, places: Sequence[int]) -> Tensor:
+    def _table(self, indices: Sequence[int], target: int, offsets: Sequence[int]) -> Tensor:
         """Return the table of this rank's fragments of matrices for the passes of ops/, int64 ``(fragments, 6)``.
 
         Args:
             indices: The matrices.
-            other: Number of the other tensor.
-            places: Where each fragment starts in it.
+            target: Number of the tensor with directions and updates.
+            offsets: Of each fragment in it.
         """
         rows = []
-        for index, place in zip(indices, places, strict=True):
-            partition, fragment = self._partitions[self._matrices[index].partition], self._held[index]
-            rows.append((partition, fragment.partition_offset, other, place, fragment.numel, index))
+        for index, offset in zip(indices, offsets, strict=True):
+            fragment, partition = self._fragments[index], self._matrices[index].partition
+            position = self._position_of[partition]
+            rows.append((position, fragment.partition_offset, target, offset, fragment.numel, index))
         return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
 
 
 def _joined(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
     """Yield segments of one matrix each, with those of consecutive matrices at equal distances as one."""
     last: Segment | None = None
-    for each in segments:
-        longer = None if last is None else last.joined(each, distance)
+    for segment in segments:
+        longer = None if last is None else last.joined(segment, distance)
         if last is not None and longer is None:
             yield last
-        last = longer or each._replace(matrix_strides=(distance, *each.matrix_strides[1:]))
+        last = longer or segment._replace(matrix_strides=(distance, *segment.matrix_strides[1:]))
     if last is not None:
         yield last
 
@@ -290,8 +298,7 @@ class Step:
         grads: The gradients that enter the momentum.
         finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
         passes: Native or torch passes.
-        quantized: Of a momentum in 8 bits, whose codes :attr:`momentum` then holds: its scales, by position of the
-            partition, mutated; and what :meth:`.MomentumBlocks.begin` returns.
+        scales: Of an int8 momentum, whose codes :attr:`momentum` then holds; mutated.
     """
 
     mask: Tensor | None
@@ -301,7 +308,7 @@ class Step:
     grads: Sequence[Tensor]
     finish: OwnedRows | None
     passes: FlatPasses
-    quantized: tuple[Sequence[Tensor], Tensor] | None = None
+    scales: Sequence[Tensor] | None = None
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:
         """Return those of some matrices that are active."""
@@ -320,16 +327,16 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
     Args:
         table: Of the chunk.
         step: The momentum is mutated.
-        directions: Receives those that are not sent, :attr:`ChunkTable.room` elements in the communication dtype.
-        send: Receives those that are sent. Both lie on the device of the momentum.
+        directions: Receives those that are not sent: :attr:`ChunkTable.local_numel` elements, in the communication
+            dtype.
+        send: Receives those that are sent. Both are on the device of the momentum.
     """
-    rows, outs, rates = step.active_rows(table.packed), [directions, send], step.rates.momentum
-    if step.quantized is None:
+    rows, outs, rates = step.active_rows(table.pack_table), [directions, send], step.rates.momentum
+    if step.scales is None:
         step.passes.momentum_pack(step.momentum, step.grads, outs, rows, rates)
         return
-    scales, cut = step.quantized
-    blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.packed[:, COLUMNS - 1]]]
-    step.passes.momentum_pack_int8(step.momentum, scales, step.grads, outs, rows, rates, blocks, cut)
+    blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
+    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outs, rows, rates, blocks)
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:

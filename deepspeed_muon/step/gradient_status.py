@@ -1,0 +1,170 @@
+"""Which gradients are zero or not finite on any rank: what every rank must know before a step changes anything.
+
+Two bytes of each parameter are max-reduced over the ranks that update it together: the status of its gradient, and
+whether the previous step left its update out (:mod:`.check`). DeepSpeed's wrappers exchange them once for all step sets
+(:meth:`.BoundSteps.exchange_flags`), other callers in :meth:`GradientStatus.report`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from deepspeed_muon.ops.dispatch import largest_magnitudes
+from deepspeed_muon.step.runner import StepRunner
+from deepspeed_muon.step.tables import COLUMNS
+from deepspeed_muon.transport.ranks import reduce_tensor
+
+_PHASE = "exchange of gradient flags"
+
+# Gradient status, max-reduced over fragments and ranks: 0 all zero, 1 finite, 2 inf or NaN. The limits are for
+# torch.bucketize, which sorts NaN above all numbers.
+NOT_FINITE = 2
+_STATUS_LIMITS = (0.0, torch.finfo(torch.float32).max)
+
+Gradients = Mapping[int, Sequence[Tensor]]
+"""Partition index to a rank's gradient: flat tensors that follow each other in the partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    """What all ranks of a group know about this step's gradients.
+
+    Attributes:
+        active: Gradient status of each parameter, matrices first: 0 where no rank has a non-zero gradient.
+        nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
+        failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
+    """
+
+    active: Sequence[int]
+    nonfinite: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+class GradientStatus:
+    """Finds out, together with the group, which parameters of a step set have a gradient and whether all are finite.
+
+    Attributes:
+        names: Of the parameters, matrices first.
+        groups: The process groups over which the flags are reduced, one after the other.
+        flags: The reduced flags of this step on the CPU, ``(2, parameters)`` uint8: gradient status, and whether the
+            update was left out. ``None`` until they are reduced.
+    """
+
+    def __init__(self, runner: StepRunner) -> None:
+        step_set = runner.step_set
+        self._check, self._step_set, self._device = runner.check, step_set, runner.context.device
+        self._local_fragments = step_set.local_fragments()
+        self._status_limits = torch.tensor(_STATUS_LIMITS, device=self._device)
+        # The table of the fragments for gradients of these lengths: the same in almost every step.
+        self._lengths: list[list[int]] | None = None
+        self._table = torch.empty(0, COLUMNS, dtype=torch.int64)
+        self._parameter_of_row = torch.empty(0, dtype=torch.int64)
+        self.names = [layout.name for layout in step_set.layouts]
+        self.flags: Tensor | None = None
+        self.groups = [step_set.group] if step_set.world_size > 1 else []
+        # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
+        # stack that is stored on several ranks: what a step does may not depend on where ZeRO or a parallelism cuts.
+        self.groups += [group for group in (step_set.tensor_group, step_set.stack_group) if group is not None]
+
+    @staticmethod
+    def reduce(statuses: Sequence[GradientStatus], grads: Gradients) -> Tensor:
+        """Return the flags of several step sets of the same groups, reduced in one message.
+
+        Must be called by all ranks of the groups.
+
+        Args:
+            statuses: Of the step sets.
+            grads: Partition index to its gradient; a missing one counts as zero.
+
+        Returns:
+            ``(2, parameters of all sets)`` on the device.
+        """
+        local = [status._local_flags(grads) for status in statuses]
+        flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
+        for group in statuses[0].groups if flags.numel() else ():
+            flags = reduce_tensor(flags, group, purpose=_PHASE, how="max")
+        return flags
+
+    def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
+        """Return what all ranks know of this step, and tell :attr:`.StepRunner.check` whose update was left out.
+
+        Must be called by all ranks of the group.
+
+        Args:
+            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
+        """
+        if self.flags is None:
+            self.flags = self.reduce([self], {index: [grad] for index, grad in grads.items()}).cpu()
+        active, left_out = self.flags.tolist()
+        self.flags = None
+        nonfinite: tuple[str, ...] = ()
+        if NOT_FINITE in active:
+            nonfinite = tuple(n for n, status in zip(self.names, active, strict=True) if status == NOT_FINITE)
+        failed = tuple(self._check.read_verdicts(set_positions(left_out)))
+        if (group := self._step_set.wider_group) is not None:
+            bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
+            is_nonfinite, is_failed = reduce_tensor(bad, group, purpose=_PHASE, how="max").tolist()
+            nonfinite = nonfinite or ("a parameter of other ranks",) * is_nonfinite
+            failed = failed or ("a matrix of other ranks",) * is_failed
+        return GradientReport(active, nonfinite, failed)
+
+    def _local_flags(self, grads: Gradients) -> Tensor:
+        """Return this rank's flags, ``(2, parameters)`` uint8 on the device.
+
+        One call reads all gradients on a CPU. On a GPU that is torch's multi-tensor norm, which takes 320 blocks of
+        65,536 elements a launch; a few small kernels follow it.
+        """
+        flags = torch.zeros((2, len(self.names)), dtype=torch.uint8, device=self._device)
+        if left_out := self._check.left_out:
+            matrices = torch.tensor([n for numbers, _ in left_out for n in numbers], device=self._device)
+            wrong = torch.cat([verdicts.to(self._device) for _, verdicts in left_out])
+            flags[1].scatter_reduce_(0, matrices, wrong.view(torch.uint8), "amax")
+        tensors = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
+        table = self._table_of([[tensor.numel() for tensor in flat] for flat in tensors])
+        if len(table):
+            largest = largest_magnitudes([tensor for flat in tensors for tensor in flat], table)
+            status = torch.bucketize(largest.to(self._device), self._status_limits, out_int32=True)
+            flags[0].scatter_reduce_(0, self._parameter_of_row, status.to(torch.uint8), "amax")
+        return flags
+
+    def _table_of(self, lengths: list[list[int]]) -> Tensor:
+        """Return the fragments of the parameters in gradients of some lengths, a table for the passes of ops/.
+
+        Args:
+            lengths: Of the tensors that a partition's gradient consists of, for each partition.
+        """
+        if lengths == self._lengths:
+            return self._table
+        rows: list[tuple[int, ...]] = []
+        first_tensor = 0
+        for numels, local_fragments in zip(lengths, self._local_fragments, strict=True):
+            starts = list(accumulate(numels, initial=0))
+            for number, fragment in local_fragments if numels else ():
+                start, stop = fragment.partition_offset, fragment.partition_offset + fragment.numel
+                while start < stop:  # a fragment may reach over several tensors
+                    tensor = bisect_right(starts, start) - 1
+                    offset, end = start - starts[tensor], min(stop, starts[tensor + 1])
+                    rows.append((*(first_tensor + tensor, offset) * 2, end - start, number))
+                    start = end
+            first_tensor += len(numels)
+        self._lengths, self._table = lengths, torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        self._parameter_of_row = self._table[:, -1].to(self._device)
+        return self._table
+
+
+def set_positions(flags: Sequence[int]) -> set[int]:
+    """Return the positions of the flags that are set."""
+    return {position for position, flag in enumerate(flags) if flag} if any(flags) else set()
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one device on the CPU, copied as one; wider types must come first, for alignment."""
+    raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+    copies = raw.split([tensor.nbytes for tensor in tensors])
+    return [copy.view(tensor.dtype).view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]
