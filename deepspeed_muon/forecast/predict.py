@@ -187,11 +187,11 @@ def _shard(route: Route, ways: int) -> Route:
     if not route.shape:
         return route
     dim = len(route.shape) - 2 if route.kind == "experts" else 0
-    parts, length = route.parts, -(-route.shape[dim] // ways)
+    parts, length = route.output_blocks, -(-route.shape[dim] // ways)
     if parts and not route.transposed:
         parts = tuple(-(-part // ways) for part in parts)
         length = sum(parts)
-    shard = replace(route, shape=(*route.shape[:dim], length, *route.shape[dim + 1 :]), parts=parts)
+    shard = replace(route, shape=(*route.shape[:dim], length, *route.shape[dim + 1 :]), output_blocks=parts)
     return replace(shard, shards=TensorShards(0, (shard.matrix_shape[0],) * ways))
 
 

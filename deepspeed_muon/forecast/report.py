@@ -184,7 +184,7 @@ def report(
             "assumed_efficiency": settings.efficiency,
             "assumed_link_efficiency": LINK_EFFICIENCY,
         },
-        "routes": rows_of(routes, each=each_route),
+        "routes": rows_of(routes, per_parameter=each_route),
         "owners": {
             "matrices": len(names),
             "moving": exchange.moving,

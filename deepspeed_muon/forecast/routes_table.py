@@ -59,7 +59,7 @@ def table(model: str, routes: Sequence[Route], *, each_route: bool = False) -> d
         "elements": sum(route.numel for route in routes),
         "algorithms": totals_of(routes),
         "guesses": {"tensors": len(guessed), "elements": sum(route.numel for route in guessed)},
-        "routes": rows_of(routes, each=each_route),
+        "routes": rows_of(routes, per_parameter=each_route),
     }
 
 
