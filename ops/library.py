@@ -1,8 +1,8 @@
 """Builds and loads the native operators, ``torch.ops.deepspeed_muon``, and registers their shape functions.
 
-An import of this module builds and loads nothing: the first :func:`load` does. A digest of sources, flags and torch
-version names the folder of a build, so that no stale library is ever loaded. One process builds under a file lock, and
-the operating system releases that if the process dies; the others wait.
+Importing this module builds and loads nothing; the first :func:`load` does. The folder of a build is named by a digest
+of sources, flags and torch version, so that a stale library is never loaded. One process of a machine builds under a
+file lock, which the operating system releases if that process dies; the processes that wait load the same file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .toolchain import BuildSpec
 
 PACKAGE = Path(__file__).resolve().parent
 
-# Seconds that a process waits for the build of another. A CPU build takes about 10 s, one with CUDA some minutes.
+# Seconds to wait for a build in another process. A CPU build takes about 10 s, one with CUDA some minutes.
 WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
 
 _guard = threading.Lock()
@@ -43,11 +43,11 @@ _failure: InstallationError | None = None
 def load() -> Any:
     """Return ``torch.ops.deepspeed_muon`` with all operators; the first call builds the library if necessary.
 
-    Several processes may call it at once.
+    Any number of threads and processes may call it at once. It runs no collective.
 
     Raises:
-        InstallationError: If there is no compiler, the build fails, or the build of another process takes too long;
-            every later call of the process raises it again.
+        InstallationError: If there is no compiler, the build fails, or a build in another process takes longer than
+            ``WAIT_SECONDS``. Every later call in this process raises it again.
     """
     global _operators, _failure
     with _guard:
@@ -64,19 +64,19 @@ def load() -> Any:
                 torch.library.register_fake(f"deepspeed_muon::{name}", fake)
             if torch.cuda.is_available() and (reason := toolchain.cuda_reason()):
                 warn_on_each_machine(
-                    "deepspeed_muon: there is a GPU, but its own CUDA kernels are not built (%s); torch's run instead",
+                    "deepspeed_muon: there is a GPU, but the CUDA kernels are not built (%s); torch's run instead",
                     reason,
                 )
         return _operators
 
 
 def try_load() -> Any | None:
-    """Return the operators, or ``None`` if there are none; the first such call of a process warns."""
-    known = _failure
+    """Return the operators, or ``None`` if they cannot be loaded; the first such call of a process warns."""
+    earlier_failure = _failure
     try:
         return load()
     except InstallationError as error:
-        if known is None:
+        if earlier_failure is None:
             warn_on_each_machine(
                 "deepspeed_muon runs its torch code, which is slower: %s\n"
                 "`python -m deepspeed_muon report` lists what is missing; ns_backend 'torch' silences this.",
@@ -91,18 +91,18 @@ def loaded() -> bool:
 
 
 def key() -> str:
-    """Return the digest of the library that this process has loaded, ``torch`` if none."""
+    """Return the digest of the library that this process has loaded, or ``torch`` without one."""
     return "torch" if _operators is None else toolchain.machine_spec().key
 
 
-def built_path(wanted: BuildSpec) -> Path | None:
-    """Return the library that fits this torch and these sources, if it is built already."""
-    ahead, here = prebuilt_path(wanted), library_path(wanted)
-    return ahead or (here if here.exists() else None)
+def built_path(spec: BuildSpec) -> Path | None:
+    """Return the library of this build, from ``pip install`` or from an earlier first use, or ``None``."""
+    prebuilt, cached = prebuilt_path(spec), library_path(spec)
+    return prebuilt or (cached if cached.exists() else None)
 
 
 def unavailable_reason() -> str | None:
-    """Return why the library cannot be built here, or ``None``."""
+    """Return why the library cannot be built on this machine, or ``None`` if it can."""
     if sys.platform != "linux":
         return f"the sources are for Linux, this is {sys.platform}"
     if toolchain.cxx_compiler() is None:
@@ -113,22 +113,22 @@ def unavailable_reason() -> str | None:
 
 
 def build_and_load() -> None:
-    """Load the library into this process, build it first if necessary; see :func:`load`."""
-    wanted = toolchain.machine_spec()
-    path = built_path(wanted)
+    """Load the library into this process and build it first if necessary; see :func:`load`."""
+    spec = toolchain.machine_spec()
+    path = built_path(spec)
     if path is not None:
         return _load_library(path)
     if reason := unavailable_reason():
-        raise InstallationError(f"the native ops cannot be built here: {reason}")
+        raise InstallationError(f"the native ops cannot be built on this machine: {reason}")
     try:
-        _build(wanted)
+        _build(spec)
     except InstallationError as error:
-        if not wanted.with_cuda:
+        if not spec.with_cuda:
             raise
         warn_on_each_machine(
-            "deepspeed_muon: the CUDA kernels cannot be built, so torch's run on the GPU, and the operators for "
-            "the CPU are built alone. Remove %s to try again.\n%s",
-            build_folder(wanted),
+            "deepspeed_muon: the CUDA kernels cannot be built, so torch's run on the GPU, and only the operators for "
+            "the CPU are built. Remove %s to try again.\n%s",
+            build_folder(spec),
             error,
         )
         _build(toolchain.build_spec(torch_version=torch.__version__, with_cuda=False))
@@ -140,25 +140,25 @@ def build_folder(spec: BuildSpec) -> Path:
 
 
 def library_path(spec: BuildSpec) -> Path:
-    """Return the path of the library that is built at first use."""
+    """Return the path of the library that the first use builds."""
     return build_folder(spec) / f"{toolchain.library_name(spec.key)}.so"
 
 
 def prebuilt_path(spec: BuildSpec) -> Path | None:
-    """Return the library that ``DS_BUILD_MUON=1 pip install`` has built, if it has code for this machine's GPUs."""
-    wanted = set(toolchain.architectures(spec))
+    """Return the library that ``DS_BUILD_MUON=1 pip install`` built, if it has code for the GPUs of this machine."""
+    needed = set(toolchain.architectures(spec))
     for path in sorted(PACKAGE.glob(f"{toolchain.library_name(spec.portable_key)}*.so")):
-        if wanted <= {f"sm_{name}" for name in path.stem.split("_sm_")[1:]}:
+        if needed <= {f"sm_{name}" for name in path.stem.split("_sm_")[1:]}:
             return path
     return None
 
 
 def _build(spec: BuildSpec) -> None:
-    """Build a library unless it is there, and load it. A build that failed is not tried again."""
+    """Load the library, built first if it is missing. A CUDA build that failed is not tried again in its folder."""
     target = library_path(spec)
     with _exclusive(target.parent) as shared:
         if not shared:
-            target = _own_folder(target.parent) / target.name
+            target = _process_folder(target.parent) / target.name
         failed = target.parent / "failed.txt"
         if not target.exists():
             if failed.exists():
@@ -176,7 +176,7 @@ def _build(spec: BuildSpec) -> None:
                 announce("deepspeed_muon: built in %.0f s", time.monotonic() - started, on_any_rank=True)
             except InstallationError as error:
                 if spec.with_cuda:
-                    # Minutes in every process of every run, otherwise.
+                    # Otherwise every process of every run would spend minutes on it.
                     failed.write_text(str(error))
                 raise
     _load_library(target)
@@ -197,54 +197,54 @@ def _load_library(path: Path) -> None:
 
 
 @functools.cache
-def _own_folder(folder: Path) -> Path:
-    """Return a temporary folder for the builds of this process alone, in place of one that cannot be shared."""
-    own = Path(tempfile.mkdtemp(prefix="deepspeed_muon_"))
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
+def _process_folder(folder: Path) -> Path:
+    """Return a temporary folder for the builds of this process alone, because ``folder`` cannot be shared."""
+    temporary = Path(tempfile.mkdtemp(prefix="deepspeed_muon_"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     warn_on_each_machine(
         "deepspeed_muon: %s cannot be written, or its file system has no locks, so every process builds the native "
         "operators for itself, in a temporary folder. Set TORCH_EXTENSIONS_DIR to a folder on a local disk",
         folder,
     )
-    return own
+    return temporary
 
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock; yield whether it can be shared at all. Raise after ``WAIT_SECONDS``."""
-    with locked(folder / ".building", WAIT_SECONDS) as mine:
-        if mine is False:
+    """Hold the build lock of a folder; yield whether the folder can be shared at all. Raise after ``WAIT_SECONDS``."""
+    with locked(folder / ".building", WAIT_SECONDS) as acquired:
+        if acquired is False:
             raise InstallationError(
                 f"another process has been building the native ops in {folder} for {WAIT_SECONDS:g} s; raise "
                 f"DS_MUON_BUILD_TIMEOUT (seconds), or build before the ranks start with "
                 f"`python -m deepspeed_muon report --selftest`"
             )
-        yield mine is not None
+        yield acquired is not None
 
 
 def _compile(spec: BuildSpec, target: Path) -> None:
-    """Compile in a folder below the target's and move the library into place, so that nobody loads half a file."""
+    """Compile in a subfolder and rename the library to ``target``, so that no process loads an incomplete file."""
     from torch.utils import cpp_extension
 
-    linking: list[str] = []
+    linker_flags: list[str] = []
     work = target.parent / "build"
     work.mkdir(exist_ok=True)
-    # torch's own lock is a file that outlives a killed build. While we hold ours it can only be such a leftover.
+    # torch's lock file survives a killed build. Under our lock no build can run, so it is such a leftover.
     (work / "lock").unlink(missing_ok=True)
     path = os.environ.get("PATH", os.defpath)
     try:
         if ninja := toolchain.find_program("ninja"):
             os.environ["PATH"] = f"{path}{os.pathsep}{Path(ninja).parent}"
         if spec.with_cuda and (nvcc := toolchain.find_nvcc()):
-            # torch takes the parent of the nvcc on PATH, which may be a script that calls another one.
+            # torch would take the parent folder of the nvcc on PATH, which may be a script that calls another nvcc.
             cpp_extension.CUDA_HOME = toolchain.cuda_home(nvcc)
-            linking = toolchain.runtime_flags(Path(cpp_extension.CUDA_HOME), work)
+            linker_flags = toolchain.runtime_flags(Path(cpp_extension.CUDA_HOME), work)
         cpp_extension.load(
             name=toolchain.library_name(spec.key),
             sources=list(spec.sources),
             extra_cflags=list(spec.cxx_flags),
             extra_cuda_cflags=list(spec.nvcc_flags) or None,
-            extra_ldflags=linking,
+            extra_ldflags=linker_flags,
             extra_include_paths=list(spec.include_dirs),
             build_directory=str(work),
             with_cuda=spec.with_cuda,
@@ -268,13 +268,13 @@ def _orthogonalize(
     dtype: torch.dtype,
     eps: float,
 ) -> Tensor:
-    # The storage order is kept: of a batch that is stored column by column too.
+    # The result has the storage order of x, also if x is stored column by column.
     if not x.is_contiguous() and x.mT.is_contiguous():
         return x.new_empty(x.mT.shape, dtype=dtype).mT
     return x.new_empty(x.shape, dtype=dtype)
 
 
-# The operators on tensors without data, for torch.compile.
+# Shape functions for tensors without data (torch.compile).
 _FAKES: dict[str, Callable[..., Tensor | None]] = {
     "sym_gemm": lambda a, b, c, alpha, beta, diag: a.new_empty((*a.shape[:-1], a.shape[-2])),
     "orthogonalize": _orthogonalize,

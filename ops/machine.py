@@ -1,4 +1,4 @@
-"""What the processes of a machine share: lock files, and JSON files with what one of them has found."""
+"""Files that the processes of a machine share: locks, and JSON caches of measurements and self-test results."""
 
 from __future__ import annotations
 
@@ -16,55 +16,59 @@ from typing import Any
 
 import torch
 
-# Seconds between two tries for a lock: on a network file system every try is a request to its server.
+# Seconds between two attempts to take a lock, doubled up to the maximum: on a network file system every attempt is a
+# request to its server.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
 
 
 @contextmanager
 def locked(file: Path, seconds: float) -> Iterator[bool | None]:
-    """Hold a lock file; yield whether this process got it in time. The operating system releases that of a dead one.
+    """Hold an exclusive file lock inside the ``with`` block; yield whether this process got it.
 
-    ``None`` where processes share nothing and each goes on at once: in a folder that cannot be written, and on a file
-    system without locks.
+    The operating system releases the lock of a process that dies.
 
     Args:
-        file: Made if it is missing, with its folder; it stays.
-        seconds: How long to wait for others.
+        file: The lock file. Created with its folder if it is missing, and never removed.
+        seconds: How long to wait for another process to release the lock.
+
+    Yields:
+        ``True`` with the lock, ``False`` after ``seconds`` without it, and ``None``, without waiting, if processes
+        cannot lock at all: the folder is not writable or its file system has no locks.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        gate = file.open("w")
+        lock_file = file.open("w")
     except OSError:
         yield None
         return
-    with gate:
+    with lock_file:
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-        mine: bool | None = False
-        while mine is False:
+        acquired: bool | None = False
+        while acquired is False:
             try:
-                fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mine = True
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                acquired = True
             except BlockingIOError:
-                if (left := deadline - time.monotonic()) <= 0:
+                if (remaining := deadline - time.monotonic()) <= 0:
                     break
-                time.sleep(min(pause, left))
+                time.sleep(min(pause, remaining))
                 pause = min(2 * pause, _LONGEST_PAUSE)
             except OSError:
-                mine = None
-        yield mine
+                acquired = None
+        yield acquired
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one if there is no such file, or no object in it."""
+    """Return the JSON object in a file; an empty one if the file is missing, unreadable or holds no JSON object."""
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Replace a file, whole; do nothing in a folder that cannot be written."""
+    """Replace a file atomically; do nothing if its folder is not writable."""
     partial = file.with_suffix(f".{os.getpid()}")
     try:
         partial.write_text(json.dumps(content, indent=1))
@@ -75,34 +79,37 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def folder_of(variable: str, name: str) -> Path:
-    """Return the folder that an environment variable names, or one of that name in the user's cache."""
+    """Return the folder that the environment variable names, else the folder ``name`` in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(os.environ.get(variable) or os.path.join(cache, name))
 
 
 def cache_folder() -> Path:
-    """Return the folder of these files."""
+    """Return the folder of the files that the processes of a machine share; ``DS_MUON_CACHE_DIR`` overrides it."""
     return folder_of("DS_MUON_CACHE_DIR", "deepspeed_muon")
 
 
 def file_for(kind: str, identity: Sequence[str], folder: Path | None = None) -> Path:
-    """Return the file with what was found for an identity: names of hardware, versions, digests.
+    """Return the path of the cache file for an identity, in ``folder`` or :func:`cache_folder`.
 
-    It lies in ``folder``, by default :func:`cache_folder`.
+    Args:
+        kind: The first word of the file name, such as ``autotune``.
+        identity: What the content is valid for: names of hardware, versions, digests. The file name has its digest.
+        folder: ``None`` for :func:`cache_folder`.
     """
     digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
     return (cache_folder() if folder is None else folder) / f"{kind}-{digest}.json"
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; ``None`` without one, as of a source tree that is not installed."""
+    """Return the version of a package, or ``None`` if it is not installed (a source tree on ``sys.path`` is not)."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
 
 
 def hardware_name() -> str:
-    """Return the names of the processor, its instruction set and the GPU, if there is one."""
+    """Return the names of the processor, of its instruction set and of the current GPU, if there is one."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

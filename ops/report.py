@@ -1,4 +1,4 @@
-"""What this machine can build and run: ``python -m deepspeed_muon report``, the twin of DeepSpeed's ``ds_report``."""
+"""What this machine can build and run: ``python -m deepspeed_muon report``, as ``ds_report`` is for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .machine import cache_folder, hardware_name, installed_version
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Return everything that the report shows, by section; builds nothing."""
+    """Return the report as section to name to value; builds nothing, but loads a library that is built."""
     spec = toolchain.machine_spec()
     built, reason = library.built_path(spec), library.unavailable_reason()
     operators = library.try_load() if built else None
     return {
         "versions": _versions(),
         "toolchain": {
-            "g++": _told(toolchain.cxx_compiler()),
-            "nvcc": _told(toolchain.find_nvcc(), "release"),
+            "g++": _version_line(toolchain.cxx_compiler()),
+            "nvcc": _version_line(toolchain.find_nvcc(), "release"),
             "ninja": toolchain.find_program("ninja"),
-            "MPI": _told(toolchain.find_program("mpirun")),
+            "MPI": _version_line(toolchain.find_program("mpirun")),
         },
         "build": {
             "folder": str(library.build_folder(spec)),
@@ -45,10 +45,10 @@ def collect() -> dict[str, dict[str, Any]]:
     }
 
 
-def render(found: dict[str, dict[str, Any]], checks: list[dict[str, Any]] | None = None) -> str:
-    """Return the result of :func:`collect`, and of :func:`self_test` if it was run, as text."""
+def render(sections: dict[str, dict[str, Any]], checks: list[dict[str, Any]] | None = None) -> str:
+    """Return the result of :func:`collect` as text, with that of :func:`.checks.self_test` if it was run."""
     lines = ["deepspeed_muon report"]
-    for title, values in found.items():
+    for title, values in sections.items():
         lines += ["", title]
         for name, value in values.items():
             shown = ", ".join(value) if isinstance(value, list) else value
@@ -80,8 +80,8 @@ def _gpu(operators: Any | None) -> dict[str, Any]:
     kernels = {}
     if has_kernel(operators, "cuda", "sym_gemm"):
         assert operators is not None
-        wide = "in squares of 256 too" if all(operators.sym_gemm_waves(1, 256)) else ""
-        kernels["sym_gemm"] = f"{operators.sym_gemm_kernel()} {wide}".strip()
+        tiles_of_256 = "in squares of 256 too" if all(operators.sym_gemm_waves(1, 256)) else ""
+        kernels["sym_gemm"] = f"{operators.sym_gemm_kernel()} {tiles_of_256}".strip()
         kernels["flat passes"] = operators.flat_passes_missing() or "ops"
     verdict = known_verdict(0)
     tested = "not run yet"
@@ -90,8 +90,8 @@ def _gpu(operators: Any | None) -> dict[str, Any]:
     return {"gpus": names, **kernels, "tested before first use": tested}
 
 
-def _told(program: str | None, word: str = "") -> str | None:
-    """Return the first line with a word of what a program says of its version, and its path."""
-    lines = toolchain.version_told(program).splitlines()
+def _version_line(program: str | None, word: str = "") -> str | None:
+    """Return the first line of ``program --version`` that contains ``word``, with the program's path."""
+    lines = toolchain.version_output(program).splitlines()
     line = next((line for line in lines if line.strip() and word in line), None)
     return line and f"{line.strip()} ({program})"

@@ -1,6 +1,7 @@
 """Sources, flags and name of the native library, for the build at first use and for ``pip install``.
 
-Nothing of this package is imported here: ``setup.py`` loads this file before that is possible.
+This module imports nothing of the package, because ``setup.py`` loads it by its path, before the package can be
+imported.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ import torch
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 
-# Targets with instructions of one chip generation only: code for plain sm_90 would have no wgmma.
+# Architecture-specific targets: code for sm_90 without the "a" cannot use wgmma.
 _ARCH_SPECIFIC = {"90": "90a", "100": "100a", "120": "120a"}
 
-# Targets if there is neither a device nor TORCH_CUDA_ARCH_LIST.
+# Targets without a device and without TORCH_CUDA_ARCH_LIST.
 _DEFAULT_ARCHS = ("80", "90a")
 
-# mma.sync with bf16 operands needs this compute capability.
+# The first compute capability with mma.sync for bf16.
 _OLDEST_ARCH = 80
 
 
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
-    """Everything that determines one build.
+    """Sources and flags of one build of the native library, and the digests that identify it.
 
     Attributes:
         sources: Absolute paths of the translation units.
@@ -42,9 +43,9 @@ class BuildSpec:
         cxx_flags: Flags of the host compiler.
         nvcc_flags: Flags of nvcc; empty without CUDA.
         with_cuda: Whether CUDA sources are among the sources.
-        key: Digest of all of this, of the headers, of the torch version and of nvcc's.
-        portable_key: The same without the GPU architectures and nvcc, because a machine without a GPU may build ahead
-            of time.
+        key: Digest of sources, headers, flags, and the versions of torch, Python and nvcc.
+        portable_key: The same without GPU architectures and nvcc: a library that ``pip install`` builds, maybe on a
+            machine without a GPU, is found by it.
     """
 
     sources: tuple[str, ...]
@@ -62,12 +63,12 @@ def library_name(key: str) -> str:
 
 
 def architectures(spec: BuildSpec) -> tuple[str, ...]:
-    """Return the GPU architectures that a build has code for, as in ``sm_90a``."""
+    """Return the GPU architectures that a build contains code for, such as ``sm_90a``."""
     return tuple(flag.rpartition("=")[2] for flag in spec.nvcc_flags if "gencode" in flag)
 
 
 def prebuilt_name(spec: BuildSpec) -> str:
-    """Return the file name, without suffix, of a library that is built ahead of time, maybe for another machine."""
+    """Return the file name, without suffix, of a library that ``pip install`` builds: with its GPU architectures."""
     return "_".join((library_name(spec.portable_key), *architectures(spec)))
 
 
@@ -79,24 +80,22 @@ def cxx_compiler() -> str | None:
 def find_nvcc() -> str | None:
     """Return the path of nvcc, or ``None``.
 
-    ``CUDA_HOME`` and ``CUDA_PATH`` come before ``PATH``, and that before pip's ``nvidia-cuda-nvcc``, which goes beside
-    the libraries of torch's own CUDA.
+    The order is ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, pip's ``nvidia-cuda-nvcc`` (installed beside the CUDA
+    libraries of torch), ``/usr/local/cuda``.
     """
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
-        if home and (found := shutil.which("nvcc", path=str(Path(home) / "bin"))):
-            return found
+        if home and (nvcc := shutil.which("nvcc", path=str(Path(home) / "bin"))):
+            return nvcc
     packages = Path(sysconfig.get_path("platlib"), "nvidia")
-    of_pip = [str(packages / f"cu{major}" / "bin") for major in (13, 12)] + [
-        str(packages / "cuda_nvcc" / "bin")
-    ]
-    folders = os.pathsep.join([*of_pip, "/usr/local/cuda/bin"])
+    pip_folders = [packages / name / "bin" for name in ("cu13", "cu12", "cuda_nvcc")]
+    folders = os.pathsep.join([*map(str, pip_folders), "/usr/local/cuda/bin"])
     return shutil.which("nvcc") or shutil.which("nvcc", path=folders)
 
 
 @functools.cache
-def version_told(program: str | None) -> str:
-    """Return what a program says of its version; empty if there is no such program, or it does not run."""
+def version_output(program: str | None) -> str:
+    """Return what ``program --version`` prints; an empty string without a program, or if it does not run."""
     if program is None:
         return ""
     try:
@@ -108,22 +107,22 @@ def version_told(program: str | None) -> str:
 
 
 def cuda_home(nvcc: str) -> str:
-    """Return the folder of the CUDA toolkit that this compiler belongs to, also if ``nvcc`` only calls another one."""
-    told = subprocess.run(
+    """Return the folder of the CUDA toolkit of an nvcc, which may be a script that calls another nvcc."""
+    dry_run = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=60, check=False
     )
-    found = re.search(r"^#\$ TOP=(.+)$", told.stderr, flags=re.MULTILINE)
-    return os.path.realpath(found[1].strip()) if found else str(Path(nvcc).resolve().parents[1])
+    top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, flags=re.MULTILINE)
+    return os.path.realpath(top[1].strip()) if top else str(Path(nvcc).resolve().parents[1])
 
 
 def runtime_flags(home: Path, folder: Path) -> list[str]:
-    """Return what a linker needs to find CUDA's runtime in a toolkit of pip, which has no plain ``libcudart.so``.
+    """Return linker flags that find the CUDA runtime of pip's toolkit, which lacks the link ``libcudart.so``.
 
     Args:
         home: The toolkit.
-        folder: Gets a link with that name, if it is needed.
+        folder: Receives that link if the toolkit has none.
     """
-    libraries = [path for part in ("lib64", "lib") for path in sorted((home / part).glob("libcudart.so*"))]
+    libraries = [path for name in ("lib64", "lib") for path in sorted((home / name).glob("libcudart.so*"))]
     if not libraries or any(path.name == "libcudart.so" for path in libraries):
         return []
     link = folder / "libcudart.so"
@@ -133,14 +132,14 @@ def runtime_flags(home: Path, folder: Path) -> list[str]:
 
 
 def find_program(name: str) -> str | None:
-    """Return a program's path: on ``PATH``, or beside the interpreter of an environment that is not activated."""
+    """Return the path of a program: on ``PATH``, else beside the interpreter, as in a virtual environment."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
 def build_spec(
     *, torch_version: str, with_cuda: bool, capabilities: Iterable[tuple[int, int]] = ()
 ) -> BuildSpec:
-    """Collect sources and flags of a build.
+    """Return the sources, flags and digests of a build.
 
     Args:
         torch_version: ``torch.__version__`` with its local part, which determines the ABI.
@@ -152,11 +151,11 @@ def build_spec(
     if not with_cuda:
         sources = [path for path in sources if path.name != "binding_cuda.cpp"]
     # The headers of newer torch need C++20.
-    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    major, minor = (int(number) for number in torch_version.split(".")[:2])
     standard = "-std=c++20" if (major, minor) >= (2, 12) else "-std=c++17"
-    # No -march=native: the library may be loaded on another chip (a shared home directory, a wheel). The loops that
-    # gain from wider vectors are compiled several times and choose at run time. OpenMP is compiled in but not linked:
-    # its symbols come from the runtime that torch has loaded, so that there is one pool of threads.
+    # No -march=native: the library may be loaded on another processor (a shared home directory, a wheel). Loops that
+    # gain from longer vectors are compiled several times and dispatched at run time. OpenMP is compiled in but not
+    # linked: its symbols come from the runtime that torch has loaded, so that there is one pool of threads.
     cxx_flags = ("-O3", standard, "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
     nvcc_flags: tuple[str, ...] = ()
     if with_cuda:
@@ -164,8 +163,8 @@ def build_spec(
         targets = arch_flags(capabilities, os.environ.get("TORCH_CUDA_ARCH_LIST"))
         nvcc_flags = ("-O3", standard, "--expt-relaxed-constexpr", "-lineinfo", *targets)
     digest = hashlib.sha256()
-    parts = [torch_version, sys.implementation.cache_tag or "", platform.machine(), str(with_cuda)]
-    for text in [*parts, *cxx_flags]:
+    identity = [torch_version, sys.implementation.cache_tag or "", platform.machine(), str(with_cuda)]
+    for text in [*identity, *cxx_flags]:
         digest.update(text.encode() + b"\0")
     headers = [CSRC.glob("*.h"), CSRC.glob("cpu/*.h"), CSRC.glob("include/*.h")]
     if with_cuda:
@@ -175,7 +174,7 @@ def build_spec(
     portable_key = digest.hexdigest()[:16]
     digest.update("\0".join(nvcc_flags).encode())
     if with_cuda:
-        digest.update(version_told(find_nvcc()).encode())  # an upgrade builds anew
+        digest.update(version_output(find_nvcc()).encode())  # an upgrade of nvcc rebuilds
     return BuildSpec(
         sources=tuple(map(str, sources)),
         include_dirs=(str(CSRC), str(CSRC / "include")),
@@ -188,7 +187,7 @@ def build_spec(
 
 
 def machine_spec() -> BuildSpec:
-    """Return sources and flags of a build on this machine. Compiles nothing and creates no CUDA context."""
+    """Return the build for this machine; compiles nothing and creates no CUDA context."""
     with_cuda = cuda_reason() is None
     count = torch.cuda.device_count() if with_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST") else 0
     return build_spec(
@@ -199,21 +198,21 @@ def machine_spec() -> BuildSpec:
 
 
 def cuda_reason() -> str | None:
-    """Return why a build on this machine has no CUDA kernels, or ``None`` if it has."""
+    """Return why a build on this machine has no CUDA kernels, or ``None`` if it has them."""
     if torch.version.cuda is None:
         return "this torch has no CUDA"
     if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return "no CUDA device, and TORCH_CUDA_ARCH_LIST does not say what to build for"
     if find_nvcc() is None:
-        return "no nvcc on PATH, in CUDA_HOME or of pip (nvidia-cuda-nvcc)"
+        return "no nvcc on PATH, in CUDA_HOME or from pip (nvidia-cuda-nvcc)"
     return None
 
 
 def arch_flags(capabilities: Iterable[tuple[int, int]] = (), arch_list: str | None = None) -> tuple[str, ...]:
-    """Return nvcc's ``-gencode`` flags.
+    """Return the ``-gencode`` flags of nvcc; torch adds none of its own when they are given.
 
-    They are explicit because torch's code for ``TORCH_CUDA_ARCH_LIST`` builds no wgmma for ``9.0``, and DeepSpeed's
-    raises on ``9.0a``. Torch adds no flags if it finds these.
+    torch's parser of ``TORCH_CUDA_ARCH_LIST`` takes ``9.0`` literally, which cannot compile wgmma, and DeepSpeed's
+    raises on ``9.0a``.
 
     Args:
         capabilities: Compute capabilities of this machine's devices.

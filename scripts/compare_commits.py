@@ -4,7 +4,7 @@
     python scripts/compare_commits.py BASE [TREE] [--only CASE ...] [--output FILE.md]
 
 BASE and TREE are folders with a checkout, or commits of this repository, which are unpacked into a temporary folder;
-TREE is this checkout unless given. Each side trains the small models of ``tests/support`` for some steps in every
+TREE is this checkout unless given. Each side trains its own small models of ``tests/support`` for some steps in every
 configuration of ``CASES``, on 1, 2 or 4 gloo ranks on the CPU, with ``ns_backend: torch``. After the last step every
 rank takes the SHA-256 of each fp32 master, each state tensor, each weight of the model, and of all losses and gradient
 norms. The script prints a table and ends with code 1 if anything differs.
@@ -148,7 +148,7 @@ def train(rank: int, world_size: int, *, tree: str, case: dict[str, Any]) -> dic
     if "deepspeed_muon" in sys.modules and not str(sys.modules["deepspeed_muon"].__file__).startswith(tree):
         sys.modules["deepspeed_muon"].unregister()
         for name in [*sys.modules]:
-            if name.split(".")[0] == "deepspeed_muon" or name.startswith("tests.support"):
+            if name.split(".")[0] in ("deepspeed_muon", "tests"):
                 del sys.modules[name]
     sys.path.insert(0, tree)
     import deepspeed
@@ -215,7 +215,7 @@ def checkout(revision: str, temporary: Path) -> tuple[Path, str]:
     commit = git(REPOSITORY, "rev-parse", "--verify", f"{revision}^{{commit}}")
     tree = temporary / commit
     tree.mkdir()
-    archive = ["git", "-C", str(REPOSITORY), "archive", commit, "deepspeed_muon", "ops"]
+    archive = ["git", "-C", str(REPOSITORY), "archive", commit, "deepspeed_muon", "ops", "tests"]
     packed = subprocess.run(archive, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(tree)], input=packed, check=True)
     return tree, commit

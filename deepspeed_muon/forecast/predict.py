@@ -233,11 +233,11 @@ def _shard(route: Route, ranks: int) -> Route:
     if not route.shape:
         return route
     dim = len(route.shape) - 2 if route.kind == "experts" else 0
-    blocks, length = route.parts, -(-route.shape[dim] // ranks)
+    blocks, length = route.output_blocks, -(-route.shape[dim] // ranks)
     if blocks and not route.transposed:
         blocks = tuple(-(-rows // ranks) for rows in blocks)
         length = sum(blocks)
-    shard = replace(route, shape=(*route.shape[:dim], length, *route.shape[dim + 1 :]), parts=blocks)
+    shard = replace(route, shape=(*route.shape[:dim], length, *route.shape[dim + 1 :]), output_blocks=blocks)
     return replace(shard, shards=TensorShards(0, (shard.matrix_shape[0],) * ranks))
 
 

@@ -212,7 +212,7 @@ def report(
             "assumed_efficiency": settings.efficiency,
             "assumed_link_efficiency": LINK_EFFICIENCY,
         },
-        "routes": rows_of(routes, each=per_parameter),
+        "routes": rows_of(routes, per_parameter=per_parameter),
         "owners": {
             "matrices": len(names),
             "moving": exchange.sent_matrices,

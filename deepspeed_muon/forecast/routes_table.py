@@ -59,7 +59,7 @@ def table(model: str, routes: Sequence[Route], *, per_parameter: bool = False) -
         "elements": sum(route.numel for route in routes),
         "algorithms": totals_of(routes),
         "guesses": {"tensors": len(guessed), "elements": sum(route.numel for route in guessed)},
-        "routes": rows_of(routes, each=per_parameter),
+        "routes": rows_of(routes, per_parameter=per_parameter),
     }
 
 

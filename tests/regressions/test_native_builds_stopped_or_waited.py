@@ -83,7 +83,7 @@ def test_who_waits_asks_less_and_less_often(tmp_path: Path, monkeypatch: pytest.
 def test_another_nvcc_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = set()
     for release in ("12.4", "13.0"):
-        monkeypatch.setattr(toolchain, "version_told", lambda _, release=release: release)
+        monkeypatch.setattr(toolchain, "version_output", lambda _, release=release: release)
         spec = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
         keys.add(spec.key)
         plain = toolchain.build_spec(torch_version=torch.__version__, with_cuda=False)
