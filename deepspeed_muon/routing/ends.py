@@ -85,7 +85,7 @@ class ModelEnds:
         embedding = call_quietly(module, "get_input_embeddings")
         if isinstance(embedding, nn.Module):
             matrices = [p for _, p in direct_parameters(embedding) if len(true_shape(p)) > 1]
-            if not matrices:  # a patch embedding holds a single projection
+            if not matrices:  # a patch embedding contains a single projection
                 descendants = [p for p in embedding.parameters() if len(true_shape(p)) > 1]
                 matrices = descendants if len(descendants) == 1 else []
             self.embeddings.update(map(id, matrices))
@@ -96,6 +96,7 @@ class ModelEnds:
         The configurations of diffusers have both numbers. The layers have them as they are, or times the number of
         pixels in a patch. Returns whether the module has such a configuration.
         """
+        # 1. channels and patch size in the configuration
         config = getattr(module, "config", None)
         inputs = getattr(config, "in_channels", None)
         if not isinstance(inputs, int) or not 0 < inputs <= _MAX_CONFIG_CHANNELS:
@@ -106,6 +107,7 @@ class ModelEnds:
         sides = [sides] if isinstance(sides, int) else sides if isinstance(sides, (list, tuple)) else [1]
         area = math.prod(sides) if len(sides) > 1 else sides[0] ** 2
         depth = getattr(config, "patch_size_t", None)
+        # 2. the layers outside blocks that have as many
         weights = [
             param
             for path, layer in module.named_modules()
@@ -113,6 +115,7 @@ class ModelEnds:
             for name, param in direct_parameters(layer)
             if name == "weight"
         ]
+        # Weights are (out, in, ...). A layer reads or makes channels, or all channels of a patch (2-D, or with depth).
         for pixels in (1, area, area * depth if isinstance(depth, int) else area):
             if readers := [param for param in weights if true_shape(param)[1] == inputs * pixels]:
                 self.inputs.add(id(readers[0]))
@@ -261,6 +264,7 @@ def _heads(matrices: Sequence[NamedParameter], ends: ModelEnds) -> dict[int, Cla
                 claims[id(member.param)] = Claim("head", "output head of the model")
         components = holder_path(member.name).split(".") if member.names else []
         outputs, inputs = member.sides
+        # A convolution to the channels of an image, in no list of layers.
         if (
             member.kind == "convolution"
             and outputs <= _MAX_DATA_CHANNELS

@@ -47,12 +47,13 @@ class LayerReader:
             interleaved = getattr(module, "is_concatenated", True) is False
             stack, product = 0, ""
             claims: list[Claim] = []
+            # The type says little: read the source, then the number of experts, then the bias beside the weight.
             if len(shape) > 1 and kind in ("weight", "bare", "experts"):
                 use = self._use(module, name) if kind != "experts" else None
                 transposed = (
                     use == "input x output" if use in ("input x output", "output x input") else transposed
                 )
-                if len(shape) == 2 and _in_experts(path):
+                if len(shape) == 2 and _in_experts(path):  # (experts * rows, cols)
                     stack = _stack(module, shape)
                     transposed = name in _STACKED_DOWN if stack else transposed
                     product = f"{stack} experts in one matrix" if stack else ""
@@ -108,7 +109,7 @@ def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     if isinstance(module, ParametrizationList):
         return  # its parameters are those of the parametrized module
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        yield parameter_name(name), param
+        yield parameter_name(name), param  # weight_g and weight_v are both called weight
     for name, originals in getattr(module, "parametrizations", {}).items():
         if isinstance(originals, ParametrizationList):
             for param in originals.parameters(recurse=False):
@@ -137,10 +138,12 @@ def _kind(module: nn.Module, name: str) -> LayerKind:
         return "transposed convolution"
     if isinstance(module, _CONVOLUTIONS) and name == "weight":
         return "convolution" if module.groups == 1 else "grouped convolution"
+    # weight_ih_l0, weight_hh_l0, in_proj_weight
     if isinstance(module, _RECURRENT) and "weight" in name:
         return "linear"
     if is_linear(module) and name in ("weight", "bias"):
         return "linear"
+    # Types that only their names identify.
     if "Experts" in kind:
         return "experts"
     if "embed" in kind.lower():

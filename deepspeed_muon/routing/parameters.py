@@ -36,11 +36,13 @@ def model_parameters_by_name(
         model: The module.
         shards: ``id(param)`` to the shards of each matrix that tensor parallelism cuts.
     """
+    # 1. all names of every parameter
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
+    # 2. what each module implies about its parameters
     layers: dict[int, Layer] = {}
     claims: dict[int, list[Claim]] = {}
     reader = LayerReader()
@@ -67,6 +69,7 @@ def model_parameters_by_name(
         )
         for key, param in params.items()
     ]
+    # 3. what all of them imply together: the ends of the model, experts and their routers
     pipeline = is_pipeline(model)
     joint = joint_claims(members, ModelEnds.read(model, is_complete=not pipeline))
     if pipeline:

@@ -196,13 +196,13 @@ def _refuse_untrainable(member: NamedParameter) -> None:
 def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algorithm]) -> Route:
     shape = true_shape(member.param)
     # 1. Which algorithm?
-    asked = _matrices_entry(member, config)
+    settings = _matrices_entry(member, config)
     is_set_to_muon = (
         explicit.get(id(member.param)) == "muon"
         or _chosen(member, config, "include") is not None
-        or asked.split is not None
-        or asked.transposed is not None
-        or isinstance(asked.heads, (int, list))
+        or settings.split is not None
+        or settings.transposed is not None
+        or isinstance(settings.heads, (int, list))
     )
     kind = _matrix_kind(member, shape, is_set_to_muon=is_set_to_muon)
     algorithm, claim = _decide(member, kind, config, explicit)
@@ -213,10 +213,11 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
     # 2. How is it stored?
     transposed = kind != "convolution" and bool(
         (member.layer.transposed if member.layer is not None else None)
-        if asked.transposed is None
-        else asked.transposed
+        if settings.transposed is None
+        else settings.transposed
     )
     reason = claim.reason
+    # The weight of stacked experts is (experts, rows, cols), or 2-dimensional: (experts * rows, cols).
     stack = member.layer.stack if len(shape) == 2 and member.layer is not None else 0
     experts = (stack or math.prod(shape[:-2])) if kind == "experts" else 1
     if kind == "experts":
@@ -227,10 +228,10 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
             f"tensor-parallel ranks, so that no rank has whole rows of each; exclude it"
         )
     # 3. Into which blocks does it divide, in the unsharded layer and in this rank's shard?
-    blocks, per_head, description = _divide(member, kind, experts, transposed, asked)
+    blocks, per_head, description = _divide(member, kind, experts, transposed, settings)
     shards = member.shards
     if shards is not None:
-        fused = asked.split is not None
+        fused = settings.split is not None
         blocks, shards = shard_blocks(blocks, shards, name=member.name, fused=fused, transposed=transposed)
         description += f", {len(shards.sizes)} tensor-parallel ranks"
     blocks = blocks if len(blocks) > 1 else ()
@@ -264,7 +265,7 @@ def _no_matrix_message(member: NamedParameter, shape: tuple[int, ...], reason: s
 
 
 def _divide(
-    member: NamedParameter, kind: MatrixKind, experts: int, transposed: bool, asked: MatricesConfig
+    member: NamedParameter, kind: MatrixKind, experts: int, transposed: bool, settings: MatricesConfig
 ) -> tuple[tuple[int, ...], bool, str]:
     """Return the sizes of the blocks along the output, whether they are heads, and a description for the reason.
 
@@ -275,21 +276,22 @@ def _divide(
     output = shape[-1] if transposed else rows
     sizes: tuple[int, ...] = (output,)
     description = ", stored as input x output" if transposed else ""
-    if asked.split is not None:
+    if settings.split is not None:
         sizes = split_output(
-            asked.split,
+            settings.split,
             name=member.name,
             output=output,
             attention=member.attention,
             interleaved=member.layer is not None and member.layer.interleaved,
         )
         description += f", split into {' + '.join(map(str, sizes))}"
-    attention = member.attention if asked.heads == "config" and kind == "matrix" else None
+    # Heads divide each part further.
+    attention = member.attention if settings.heads == "config" and kind == "matrix" else None
     counts: int | Sequence[int] = (1,) * len(sizes)
     if attention is not None:
         counts = attention.heads_by_projection(leaf_name(plain_name(member.name)), sizes)
-    elif isinstance(asked.heads, (int, list)):
-        counts = asked.heads
+    elif isinstance(settings.heads, (int, list)):
+        counts = settings.heads
     heads = check_heads(sizes, counts, name=member.name)
     per_head = max(heads) > 1
     if per_head:
@@ -389,6 +391,7 @@ def _decide(
         return "adamw", _not_a_matrix(member, shape)
     if 1 in (shape[-2:] if kind == "experts" else (shape[0], math.prod(shape[1:]))):
         return "adamw", Claim("shape", "a matrix with a side of 1, which is a vector")
+    # The claims of modules, shapes and names, by precedence.
     claims = sorted(member.claims, key=lambda claim: _ORDER.index(claim.rule))
     if claims and claims[0].rule != "hidden":
         return "adamw", claims[0]
@@ -397,6 +400,7 @@ def _decide(
     if len(shape) == 2 and member.names and member.kind in (None, "bare", "experts"):
         claim = _bare_matrix(member)
         return ("muon" if claim.rule == "hidden" else "adamw"), claim
+    # Nothing claims it for AdamW. How certain is it that this is a hidden matrix?
     if member.layer is None:
         return "muon", Claim(
             "hidden", _REASONS[kind] + (" by name" if member.names else " by shape"), certain=False

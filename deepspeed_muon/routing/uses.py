@@ -186,11 +186,15 @@ def uses_of(kind: type) -> dict[str, set[Use]]:
 
 @dataclass
 class _Method:
+    """One method of a module, whose references to parameters are followed outwards through its syntax tree."""
+
     function: Callable[..., object]
     kind: type
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
 
     def uses(self) -> Iterator[tuple[str, Use]]:
+        """Yield each attribute of ``self`` that the method reads, and how it uses it."""
+        # 1. the tree with links to parents, and where each variable is read
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
         except (OSError, TypeError, SyntaxError, ValueError):
@@ -203,6 +207,7 @@ class _Method:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self.loads.setdefault(node.id, []).append(node)
         self._find_activations(tree)
+        # 2. every read of self.attribute
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_self(node.value):
                 for use in self.follow(_Reference(node)):
@@ -215,6 +220,7 @@ class _Method:
             parent = self.parents.get(node)
             if parent is None or isinstance(parent, (ast.Expr, ast.Compare, ast.BoolOp, ast.If)):
                 return
+            # An attribute or method of the value: weight.T, weight.view(...), weight.matmul(x).
             if isinstance(parent, ast.Attribute):
                 if parent.attr in _METADATA:
                     return
@@ -231,9 +237,11 @@ class _Method:
                     yield "unknown"
                     return
                 reference.node = self._called(parent)
+            # x @ weight, or weight @ x
             elif isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.MatMult):
                 yield _product(reference, left=node is parent.left)
                 return
+            # x * weight is elementwise. weight * self.scale computes another weight, whose use decides.
             elif isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.AugAssign)):
                 reference.derived = True
                 if isinstance(parent, ast.AugAssign) or self._reads_activations(parent, but=node):
@@ -242,7 +250,7 @@ class _Method:
                 reference.node = parent
             elif isinstance(parent, ast.Subscript):
                 if node is not parent.value:
-                    return
+                    return  # the parameter is an index
                 reference.reshaped = True
                 reference.node = parent
             elif isinstance(parent, (ast.Tuple, ast.List, ast.Starred, ast.IfExp)):
@@ -305,8 +313,10 @@ class _Method:
         if function in _MATMULS and position is not None:
             return _product(reference, left=position == 0 and not is_method)
         if function in ("addmm", "baddbmm") and position is not None:
+            # addmm(bias, left, right)
             return _product(reference, left=position == 1) if position else "no product"
         if function == "linear":
+            # linear(x, weight) is x @ weight.T
             flipped = _Reference(node, not reference.transposed, reference.reshaped, reference.derived)
             return _product(flipped, left=False) if position == 1 else "unknown"
         if function == "einsum" and position and isinstance(call.args[0], ast.Constant):
@@ -327,6 +337,7 @@ class _Method:
         return "unknown"
 
     def _assigned(self, reference: _Reference, statement: ast.AST) -> Iterator[Use]:
+        """Yield the uses of the variables to which a statement assigns a reference."""
         targets = (
             statement.targets if isinstance(statement, ast.Assign) else [statement.target]  # type: ignore[attr-defined]
         )
@@ -385,6 +396,7 @@ def _einsum(reference: _Reference, equation: str, operand: int) -> Use:
         return "unknown"
     letters = operands[operand]
     shared = {letter for position, text in enumerate(operands) if position != operand for letter in text}
+    # In "bi,oi->bo" the weight (second operand) sums over i, which it shares with the input, and produces o.
     summed = [letter for letter in letters if letter not in output and letter in shared]
     produced = [letter for letter in letters if letter in output and letter not in shared]
     if not summed or not produced:
