@@ -232,7 +232,10 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
         (["llama-7b", "--params", '{"optimizer": null}'], "optimizer must be an object, got None"),
         (["llama-7b", "--params", '{"optimizer": {}, "bf16": true}'], "bf16 must be an object, got True"),
         (["llama-7b", "--params", "no-such-file.json"], "no-such-file.json: not readable JSON"),
-        (["llama-7b", "--efficiency", "5"], "--efficiency 5: a fraction of the peak is above 0 and at most 1"),
+        (
+            ["llama-7b", "--efficiency", "5"],
+            "--efficiency 5: a fraction of the peak is above 0 and at most 1",
+        ),
         (["llama-7b", "--efficiency", "nan"], "--efficiency nan"),
         (
             ["llama-7b", "--world-size", "100000000000"],
