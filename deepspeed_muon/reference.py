@@ -9,8 +9,7 @@ is equally long in every direction. With the gradient ``G`` of a weight ``W`` (`
     W <- W - lr * weight_decay * W - lr * scale * O
 
 AdamW updates all parameters that are not matrices of hidden layers: embeddings, the output layer, biases, norms.
-Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/. The tests compare every ZeRO stage, dtype and variant
-with this file.
+Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/. The tests compare every result with this file.
 """
 
 from __future__ import annotations
