@@ -9,7 +9,7 @@ import torch
 
 from . import library, toolchain
 from .candidates import has_kernel
-from .gate import known_verdict
+from .gate import cached_verdict
 from .machine import cache_folder, hardware_name, installed_version
 
 
@@ -83,7 +83,7 @@ def _gpu(operators: Any | None) -> dict[str, Any]:
         tiles_of_256 = "in squares of 256 too" if all(operators.sym_gemm_waves(1, 256)) else ""
         kernels["sym_gemm"] = f"{operators.sym_gemm_kernel()} {tiles_of_256}".strip()
         kernels["flat passes"] = operators.flat_passes_missing() or "ops"
-    verdict = known_verdict(0)
+    verdict = cached_verdict(0)
     tested = "not run yet"
     if verdict is not None:
         tested = f"failed, so torch's code runs instead: {verdict.why}" if verdict.failed else "passed"
