@@ -52,7 +52,7 @@ def _predicted(row: Row, unlimited: float) -> float:
         exchange = exchange_of(routes, settings)
         # What one rank receives in one direction, it sends in the other.
         one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
-        sent += exchange.leaving * float(one_way) * (2.0 if settings.stage else 1.0)
+        sent += exchange.internode_fraction * float(one_way) * (2.0 if settings.stage else 1.0)
     return unlimited + (8 * sent / (row["rate"] * _PAYLOAD) if row["ranks"] > 1 else 0.0)
 
 

@@ -1,8 +1,9 @@
-"""Compares each native operator with its reference: ``report --selftest``, and the gate before a GPU's first use."""
+"""Compares each operator with its reference: for ``report --selftest``, and for :mod:`.gate` before a GPU is used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from .torch_operators import BLOCK
 Checks = list[dict[str, Any]]
 
 _Compared = tuple[str, float, float]
-"""What was compared, after the operator's name and its dtype, the error and its bound."""
+"""A comparison: what follows the operator and its dtype in the name of the check, the error, and its bound."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def self_test() -> Checks:
-    """Compare each operator with its reference on every device that has kernels; builds the library if necessary.
+    """Compare each operator with its reference on every device that has kernels; build the library if necessary.
 
     Returns:
         One entry for each check: ``op``, ``device``, ``error``, ``bound``, ``ok``.
@@ -38,54 +39,58 @@ def self_test() -> Checks:
 
 
 def cuda_checks(
-    started: Callable[[str], object] = lambda part: None, left_out: Collection[str] = ()
+    started: Callable[[str], object] = lambda component: None, skipped: Collection[str] = ()
 ) -> Checks:
-    """Return the part of :func:`self_test` for the current GPU: the operators, if there are any, and graphs.
+    """Return the checks of :func:`self_test` for the current GPU: native operators, if any, Triton and CUDA graphs.
 
-    ``started`` is told of each part before it runs, so that one that hangs is known; the next test runs without it
-    (``left_out``). Each check has the ``part`` that it belongs to, and ``raised`` where it raised instead of giving a
-    number.
+    Args:
+        started: Called with each component of :data:`.gate.COMPONENTS` before it is tested, so that a log names the
+            one that hangs.
+        skipped: Components that are not tested.
+
+    Returns:
+        Checks as of :func:`self_test`, with ``component``, and ``raised`` where the test raised an exception.
     """
     operators = library.try_load()
-    parts: dict[str, Callable[[], Checks]] = {}
+    tests: dict[str, Callable[[], Checks]] = {}
     if triton_products() is not None:
-        parts["triton"] = _test_triton
-    parts["graphs"] = lambda: _test_graphs(operators)
+        tests["triton"] = _test_triton
+    tests["graphs"] = lambda: _test_graphs(operators)
     if operators is not None:
-        parts["native"] = lambda: _test_operators(
+        tests["native"] = lambda: _test_operators(
             operators, "cuda", [name for name in _TESTS if name != _INT8]
         )
-        parts["int8"] = lambda: _test_operators(operators, "cuda", [_INT8])
-    checks = []
-    for part, run in parts.items():
-        if part in left_out:
+        tests["int8"] = lambda: _test_operators(operators, "cuda", [_INT8])
+    checks: Checks = []
+    for component, test in tests.items():
+        if component in skipped:
             continue
-        started(part)
+        started(component)
         try:
-            found = run()
+            results = test()
             torch.cuda.synchronize()
-        except Exception as error:  # whatever a library raises on a GPU that it does not know
-            told = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-            found = [{**_check(part, "cuda", float("inf"), 0.0), "raised": told}]
-        checks += [{**check, "part": part} for check in found]
+        except Exception as error:  # a library may raise anything on a GPU that it does not support
+            message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            results = [{**_check(component, "cuda", float("inf"), 0.0), "raised": message}]
+        checks += [{**check, "component": component} for check in results]
     return checks
 
 
-def _test_operators(operators: Any, device: str, names: Iterable[str]) -> Checks:
+def _test_operators(operators: ModuleType, device: str, names: Iterable[str]) -> Checks:
     return [
-        _check(f"{name} {dtype}{what}", device, error, bound)
+        _check(f"{name} {dtype}{suffix}", device, error, bound)
         for name in names
         if has_kernel(operators, device, name)
         for dtype in (torch.float32, *_HALF)
-        for what, error, bound in _TESTS[name](operators, device, dtype)
+        for suffix, error, bound in _TESTS[name](operators, device, dtype)
     ]
 
 
-def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _orthogonalize(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     rows = resolve_schedule("quintic")
     flat = [value for row in rows for value in row]
     x = torch.randn(2, 96, 320, generator=torch.Generator().manual_seed(0))
-    expected = torch.stack([newton_schulz(each, rows) for each in x])
+    expected = torch.stack([newton_schulz(matrix, rows) for matrix in x])
     if device == "cuda":
         variants = ["", "+wide"] if dtype in _HALF and all(operators.sym_gemm_waves(1, 256)) else [""]
     else:
@@ -102,38 +107,39 @@ def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
         yield f" {method}", max(errors), TOLERANCE[dtype]
 
 
-def _sym_gemm(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _sym_gemm(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     yield from _products(operators.sym_gemm, device, dtype)
     if device == "cuda" and dtype in _HALF and all(operators.sym_gemm_waves(1, 256)):
-        for what, error, bound in _products(operators.sym_gemm_wide, device, dtype):
-            yield f" in squares of 256{what}", error, bound
+        for suffix, error, bound in _products(operators.sym_gemm_wide, device, dtype):
+            yield f" in squares of 256{suffix}", error, bound
 
 
 def _test_triton() -> Checks:
     from . import triton_sym
 
     return [
-        _check(f"sym_gemm of triton {dtype}{what}", "cuda", error, bound)
+        _check(f"sym_gemm of triton {dtype}{suffix}", "cuda", error, bound)
         for dtype in _HALF
-        for what, error, bound in _products(triton_sym.sym_gemm, "cuda", dtype)
+        for suffix, error, bound in _products(triton_sym.sym_gemm, "cuda", dtype)
     ]
 
 
 def product_shapes(processors: int) -> list[tuple[int, int, int]]:
-    """Return batch, m and k of the products to check on a device with so many multiprocessors; 0 is a CPU.
+    """Return batch, m and k of the products to check on a GPU with ``processors`` multiprocessors; 0 stands for a CPU.
 
-    On a GPU a block must come back to its ring and its barriers: the second shape has at least three tiles of 128 for
-    each of two blocks on a multiprocessor, three squares of 256 for each cluster, a batch of 8, more elements of k than
-    twice the stages of a ring (5 x 64), not whole stages of them, and tiles enough for Triton's larger ones.
+    On a GPU every thread block must reuse its ring of buffers and its barriers. The second shape has at least three
+    tiles of 128 for each of two blocks on a multiprocessor, three tiles of 256 for each cluster, a batch of 8, a k that
+    is longer than twice the ring (5 stages of 64) and no multiple of a stage, and enough tiles for Triton to use its
+    larger ones.
     """
     small = (2, 264, 128)
     return [small, (max(8, -(-6 * processors // 55)), 1160, 712)] if processors else [small]
 
 
 def _products(product: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    # In fp32 a GPU has cuBLAS alone.
-    own = device == "cuda" and dtype in _HALF
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if own else 0
+    # In fp32 a GPU uses cuBLAS only.
+    has_cuda_kernel = device == "cuda" and dtype in _HALF
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if has_cuda_kernel else 0
     for shape in product_shapes(processors):
         a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
         c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
@@ -144,34 +150,37 @@ def _products(product: Callable[..., torch.Tensor], device: str, dtype: torch.dt
         yield f" {'x'.join(map(str, shape))}, bitwise symmetric", error, 2 * torch.finfo(dtype).eps
 
 
-def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    # More squares of 32 than blocks run on a GPU at once, and incomplete ones.
+def _divide_transposed(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+    # More tiles of 32 x 32 than a GPU runs at once, and incomplete ones at the edges.
     x = torch.randn(3, 1300, 520, generator=torch.Generator().manual_seed(0)).to(device)
     norms = torch.tensor([0.5, 3.0, 700.0], device=device).view(3, 1, 1)
-    for own in (x, *map(x.to, _HALF)):
-        found = operators.divide_transposed(own, norms, dtype)
-        yield f" of {own.dtype}", _relative(found, (own.mT / norms).to(dtype)), 0.0
+    for matrices in (x, *map(x.to, _HALF)):
+        quotients = operators.divide_transposed(matrices, norms, dtype)  # (batch, cols, rows)
+        yield f" of {matrices.dtype}", _relative(quotients, (matrices.mT / norms).to(dtype)), 0.0
 
 
-def _frobenius_norms(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _frobenius_norms(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     x = torch.randn(3, 200, 500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     yield "", _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double())), 1e-6
 
 
 def _fragments(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a table of fragments, and three flat tensors in fp32 that it fits."""
-    # Aligned and not, longer than one tile of the GPU's kernels, and more fragments than one launch takes.
-    places = [
+    """Return a table of fragments, and three flat fp32 tensors for it."""
+    # Offset in the first tensor, offset in the second, elements: aligned and unaligned fragments, longer than one tile
+    # of the GPU's kernels, and more of them than fit into one launch.
+    fragments = [
         (0, 0, 40_003),
         (40_008, 40_009, 20_000),
         *((70_000 + 50 * i, 70_001 + 50 * i, 50) for i in range(100)),
     ]
-    table = torch.tensor([(0, start, 0, other, numel, 0) for start, other, numel in places])
+    table = torch.tensor(
+        [(0, offset, 0, out_offset, numel, 0) for offset, out_offset, numel in fragments]
+    )  # (fragments, 6)
     generator = torch.Generator().manual_seed(0)
     return table, [torch.randn(80_000, generator=generator).to(device) for _ in range(3)]
 
 
-def _momentum_pack(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _momentum_pack(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (buf, grad, _) = _fragments(device)
     rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
     results = []
@@ -179,10 +188,10 @@ def _momentum_pack(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
         copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
         run([copy], [grad], [out], table, rates)
         results.append((out, copy))
-    yield "", max(_relative(*each) for each in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
+    yield "", max(_relative(*pair) for pair in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
 
 
-def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _unpack_apply(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (_, update, param) = _fragments(device)
     rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
     copies = [param.clone(), param.clone()]
@@ -191,14 +200,14 @@ def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_
     yield "", _relative(*copies), 2 * torch.finfo(dtype).eps
 
 
-def _largest_magnitudes(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _largest_magnitudes(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (_, grad, _) = _fragments(device)
     runs = operators.largest_magnitudes, torch_operators.largest_magnitudes
-    found, expected = (run([grad.to(dtype)], table) for run in runs)
-    yield "", _relative(found, expected), 0.0
+    magnitudes, expected = (run([grad.to(dtype)], table) for run in runs)
+    yield "", _relative(magnitudes, expected), 0.0
 
 
-def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _momentum_pack_int8(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps."""
     table, (grad, *_) = _fragments(device)
     # Whole blocks of the first fragment lie on the grid of a GPU's vectors.
@@ -216,11 +225,11 @@ def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iter
         for _ in range(2):
             run([codes], [scales], [grad], [out], table, rates, blocks)
         results.append((out, codes, scales))
-    yield "", max(_relative(*each) for each in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
+    yield "", max(_relative(*pair) for pair in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
 
 
 _INT8 = "momentum_pack_int8_"
-_TESTS: dict[str, Callable[[Any, str, torch.dtype], Iterator[_Compared]]] = {
+_TESTS: dict[str, Callable[[ModuleType, str, torch.dtype], Iterator[_Compared]]] = {
     "orthogonalize": _orthogonalize,
     "sym_gemm": _sym_gemm,
     "divide_transposed": _divide_transposed,
@@ -232,18 +241,17 @@ _TESTS: dict[str, Callable[[Any, str, torch.dtype], Iterator[_Compared]]] = {
 }
 
 
-def _test_graphs(operators: Any | None) -> Checks:
-    """Compare replayed graphs with plain calls, bit for bit."""
+def _test_graphs(operators: ModuleType | None) -> Checks:
+    """Compare replayed CUDA graphs with direct calls, bit for bit."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     inputs = [torch.randn(2, 256, 640, device="cuda") for _ in range(3)]
-    found = {each.name: each for each in candidates_for(problem_of(inputs[0], settings), operators)}
+    problem = problem_of(inputs[0], settings)
+    candidates = {candidate.name: candidate for candidate in candidates_for(problem, operators)}
     checks = []
-    for name in [name for name in found if name.endswith("+graph")]:
-        # The first call with a shape runs without a graph, the second records it.
-        equal = [
-            torch.equal(found[name].run(x, settings), found[name.removesuffix("+graph")].run(x, settings))
-            for x in inputs
-        ]
+    for name in [name for name in candidates if name.endswith("+graph")]:
+        # The first call with a shape runs without a graph, the second captures one, and both later calls replay it.
+        replayed, direct = candidates[name], candidates[name.removesuffix("+graph")]
+        equal = [torch.equal(replayed.run(x, settings), direct.run(x, settings)) for x in inputs]
         checks.append(_check(f"orthogonalize {name}", "cuda", 0.0 if all(equal) else float("inf"), 0.0))
     return checks
 

@@ -1,10 +1,11 @@
-"""Orthogonalisation and flat passes by the configured backend, with a record of what ran."""
+"""Runs orthogonalisation and the flat passes by the configured backend, and records what ran."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class _Chosen:
-    """What runs a problem, why, and how often it did."""
+    """The candidate that runs a problem, the reason, and the number of calls."""
 
     candidate: Candidate
     choice: Choice
@@ -33,18 +34,19 @@ class _Chosen:
 
 
 class Orthogonalizer:
-    """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by a backend."""
+    """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by the fastest candidate of a backend."""
 
     def __init__(self, backend: NsBackend, tuner: Tuner | None = None, *, measure: bool = True) -> None:
         """Build and load the native library if the backend needs it.
 
         Args:
-            backend: ``auto`` measures the native operators and torch's code and takes the faster for each shape;
-                without a library it warns once and runs torch's. ``ops`` takes only native ones. ``torch`` loads
-                nothing.
-            tuner: Makes the choices; ``None`` for the one of this process.
-            measure: Whether ``auto`` and ``ops`` take what is measured, or was by an earlier process. Otherwise they
-                take the kernel that is expected to be the fastest: on equal machines the same in all processes.
+            backend: ``auto`` measures the native operators and torch's code and uses the fastest for each shape;
+                without a library it warns once and uses torch's code. ``ops`` uses native operators only. ``torch``
+                uses torch's code and loads nothing.
+            tuner: Makes the choices; ``None`` for :func:`process_tuner`.
+            measure: Whether ``auto`` and ``ops`` choose by measurements, of this or of an earlier process. Otherwise
+                they use the kernel that is expected to be the fastest, which is the same in all processes on equal
+                machines.
 
         Raises:
             InstallationError: If the backend is ``ops`` and the library can be neither loaded nor built.
@@ -58,7 +60,8 @@ class Orthogonalizer:
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
 
-        The first call with a shape that was not prepared may measure the candidates (bounded in time; no collective).
+        The first call with a shape that was not prepared may measure the candidates, which takes a bounded time. It
+        runs no collective.
 
         Args:
             x: ``(..., rows, cols)``, any floating dtype. Not mutated.
@@ -68,17 +71,17 @@ class Orthogonalizer:
             A new tensor of the same shape, in ``settings.dtype``.
 
         Raises:
-            InstallationError: If the backend is ``ops`` and the library holds no kernel for this device.
+            InstallationError: If the backend is ``ops`` and the library has no kernel for this device.
         """
         chosen = self.prepare(x, settings=settings, device=x.device)
         chosen.calls += 1
         return chosen.candidate.run(x, settings)
 
     def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> _Chosen:
-        """Choose what will run tensors like ``x`` on ``device``, unless that is known; see :meth:`__call__`.
+        """Choose what will run tensors like ``x`` on ``device``, unless that is chosen already; see :meth:`__call__`.
 
         Args:
-            x: Only its shape and dtype are looked at; it may be on the meta device.
+            x: Only its shape and dtype are used; it may be on the meta device.
             settings: Polynomial, method, dtype and eps.
             device: Where the tensors will be.
         """
@@ -90,9 +93,9 @@ class Orthogonalizer:
 
     def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Choice]:
         if self.backend == "torch":
-            # The configured method, except that torch's code runs square matrices in the standard order.
+            # The configured method, but torch's code uses the standard order for nearly square matrices.
             method = problem.settings.method
-            available = {each.name: each for each in candidates_for(problem, None)}
+            available = {candidate.name: candidate for candidate in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
             return candidate, Choice(candidate.name, "ns_backend is torch")
         if self.backend == "auto" and (small := in_fp32(problem)):
@@ -105,10 +108,10 @@ class Orthogonalizer:
             )
         candidates = candidates_for(problem, self._operators, without=failed)
         if self.backend == "ops":
-            candidates = [each for each in candidates if each.name.startswith("ops ")]
+            candidates = [candidate for candidate in candidates if candidate.name.startswith("ops ")]
             if not candidates:
                 raise InstallationError(
-                    f"ns_backend is 'ops', but the native library holds no kernel for {problem.device}; "
+                    f"ns_backend is 'ops', but the native library has no kernel for {problem.device}; "
                     f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
                 )
         if problem.batch * problem.rows * problem.cols == 0:
@@ -120,13 +123,13 @@ class Orthogonalizer:
         return (self._tuner or process_tuner()).choose(problem, candidates, device)
 
     def release(self) -> None:
-        """Free the memory of recorded graphs. Choices stay; the next call with a shape records it again."""
+        """Free the memory of CUDA graphs but keep the choices; the next call with a shape captures its graph again."""
         for chosen in self._chosen.values():
             if isinstance(chosen.candidate.run, Replayed):
                 chosen.candidate.run.release()
 
     def report(self) -> list[dict[str, Any]]:
-        """Return one entry for each problem that was prepared or run: shape, what runs it, why, how often, timings."""
+        """Return one entry for each problem that was prepared or run: its key, candidate, calls, reason and timings."""
         return [
             {
                 "problem": problem.key(),
@@ -142,10 +145,10 @@ class Orthogonalizer:
 
 @dataclass(frozen=True, slots=True)
 class FlatPasses:
-    """The elementwise passes over flat partitions, native or torch's.
+    """The elementwise passes over flat partitions, native or in torch.
 
     Attributes:
-        name: ``ops`` or ``torch``, whichever really runs.
+        name: The implementation that runs, ``ops`` or ``torch``.
         momentum_pack: ``(bufs, grads, outs, table, rates)``, see :func:`.torch_operators.momentum_pack_`.
         momentum_pack_int8: ``(codes, scales, grads, outs, table, rates, blocks)``, see
             :func:`.torch_operators.momentum_pack_int8_`.
@@ -165,31 +168,34 @@ def process_tuner() -> Tuner:
 
 
 def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8: bool = False) -> FlatPasses:
-    """Return the flat passes of a backend for tensors on ``device``; see :class:`Orthogonalizer`.
+    """Return the flat passes of a backend for partitions on ``device``; see :class:`Orthogonalizer`.
 
     Args:
-        backend: ``ops`` takes the native passes, ``auto`` too if ``device`` has them, ``torch`` those of torch.
+        backend: ``ops`` uses the native passes, ``auto`` too if there are some for ``device``, ``torch`` those in
+            torch.
         device: Where the partitions are.
-        int8: Whether momentum is in 8 bits: on a GPU that pass has a verdict of its own.
+        int8: Whether momentum is stored in int8: on a GPU the self-test has a separate verdict for that pass.
 
     Raises:
         InstallationError: If the backend is ``ops`` and there are no native passes for ``device``.
     """
     operators = _operators(backend)
-    kind = torch.device(device).type
-    missing = "the native library holds none"
-    if has_kernel(operators, kind, "momentum_pack_") and has_kernel(operators, kind, "unpack_apply_"):
+    device_type = torch.device(device).type
+    missing = "the native library has none"
+    if has_kernel(operators, device_type, "momentum_pack_") and has_kernel(
+        operators, device_type, "unpack_apply_"
+    ):
         assert operators is not None
-        # A library that was built ahead of time may hold code for other GPUs only.
-        missing = operators.flat_passes_missing() if kind == "cuda" else ""
+        # A library that was built ahead of time may have code for other GPUs only.
+        missing = operators.flat_passes_missing() if device_type == "cuda" else ""
         failed = trusted(torch.device(device)).failed
         missing = missing or failed.get("native", failed.get("int8", "") if int8 else "")
         if not missing:
             passes = (operators.momentum_pack_, operators.momentum_pack_int8_, operators.unpack_apply_)
-            return FlatPasses("ops", *(each.default for each in passes))
+            return FlatPasses("ops", *(operator.default for operator in passes))
     if backend == "ops":
         raise InstallationError(
-            f"ns_backend is 'ops', but there are no flat passes for {kind}: {missing}; "
+            f"ns_backend is 'ops', but there are no flat passes for {device_type}: {missing}; "
             f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
         )
     return FlatPasses(
@@ -201,7 +207,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8:
 
 
 def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
-    """Return :func:`.torch_operators.frobenius_norms` or its native counterpart for matrices on ``device``.
+    """Return the native or the torch version of :func:`.torch_operators.frobenius_norms` for ``device``.
 
     On CUDA every backend uses torch's, which is a single kernel there.
 
@@ -217,21 +223,23 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
 
 
 def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
-    """Run :func:`.torch_operators.largest_magnitudes` or its native counterpart, which says the same."""
-    native = library.loaded() and all(each.device.type == "cpu" and each.dtype in _NATIVE for each in tensors)
+    """Run :func:`.torch_operators.largest_magnitudes` or its native version, which returns the same."""
+    native = library.loaded() and all(
+        tensor.device.type == "cpu" and tensor.dtype in _NATIVE for tensor in tensors
+    )
     run = library.load().largest_magnitudes.default if native else torch_operators.largest_magnitudes
-    found: Tensor = run(tensors, table)
-    return found
+    magnitudes: Tensor = run(tensors, table)  # (fragments,) fp32
+    return magnitudes
 
 
 def trusted(device: torch.device) -> Verdict:
-    """Return what must not run on a device. The code for CPUs is tested in every run of this project's tests."""
+    """Return what must not run on a device: nothing on a CPU, whose code every run of this project's tests covers."""
     if device.type != "cuda":
         return Verdict()
     return cuda_verdict(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _operators(backend: NsBackend) -> Any | None:
+def _operators(backend: NsBackend) -> ModuleType | None:
     if backend == "torch":
         return None
     return library.load() if backend == "ops" else library.try_load()

@@ -1,10 +1,10 @@
-"""Keeps native CUDA kernels and CUDA graphs out of a training process until this machine has passed a self-test.
+"""Allows native CUDA kernels, Triton and CUDA graphs in a training process only after a self-test on this machine.
 
-A kernel that is wrong, hangs or crashes on some GPU would end or spoil a training run. So before the first use all of
-them run in a process of their own, with a time limit: ``python -m deepspeed_muon.ops.gate``. The result is kept in
-:func:`~deepspeed_muon.ops.machine.cache_folder` for this GPU, driver, torch and source code, and the processes of a
-machine share it: wrong numbers for good, what raised, crashed or hung for some minutes, because it may have been the
-machine's state. What failed is replaced by torch's code, each part by itself, and one warning says so.
+A kernel that is wrong, hangs or crashes on some GPU would spoil or end a training run. So before the first use all of
+them run in a separate process with a time limit, ``python -m deepspeed_muon.ops.gate``. The processes of a machine
+share the verdict in :func:`~deepspeed_muon.ops.machine.cache_folder`, for this GPU, driver, torch and source code.
+Wrong numbers are cached for good. What raised, crashed or hung may be due to the state of the machine, so it is cached
+for some minutes. torch's code replaces the components that failed, and one warning reports it.
 """
 
 from __future__ import annotations
@@ -31,35 +31,34 @@ from . import library
 from .machine import file_for, locked, read_json, write_json
 
 SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
-"""How long the self-test may take, with the start of torch and of a CUDA context; without what hung, as long again."""
+"""Time limit of one run of the self-test, with the import of torch and a CUDA context; with retries twice as long."""
 
-_INSIDE = "DS_MUON_IN_SELF_TEST"
+_IN_SELF_TEST = "DS_MUON_IN_SELF_TEST"
 
-# Seconds for which a failure is believed that may have passed since: so long that the processes which start together
-# test once.
-_PASSING_SECONDS = 600.0
+# Seconds for which a transient failure is cached: long enough that processes which start together test once.
+_TRANSIENT_SECONDS = 600.0
 
-# Seconds for which a test that was ended is waited for.
+# Seconds to wait for the self-test after it was killed.
 _LAST_SECONDS = 5.0
 
-_TESTING = "testing "  # stands before the name of a part, in the output
+_TESTING = "testing "  # precedes the name of a component in the output of the self-test
 
-PARTS = ("native", "int8", "graphs", "triton")
-"""What is tested and kept out by itself: the native operators, their pass over momentum in 8 bits, CUDA graphs, and the
-products of Triton."""
+COMPONENTS = ("native", "int8", "graphs", "triton")
+"""What has a verdict of its own: the native operators, their pass over int8 momentum, CUDA graphs, and the products in
+Triton."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which parts of the CUDA code must not be used on this machine, and why.
+    """Which components of the CUDA code must not be used on this machine, and why.
 
     Attributes:
-        failed: Part to what was wrong.
-        passing: Whether something else than a wrong number failed, which may pass.
+        failed: Component to what was wrong.
+        transient: Whether something raised, crashed or hung, which may not happen again.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
-    passing: bool = False
+    transient: bool = False
 
     @property
     def why(self) -> str:
@@ -67,24 +66,24 @@ class Verdict:
         texts = dict.fromkeys(self.failed.values())
         if len(texts) < len(self.failed):
             return "; ".join(texts)
-        return "; ".join(f"{part}: {text}" for part, text in self.failed.items())
+        return "; ".join(f"{component}: {text}" for component, text in self.failed.items())
 
 
 @functools.cache
 def cuda_verdict(device: int) -> Verdict:
-    """Return the verdict for a GPU; the first process on a machine runs the self-test. Communicates nothing.
+    """Return the verdict for a GPU; the first process of a machine runs the self-test. It runs no collective.
 
     Args:
-        device: Number of the GPU among those that this process sees.
+        device: Index of the GPU among those visible to this process.
     """
-    if os.environ.get(_INSIDE):
+    if os.environ.get(_IN_SELF_TEST):
         return Verdict()
     return decide(_identity(device), [sys.executable, "-m", "deepspeed_muon.ops.gate", str(device)])
 
 
-def known_verdict(device: int) -> Verdict | None:
-    """Return the verdict for a GPU if an earlier process ran the self-test."""
-    return _known(file_for("selftest", _identity(device)))
+def cached_verdict(device: int) -> Verdict | None:
+    """Return the verdict of an earlier self-test of a GPU, or ``None`` without one."""
+    return _cached(file_for("selftest", _identity(device)))
 
 
 def _identity(device: int) -> list[str]:
@@ -95,22 +94,22 @@ def _identity(device: int) -> list[str]:
 def decide(
     identity: Sequence[str], command: Sequence[str], *, folder: Path | None = None, seconds: float = SECONDS
 ) -> Verdict:
-    """Return the verdict that is known for ``identity``, or that of ``command``, which is then known.
+    """Return the cached verdict for ``identity``; without one run ``command`` and cache its verdict.
 
     Args:
-        identity: What the verdict holds for.
-        command: The self-test; parts to leave out follow. Its last line is a JSON object: part to what is wrong, and
-            ``passing``.
-        folder: Where verdicts are kept; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
-        seconds: The time limit.
+        identity: What the verdict is valid for: GPU, driver, torch and digest of the library.
+        command: The self-test; components to skip are appended. The last line that it prints is a JSON object:
+            component to what is wrong, and ``transient``.
+        folder: Where verdicts are cached; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
+        seconds: Time limit of one run of ``command``.
     """
     file = file_for("selftest", identity, folder)
-    # Whoever waits finds what the first one found.
+    # A process that waited for the lock reads the verdict of the one that had it.
     with locked(file.parent / ".testing", 2 * seconds + 30):
-        verdict = _known(file)
+        verdict = _cached(file)
         if verdict is None:
-            verdict = _tried(command, seconds)
-            until = time.time() + _PASSING_SECONDS if verdict.passing else None
+            verdict = _self_test(command, seconds)
+            until = time.time() + _TRANSIENT_SECONDS if verdict.transient else None
             write_json(file, {"identity": list(identity), "failed": verdict.failed, "until": until})
     if verdict.failed:
         warn_on_each_machine(
@@ -123,42 +122,44 @@ def decide(
     return verdict
 
 
-def _known(file: Path) -> Verdict | None:
-    found = read_json(file)
-    failed, until = found.get("failed"), found.get("until")
+def _cached(file: Path) -> Verdict | None:
+    content = read_json(file)
+    failed, until = content.get("failed"), content.get("until")
     if not isinstance(failed, dict):
         return None
-    if until is not None and not time.time() < until < time.time() + 2 * _PASSING_SECONDS:
+    if until is not None and not time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS:
         return None
-    return Verdict(failed, passing=until is not None)
+    return Verdict(failed, transient=until is not None)
 
 
-def _tried(command: Sequence[str], seconds: float) -> Verdict:
-    """Run the self-test, and again without each part that crashes or hangs: at most twice as long as one may take."""
-    ended: dict[str, str] = {}
+def _self_test(command: Sequence[str], seconds: float) -> Verdict:
+    """Run the self-test, and again without every component that crashes or hangs, for at most twice ``seconds``."""
+    ended: dict[str, str] = {}  # component to how the self-test ended in it
     limit = time.monotonic() + 2 * seconds
     while True:
-        found, why, running = _run([*command, *ended], min(seconds, limit - time.monotonic()))
-        if found is not None:
-            passing = bool(found.pop("passing", False) or ended)
-            return Verdict({**ended, **{part: str(text) for part, text in found.items()}}, passing)
-        if running not in PARTS or running in ended or time.monotonic() >= limit:
-            return Verdict(dict.fromkeys(PARTS, why), passing=True)
+        failures, why, running = _run([*command, *ended], min(seconds, limit - time.monotonic()))
+        if failures is not None:
+            transient = bool(failures.pop("transient", False) or ended)
+            failed = {component: str(text) for component, text in failures.items()}
+            return Verdict({**ended, **failed}, transient)
+        if running not in COMPONENTS or running in ended or time.monotonic() >= limit:
+            return Verdict(dict.fromkeys(COMPONENTS, why), transient=True)
         ended[running] = why
 
 
 def _run(command: Sequence[str], seconds: float) -> tuple[dict[str, object] | None, str, str]:
-    """Run the self-test in a session of its own, so that it can be ended with all that it started.
+    """Run the self-test in a new session, so that it can be killed together with its children.
 
     Returns:
-        What it said; without that, why, and the part that was running if it can be left out.
+        The JSON object that it printed, or ``None``; why there is none; and the component that was running, if the
+        self-test can be repeated without it, else an empty string.
     """
-    # Into a file: of a pipe nobody would see the end while something that the test started holds it.
+    # A file, because a pipe has no end of file as long as a process that the self-test started has it open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
             child = subprocess.Popen(
                 command,
-                env={**os.environ, _INSIDE: "1"},
+                env={**os.environ, _IN_SELF_TEST: "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -169,53 +170,56 @@ def _run(command: Sequence[str], seconds: float) -> tuple[dict[str, object] | No
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=seconds)
         finally:
-            ended = child.returncode is not None
-            if not ended:
+            timed_out = child.returncode is None
+            if timed_out:
                 os.killpg(child.pid, signal.SIGKILL)
-                # A process that waits for a GPU inside of the driver may not be ended by anything.
+                # A process that waits for a GPU inside the driver may not react to any signal.
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=_LAST_SECONDS)
         output.seek(0)
         lines = output.read().strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if child.returncode == 0 and lines else None
+        printed = json.loads(lines[-1]) if child.returncode == 0 and lines else None
     except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found, "", ""
+        printed = None
+    if isinstance(printed, dict):
+        return printed, "", ""
     how = f"it ended with {child.returncode}"
-    if not ended:
+    if timed_out:
         how = f"it did not end within {seconds:g} s"
     elif child.returncode < 0:
         how = f"it was ended by {signal.Signals(-child.returncode).name}"
-    parts = [line.removeprefix(_TESTING) for line in lines if line.startswith(_TESTING)]
-    # A GPU whose process does not end is not tried again.
-    running = parts[-1] if parts and child.returncode is not None else ""
+    components = [line.removeprefix(_TESTING) for line in lines if line.startswith(_TESTING)]
+    # A GPU whose process cannot be killed is not tested again.
+    running = components[-1] if components and child.returncode is not None else ""
     return None, f"{how}: {'; '.join(lines[-3:]) or 'no output'}", running
 
 
-def _failures(device: int, left_out: Sequence[str] = ()) -> dict[str, str | bool]:
-    """Run every native CUDA operator and replayed graphs against the reference; return what is wrong, by part."""
+def _failures(device: int, skipped: Sequence[str] = ()) -> dict[str, str | bool]:
+    """Compare all CUDA code with the reference; return component to what is wrong, and ``transient``."""
     from .checks import cuda_checks
 
     torch.cuda.set_device(device)
     failed: dict[str, list[str]] = {}
-    passing = False
-    for check in cuda_checks(_announce, left_out):
+    transient = False
+    for check in cuda_checks(_announce, skipped):
         if "raised" in check:
-            passing = True
-            failed.setdefault(check["part"], []).append(check["raised"])
+            transient = True
+            failed.setdefault(check["component"], []).append(check["raised"])
         elif not check["ok"]:
             text = f"{check['op']}: error {check['error']:.2g}, bound {check['bound']:.2g}"
-            failed.setdefault(check["part"], []).append(text)
-    return {**{part: "; ".join(texts[:3]) for part, texts in failed.items()}, "passing": passing}
+            failed.setdefault(check["component"], []).append(text)
+    return {
+        **{component: "; ".join(texts[:3]) for component, texts in failed.items()},
+        "transient": transient,
+    }
 
 
-def _announce(part: str) -> None:
-    sys.stdout.write(f"{_TESTING}{part}\n")
+def _announce(component: str) -> None:
+    sys.stdout.write(f"{_TESTING}{component}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    signal.alarm(math.ceil(SECONDS) + 1)  # it ends although nobody waits for it any more
+    signal.alarm(math.ceil(SECONDS) + 1)  # ends the self-test even if the process that started it was killed
     sys.stdout.write("\n" + json.dumps(_failures(int(sys.argv[1]), sys.argv[2:])) + "\n")

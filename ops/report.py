@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from . import library, toolchain
 from .candidates import has_kernel
-from .gate import known_verdict
+from .gate import cached_verdict
 from .machine import cache_folder, hardware_name, installed_version
 
 
@@ -73,7 +74,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _gpu(operators: Any | None) -> dict[str, Any]:
+def _gpu(operators: ModuleType | None) -> dict[str, Any]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not names:
         return {"gpus": names}
@@ -83,7 +84,7 @@ def _gpu(operators: Any | None) -> dict[str, Any]:
         tiles_of_256 = "in squares of 256 too" if all(operators.sym_gemm_waves(1, 256)) else ""
         kernels["sym_gemm"] = f"{operators.sym_gemm_kernel()} {tiles_of_256}".strip()
         kernels["flat passes"] = operators.flat_passes_missing() or "ops"
-    verdict = known_verdict(0)
+    verdict = cached_verdict(0)
     tested = "not run yet"
     if verdict is not None:
         tested = f"failed, so torch's code runs instead: {verdict.why}" if verdict.failed else "passed"

@@ -90,7 +90,7 @@ def plan_report(engine: Any) -> dict[str, Any]:
             }
         )
     return {
-        "routes": rows_of(optimizer.routes, each=True),
+        "routes": rows_of(optimizer.routes, per_parameter=True),
         "step_sets": sets,
         "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
         "exchange_buffer_bytes": optimizer.exchange_buffers.reserved_bytes,

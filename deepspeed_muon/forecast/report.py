@@ -1,4 +1,7 @@
-"""``python -m deepspeed_muon plan MODEL``: what a training run will compute, send and keep, as text, JSON or a plot."""
+"""``python -m deepspeed_muon plan MODEL``: predicts a run's computation, communication and memory.
+
+Prints text or JSON, or draws a plot.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import hjson
 import numpy as np
@@ -28,117 +31,142 @@ from deepspeed_muon.forecast.model_shapes import (
 from deepspeed_muon.forecast.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
 from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.ops.torch_operators import BLOCK
+from deepspeed_muon.plan.placement import Floats, Ints
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.transport.all_to_all import SLOTS
 
 _OPTIMIZERS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
 
-# Settings that are options of the command under the same names.
+# Fields of PlanSettings that are options of the command with the same names.
 _OPTIONS = ("world_size", "stage", "tensor_parallel", "expert_parallel", "gpus_per_node")
 
-# Seconds that each further peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
+# Seconds that each peer adds to an all-to-all: the order of magnitude of NCCL over InfiniBand.
 _MESSAGE_SECONDS = 3e-6
-# Bytes that are read and written for one element. AdamW reads gradient, weight and both moments, and writes the last
-# three and the low-precision copy. Muon has two passes: momentum and pack (14), unpack and apply (10).
+# Bytes read and written per element. AdamW reads the gradient, the weight and both moments, and writes the last three
+# and the low-precision copy. Muon has two passes: momentum and pack (14), unpack and apply (10).
 _ADAMW_TRAFFIC = 30.0
 _MUON_TRAFFIC = 24.0
 
 
+class StepForecast(TypedDict):
+    """The busiest rank's step and memory with one optimizer.
+
+    ``sent_bytes`` are those of Muon's exchange, ``zero_bytes`` those of ZeRO's collectives, which take ``zero_seconds``
+    if nothing overlaps with them. ``flops`` are those of Newton-Schulz. ``seconds`` by phase are without ZeRO's
+    collectives, ``memory``, bytes by purpose, is without activations; both have a ``total``.
+    """
+
+    sent_bytes: float
+    flops: float
+    seconds: dict[str, float]
+    memory: dict[str, float]
+    zero_bytes: float
+    zero_seconds: float
+
+
 def forecast(
     routes: Sequence[Route], settings: PlanSettings, exchange: Exchange | None = None
-) -> dict[str, dict[str, Any]]:
-    """Predict what the busiest rank does and keeps in a step of this project's Muon, and of AdamW.
+) -> dict[str, StepForecast]:
+    """Predict the step and the memory of the busiest rank, with this project's ``muon`` and with ``adamw`` alone.
 
     Args:
-        routes: Of all parameters.
-        settings: Stage, ranks and hardware.
+        routes: The routes of all parameters.
+        settings: Stage, parallel sizes and hardware.
         exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`; computed if absent.
-
-    Returns:
-        Of ``muon`` and ``adamw``: ``sent_bytes`` in Muon's own exchange; ``zero_bytes`` in ZeRO's collectives, and
-        their ``zero_seconds`` if nothing is hidden behind computation; ``flops`` of Newton-Schulz; ``seconds`` by part
-        without ZeRO's collectives, and ``memory``, bytes by part without activations, each with a ``total``.
     """
     exchange = exchange or predict.exchange_of(routes, settings)
-    kept, muon, other = predict.kept_bytes(routes, settings)
+    parameters, muon_numel, adamw_numel = predict.parameter_bytes(routes, settings)
     zero = predict.zero_bytes(routes, settings)
-    collectives = {"zero_bytes": zero, "zero_seconds": _ring_seconds(settings, zero)}
-    work = float(exchange.flops.max())
+    zero_seconds = _ring_seconds(settings, zero)
+    flops = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
-    one_way = _exchange_seconds(settings, max(gather.max(), scatter.max()) * settings.wire_bytes, exchange)
+    exchange_seconds = _exchange_seconds(
+        settings, max(gather.max(), scatter.max()) * settings.wire_bytes, exchange
+    )
     bandwidth = settings.gpu["memory_bandwidth"] * LINK_EFFICIENCY
-    seconds = {
-        "gather": one_way if settings.stage else 0.0,
-        "newton_schulz": work / (settings.gpu["flops"] * settings.efficiency),
-        "scatter": one_way,
-        "momentum_and_apply": _MUON_TRAFFIC * muon / bandwidth,
-        "adamw": _ADAMW_TRAFFIC * other / bandwidth,
-    }
-    memory = kept | _state(muon, other, settings) | _buffers(routes, settings, exchange, partition=muon)
-    sent = float((gather + scatter).max()) * settings.wire_bytes
-    of_muon = {"sent_bytes": sent, "flops": work, "seconds": seconds, "memory": memory}
-    of_adamw: dict[str, Any] = {"sent_bytes": 0.0, "flops": 0.0}
-    of_adamw["seconds"] = {"adamw": _ADAMW_TRAFFIC * (muon + other) / bandwidth}
-    of_adamw["memory"] = kept | _state(0, muon + other, settings)
-    steps: dict[str, dict[str, Any]] = {"muon": of_muon, "adamw": of_adamw}
-    for step in steps.values():
-        step |= collectives
-        for parts in (step["seconds"], step["memory"]):
-            parts["total"] = math.fsum(parts.values())
-    return steps
+    muon = StepForecast(
+        sent_bytes=float((gather + scatter).max()) * settings.wire_bytes,
+        flops=flops,
+        seconds={
+            "gather": exchange_seconds if settings.stage else 0.0,  # at stage 0 every rank has the gradients
+            "newton_schulz": flops / (settings.gpu["flops"] * settings.efficiency),
+            "scatter": exchange_seconds,
+            "momentum_and_apply": _MUON_TRAFFIC * muon_numel / bandwidth,
+            "adamw": _ADAMW_TRAFFIC * adamw_numel / bandwidth,
+        },
+        memory=parameters
+        | _state(muon_numel, adamw_numel, settings)
+        | _buffers(routes, settings, exchange, partition=muon_numel),
+        zero_bytes=zero,
+        zero_seconds=zero_seconds,
+    )
+    adamw = StepForecast(
+        sent_bytes=0.0,
+        flops=0.0,
+        seconds={"adamw": _ADAMW_TRAFFIC * (muon_numel + adamw_numel) / bandwidth},
+        memory=parameters | _state(0, muon_numel + adamw_numel, settings),
+        zero_bytes=zero,
+        zero_seconds=zero_seconds,
+    )
+    for step in (muon, adamw):
+        for terms in (step["seconds"], step["memory"]):
+            terms["total"] = math.fsum(terms.values())
+    return {"muon": muon, "adamw": adamw}
 
 
 def _ring_seconds(settings: PlanSettings, nbytes: float) -> float:
-    """Return the time of collectives in which each rank sends so many bytes around a ring."""
-    rate: float = settings.gpu["node_bandwidth"]
+    """Return the time of collectives in which each rank sends ``nbytes`` around a ring."""
+    rate = settings.gpu["node_bandwidth"]
     if settings.world_size > settings.gpus_per_node:
-        # A ring passes every link once, and the GPUs of a node share its links.
+        # A ring uses every link between nodes once, and the GPUs of a node share its links.
         rate = min(rate, settings.gpus_per_node * settings.gpu["network_bandwidth"])
     return nbytes / (rate * LINK_EFFICIENCY)
 
 
 def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange) -> float:
-    if settings.world_size == 1 or not exchange.moving:
+    """Return the time of one all-to-all in which the busiest rank sends ``nbytes``."""
+    if settings.world_size == 1 or not exchange.sent_matrices:
         return 0.0
-    # At stages 1 and 2 a rank exchanges with the neighbours that share its straddling matrices.
+    # At stages 1 and 2 a rank exchanges only with the neighbours that have fragments of the same matrices.
     peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
-    node = (1 - exchange.leaving) * nbytes / settings.gpu["node_bandwidth"]
-    network = exchange.leaving * nbytes / settings.gpu["network_bandwidth"]
+    node = (1 - exchange.internode_fraction) * nbytes / settings.gpu["node_bandwidth"]
+    network = exchange.internode_fraction * nbytes / settings.gpu["network_bandwidth"]
     seconds: float = max(node, network) / LINK_EFFICIENCY
     return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
 
 
-def _state(muon: int, other: int, settings: PlanSettings) -> dict[str, float]:
-    """Return the bytes that an optimizer with so many elements of Muon and of AdamW keeps and is given.
+def _state(muon: int, adamw: int, settings: PlanSettings) -> dict[str, float]:
+    """Return the bytes of the optimizer's state and input, for the numbers of elements of Muon and of AdamW.
 
-    ZeRO gives it the gradient in the dtype of the masters, one param group or sub-group at a time.
+    The input is the gradient in the dtype of the master weights, which ZeRO passes for one param group, at stage 3 one
+    sub-group, at a time.
     """
     policy = StatePolicy(settings.config.momentum_dtype, settings.half_states)
-    master, largest = settings.master_dtype, max(muon, other)
+    master, largest = settings.master_dtype, max(muon, adamw)
     momentum = policy.dtype("momentum_buffer", master).itemsize + policy.quantizes_momentum * 4 / BLOCK
     return {
         "gradient_copy": master.itemsize
         * (min(largest, SUB_GROUP_NUMEL) if settings.stage == 3 else largest),
         "momentum": momentum * muon,
-        "moments": 2 * policy.dtype("exp_avg", master).itemsize * other,
+        "moments": 2 * policy.dtype("exp_avg", master).itemsize * adamw,
     }
 
 
 def _buffers(
     routes: Sequence[Route], settings: PlanSettings, exchange: Exchange, *, partition: float
 ) -> dict[str, float]:
-    """Return upper bounds of what Muon's step needs besides; ``partition``: Muon's elements in a rank's partition."""
-    chunk = exchange.largest_chunk if exchange.moving else 0
-    # Of one chunk, but for those that are written into the send buffer: at stage 3 all except a rank's own share.
+    """Return upper bounds on the bytes of the buffers in Muon's step; ``partition`` is Muon's elements on a rank."""
+    chunk = exchange.largest_chunk if exchange.sent_matrices else 0
+    # Directions of one chunk that are not written into the send buffer: at stage 3 only the owner's own fragments.
     local = min(partition, float(exchange.largest_chunk))
-    if settings.stage == 3 and exchange.moving:
+    if settings.stage == 3 and exchange.sent_matrices:
         local = chunk / (settings.world_size // settings.tensor_parallel)
     muon = [route for route in routes if route.algorithm == "muon"]
     blocks = {(rows, cols) for route in muon for _, rows, cols in route.kinds_of_blocks()}
     block = max((rows * cols for rows, cols in blocks), default=0)
     largest = max((predict.iteration_numel(*shape) for shape in blocks), default=0)
-    # Without overlap the directions of a block lie in a buffer that was sent.
+    # Without overlap the directions of a block reuse a buffer that has been sent.
     waiting = exchange.overlap * settings.direction_bytes * min(chunk, block)
     return {
         "directions": settings.direction_bytes * local,
@@ -152,16 +180,16 @@ def report(
     routes: Sequence[Route],
     settings: PlanSettings,
     *,
-    each_route: bool = False,
+    per_parameter: bool = False,
     owners: bool = False,
 ) -> dict[str, Any]:
-    """Return the plan as plain data that JSON can hold.
+    """Return the plan as data that can be serialised to JSON.
 
     Args:
-        model: Its name in the report.
-        routes: Of every parameter.
-        settings: Stage, ranks and hardware.
-        each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
+        model: The model's name in the report.
+        routes: The routes of all parameters.
+        settings: Stage, parallel sizes and hardware.
+        per_parameter: Whether every parameter has a row, instead of one row for equal parameters of all layers.
         owners: Whether to list the owner of every matrix.
     """
     exchange, iteration = predict.exchange_of(routes, settings), settings.iteration
@@ -184,10 +212,10 @@ def report(
             "assumed_efficiency": settings.efficiency,
             "assumed_link_efficiency": LINK_EFFICIENCY,
         },
-        "routes": rows_of(routes, each=each_route),
+        "routes": rows_of(routes, per_parameter=per_parameter),
         "owners": {
             "matrices": len(names),
-            "moving": exchange.moving,
+            "moving": exchange.sent_matrices,
             "matrices_per_rank": _range(counts),
             "flops_per_rank": _range(exchange.flops),
             "max_over_mean": exchange.balance,
@@ -200,12 +228,12 @@ def report(
     }
 
 
-def _range(values: Any) -> dict[str, float]:
+def _range(values: Floats | Ints) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
 def _advice(routes: Sequence[Route], settings: PlanSettings, exchange: Exchange) -> list[str]:
-    """Return sentences about idle ranks and uneven work."""
+    """Return advice about idle ranks and unbalanced work."""
     lines = []
     idle = int((exchange.flops == 0).sum())
     if idle:
@@ -222,9 +250,9 @@ def _advice(routes: Sequence[Route], settings: PlanSettings, exchange: Exchange)
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """Return the plan of :func:`report` as text."""
-    chosen, owners, step = data["settings"], data["owners"], data["step"]
-    gpu, steps = chosen["gpu"], list(data["step"].values())
+    """Return the data of :func:`report` as text."""
+    chosen, owners, forecasts = data["settings"], data["owners"], data["step"]
+    gpu, steps = chosen["gpu"], list(forecasts.values())
     lines = [
         f"{data['model']}: {_elements(data['elements'])} parameters; ZeRO {chosen['stage']} on "
         f"{chosen['world_size']} x {gpu['name'].upper()}, tensor parallel {chosen['tensor_parallel']}, "
@@ -245,22 +273,22 @@ def render(data: Mapping[str, Any]) -> str:
         low, mean, high = (f"{spread[key] / unit:,.2f}" for key in ("min", "mean", "max"))
         lines.append(f"  {label:<29} {low} to {high} (mean {mean})")
     lines.append(f"  {'busiest rank':<29} {owners['max_over_mean']:.3f} x the mean\n")
-    lines.append(f"{'per rank and step':<30}" + "".join(f"{_OPTIMIZERS[name]:>18}" for name in step))
+    lines.append(f"{'per rank and step':<30}" + "".join(f"{_OPTIMIZERS[name]:>18}" for name in forecasts))
     rows: list[tuple[str, list[float | None], float]] = [
-        ("exchange, MB", [each["sent_bytes"] for each in steps], 1e6),
-        ("ZeRO's collectives, MB", [each["zero_bytes"] for each in steps], 1e6),
-        ("ZeRO's collectives, ms", [each["zero_seconds"] for each in steps], 1e-3),
-        ("Newton-Schulz, TFLOP", [each["flops"] for each in steps], 1e12),
+        ("exchange, MB", [step["sent_bytes"] for step in steps], 1e6),
+        ("ZeRO's collectives, MB", [step["zero_bytes"] for step in steps], 1e6),
+        ("ZeRO's collectives, ms", [step["zero_seconds"] for step in steps], 1e-3),
+        ("Newton-Schulz, TFLOP", [step["flops"] for step in steps], 1e12),
     ]
     for kind, total, suffix, unit in (
         ("seconds", "optimizer step", "ms", 1e-3),
         ("memory", "memory", "GB", 1e9),
     ):
-        for part in step["muon"][kind]:
+        for name in forecasts["muon"][kind]:
             label = (
-                total if part == "total" else part.replace("_", " ").replace("newton schulz", "Newton-Schulz")
+                total if name == "total" else name.replace("_", " ").replace("newton schulz", "Newton-Schulz")
             )
-            rows.append((f"{label}, {suffix}", [each[kind].get(part) for each in steps], unit))
+            rows.append((f"{label}, {suffix}", [step[kind].get(name) for step in steps], unit))
     for label, values, unit in rows:
         cells = ("-" if value is None else f"{value / unit:,.2f}" for value in values)
         lines.append(f"  {label:<28}" + "".join(f"{cell:>18}" for cell in cells))
@@ -270,7 +298,7 @@ def render(data: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             *lines,
-            f"{'fits' if data['fits'] else 'does not fit'}: {step['muon']['memory']['total'] / 1e9:,.1f} of the "
+            f"{'fits' if data['fits'] else 'does not fit'}: {forecasts['muon']['memory']['total'] / 1e9:,.1f} of the "
             f"{gpu['memory'] / 1e9:.0f} GB of a GPU, without activations, ZeRO's buckets and gathered parameters",
             f"\ntimes are a model: {chosen['assumed_efficiency']:.0%} of {gpu['flops'] / 1e12:,.0f} TFLOP/s, "
             f"{chosen['assumed_link_efficiency']:.0%} of {gpu['memory_bandwidth'] / 1e12:.2f} TB/s memory, "
@@ -293,18 +321,18 @@ def _elements(count: int) -> str:
 def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str) -> None:
     """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
     pyplot = pyplot_for("--plot")
-    together = settings.tensor_parallel * settings.expert_parallel
-    worlds = [4**power for power in range(8) if not 4**power % together]
-    found = [forecast(routes, replace(settings, world_size=world)) for world in worlds]
+    model_parallel = settings.tensor_parallel * settings.expert_parallel
+    worlds = [4**power for power in range(8) if not 4**power % model_parallel]
+    forecasts = [forecast(routes, replace(settings, world_size=world)) for world in worlds]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
-    titles: dict[str, Callable[[Any], float]] = {
+    titles: dict[str, Callable[[StepForecast], float]] = {
         "optimizer step, ms (predicted)": lambda step: step["seconds"]["total"] * 1e3,
         "sent per GPU and step, GB": lambda step: (step["sent_bytes"] + step["zero_bytes"]) / 1e9,
         "memory per GPU, GB": lambda step: step["memory"]["total"] / 1e9,
     }
     for axis, (title, value) in zip(axes, titles.items(), strict=True):
         for name, label in _OPTIMIZERS.items():
-            axis.plot(worlds, [value(each[name]) for each in found], marker="o", label=label)
+            axis.plot(worlds, [value(steps[name]) for steps in forecasts], marker="o", label=label)
         axis.set(title=title, xlabel="GPUs", xscale="log", yscale="log")
         axis.grid(alpha=0.3)
         axis.legend()
@@ -312,13 +340,13 @@ def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str
     figure.tight_layout()
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # a ValueError for formats that matplotlib does not write
+    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib cannot write
         raise ConfigError(f"--plot {path!r}: cannot be written: {error}") from error
     pyplot.close(figure)
 
 
 def add_subcommand(subparsers: Any) -> None:
-    """Add the command ``plan`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
+    """Add the command ``plan`` to the result of ``ArgumentParser.add_subparsers``; its ``run`` executes it."""
     parser = subparsers.add_parser(
         "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
     )
@@ -346,7 +374,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     gpu, configuration = GPUS[arguments.gpu], read_configuration(arguments.params)
     config = optimizer_config(configuration)
     bf16, rate = configuration.get("bf16", {}), arguments.network_gbit
-    if rate is not None and not rate > 0:  # a NaN too
+    if rate is not None and not rate > 0:  # also true for NaN
         raise ConfigError(f"--network-gbit {rate:g}: must be above 0")
     if rate is not None:
         gpu = {**gpu, "network_bandwidth": rate * 1e9 / 8 / max(1, arguments.gpus_per_node)}
@@ -366,7 +394,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.separate_experts:
         members = with_separate_experts(members)
     routes = route_parameters(members, config)
-    data = report(arguments.model, routes, settings, each_route=arguments.routes, owners=arguments.owners)
+    data = report(arguments.model, routes, settings, per_parameter=arguments.routes, owners=arguments.owners)
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     if arguments.plot:
         _plot(arguments.model, routes, settings, arguments.plot)
@@ -374,15 +402,18 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def optimizer_config(configuration: Mapping[str, Any]) -> MuonConfig:
-    """Return the settings of a DeepSpeed configuration's optimizer, the defaults for those that are "auto"."""
+    """Return the settings of a DeepSpeed configuration's optimizer, with defaults for those that are "auto"."""
     params = configuration["optimizer"].get("params")
-    if isinstance(params, Mapping):  # neither routes nor forecasts depend on what the Trainer fills in
+    if isinstance(params, Mapping):  # the values that the Trainer fills in do not affect routes and forecasts
         params = {key: value for key, value in params.items() if value != "auto"}
     return MuonConfig.from_params(params)
 
 
 def read_configuration(text: str) -> Mapping[str, Any]:
-    """Return the DeepSpeed configuration in a file, or ``optimizer.params`` as one that has nothing else.
+    """Return the DeepSpeed configuration that the option ``--params`` gives.
+
+    Args:
+        text: ``optimizer.params`` as JSON, or the path of a DeepSpeed configuration or of such an object.
 
     Raises:
         ConfigError: If it cannot be read.
@@ -393,7 +424,7 @@ def read_configuration(text: str) -> Mapping[str, Any]:
         except ValueError as error:
             raise ConfigError(f"--params {text!r}: not JSON: {error}") from error
     else:
-        content = read_object(Path(text), hjson.loads)  # DeepSpeed's files may have comments
+        content = read_object(Path(text), hjson.loads)  # DeepSpeed's configuration files may have comments
     configuration = content if "optimizer" in content else {"optimizer": {"params": content}}
     for name in ("optimizer", "bf16"):
         if not isinstance(configuration.get(name, {}), Mapping):

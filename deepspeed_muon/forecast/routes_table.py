@@ -1,4 +1,4 @@
-"""``python -m deepspeed_muon routes MODEL``: which algorithm updates which parameter, and why, without training."""
+"""``python -m deepspeed_muon routes MODEL``: which algorithm updates each parameter of a model, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADINGS = ("parameter", "number", "shape", "algorithm", "certain", "reason")
 
 
 def add_subcommand(subparsers: Any) -> None:
-    """Add the command ``routes`` to what ``ArgumentParser.add_subparsers`` returned; its ``run`` executes it."""
+    """Add the command ``routes`` to the result of ``ArgumentParser.add_subparsers``; its ``run`` executes it."""
     parser = subparsers.add_parser("routes", help="Muon or AdamW for each parameter of a model, and why")
     parser.add_argument("model", metavar="MODEL", help=MODEL_FORMS)
     option = parser.add_argument
@@ -37,20 +37,20 @@ def _routes(arguments: argparse.Namespace) -> int:
         update={key: (*getattr(config, key), *getattr(arguments, key)) for key in ("include", "exclude")}
     )
     routes = route_parameters(load_model(arguments.model, arguments.device), config)
-    data = table(arguments.model, routes, each_route=arguments.all)
+    data = table(arguments.model, routes, per_parameter=arguments.all)
     if arguments.guesses:
         data["routes"] = [row for row in data["routes"] if not row["certain"]]
     print(json.dumps(data, indent=1) if arguments.json else render(data))
     return 0
 
 
-def table(model: str, routes: Sequence[Route], *, each_route: bool = False) -> dict[str, Any]:
-    """Return the routes and their counts as plain data that JSON can hold.
+def table(model: str, routes: Sequence[Route], *, per_parameter: bool = False) -> dict[str, Any]:
+    """Return the routes and their counts as data that can be serialised to JSON.
 
     Args:
-        model: Its name in the table.
-        routes: Of every parameter.
-        each_route: Whether every parameter has its own row, instead of one row for equal parameters of all layers.
+        model: The model's name in the table.
+        routes: The routes of all parameters.
+        per_parameter: Whether every parameter has a row, instead of one row for equal parameters of all layers.
     """
     guessed = [route for route in routes if not route.certain]
     return {
@@ -59,12 +59,12 @@ def table(model: str, routes: Sequence[Route], *, each_route: bool = False) -> d
         "elements": sum(route.numel for route in routes),
         "algorithms": totals_of(routes),
         "guesses": {"tensors": len(guessed), "elements": sum(route.numel for route in guessed)},
-        "routes": rows_of(routes, each=each_route),
+        "routes": rows_of(routes, per_parameter=per_parameter),
     }
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """Return what :func:`table` gives as text."""
+    """Return the data of :func:`table` as text."""
     cells = [
         (
             row["name"],
@@ -90,5 +90,5 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _count(total: Mapping[str, int], of: Mapping[str, int]) -> str:
-    share = total["elements"] / max(1, of["elements"])
-    return f"{total['tensors']:>6,} parameters  {total['elements']:>17,} elements  {share:7.2%}"
+    fraction = total["elements"] / max(1, of["elements"])
+    return f"{total['tensors']:>6,} parameters  {total['elements']:>17,} elements  {fraction:7.2%}"

@@ -1,4 +1,4 @@
-"""What is known about one parameter before its route is decided: the layer that holds it, and what speaks for AdamW."""
+"""The evidence about one parameter before its route is decided: its names, its layer and the claims of the rules."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ LayerKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What the module that holds a parameter says about it.
+    """What the module of a parameter implies about it.
 
     Attributes:
         kind: The kind of layer, by the type of the module.
-        transposed: Whether the weight is stored as input x output; ``None`` if nothing says so.
-        interleaved: Whether the outputs of the parts of a fused projection alternate.
-        stack: The number of experts whose matrices a 2-dimensional weight holds one below the other; 0 for any other.
-        product: What says that a weight of the kind ``weight`` or ``bare`` multiplies activations, in words; empty if
-            nothing does.
+        transposed: Whether the weight is stored as input x output; ``None`` if unknown.
+        interleaved: Whether the outputs of a fused projection alternate (gate 0, up 0, gate 1, ...).
+        stack: The number of experts whose matrices are concatenated along the rows of a 2-dimensional weight; 0 for
+            any other weight.
+        product: Evidence, in words, that a weight of the kind ``weight`` or ``bare`` multiplies activations; empty if
+            there is none.
     """
 
     kind: LayerKind
@@ -50,9 +51,9 @@ class Claim:
     """A rule that applies to a parameter.
 
     Attributes:
-        rule: The rule. ``hidden`` claims the parameter for Muon, every other one for AdamW.
-        reason: On what it rests, in words.
-        certain: Whether it rests on more than a guess; see :class:`~deepspeed_muon.routing.route.Route`.
+        rule: The rule. ``hidden`` claims the parameter for Muon, every other rule for AdamW.
+        reason: The evidence for it, in words.
+        certain: Whether the evidence is more than a guess; see :class:`~deepspeed_muon.routing.route.Route`.
     """
 
     rule: Rule
@@ -62,15 +63,15 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """One parameter as the model sees it.
+    """One parameter with its names, its layer and the claims on it.
 
     Attributes:
-        names: Every dotted name under which the model reaches it; empty if unknown.
+        names: Every dotted name that it has in the model; empty if unknown.
         param: The parameter itself.
-        layer: What its module says; ``None`` if the module is not known.
-        claims: The rules that its place in the model makes apply; meaningful with ``layer`` only.
-        attention: The heads of the attention module around it, if a configuration names them.
-        shards: How tensor parallelism cuts it; ``None`` if it does not, or nothing says how.
+        layer: What its module implies; ``None`` if the module is unknown.
+        claims: The rules that apply by its module and its position in the model; meaningful with ``layer`` only.
+        attention: The heads of the attention module around it, if a configuration gives them.
+        shards: How tensor parallelism cuts it; ``None`` if it does not, or if that is unknown.
         as_trained: Whether it is routed as if it were trained, although it is frozen.
     """
 
@@ -94,12 +95,12 @@ class NamedParameter:
 
     @property
     def kind(self) -> LayerKind | None:
-        """The kind of layer that holds it; ``None`` if the module is not known."""
+        """The kind of its layer; ``None`` if the module is unknown."""
         return None if self.layer is None else self.layer.kind
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the layer's weight, also if this rank has a shard of it."""
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the unsharded weight, also if this rank has a tensor-parallel shard of it."""
         shape = list(true_shape(self.param))
         if self.shards is not None and self.shards.dim is not None:
             shape[self.shards.dim] = sum(self.shards.sizes)
@@ -108,6 +109,8 @@ class NamedParameter:
     @property
     def sides(self) -> tuple[int, int]:
         """Outputs and inputs of the layer, for a weight with two or more dimensions."""
-        rows, cols, *_ = self.whole_shape
-        turned = self.layer is not None and (self.layer.transposed or self.kind == "transposed convolution")
-        return (cols, rows) if turned else (rows, cols)
+        rows, cols, *_ = self.full_shape
+        transposed = self.layer is not None and (
+            self.layer.transposed or self.kind == "transposed convolution"
+        )
+        return (cols, rows) if transposed else (rows, cols)

@@ -1,17 +1,16 @@
-"""What a module's type, its source and its initial values say about the parameters that it holds itself."""
+"""Reads from a module's type, source and initial values what its direct parameters are."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from deepspeed_muon.routing.evidence import Claim, Layer, LayerKind
-from deepspeed_muon.routing.names import known, parameter_name
+from deepspeed_muon.routing.names import match_name, parameter_name
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.routing.uses import Use, uses_of
 
@@ -21,28 +20,25 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 # Class names of norms: LlamaRMSNorm, LayerNorm2d, MambaRMSNormGated, NemotronLayerNorm1P, and no LayerNormLinear.
 _NORM_CLASS = re.compile(r".*norm(\d*[dp]|gated|layer|perhead)?", re.IGNORECASE)
-# Attributes with the number of experts of a module that stacks them in two dimensions: DBRX, megablocks.
+# Attributes with the number of experts of a module that concatenates their matrices in a 2-dimensional weight: DBRX,
+# megablocks.
 _EXPERT_COUNTS = ("moe_num_experts", "num_experts", "num_local_experts", "n_routed_experts")
-# Of such a stack the projection back to the model's width has the experts on its inputs.
+# In such modules the projection back to the model's width is stored as input x output.
 _STACKED_DOWN = frozenset({"w2", "down_proj"})
 # Modules of stacked experts that store (experts, in, out) without the attribute is_transposed: transformers' Llama 4.
 _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
 
 
-class Layers:
-    """Reads the modules of one model; each class's source is read once."""
+class LayerReader:
+    """Reads the modules of one model, and the source of each class only once."""
 
     def __init__(self) -> None:
         self._uses: dict[type, dict[str, set[Use]]] = {}
 
     def read(self, path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, Layer, tuple[Claim, ...]]]:
-        """Yield the parameters that a module holds itself, what it says about each, and the rules that follow.
-
-        Args:
-            path: The module's dotted name.
-            module: The module.
-        """
-        parameters = list(own_parameters(module))
+        """Yield the direct parameters of the module at ``path``, each with its layer and the claims on it."""
+        parameters = list(direct_parameters(module))
+        # Sizes of the biases, for the weights beside them.
         vectors = {name: shape[0] for name, param in parameters if len(shape := true_shape(param)) == 1}
         for name, param in parameters:
             kind = _kind(module, name)
@@ -51,12 +47,13 @@ class Layers:
             interleaved = getattr(module, "is_concatenated", True) is False
             stack, product = 0, ""
             claims: list[Claim] = []
+            # The type says little: read the source, then the number of experts, then the bias beside the weight.
             if len(shape) > 1 and kind in ("weight", "bare", "experts"):
                 use = self._use(module, name) if kind != "experts" else None
                 transposed = (
                     use == "input x output" if use in ("input x output", "output x input") else transposed
                 )
-                if len(shape) == 2 and _in_experts(path):
+                if len(shape) == 2 and _in_experts(path):  # (experts * rows, cols)
                     stack = _stack(module, shape)
                     transposed = name in _STACKED_DOWN if stack else transposed
                     product = f"{stack} experts in one matrix" if stack else ""
@@ -64,9 +61,9 @@ class Layers:
                     product = f"{type(module).__name__} multiplies by it"
                 elif (side := _side_of_bias(name, shape, vectors)) is not None:
                     transposed = side == 1
-                    product = f"beside a bias of its {shape[side]} outputs"
+                    product = f"has a bias for its {shape[side]} outputs"
                 if kind != "experts":
-                    claims += self._claims(module, name, param, kind, use, product)
+                    claims += self._bare_claims(module, name, param, kind, use, product)
             elif len(shape) > 1 and kind in ("embedding", "norm"):
                 article = "an embedding" if kind == "embedding" else "a norm"
                 reason = "weight of an embedding module" if kind == "embedding" else f"gain of {article}"
@@ -74,16 +71,17 @@ class Layers:
             yield param, Layer(kind, transposed, interleaved, stack, product), tuple(claims)
 
     def _use(self, module: nn.Module, name: str) -> Use | None:
-        kind = type(module)
-        if kind not in self._uses:
-            self._uses[kind] = uses_of(kind)
-        uses = self._uses[kind].get(name, set())
+        """Return a product if a method multiplies by the parameter, "no product" if none does, ``None`` if unclear."""
+        cls = type(module)
+        if cls not in self._uses:
+            self._uses[cls] = uses_of(cls)
+        uses = self._uses[cls].get(name, set())
         products = uses & {"input x output", "output x input", "product"}
         if products:
             return products.pop() if len(products) == 1 else "product"
         return "no product" if uses == {"no product"} else None
 
-    def _claims(
+    def _bare_claims(
         self,
         module: nn.Module,
         name: str,
@@ -92,26 +90,26 @@ class Layers:
         use: Use | None,
         product: str,
     ) -> Iterator[Claim]:
-        """Yield what speaks against a weight where the type of the module says nothing."""
-        if product or known(name, "bias"):
+        """Yield the claims for AdamW on a parameter whose module's type is not a layer that we know."""
+        if product or match_name(name, "bias"):
             return
         if use == "no product":
             yield Claim("no_product", f"{type(module).__name__} does not multiply by it")
         elif getattr(param, "_no_weight_decay", False):
-            yield Claim("no_product", "marked as no weight to decay")
-        elif not (kind == "bare" and known(name, "weight")) and (value := _constant(param)) is not None:
+            yield Claim("no_product", "marked with _no_weight_decay")
+        elif not (kind == "bare" and match_name(name, "weight")) and (value := _constant(param)) is not None:
             yield Claim("no_product", f"a gain or bias by its initial values, all {value:g}", certain=False)
 
 
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that a module holds itself, by the names that it uses.
+def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the direct parameters of a module with the names that its own code uses.
 
-    A parametrization (``torch.nn.utils.parametrizations``) and the older weight norm keep them under other names.
+    A parametrization (``torch.nn.utils.parametrizations``) and the older weight norm register them under new names.
     """
     if isinstance(module, ParametrizationList):
-        return  # belongs to the module around it
+        return  # its parameters are those of the parametrized module
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        yield parameter_name(name), param
+        yield parameter_name(name), param  # weight_g and weight_v are both called weight
     for name, originals in getattr(module, "parametrizations", {}).items():
         if isinstance(originals, ParametrizationList):
             for param in originals.parameters(recurse=False):
@@ -119,7 +117,7 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, of torch or of a library that names it so."""
+    """Return whether a module is a linear layer: PyTorch's, or another one with its attributes or its name."""
     kind = type(module).__name__
     return (
         isinstance(module, nn.Linear)
@@ -135,15 +133,17 @@ def _kind(module: nn.Module, name: str) -> LayerKind:
         return "embedding"
     if isinstance(module, _NORMS):
         return "norm"
-    # A transposed convolution has its input first, a grouped one has several matrices: neither is one matrix.
+    # A transposed convolution is stored (in, out, ...), and a grouped one is several matrices: neither is one matrix.
     if isinstance(module, _TRANSPOSED_CONVOLUTIONS) and name == "weight":
         return "transposed convolution"
     if isinstance(module, _CONVOLUTIONS) and name == "weight":
         return "convolution" if module.groups == 1 else "grouped convolution"
+    # weight_ih_l0, weight_hh_l0, in_proj_weight
     if isinstance(module, _RECURRENT) and "weight" in name:
         return "linear"
     if is_linear(module) and name in ("weight", "bias"):
         return "linear"
+    # Types that only their names identify.
     if "Experts" in kind:
         return "experts"
     if "embed" in kind.lower():
@@ -154,7 +154,7 @@ def _kind(module: nn.Module, name: str) -> LayerKind:
 
 
 def _transposed(module: nn.Module, kind: LayerKind) -> bool | None:
-    """Return whether the type of a module says that its weight is stored as input x output."""
+    """Return ``True`` if the type of a module implies that its weight is stored as input x output, else ``None``."""
     name = type(module).__name__
     if name == "Conv1D" and hasattr(module, "nf"):
         return True
@@ -164,13 +164,15 @@ def _transposed(module: nn.Module, kind: LayerKind) -> bool | None:
 
 
 def _in_experts(path: str) -> bool:
-    """Return whether a module lies below ``experts``, in none of its numbered children."""
-    parts = path.split(".")
-    return "experts" in parts and not any(part.isdigit() for part in parts[parts.index("experts") :])
+    """Return whether a path leads through ``experts``, but not through one of its numbered children."""
+    components = path.split(".")
+    return "experts" in components and not any(
+        component.isdigit() for component in components[components.index("experts") :]
+    )
 
 
 def _stack(module: nn.Module, shape: tuple[int, ...]) -> int:
-    """Return how many experts a 2-dimensional weight of a module stacks, 0 if that is unknown."""
+    """Return how many experts are concatenated along the rows of a 2-dimensional weight; 0 if that is unknown."""
     for holder in (module, getattr(module, "args", None), getattr(module, "config", None)):
         for attribute in _EXPERT_COUNTS:
             count = getattr(holder, attribute, None)
@@ -180,13 +182,13 @@ def _stack(module: nn.Module, shape: tuple[int, ...]) -> int:
 
 
 def _side_of_bias(name: str, shape: tuple[int, ...], vectors: dict[str, int]) -> int | None:
-    """Return the side of a matrix that has as many elements as the bias beside it; ``None`` without such a bias."""
-    beside = {
+    """Return the dimension of a matrix whose size is that of the bias beside it; ``None`` without such a bias."""
+    bias_names = {
         name.replace("weight", "bias"),
         name.replace("kernel", "bias"),
         re.sub(r"^w", "b", re.sub(r"^W", "b", name)),
     }
-    sizes = {vectors[other] for other in beside - {name} if other in vectors}
+    sizes = {vectors[bias] for bias in bias_names - {name} if bias in vectors}
     if len(sizes) != 1 or len(shape) != 2 or shape[0] == shape[1]:
         return None
     size = sizes.pop()
@@ -194,9 +196,9 @@ def _side_of_bias(name: str, shape: tuple[int, ...], vectors: dict[str, int]) ->
 
 
 def _constant(param: Tensor) -> float | None:
-    """Return the value of which all elements are, or ``None``.
+    """Return the value that all elements share, or ``None``.
 
-    Values are read on no rank if they are absent on some: on the meta device and where ZeRO 3 partitions them.
+    On the meta device and under ZeRO 3 some ranks have no values, so no rank reads them: all ranks must agree.
     """
     absent = param.is_meta or any(hasattr(param, mark) for mark in ("ds_id", "ds_shape", "ds_tensor"))
     if (
@@ -206,15 +208,15 @@ def _constant(param: Tensor) -> float | None:
         or not param.dtype.is_floating_point
     ):
         return None
-    if param.element_size() < 2:
+    if param.element_size() < 2:  # float8
         return None
     first = param.detach().flatten()[0]
     return float(first) if bool((param.detach() == first).all()) else None
 
 
-def call_quietly(module: nn.Module, accessor: str) -> Any:
-    """Call an accessor of a model if it has one; models without a head raise, others want arguments."""
-    function: Callable[[], Any] | None = getattr(module, accessor, None)
+def call_quietly(module: nn.Module, accessor: str) -> object:
+    """Return the result of an accessor, ``None`` if the model has none, it raises (no head) or it needs arguments."""
+    function: Callable[[], object] | None = getattr(module, accessor, None)
     if not callable(function):
         return None
     try:

@@ -130,7 +130,7 @@ class RoutedGroups:
         return list(self.by_id.values())
 
     def frozen(self) -> list[tuple[str, Tensor]]:
-        """Return name and tensor of the parameters whose routes say frozen, and that could be trained."""
+        """Return name and tensor of the parameters that were frozen when routed, and that could be trained."""
         return [
             (route.name, self.members[key].param)
             for key, route in self.by_id.items()
@@ -236,7 +236,7 @@ class EqualRates:
             if float(rates[0]) == 0.0:
                 continue
             if len({float(rate) for rate in rates}) > 1:
-                # A schedule that keeps them apart may end at one floor for all (eta_min, min_lr).
+                # A schedule with different rates may end at one floor for all (eta_min, min_lr).
                 self._done.add(number)
                 continue
             configured = {group["algorithm"]: group["lr_ratio"] * self._reference_lr for group in halves}
@@ -277,14 +277,14 @@ def order_for_partitions(
 ) -> None:
     """Order the matrices of Muon's param groups so that ZeRO 1 and 2 give all ranks equal Newton-Schulz work.
 
-    Must be called before the ZeRO wrapper is made, by all ranks; nothing is sent. Groups of experts stay as they are,
-    because other ranks divide them.
+    Must be called before the ZeRO wrapper is made, by all ranks; nothing is sent. Groups of experts are not
+    reordered, because other ranks partition them.
 
     Args:
         groups: The param groups. Mutated.
         routes: ``id(parameter)`` to its route.
-        ranks: How many ranks will divide the groups.
-        settings: The iteration, which decides the cost of a matrix.
+        ranks: The number of ranks that partition the groups.
+        settings: The iteration, which determines the cost of a matrix.
     """
     for group in groups:
         if group["algorithm"] == "muon" and not group.get("moe"):
@@ -306,16 +306,16 @@ def build_groups(
         params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
         config: The settings that groups inherit.
         model: The module that the parameters belong to, for names and module types; not needed if ``params`` is a
-            module. One stage of a pipeline is not checked as a whole model; the caller does that with
+            module. One stage of a pipeline is not checked as a complete model; the caller does that with
             :func:`deepspeed_muon.routing.rules.check_routes`.
         rates: ``lr``, ``muon_lr`` or ``adam_lr`` if the caller gave it as a tensor: the groups keep the tensor, so
             that later changes of its value count.
-        shards: ``id(param)`` of the matrices that tensor parallelism cuts, to how it does. Head counts and sizes of
-            parts are those of whole layers.
+        shards: ``id(param)`` to the shards of each matrix that tensor parallelism cuts. Head counts and ``split`` sizes
+            in the settings are those of the unsharded layer.
 
     Raises:
         ConfigError: If a group's own setting is misspelt or out of range.
-        RoutingError: If the parameters cannot be divided as asked, or one cannot be trained here.
+        RoutingError: If a parameter cannot be trained, or does not divide as the settings say.
     """
     if isinstance(params, nn.Module):
         model, params = params, params.parameters()

@@ -1,4 +1,4 @@
-"""The parameters of a model with all their names, and all that its modules say about each."""
+"""Collects the parameters of a model with all their names, their layers and the claims on them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 from torch import nn
 
 from deepspeed_muon.plan.layout import TensorShards
-from deepspeed_muon.routing.ends import Places, end_claims
+from deepspeed_muon.routing.ends import ModelEnds, end_claims
 from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter
 from deepspeed_muon.routing.experts import Mixtures
-from deepspeed_muon.routing.layers import Layers, call_quietly
-from deepspeed_muon.routing.names import bare_name, holder_path, known, plain_name
+from deepspeed_muon.routing.layers import LayerReader, call_quietly
+from deepspeed_muon.routing.names import bare_name, holder_path, match_name, plain_name
+from deepspeed_muon.routing.route import Rule
 from deepspeed_muon.routing.shapes import attention_shapes, true_shape
 
 __all__ = [
     "NamedParameter",
-    "claims_by_place",
+    "joint_claims",
     "is_divided",
     "is_pipeline",
     "model_parameters_by_name",
-    "pipeline_kinds",
+    "parameters_by_pipeline_rule",
 ]
 
 
@@ -33,27 +34,29 @@ def model_parameters_by_name(
 
     Args:
         model: The module.
-        shards: ``id(param)`` of the matrices that tensor parallelism cuts, to how it does.
+        shards: ``id(param)`` to the shards of each matrix that tensor parallelism cuts.
     """
+    # 1. all names of every parameter
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
+    # 2. what each module implies about its parameters
     layers: dict[int, Layer] = {}
     claims: dict[int, list[Claim]] = {}
-    reader = Layers()
+    reader = LayerReader()
     for path, module in model.named_modules():
-        for param, layer, of_type in reader.read(path, module):
-            # A weight that an embedding and a linear layer share is the embedding's.
+        for param, layer, layer_claims in reader.read(path, module):
+            # A weight that an embedding and a linear layer share counts as the embedding's.
             if id(param) not in layers or layer.kind == "embedding":
                 layers[id(param)] = layer
-            claims.setdefault(id(param), []).extend(of_type)
+            claims.setdefault(id(param), []).extend(layer_claims)
         for param, claim in _adapters(module):
             claims.setdefault(id(param), []).append(claim)
-            if claim.reason == _OF_EXPERTS:
+            if claim.reason == _EXPERTS_LORA:
                 layers[id(param)] = Layer("LoRA of experts")
-        _mark_undecayed(module, claims)
+        _claim_undecayed(module, claims)
     shapes = attention_shapes(model)
     members = [
         NamedParameter(
@@ -66,81 +69,82 @@ def model_parameters_by_name(
         )
         for key, param in params.items()
     ]
+    # 3. what all of them imply together: the ends of the model, experts and their routers
     pipeline = is_pipeline(model)
-    by_place = claims_by_place(members, Places.read(model, whole=not pipeline))
+    joint = joint_claims(members, ModelEnds.read(model, is_complete=not pipeline))
     if pipeline:
-        reasons = {
+        reasons: dict[Rule, str] = {
             "head": "output head of the model",
             # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
             "tied": "tied between the stages of a pipeline",
         }
-        for kind, params_of_kind in pipeline_kinds(model).items():
-            for param in params_of_kind:
-                rule: Any = kind
-                by_place.setdefault(id(param), []).append(Claim(rule, reasons[kind]))
+        for rule, stage_params in parameters_by_pipeline_rule(model).items():
+            for param in stage_params:
+                joint.setdefault(id(param), []).append(Claim(rule, reasons[rule]))
     return {
-        id(member.param): replace(member, claims=(*member.claims, *by_place.get(id(member.param), ())))
+        id(member.param): replace(member, claims=(*member.claims, *joint.get(id(member.param), ())))
         for member in members
     }
 
 
-def claims_by_place(members: Sequence[NamedParameter], places: Places) -> dict[int, list[Claim]]:
-    """Return by ``id(parameter)`` the claims that follow from the names and shapes of all parameters together.
+def joint_claims(members: Sequence[NamedParameter], ends: ModelEnds) -> dict[int, list[Claim]]:
+    """Return ``id(parameter)`` to the claims that need the names and shapes of all parameters together.
 
     Args:
         members: All parameters, in the model's order.
-        places: What the modules say; empty if only names are known.
+        ends: The ends that the modules identify; empty if only names are available.
     """
-    claims = end_claims(members, places)
+    claims = end_claims(members, ends)
     mixtures = Mixtures.read(members)
     for member in members:
-        if len(member.whole_shape) < 2:
+        if len(member.full_shape) < 2:
             continue
         claims_of_member = claims.setdefault(id(member.param), [])
         if (router := mixtures.router(member)) is not None:
             claims_of_member.append(router)
-        claims_of_member += _by_name(member)
+        claims_of_member += _name_claims(member)
     return claims
 
 
-def _by_name(member: NamedParameter) -> Iterator[Claim]:
-    """Yield the claims of tables, biases and adapters, by their names."""
+def _name_claims(member: NamedParameter) -> Iterator[Claim]:
+    """Yield the claims of tables, biases and adapters, which only their names identify."""
     for name in member.names:
         plain = plain_name(name)
         last = bare_name(name)
         holder = holder_path(name).rpartition(".")[2]
-        if member.kind in (None, "bare", "experts") and last != "weight" and known(last, "no product"):
+        if member.kind in (None, "bare", "experts") and last != "weight" and match_name(last, "no product"):
             yield Claim("no_product", f"not the weight of a product ({last.lower()})")
-        # LayoutLM and T5 keep them in linear layers and embeddings.
-        if table := next((part for part in (last, holder) if known(part, "relative positions")), None):
+        # LayoutLM and T5 have tables of relative positions in linear layers and embeddings.
+        if table := next((text for text in (last, holder) if match_name(text, "relative positions")), None):
             yield Claim("no_product", f"not the weight of a product ({table.lower()})")
-        if len(member.whole_shape) == 2 and known(plain.rpartition(".")[2], "bias"):
+        if len(member.full_shape) == 2 and match_name(plain.rpartition(".")[2], "bias"):
             yield Claim("bias", "biases")
-        parts = [part for part in name.lower().split(".") if part not in ("weight", "bias", "default")]
-        runs = [*parts, *(".".join(parts[i : i + 2]) for i in range(len(parts) - 1))]
-        if any(known(run, "LoRA A") for run in runs):
-            yield Claim("adapter", "the half A of a LoRA adapter")
-        elif any(known(run, "adapter") for run in runs):
-            yield Claim("adapter", "an adapter of another kind than LoRA")
+        components = [text for text in name.lower().split(".") if text not in ("weight", "bias", "default")]
+        # Some patterns span two components ("lora.down").
+        spans = [*components, *(".".join(components[i : i + 2]) for i in range(len(components) - 1))]
+        if any(match_name(span, "LoRA A") for span in spans):
+            yield Claim("adapter", "matrix A of a LoRA adapter")
+        elif any(match_name(span, "adapter") for span in spans):
+            yield Claim("adapter", "an adapter other than LoRA")
 
 
-_OF_EXPERTS = "LoRA of stacked experts, whose matrices alternate in one tensor"
+_EXPERTS_LORA = "LoRA of stacked experts, whose matrices alternate in one tensor"
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
-    """Yield the weights of peft's adapters around a module, but for a plain LoRA's."""
+    """Yield the weights of peft's adapters around a module, except those of LoRA on a single matrix."""
     experts = getattr(module, "num_experts", 1)
     of_experts = isinstance(experts, int) and experts > 1  # target_parameters
     for name in getattr(module, "adapter_layer_names", ()):
         adapters = getattr(module, name, None)
         half = name in ("lora_A", "lora_B")
         if isinstance(adapters, nn.Module) and (of_experts or not half):
-            reason = _OF_EXPERTS if half else "an adapter of another kind than LoRA"
+            reason = _EXPERTS_LORA if half else "an adapter other than LoRA"
             yield from ((param, Claim("adapter", reason)) for param in adapters.parameters())
 
 
-def _mark_undecayed(module: nn.Module, claims: dict[int, list[Claim]]) -> None:
-    """Claim the bare parameters that a model of timm names as those without weight decay."""
+def _claim_undecayed(module: nn.Module, claims: dict[int, list[Claim]]) -> None:
+    """Add claims on the bare parameters that ``no_weight_decay()`` of a timm model lists."""
     names = call_quietly(module, "no_weight_decay")
     if not isinstance(names, (set, frozenset, list, tuple)):
         return
@@ -157,13 +161,16 @@ def is_pipeline(model: nn.Module) -> bool:
 
 
 def is_divided(model: Any) -> bool:
-    """Return whether ``model`` is a pipeline of which each rank holds one of several stages."""
+    """Return whether ``model`` is a pipeline with several stages, of which a rank has one."""
     return is_pipeline(model) and model.num_stages > 1
 
 
-def pipeline_kinds(model: Any) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of this rank's stage that are its output ``head``, or ``tied`` between stages."""
-    params_by_kind: dict[str, list[nn.Parameter]] = {
+def parameters_by_pipeline_rule(model: Any) -> dict[Rule, list[nn.Parameter]]:
+    """Return the parameters of this rank's stage that are the output ``head``, or ``tied`` between stages.
+
+    ``model`` is a ``deepspeed.pipe.PipelineModule``.
+    """
+    params_by_rule: dict[Rule, list[nn.Parameter]] = {
         "head": [],
         "tied": list(model.tied_modules.parameters()),
     }
@@ -172,5 +179,5 @@ def pipeline_kinds(model: Any) -> dict[str, list[nn.Parameter]]:
         matrices = [param for param in last.parameters() if len(true_shape(param)) > 1]
         # A transformer block has several matrices; a last layer with only one is the projection onto the outputs.
         if len(matrices) == 1:
-            params_by_kind["head"] = matrices
-    return params_by_kind
+            params_by_rule["head"] = matrices
+    return params_by_rule

@@ -1,4 +1,4 @@
-"""Where one parameter goes and why, and the table of all routes as text."""
+"""The route of one parameter: its algorithm, the reason, its blocks; and the table of all routes."""
 
 from __future__ import annotations
 
@@ -28,39 +28,40 @@ Rule = Literal[
     "tied",  # between the stages of a pipeline
     "bias",  # of stacked experts
     "router",
-    "adapter",  # of peft, but for the matrices of LoRA that Muon updates
-    "hidden",  # none of the others: a matrix for Muon
-    "unsure",  # a checkpoint's files do not tell
+    "adapter",  # of peft, except the matrices of LoRA that Muon updates
+    "hidden",  # a matrix that no other rule claims: Muon's
+    "unsure",  # the files of a checkpoint do not identify it
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where one parameter goes.
+    """Which algorithm updates one parameter, why, and how the parameter divides into matrices.
 
     Attributes:
         name: First dotted name.
-        shape: The layer's shape, also under ZeRO 3.
+        shape: Shape of the weight, also under ZeRO 3.
         algorithm: ``muon``, ``adamw`` or ``frozen``.
         reason: The rule that decided, in words.
-        parts: Sizes of the blocks along the layer's output (attention heads, parts of a fused projection); empty for
-            one block.
+        output_blocks: Sizes of the blocks along the layer's output (attention heads, query, key and value of a fused
+            projection); empty for one block.
         kind: How a Muon parameter is read as a matrix; see :attr:`matrix_shape`.
         transposed: Whether the weight is stored as input x output, so that the output is its last dimension.
-        per_head: Whether attention heads are among :attr:`parts`.
+        per_head: Whether attention heads are among :attr:`output_blocks`.
         rule: The rule that decided, for the code.
-        shards: How tensor parallelism cuts the layer; :attr:`shape` and :attr:`parts` are then those of this rank's
-            shard. ``None`` if it does not, or nobody has told.
+        shards: How tensor parallelism cuts the layer; :attr:`shape` and :attr:`output_blocks` are then those of this
+            rank's shard. ``None`` if it does not, or if that is unknown.
         certain: Whether a setting, the type or the shape of the weight, an accessor of the model or a documented name
             decides. ``False`` where the route rests on a guess; :attr:`reason` says on which.
-        stack: The number of matrices that a 2-dimensional weight of the kind ``experts`` has one below the other.
+        stack: The number of matrices that are concatenated along the rows of a 2-dimensional weight of the kind
+            ``experts``; 0 for any other weight.
     """
 
     name: str
     shape: tuple[int, ...]
     algorithm: Algorithm
     reason: str
-    parts: tuple[int, ...] = ()
+    output_blocks: tuple[int, ...] = ()
     kind: MatrixKind = "matrix"
     transposed: bool = False
     per_head: bool = False
@@ -82,42 +83,42 @@ class Route:
     @property
     def row_blocks(self) -> tuple[int, ...]:
         """Rows of each block of the stored matrix; empty for one block with all rows."""
-        own = () if self.transposed else self.parts
+        blocks = () if self.transposed else self.output_blocks
         if self.kind == "experts":
-            return (own or (self.matrix_shape[0] // self.experts,)) * self.experts
-        return own
+            return (blocks or (self.matrix_shape[0] // self.experts,)) * self.experts
+        return blocks
 
     @property
     def col_blocks(self) -> tuple[int, ...]:
         """Columns of each block of the stored matrix; empty for one block with all columns."""
-        return self.parts if self.transposed else ()
+        return self.output_blocks if self.transposed else ()
 
     @property
     def heads(self) -> int:
-        """The number of blocks, 1 for the whole matrix."""
+        """The number of blocks; 1 for a matrix that is not divided."""
         return max(1, len(self.row_blocks)) * max(1, len(self.col_blocks))
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Row and column blocks, if they are unequal or cut columns; else ``None``, and :attr:`heads` says it all."""
+        """Row and column blocks; ``None`` if there are only :attr:`heads` equal row blocks."""
         if len(set(self.row_blocks)) > 1 or self.col_blocks:
             return self.row_blocks, self.col_blocks
         return None
 
     def kinds_of_blocks(self) -> tuple[tuple[int, int, int], ...]:
-        """Return count, rows and columns of every kind of block."""
+        """Return ``(count, rows, columns)`` of the blocks of each shape."""
         rows, cols = self.matrix_shape
         return grid_blocks(self.row_blocks or (rows,), self.col_blocks or (cols,))
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of the row-major matrix: convolutions are ``out x (in * kernel)``, experts are stacked."""
+        """Rows and columns of the row-major matrix: ``out x (in * kernel)``, for stacks ``(experts * rows) x cols``."""
         if self.kind == "experts":
             return math.prod(self.shape[:-1]), self.shape[-1]
         return self.shape[0], math.prod(self.shape[1:])
 
     def layout(self, partition: int, placement: Placement) -> MatrixLayout:
-        """Return the layout of a Muon parameter that lies in a flat partition as ``placement`` says."""
+        """Return the layout of a Muon parameter whose fragments in the flat partitions are those of ``placement``."""
         rows, cols = self.matrix_shape
         return MatrixLayout(
             self.name,
@@ -145,19 +146,19 @@ def format_routes(routes: Sequence[Route]) -> str:
 def summarize_routes(routes: Sequence[Route]) -> str:
     """Return in one line how many tensors and elements went to each algorithm, and how many routes are guesses."""
     totals = totals_of(routes)
-    parts = [
+    counts = [
         f"{name} {totals[algorithm]['tensors']} tensors ({totals[algorithm]['elements']:,} elements)"
         for algorithm, name in (("muon", "Muon for"), ("adamw", "AdamW for"), ("frozen", "frozen:"))
         if algorithm in totals
     ]
     guesses = sum(not route.certain for route in routes)
-    return ", ".join(parts) + (
+    return ", ".join(counts) + (
         f"; {guesses} of these routes {'rests' if guesses == 1 else 'rest'} on a guess" if guesses else ""
     )
 
 
 def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
-    """Return the number of ``tensors`` and ``elements`` of each algorithm that has some."""
+    """Return ``tensors`` and ``elements`` of each algorithm that updates at least one tensor."""
     totals: dict[str, dict[str, int]] = {}
     for route in routes:
         entry = totals.setdefault(route.algorithm, {"tensors": 0, "elements": 0})
@@ -166,14 +167,15 @@ def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
     return totals
 
 
-def rows_of(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, Any]]:
-    """Return the routing table: one row for equal parameters of all layers, or for ``each`` parameter.
+def rows_of(routes: Sequence[Route], *, per_parameter: bool = False) -> list[dict[str, Any]]:
+    """Return the rows of the routing table: one for equal parameters of all layers, or one ``per_parameter``.
 
-    Numbers of layers are stars in the name of a row that stands for several parameters.
+    In the name of a row for several parameters the numbers of the layers are stars.
     """
-    rows: dict[Any, dict[str, Any]] = {}
+    rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for route in routes:
-        name = route.name if each else ".".join("*" if c.isdigit() else c for c in route.name.split("."))
+        starred = ".".join("*" if text.isdigit() else text for text in route.name.split("."))
+        name = route.name if per_parameter else starred
         row = rows.setdefault(
             (name, route.shape, route.algorithm, route.reason, route.certain),
             {
@@ -194,12 +196,12 @@ def rows_of(routes: Sequence[Route], *, each: bool = False) -> list[dict[str, An
 
 
 def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings) -> Sequence[int]:
-    """Return the positions of matrices in the order that gives all ranks equal work; equal on all ranks.
+    """Return the indices of the matrices in the order that balances the work of the ranks; the same on all ranks.
 
     Args:
-        routes: Of the matrices, in the order of the param group.
-        ranks: How many will divide the group.
-        settings: The iteration, which decides the cost of a matrix.
+        routes: The routes of the matrices, in the order of the param group.
+        ranks: The number of ranks that partition the group.
+        settings: The iteration, which determines the cost of a matrix.
     """
     kinds = [route.kinds_of_blocks() for route in routes]
     return balanced_order(

@@ -1,4 +1,4 @@
-"""Routes of the parameters of a checkpoint, whose files have names and shapes and no modules."""
+"""Routes the parameters of a checkpoint, whose files contain names and shapes but no modules."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import replace
 import torch
 
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.routing.ends import Places
+from deepspeed_muon.routing.ends import ModelEnds
 from deepspeed_muon.routing.evidence import Layer, NamedParameter
-from deepspeed_muon.routing.parameters import claims_by_place
+from deepspeed_muon.routing.parameters import joint_claims
 from deepspeed_muon.routing.route import Route, Rule
 from deepspeed_muon.routing.rules import route_parameters
 
-# The longest kernel. A longer last dimension is more likely the input width of stacked matrices.
+# The largest kernel. A larger last dimension is more likely the input width of stacked matrices.
 _MAX_KERNEL = 64
 
 
 def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Guess the kind of convolution whose filters a parameter is; ``None`` if it seems to be no filters.
+    """Guess the kind of convolution that a parameter belongs to; ``None`` if it does not look like filters.
 
     Args:
         name: Dotted name.
         shape: Its shape.
-        shapes: Shapes of all parameters, among them the bias beside it.
+        shapes: Name to shape of all parameters, among them the bias beside it.
 
     Returns:
-        A kind of :class:`~deepspeed_muon.routing.evidence.Layer`. Plain filters may be those of a grouped
-        convolution with wide groups, and one input may be that of a plain one: shapes do not tell.
+        A kind of :class:`~deepspeed_muon.routing.evidence.Layer`. Shapes cannot tell a convolution with several wide
+        groups from one without groups, nor a grouped convolution from one with a single input channel.
     """
-    parts = name.split(".")
-    if len(shape) not in (3, 4, 5) or parts[-1] != "weight" or "experts" in parts or shape[-1] > _MAX_KERNEL:
+    *path, last = name.split(".")
+    if len(shape) not in (3, 4, 5) or last != "weight" or "experts" in path or shape[-1] > _MAX_KERNEL:
         return None
-    bias = shapes.get(".".join((*parts[:-1], "bias")))
+    bias = shapes.get(".".join((*path, "bias")))
     if bias is not None and tuple(bias) == (shape[1],) != (shape[0],):
         return "transposed convolution"
     return "grouped convolution" if shape[1] == 1 < shape[0] else "convolution"
@@ -46,19 +46,20 @@ def route_saved(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> dict[str, Route]:
-    """Route the parameters of a checkpoint as training would, as far as its files tell.
+    """Route the parameters of a checkpoint as training would, as far as its files allow.
 
-    Training routes parameters by names, shapes and types of modules. Files know no modules, so shapes and biases must
-    tell which parameters are filters of convolutions.
+    Training routes parameters by names, shapes and types of modules. Files contain no modules, so the filters of
+    convolutions are recognised by their shapes and biases.
 
     Args:
         shapes: Name of every trained parameter to its shape, in order.
         aliases: Name to further names of the same parameter.
-        include: Patterns of names that go to Muon: filters among them are taken for plain ones, stacks for experts.
-        exclude: Patterns of names that stay with AdamW.
+        include: Patterns of names for Muon: filters among them count as those of ordinary convolutions, stacks as
+            experts.
+        exclude: Patterns of names for AdamW.
 
     Raises:
-        RoutingError: If a pattern matches nothing, or Muon is asked for something that is no matrix.
+        RoutingError: If a pattern matches nothing, or an included parameter is not a matrix.
     """
     kinds = {name: convolution_kind(name, shape, shapes) for name, shape in shapes.items()}
     members = [
@@ -69,14 +70,14 @@ def route_saved(
         )
         for name, shape in shapes.items()
     ]
-    claims = claims_by_place(members, Places())
+    claims = joint_claims(members, ModelEnds())
     members = [replace(member, claims=tuple(claims.get(id(member.param), ()))) for member in members]
     route_of = {}
     for route in route_parameters(members, MuonConfig(include=tuple(include), exclude=tuple(exclude))):
         kind = kinds[route.name]
-        # Where the caller's patterns name a parameter, they decide.
+        # Correct the routes that no pattern of the caller decided.
         if route.rule == "hidden" and route.kind == "convolution" and kind != "convolution":
-            # A plain convolution can have a single input channel, too.
+            # An ordinary convolution can have a single input channel, too.
             rule: Rule = "unsure" if kind == "grouped convolution" else "shape"
             route = Route(route.name, route.shape, "adamw", f"filters of a {kind}", rule=rule, certain=False)
         elif route.rule == "hidden" and route.kind == "experts" and "experts" not in route.name.split("."):

@@ -1,16 +1,15 @@
-"""How a weight divides into blocks: parts of fused projections, attention heads.
+"""Divides a weight into blocks: the projections inside a fused one, and attention heads.
 
 The output of a layer is the first dimension of its weight, or the last if the weight is stored as input x output
-(Hugging Face's ``Conv1D``, the stacked experts of gpt-oss and Llama 4). ``split`` cuts the output into the parts of
-a fused projection, ``heads`` cut each part again, and every block has its own scale. The input is never cut: an
-output projection, whose heads lie on its input, stays whole.
+(Hugging Face's ``Conv1D``, the stacked experts of gpt-oss and Llama 4). ``split`` divides the output into the parts of
+a fused projection (query, key and value), ``heads`` divides each part again, and every block is orthogonalised and
+scaled by itself. The input is never divided: an output projection, whose heads are along its input, is one block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,9 +19,8 @@ from deepspeed_muon.plan.layout import TensorShards
 SplitRule = str | Sequence[int] | Sequence[float]
 """Sizes of the parts, fractions of the output, or the word ``qkv`` or ``gate_up``."""
 
-
-# Whose heads the output of a projection is a run of, by the last component of its name. q_b_proj and kv_b_proj are the
-# up-projections of multi-head latent attention.
+# The attribute of AttentionShape with the heads of a projection, by the last component of its name. q_b_proj and
+# kv_b_proj are the up-projections of multi-head latent attention.
 _PROJECTIONS = {
     **dict.fromkeys(("q_proj", "query", "wq", "q", "q_b_proj"), "query"),
     **dict.fromkeys(("k_proj", "key", "wk", "k"), "key"),
@@ -33,8 +31,8 @@ _FUSED_NAMES = frozenset(
     {"qkv_proj", "qkv", "wqkv", "c_attn", "query_key_value", "in_proj_weight", "in_proj_qkv"}
 )
 
-# Projections that are stored head by head: q, k, v of the first head, then of the second. The rows of the query do not
-# follow each other.
+# Projections that are stored head by head: query, key and value of the first head, then of the second. The rows of the
+# query are not contiguous.
 _INTERLEAVED_NAMES = frozenset({"query_key_value", "in_proj_qkvz"})
 _INTERLEAVED_MODELS = frozenset({"gpt_bigcode"})
 
@@ -44,7 +42,7 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 Heads = tuple[tuple[int, int], ...]
-"""Numbers of heads that a projection can have, each with the outputs of a head: its size decides between them."""
+"""Possible ``(number of heads, outputs of a head)`` of a projection; the size of its output decides between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,10 @@ class AttentionShape:
     """The heads of an attention module, from a Hugging Face style configuration or the module itself.
 
     Attributes:
-        query: Of multi-head latent attention, then of the plain one.
-        key: Fewer than query heads with grouped queries.
-        value: They differ from the keys' in linear attention only.
-        latent: Of the joint key and value projection of multi-head latent attention.
+        query: Query heads, those of multi-head latent attention before those of ordinary attention.
+        key: Key heads; fewer than query heads with grouped queries.
+        value: Value heads; they differ from the key heads in linear attention only.
+        latent: Heads of the joint key and value projection of multi-head latent attention.
         model_type: The configuration's ``model_type``.
     """
 
@@ -67,9 +65,9 @@ class AttentionShape:
 
     @classmethod
     def from_linear_attention(cls, module: nn.Module) -> AttentionShape | None:
-        """Read a layer of linear attention (gated delta rule), whose heads are not those of the configuration.
+        """Read the heads of a linear attention layer (gated delta rule); ``None`` for any other module.
 
-        ``None`` for any other module.
+        Such layers have other heads than the configuration.
         """
         keys, width = (_first(module, (name,)) for name in ("num_k_heads", "head_k_dim"))
         if keys is None or width is None:
@@ -78,20 +76,20 @@ class AttentionShape:
         return cls(((keys, width),), ((keys, width),), (values,))
 
     @classmethod
-    def from_config(cls, config: Any) -> AttentionShape | None:
-        """Read a configuration object; ``None`` if it names no number of attention heads."""
+    def from_config(cls, config: object) -> AttentionShape | None:
+        """Read a configuration object; ``None`` if it gives no number of attention heads."""
         heads = _first(config, _HEADS)
         if heads is None:
             return None
-        shared = _first(config, _KEY_VALUE_HEADS) or heads
+        key_value_heads = _first(config, _KEY_VALUE_HEADS) or heads
         width, head_dim = _first(config, _WIDTHS), _first(config, ("head_dim", "d_kv"))
         if head_dim is None and width is not None and width % heads == 0:
             head_dim = width // heads
         nope, rope, value = (_first(config, (f"{name}_head_dim",)) for name in ("qk_nope", "qk_rope", "v"))
-        plain = ((heads, head_dim),) if head_dim else ()
-        grouped = ((shared, head_dim),) if head_dim else ()
+        ordinary = ((heads, head_dim),) if head_dim else ()
+        grouped = ((key_value_heads, head_dim),) if head_dim else ()
         return cls(
-            (((heads, nope + rope),) if nope and rope else ()) + plain,
+            (((heads, nope + rope),) if nope and rope else ()) + ordinary,
             grouped,
             grouped,
             ((heads, nope + value),) if nope and value else (),
@@ -100,77 +98,78 @@ class AttentionShape:
 
     @property
     def _fused(self) -> Heads:
-        """The heads of query, key and value in a fused projection; empty if their size is not known."""
+        """The heads of query, key and value in a fused projection; empty if their size is unknown."""
         return self.query[-1:] + self.key[-1:] + self.value[-1:] if self.key else ()
 
     def qkv_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of query, key and value in a fused projection; empty if they are not known."""
+        """Return the sizes of query, key and value in a fused projection; empty if they are unknown."""
         return tuple(count * width for count, width in self._fused)
 
     def heads_of(self, leaf: str, output: int) -> int | None:
-        """Return into how many heads the projection ``leaf`` divides; ``None`` if its outputs do not fit its name."""
-        return next((count for count, width in self._claims(leaf) if count * width == output), None)
+        """Return the number of heads of the projection ``leaf``; ``None`` if its name or its output fits no heads."""
+        return next((count for count, width in self._possible_heads(leaf) if count * width == output), None)
 
-    def heads_of_parts(self, leaf: str, parts: Sequence[int]) -> Sequence[int]:
-        """Return the number of heads in each part of the output of the projection ``leaf``, 1 where that is unknown."""
-        if len(parts) == 1:
-            return (self.heads_of(leaf, parts[0]) or 1,)
-        if leaf in _FUSED_NAMES and tuple(parts) == self.qkv_sizes():
+    def heads_by_projection(self, leaf: str, sizes: Sequence[int]) -> Sequence[int]:
+        """Return the number of heads of each part of the projection ``leaf``, given their sizes; 1 where unknown."""
+        if len(sizes) == 1:
+            return (self.heads_of(leaf, sizes[0]) or 1,)
+        if leaf in _FUSED_NAMES and tuple(sizes) == self.qkv_sizes():
             return [count for count, _ in self._fused]
-        return (1,) * len(parts)
+        return (1,) * len(sizes)
 
-    def doubt(self, leaf: str, output: int) -> str | None:
-        """Return why a projection stays whole although its name claims heads; ``None`` for any other projection."""
-        claims = self._claims(leaf)
-        if not claims or self.heads_of(leaf, output):
+    def why_undivided(self, leaf: str, output: int) -> str | None:
+        """Return why a projection that is named like one with heads is one block; ``None`` for any other projection."""
+        possible = self._possible_heads(leaf)
+        if not possible or self.heads_of(leaf, output):
             return None
-        count, width = claims[-1]
+        count, width = possible[-1]
         return f"whole: {count} heads of {width} are not its {output} outputs"
 
-    def _claims(self, leaf: str) -> Heads:
-        claims: Heads = getattr(self, _PROJECTIONS[leaf]) if leaf in _PROJECTIONS else ()
-        return claims
+    def _possible_heads(self, leaf: str) -> Heads:
+        heads: Heads = getattr(self, _PROJECTIONS[leaf]) if leaf in _PROJECTIONS else ()
+        return heads
 
 
-def _first(config: Any, names: Sequence[str]) -> int | None:
+def _first(config: object, names: Sequence[str]) -> int | None:
+    """Return the first of the named entries that is a positive integer."""
     values = (_read(config, name) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
-def _read(config: Any, name: str) -> Any:
-    """Return an entry of a configuration, ``None`` if it has none or it differs between the layers (Gemma 4)."""
+def _read(config: object, name: str) -> object:
+    """Return an entry of a configuration; ``None`` if it has none, or one that differs between layers (Gemma 4)."""
     try:
         return getattr(config, name, None)
-    except Exception:  # the configuration's own property may raise what it likes
+    except Exception:  # a property of the configuration may raise anything
         return None
 
 
 def leaf_name(name: str) -> str:
-    """Return the module that holds a parameter, in lower case: ``model.layers.0.q_proj.weight`` gives ``q_proj``."""
-    parts = name.lower().split(".")
-    return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
+    """Return the component before ``weight`` or ``bias`` in lower case: ``q_proj`` for ``layers.0.q_proj.weight``."""
+    path, _, last = name.lower().rpartition(".")
+    return path.rpartition(".")[2] if path and last in ("weight", "bias") else last
 
 
 def true_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of the layer's weight, also if ZeRO 3 has replaced its data by a placeholder."""
+    """Return the shape of a parameter before ZeRO 3 partitioned it, if it did."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def attention_shapes(model: nn.Module) -> dict[str, AttentionShape | None]:
-    """Return the attention heads that hold for each module, by its name: those that it or the closest above it names.
+    """Return the attention heads of each module by its path: its own, or those of the nearest ancestor that gives them.
 
-    Layers of linear attention name their own, others have a ``config``. A vision tower has another one than the
-    language model beside it.
+    Linear attention layers have attributes, other modules a ``config``. The config of a vision tower differs from that
+    of the language model beside it.
     """
-    found: dict[str, AttentionShape | None] = {}
-    for name, module in model.named_modules():  # those above come first
-        own = AttentionShape.from_linear_attention(module)
+    shapes: dict[str, AttentionShape | None] = {}
+    for name, module in model.named_modules():  # parents before children
+        shape = AttentionShape.from_linear_attention(module)
         config = getattr(module, "config", None)
-        if own is None and config is not None and not isinstance(config, (str, int, float)):
+        if shape is None and config is not None and not isinstance(config, (str, int, float)):
             text_config = getattr(config, "text_config", None)
-            own = AttentionShape.from_config(config) or AttentionShape.from_config(text_config)
-        found[name] = own or found.get(name.rpartition(".")[0])
-    return found
+            shape = AttentionShape.from_config(config) or AttentionShape.from_config(text_config)
+        shapes[name] = shape or shapes.get(name.rpartition(".")[0])
+    return shapes
 
 
 def split_output(
@@ -182,11 +181,11 @@ def split_output(
         rule: The value of ``split`` in ``optimizer.params.matrices`` for this parameter.
         name: The parameter's name.
         output: Outputs of the layer.
-        attention: The heads of its model, for ``qkv``.
+        attention: The heads of the attention module around it, for ``qkv``.
         interleaved: Whether the outputs of the parts alternate (gate 0, up 0, gate 1, ...).
 
     Raises:
-        RoutingError: If the outputs of a part do not follow each other, or the parts do not add up to the output.
+        RoutingError: If the outputs of a part are not contiguous, or the parts do not add up to the output.
     """
     where = f"optimizer.params.matrices: {name} has {output} outputs"
     if interleaved:
@@ -199,8 +198,8 @@ def split_output(
         sizes = tuple(int(size) for size in rule)
     else:
         # A fraction is written with a few digits: 0.3333 stands for a third.
-        sizes = tuple(round(size * output) for size in rule)
-        if any(abs(size * output - whole) >= 0.5 for size, whole in zip(rule, sizes, strict=True)):
+        sizes = tuple(round(share * output) for share in rule)
+        if any(abs(share * output - size) >= 0.5 for share, size in zip(rule, sizes, strict=True)):
             sizes = ()
     if sum(sizes) != output or min(sizes, default=0) < 1:
         raise RoutingError(f"{where}, which split {rule!r} does not divide (it gives {list(sizes)})")
@@ -227,24 +226,24 @@ def _named_sizes(
     return sizes
 
 
-def cut_into_heads(parts: Sequence[int], heads: int | Sequence[int], *, name: str) -> tuple[int, ...]:
-    """Return the number of heads in every part, 1 for a part that stays whole.
+def check_heads(sizes: Sequence[int], heads: int | Sequence[int], *, name: str) -> tuple[int, ...]:
+    """Return the number of heads of each part, 1 for a part that is one block.
 
     Args:
-        parts: Sizes of the parts of the output; one for a layer that is not split.
-        heads: A number for every part, or one for the only part.
+        sizes: Sizes of the parts of the output; one for a layer that is not split.
+        heads: The number of heads of each part, or of the only part.
         name: The parameter's name.
 
     Raises:
-        RoutingError: If a part does not divide into its heads.
+        RoutingError: If the size of a part is not divisible by its number of heads.
     """
     counts = (heads,) if isinstance(heads, int) else tuple(heads)
-    if len(counts) != len(parts):
+    if len(counts) != len(sizes):
         raise RoutingError(
-            f"optimizer.params.matrices: {name} has {len(parts)} parts and heads {list(counts)} has {len(counts)} "
+            f"optimizer.params.matrices: {name} has {len(sizes)} parts and heads {list(counts)} has {len(counts)} "
             f"numbers; write one for each part, 1 for a part that stays whole"
         )
-    for size, count in zip(parts, counts, strict=True):
+    for size, count in zip(sizes, counts, strict=True):
         if size % count:
             raise RoutingError(
                 f"optimizer.params.matrices: {name} has {size} outputs, not divisible by {count} heads"
@@ -252,23 +251,22 @@ def cut_into_heads(parts: Sequence[int], heads: int | Sequence[int], *, name: st
     return counts
 
 
-def share_of_blocks(
+def shard_blocks(
     blocks: Sequence[int], shards: TensorShards, *, name: str, fused: bool, transposed: bool
 ) -> tuple[tuple[int, ...], TensorShards]:
-    """Return the blocks that one tensor-parallel rank has of a layer, and how they are cut.
+    """Return the blocks in one rank's tensor-parallel shard of a layer, and the shards with which blocks are complete.
 
-    A head that lies whole on a rank is a block of that rank; a part that every rank has a share of stays cut.
+    A head that is entirely on a rank is a block of that rank. A block of which every rank has a slice stays sharded.
 
     Args:
-        blocks: Sizes of the blocks along the output of the whole layer; one for a layer that is not divided.
-        shards: How the layer is cut.
+        blocks: Sizes of the blocks along the output of the unsharded layer; one for a layer that is not divided.
+        shards: How tensor parallelism cuts the layer.
         name: The parameter's name.
         fused: Whether the blocks belong to several parts of a fused projection.
         transposed: Whether the weight is stored as input x output.
 
     Raises:
-        RoutingError: If nobody says where the parts of a fused projection lie, or the ranks would hold different
-            blocks.
+        RoutingError: If it is unknown which rows of a fused projection a rank has, or the ranks have different blocks.
     """
     if len(blocks) == 1:
         if shards.dim == int(transposed):
@@ -279,8 +277,8 @@ def share_of_blocks(
     )
     remedy = "leave it whole (without 'split' and 'heads' it is one matrix), or exclude it"
     if shards.dim != int(transposed):
-        # Every rank has some inputs of every block.
-        share: tuple[tuple[int, ...], tuple[bool, ...]] | None = tuple(blocks), (False,) * len(blocks)
+        # Sharded along the input: every rank has some inputs of every block.
+        local: tuple[tuple[int, ...], tuple[bool, ...]] | None = tuple(blocks), (False,) * len(blocks)
     elif fused and not shards.fused:
         raise RoutingError(
             f"{where} ranks, and nothing says which rows a rank has: whether each of its parts is cut or all rows "
@@ -289,19 +287,19 @@ def share_of_blocks(
             f"cut; or {remedy}"
         )
     else:
-        share = shards.blocks_of_shard(blocks)
-    if share is None:
+        local = shards.blocks_of_shard(blocks)
+    if local is None:
         raise RoutingError(
             f"{where} ranks in parts of {_shown(shards.fused or (sum(shards.sizes),))}, so that the ranks hold "
             f"different blocks. Use a number of ranks that divides the heads of each part; or {remedy}"
         )
-    own, complete = share
+    local_blocks, complete = local
     if transposed and not all(complete):
         raise RoutingError(
             f"{where} ranks inside a block; a weight stored as input x output is only cut between blocks. You can "
             f"{remedy}"
         )
-    return own, replace(shards, complete=complete)
+    return local_blocks, replace(shards, complete=complete)
 
 
 def _shown(sizes: Sequence[int]) -> str:

@@ -1,9 +1,8 @@
-"""How the methods of a module use a parameter that it holds itself: as the weight of a product, or otherwise.
+"""Finds out from the source of a module whether a direct parameter is an operand of a matrix product.
 
-A module that holds bare parameters says nothing by its type. Its source does: ``x @ self.proj`` multiplies by a matrix
+The type of a module with bare parameters does not say that. Its source does: ``x @ self.proj`` multiplies by a matrix
 that is stored as input x output, ``F.linear(x, self.proj)`` by one stored as output x input, and
-``x + self.scale_shift_table`` by none. Only plain patterns are read; whatever else happens to a parameter counts as
-unknown.
+``x + self.scale_shift_table`` by none. Only simple patterns are followed; any other use counts as unknown.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Literal
 
 Use = Literal["input x output", "output x input", "product", "no product", "unknown"]
 
-# Methods and functions by what their result is: the same values, those of the transpose, the same values in another
-# shape, other values of the same elements.
+# Methods and functions by their result: the same values (_SAME), those of the transpose, the same values in another
+# shape, or other values computed elementwise.
 _SAME = frozenset(
     {
         "to",
@@ -126,7 +125,7 @@ _MATMULS = frozenset(
         "bmm",
     }
 )
-# Reading these says nothing about the values.
+# Attributes and methods that read no values.
 _METADATA = frozenset(
     {
         "shape",
@@ -147,20 +146,27 @@ _METADATA = frozenset(
 
 @dataclass(slots=True)
 class _Reference:
-    """An expression whose value is a parameter's, or was made from it."""
+    """An expression whose value is a parameter, or is computed from one.
+
+    Attributes:
+        node: The expression.
+        transposed: Whether it is the transpose.
+        reshaped: Whether it has another shape.
+        derived: Whether its values differ from the parameter's.
+        depth: The number of assignments between the parameter and the expression.
+    """
 
     node: ast.AST
-    turned: bool = False
+    transposed: bool = False
     reshaped: bool = False
     derived: bool = False
     depth: int = 0
 
 
 def uses_of(kind: type) -> dict[str, set[Use]]:
-    """Return for each attribute that the methods of a module's class read how they use it.
+    """Return the uses of each attribute that the methods of a module's class read.
 
-    Args:
-        kind: The class. Methods of ``torch.nn`` and methods without source are left out.
+    Methods of ``torch.nn`` and methods without source are ignored, as are those that initialise parameters.
     """
     uses: dict[str, set[Use]] = {}
     seen: set[str] = set()
@@ -180,11 +186,15 @@ def uses_of(kind: type) -> dict[str, set[Use]]:
 
 @dataclass
 class _Method:
+    """One method of a module, whose references to parameters are followed outwards through its syntax tree."""
+
     function: Callable[..., object]
     kind: type
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
 
     def uses(self) -> Iterator[tuple[str, Use]]:
+        """Yield each attribute of ``self`` that the method reads, and how it uses it."""
+        # 1. the tree with links to parents, and where each variable is read
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
         except (OSError, TypeError, SyntaxError, ValueError):
@@ -197,23 +207,25 @@ class _Method:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self.loads.setdefault(node.id, []).append(node)
         self._find_activations(tree)
+        # 2. every read of self.attribute
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_self(node.value):
                 for use in self.follow(_Reference(node)):
                     yield node.attr, use
 
     def follow(self, reference: _Reference) -> Iterator[Use]:
-        """Yield the uses of one reference, through names that it is assigned to."""
+        """Yield the uses of one reference, also of the variables to which it is assigned."""
         while True:
             node = reference.node
             parent = self.parents.get(node)
             if parent is None or isinstance(parent, (ast.Expr, ast.Compare, ast.BoolOp, ast.If)):
                 return
+            # An attribute or method of the value: weight.T, weight.view(...), weight.matmul(x).
             if isinstance(parent, ast.Attribute):
                 if parent.attr in _METADATA:
                     return
                 if parent.attr in _TRANSPOSES:
-                    reference.turned = not reference.turned
+                    reference.transposed = not reference.transposed
                 elif parent.attr in _RESHAPES:
                     reference.reshaped = True
                 elif parent.attr in _ELEMENTWISE:
@@ -225,9 +237,11 @@ class _Method:
                     yield "unknown"
                     return
                 reference.node = self._called(parent)
+            # x @ weight, or weight @ x
             elif isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.MatMult):
                 yield _product(reference, left=node is parent.left)
                 return
+            # x * weight is elementwise. weight * self.scale computes another weight, whose use decides.
             elif isinstance(parent, (ast.BinOp, ast.UnaryOp, ast.AugAssign)):
                 reference.derived = True
                 if isinstance(parent, ast.AugAssign) or self._reads_activations(parent, but=node):
@@ -236,7 +250,7 @@ class _Method:
                 reference.node = parent
             elif isinstance(parent, ast.Subscript):
                 if node is not parent.value:
-                    return
+                    return  # the parameter is an index
                 reference.reshaped = True
                 reference.node = parent
             elif isinstance(parent, (ast.Tuple, ast.List, ast.Starred, ast.IfExp)):
@@ -258,7 +272,7 @@ class _Method:
                 return
 
     def _reads_activations(self, expression: ast.AST, *, but: ast.AST) -> bool:
-        """Return whether an expression reads an activation elsewhere than in one of its parts."""
+        """Return whether an expression reads an activation outside the subexpression ``but``."""
         remaining = [expression]
         while remaining:
             node = remaining.pop()
@@ -270,14 +284,14 @@ class _Method:
         return False
 
     def _find_activations(self, tree: ast.AST) -> set[str]:
-        """Return the arguments of the method and the names that are assigned from them."""
+        """Return the arguments of the method and the variables that are computed from them."""
         self.activations: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.arguments):
                 arguments = [*node.posonlyargs, *node.args, *node.kwonlyargs]
                 self.activations |= {argument.arg for argument in arguments} - {"self", "cls"}
         assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-        for _ in range(3):
+        for _ in range(3):  # variables that are computed from variables
             for statement in assignments:
                 if self._reads_activations(_source(statement.value), but=tree):
                     names = {n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
@@ -285,23 +299,25 @@ class _Method:
         return self.activations
 
     def _called(self, attribute: ast.Attribute) -> ast.AST:
-        """Return the call of a method, or the attribute where it is only read."""
+        """Return the call if ``attribute`` is a method that is called, else ``attribute``."""
         parent = self.parents.get(attribute)
         return parent if isinstance(parent, ast.Call) and parent.func is attribute else attribute
 
     def _argument(self, reference: _Reference, call: ast.Call) -> Use | None:
-        """Return what a call does with its argument; ``None`` if its result has the argument's elements."""
+        """Return the use of an argument in a call; ``None`` if the result is made from the argument's elements."""
         node = reference.node
         function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        # A function of a module (torch.matmul) has its operands as arguments, a method (x.matmul) is the first operand.
+        # A function (torch.matmul) gets both operands as arguments; a method (x.matmul) gets the second one.
         is_method = isinstance(call.func, ast.Attribute) and not _is_namespace(call.func.value)
         position = call.args.index(node) if node in call.args else None
         if function in _MATMULS and position is not None:
             return _product(reference, left=position == 0 and not is_method)
         if function in ("addmm", "baddbmm") and position is not None:
+            # addmm(bias, left, right)
             return _product(reference, left=position == 1) if position else "no product"
         if function == "linear":
-            flipped = _Reference(node, not reference.turned, reference.reshaped, reference.derived)
+            # linear(x, weight) is x @ weight.T
+            flipped = _Reference(node, not reference.transposed, reference.reshaped, reference.derived)
             return _product(flipped, left=False) if position == 1 else "unknown"
         if function == "einsum" and position and isinstance(call.args[0], ast.Constant):
             return _einsum(reference, str(call.args[0].value), position - 1)
@@ -316,11 +332,12 @@ class _Method:
             reference.derived = True
             return None
         if isinstance(call.func, ast.Attribute) and _is_self(call.func.value):
-            # A child module: the parameter is its input. A method of the class may do anything.
+            # The parameter is the input of a child module; a method of the class may do anything with it.
             return "unknown" if hasattr(self.kind, function) else "no product"
         return "unknown"
 
     def _assigned(self, reference: _Reference, statement: ast.AST) -> Iterator[Use]:
+        """Yield the uses of the variables to which a statement assigns a reference."""
         targets = (
             statement.targets if isinstance(statement, ast.Assign) else [statement.target]  # type: ignore[attr-defined]
         )
@@ -334,7 +351,7 @@ class _Method:
                     yield from self.follow(
                         _Reference(
                             load,
-                            reference.turned,
+                            reference.transposed,
                             reference.reshaped,
                             reference.derived,
                             reference.depth + 1,
@@ -345,7 +362,7 @@ class _Method:
 
 
 def _source(value: ast.AST) -> ast.AST:
-    """Return what an expression takes its values from: of ``self.weight.to(x.device)`` the weight."""
+    """Return the expression without conversions: ``self.weight`` for ``self.weight.to(x.device)``."""
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME:
         value = value.func.value
     return value
@@ -356,34 +373,36 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _is_namespace(node: ast.AST) -> bool:
-    """Return whether an expression is a Python module by its usual name: ``torch``, ``F``, ``nn.functional``."""
+    """Return whether an expression is a Python module, by its usual name: ``torch``, ``F``, ``nn.functional``."""
     return (isinstance(node, ast.Name) and node.id in ("torch", "F", "functional", "einops", "TF")) or (
         isinstance(node, ast.Attribute) and node.attr in ("functional", "linalg")
     )
 
 
 def _product(reference: _Reference, *, left: bool) -> Use:
-    """Return the use as an operand of a matrix product: ``x @ W`` stores input x output, ``W @ x`` output x input."""
+    """Return how an operand of a product is stored: input x output in ``x @ W``, output x input in ``W @ x``."""
     if reference.derived:
         return "unknown"
     if reference.reshaped:
         return "product"
-    return "output x input" if left != reference.turned else "input x output"
+    return "output x input" if left != reference.transposed else "input x output"
 
 
 def _einsum(reference: _Reference, equation: str, operand: int) -> Use:
+    """Return the use of operand number ``operand`` of an einsum: a weight sums over inputs and produces outputs."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     operands = inputs.split(",")
     if not arrow or operand >= len(operands) or "..." in operands[operand]:
         return "unknown"
     letters = operands[operand]
-    others = {letter for position, text in enumerate(operands) if position != operand for letter in text}
-    summed = [letter for letter in letters if letter not in output and letter in others]
-    made = [letter for letter in letters if letter in output and letter not in others]
-    if not summed or not made:
+    shared = {letter for position, text in enumerate(operands) if position != operand for letter in text}
+    # In "bi,oi->bo" the weight (second operand) sums over i, which it shares with the input, and produces o.
+    summed = [letter for letter in letters if letter not in output and letter in shared]
+    produced = [letter for letter in letters if letter in output and letter not in shared]
+    if not summed or not produced:
         return "no product"
     if reference.derived:
         return "unknown"
     if len(letters) != 2 or reference.reshaped:
         return "product"
-    return "output x input" if (letters[0] in made) != reference.turned else "input x output"
+    return "output x input" if (letters[0] in produced) != reference.transposed else "input x output"

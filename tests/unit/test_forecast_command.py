@@ -180,7 +180,7 @@ def test_checkpoint_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_at_stage_0_a_broadcast_passes_each_link_once() -> None:
     matrices = [Route(f"{n}", (64, 64), "muon", "") for n in range(32)]
     on_one, on_two = (exchange_of(matrices, PlanSettings(16, 0, gpus_per_node=n)) for n in (16, 8))
-    assert on_one.leaving == 0.0 and on_two.leaving == pytest.approx(1 / 15)
+    assert on_one.internode_fraction == 0.0 and on_two.internode_fraction == pytest.approx(1 / 15)
     assert on_two.scatter_elements.sum() == 15 * 32 * 64 * 64
 
 
@@ -232,7 +232,10 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
         (["llama-7b", "--params", '{"optimizer": null}'], "optimizer must be an object, got None"),
         (["llama-7b", "--params", '{"optimizer": {}, "bf16": true}'], "bf16 must be an object, got True"),
         (["llama-7b", "--params", "no-such-file.json"], "no-such-file.json: not readable JSON"),
-        (["llama-7b", "--efficiency", "5"], "--efficiency 5: a part of the peak is above 0 and at most 1"),
+        (
+            ["llama-7b", "--efficiency", "5"],
+            "--efficiency 5: a fraction of the peak is above 0 and at most 1",
+        ),
         (["llama-7b", "--efficiency", "nan"], "--efficiency nan"),
         (
             ["llama-7b", "--world-size", "100000000000"],

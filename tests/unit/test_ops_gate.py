@@ -55,7 +55,7 @@ def test_a_bad_kernel_is_kept_out(tmp_path: Path, how: str, caplog: pytest.LogCa
     bad, why = PLANTED[how]
     verdict = gate.decide(IDENTITY, bad, folder=tmp_path, seconds=1.0 if how == "hangs" else 60.0)
     assert "native" in verdict.failed and why in verdict.why
-    assert verdict.passing == (how != "is wrong")
+    assert verdict.transient == (how != "is wrong")
     (warning,) = caplog.records
     assert why in warning.getMessage() and "runs it again" in warning.getMessage()
     # The next process believes it and warns too, without running anything.
@@ -195,7 +195,7 @@ def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             dispatch,
             "trusted",
-            lambda _, ok=ok: gate.Verdict({} if ok else dict.fromkeys(gate.PARTS, "it hangs")),
+            lambda _, ok=ok: gate.Verdict({} if ok else dict.fromkeys(gate.COMPONENTS, "it hangs")),
         )
         dispatch.Orthogonalizer("auto", tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
         assert dispatch.flat_passes("auto", "cuda").name == ("ops" if ok else "torch")
@@ -233,7 +233,7 @@ def test_a_library_for_other_gpus_has_no_flat_passes(monkeypatch: pytest.MonkeyP
 
 
 def test_each_part_has_a_verdict(tmp_path: Path) -> None:
-    told = command("""print('noise\\n{"triton": "ImportError: no driver", "passing": true}')""")
+    told = command("""print('noise\\n{"triton": "ImportError: no driver", "transient": true}')""")
     assert gate.decide(IDENTITY, told, folder=tmp_path).failed == {"triton": "ImportError: no driver"}
 
 
@@ -252,7 +252,7 @@ def test_what_crashes_or_hangs_is_a_failure_of_its_part_alone(tmp_path: Path) ->
         "native": "it did not end within 5 s: testing graphs; testing native",
         "int8": "error 0.5",
     }
-    assert verdict.passing
+    assert verdict.transient
 
 
 def test_what_raises_is_a_failure_of_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +266,14 @@ def test_what_raises_is_a_failure_of_its_part_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checks, "_test_graphs", lambda operators: [dict(right)])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert gate._failures(0) == {"triton": "ImportError: no driver", "passing": True}
+    assert gate._failures(0) == {"triton": "ImportError: no driver", "transient": True}
 
 
 def test_only_wrong_numbers_are_remembered_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1e9]
     monkeypatch.setattr(gate.time, "time", lambda: now[0])
     crashed = gate.decide(IDENTITY, command("raise MemoryError"), folder=tmp_path)
-    assert crashed.failed.keys() == set(gate.PARTS)
+    assert crashed.failed.keys() == set(gate.COMPONENTS)
     assert gate.decide(IDENTITY, GOOD, folder=tmp_path) == crashed, "the processes of one start test once"
     now[0] += 3600
     assert not gate.decide(IDENTITY, GOOD, folder=tmp_path).failed

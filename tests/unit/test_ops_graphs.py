@@ -75,7 +75,7 @@ def test_shape_dtype_storage_order_and_settings_have_graphs_of_their_own(record:
 
 
 def test_the_least_used_graph_goes_first(monkeypatch: pytest.MonkeyPatch, record: Recorder) -> None:
-    monkeypatch.setattr(candidates, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(candidates, "MAX_GRAPHS", 2)
     run = Replayed(plain)
     first, second, third = (torch.randn(4, 4 + extra) for extra in range(3))
     for x in (first, first, second, second, first, third, third):

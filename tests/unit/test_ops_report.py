@@ -40,7 +40,7 @@ def test_a_gpu_names_the_kernels_that_it_runs(monkeypatch: pytest.MonkeyPatch, w
     without = report.collect()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setattr(report, "known_verdict", lambda device: Verdict({"graphs": "it hangs"}))
+    monkeypatch.setattr(report, "cached_verdict", lambda device: Verdict({"graphs": "it hangs"}))
     monkeypatch.setattr(report, "has_kernel", lambda operators, *_: operators is not None)
     operators = SimpleNamespace(
         sym_gemm_kernel=lambda: "sm90",

@@ -87,4 +87,4 @@ def test_layers_that_divide_evenly_move_nothing() -> None:
     dims = [(8, 8), (16, 8), (8, 16)] * 4
     routes = [Route(f"{n}", (r, c), "muon", "") for n, (r, c) in enumerate(dims)]
     found = exchange_of(routes, PlanSettings(4, 1))
-    assert found.moving == 0 and found.balance == 1.0
+    assert found.sent_matrices == 0 and found.balance == 1.0

@@ -71,7 +71,7 @@ def routed(parts: tuple[int, ...], **asked: object) -> tuple[tuple[int, ...], Te
     config = MuonConfig.from_params({"matrices": {"qkv_proj.weight": {"split": [16, 8, 8], **asked}}})
     shards = {id(model.qkv_proj.weight): TensorShards(0, (16, 16), parts)}
     (route, _) = build_groups(model, config, shards=shards).routes
-    return route.parts, route.shards
+    return route.output_blocks, route.shards
 
 
 def test_counts_and_sizes_are_those_of_the_whole_layer() -> None:
