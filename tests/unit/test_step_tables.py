@@ -154,7 +154,7 @@ def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, 
     weight = nn.Parameter(torch.zeros(5, 6, 4))
     optimizer = Muon([("layers.0.experts.up", weight)], muon_lr=1.0, ns_dtype="fp32", ns_backend="torch")
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
-    optimizer._bind_plain()
+    optimizer._bind_to_parameters()
     whole = optimizer.runners[0]._strategy
     original, shapes = whole._orthogonalize, []
 
