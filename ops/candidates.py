@@ -11,6 +11,7 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -123,7 +124,7 @@ class Candidate:
     warm_calls: int = 0
 
 
-def has_kernel(operators: Any | None, device: str, name: str = "orthogonalize") -> bool:
+def has_kernel(operators: ModuleType | None, device: str, name: str = "orthogonalize") -> bool:
     """Return whether the loaded library has a kernel of operator ``name`` for a device type."""
     if operators is None or device not in ("cpu", "cuda"):
         return False
@@ -157,7 +158,7 @@ def triton_products() -> Products | None:
 
 
 def candidates_for(
-    problem: Problem, operators: Any | None, *, without: Collection[str] = ()
+    problem: Problem, operators: ModuleType | None, *, without: Collection[str] = ()
 ) -> list[Candidate]:
     """Return the candidates for ``problem``, the expected winner first.
 
@@ -172,7 +173,7 @@ def candidates_for(
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
         methods = ["gram", "standard"] if problem.ratio >= 2.0 else ["standard", "gram"]
     native: list[Candidate] = []
-    if "native" not in without and has_kernel(operators, problem.device):
+    if "native" not in without and operators is not None and has_kernel(operators, problem.device):
         for variant in _variants(problem, operators):
             native += [_native(method + variant, operators) for method in methods]
     # torch's code uses the standard order below ratio 2 even with method "gram".
@@ -215,7 +216,7 @@ def _has_tcgen05() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)
 
 
-def _variants(problem: Problem, operators: Any) -> list[str]:
+def _variants(problem: Problem, operators: ModuleType) -> list[str]:
     """Return the suffixes of the native methods that can run, the expected winner first."""
     if problem.device != "cpu":
         half = problem.settings.dtype in (torch.float16, torch.bfloat16)
@@ -239,7 +240,7 @@ def _variants(problem: Problem, operators: Any) -> list[str]:
     return ["+symmetric", ""] if problem.short >= _BLOCKS_FROM and one_thread_per_matrix else [""]
 
 
-def _native(method: str, operators: Any) -> Candidate:
+def _native(method: str, operators: ModuleType) -> Candidate:
     # On a GPU the suffix only reports which kernel will run, except for "+wide", which selects tiles of 256.
     order = method.partition("+")[0] if method.endswith(("+sm90", "+sm80", "+cublas")) else method
     order = order.replace("+sm90wide", "+wide")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def cuda_checks(
     return checks
 
 
-def _test_operators(operators: Any, device: str, names: Iterable[str]) -> Checks:
+def _test_operators(operators: ModuleType, device: str, names: Iterable[str]) -> Checks:
     return [
         _check(f"{name} {dtype}{suffix}", device, error, bound)
         for name in names
@@ -85,7 +86,7 @@ def _test_operators(operators: Any, device: str, names: Iterable[str]) -> Checks
     ]
 
 
-def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _orthogonalize(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     rows = resolve_schedule("quintic")
     flat = [value for row in rows for value in row]
     x = torch.randn(2, 96, 320, generator=torch.Generator().manual_seed(0))
@@ -106,7 +107,7 @@ def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
         yield f" {method}", max(errors), TOLERANCE[dtype]
 
 
-def _sym_gemm(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _sym_gemm(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     yield from _products(operators.sym_gemm, device, dtype)
     if device == "cuda" and dtype in _HALF and all(operators.sym_gemm_waves(1, 256)):
         for suffix, error, bound in _products(operators.sym_gemm_wide, device, dtype):
@@ -149,7 +150,7 @@ def _products(product: Callable[..., torch.Tensor], device: str, dtype: torch.dt
         yield f" {'x'.join(map(str, shape))}, bitwise symmetric", error, 2 * torch.finfo(dtype).eps
 
 
-def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _divide_transposed(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     # More tiles of 32 x 32 than a GPU runs at once, and incomplete ones at the edges.
     x = torch.randn(3, 1300, 520, generator=torch.Generator().manual_seed(0)).to(device)
     norms = torch.tensor([0.5, 3.0, 700.0], device=device).view(3, 1, 1)
@@ -158,7 +159,7 @@ def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Itera
         yield f" of {matrices.dtype}", _relative(quotients, (matrices.mT / norms).to(dtype)), 0.0
 
 
-def _frobenius_norms(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _frobenius_norms(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     x = torch.randn(3, 200, 500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     yield "", _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double())), 1e-6
 
@@ -179,7 +180,7 @@ def _fragments(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return table, [torch.randn(80_000, generator=generator).to(device) for _ in range(3)]
 
 
-def _momentum_pack(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _momentum_pack(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (buf, grad, _) = _fragments(device)
     rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
     results = []
@@ -190,7 +191,7 @@ def _momentum_pack(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
     yield "", max(_relative(*pair) for pair in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
 
 
-def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _unpack_apply(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (_, update, param) = _fragments(device)
     rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
     copies = [param.clone(), param.clone()]
@@ -199,14 +200,14 @@ def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_
     yield "", _relative(*copies), 2 * torch.finfo(dtype).eps
 
 
-def _largest_magnitudes(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _largest_magnitudes(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     table, (_, grad, _) = _fragments(device)
     runs = operators.largest_magnitudes, torch_operators.largest_magnitudes
     magnitudes, expected = (run([grad.to(dtype)], table) for run in runs)
     yield "", _relative(magnitudes, expected), 0.0
 
 
-def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
+def _momentum_pack_int8(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps."""
     table, (grad, *_) = _fragments(device)
     # Whole blocks of the first fragment lie on the grid of a GPU's vectors.
@@ -228,7 +229,7 @@ def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iter
 
 
 _INT8 = "momentum_pack_int8_"
-_TESTS: dict[str, Callable[[Any, str, torch.dtype], Iterator[_Compared]]] = {
+_TESTS: dict[str, Callable[[ModuleType, str, torch.dtype], Iterator[_Compared]]] = {
     "orthogonalize": _orthogonalize,
     "sym_gemm": _sym_gemm,
     "divide_transposed": _divide_transposed,
@@ -240,7 +241,7 @@ _TESTS: dict[str, Callable[[Any, str, torch.dtype], Iterator[_Compared]]] = {
 }
 
 
-def _test_graphs(operators: Any | None) -> Checks:
+def _test_graphs(operators: ModuleType | None) -> Checks:
     """Compare replayed CUDA graphs with direct calls, bit for bit."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     inputs = [torch.randn(2, 256, 640, device="cuda") for _ in range(3)]

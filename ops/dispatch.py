@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -238,7 +239,7 @@ def trusted(device: torch.device) -> Verdict:
     return cuda_verdict(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _operators(backend: NsBackend) -> Any | None:
+def _operators(backend: NsBackend) -> ModuleType | None:
     if backend == "torch":
         return None
     return library.load() if backend == "ops" else library.try_load()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -36,11 +36,11 @@ PACKAGE = Path(__file__).resolve().parent
 WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
 
 _guard = threading.Lock()
-_operators: Any = None
+_operators: ModuleType | None = None
 _failure: InstallationError | None = None
 
 
-def load() -> Any:
+def load() -> ModuleType:
     """Return ``torch.ops.deepspeed_muon`` with all operators; the first call builds the library if necessary.
 
     Any number of threads and processes may call it at once. It runs no collective.
@@ -70,7 +70,7 @@ def load() -> Any:
         return _operators
 
 
-def try_load() -> Any | None:
+def try_load() -> ModuleType | None:
     """Return the operators, or ``None`` if they cannot be loaded; the first such call of a process warns."""
     earlier_failure = _failure
     try:

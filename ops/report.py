@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _gpu(operators: Any | None) -> dict[str, Any]:
+def _gpu(operators: ModuleType | None) -> dict[str, Any]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not names:
         return {"gpus": names}

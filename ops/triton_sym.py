@@ -1,7 +1,7 @@
-"""The symmetric product in Triton: for GPUs without nvcc, and for those that came after the CUDA sources.
+"""The symmetric product in Triton: for machines without nvcc, and for GPUs that are newer than the CUDA sources.
 
-Triton is a part of every CUDA build of torch. A program of the kernel computes one tile of the lower triangle and
-writes it twice, so that the result is symmetric to the last bit; half of the products are never made.
+Triton comes with every CUDA build of torch. A program of the kernel computes one tile of the lower triangle and stores
+it twice, once transposed. So the result is symmetric to the last bit, and half of the work is saved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tiles of 128 need so many of them to fill the multiprocessors of a GPU; fewer are cut into tiles of 64.
+# Tiles of 128 x 128 are used from this many on, which fill the multiprocessors of a GPU; below, tiles of 64 x 64.
 _TILES_FROM = 128
 _DEPTH = 64
 
@@ -23,7 +23,7 @@ def _sym_gemm(  # type: ignore[no-untyped-def]
     HAS_C: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # Tiles of the lower triangle, row by row; the root is right to one, whatever its rounding.
+    # Tiles of the lower triangle are numbered row by row. The rounded root is off by one at most.
     row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
     row = tl.where(row * (row + 1) // 2 > tile, row - 1, row)
     row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
@@ -32,9 +32,9 @@ def _sym_gemm(  # type: ignore[no-untyped-def]
     cols = col * TILE + tl.arange(0, TILE)
     inside_rows, inside_cols = rows < m, cols < m
     # 64-bit offsets: a batch of matrices may have more than 2^31 elements.
-    wide_rows, wide_cols = rows.to(tl.int64), cols.to(tl.int64)
-    left = a + batch * a_batch + wide_rows[:, None] * a_row
-    right = b + batch * b_batch + wide_cols[None, :] * b_row
+    rows_int64, cols_int64 = rows.to(tl.int64), cols.to(tl.int64)
+    left = a + batch * a_batch + rows_int64[:, None] * a_row
+    right = b + batch * b_batch + cols_int64[None, :] * b_row
     sums = tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, k, DEPTH):
         depth = start + tl.arange(0, DEPTH)
@@ -48,19 +48,19 @@ def _sym_gemm(  # type: ignore[no-untyped-def]
     sums = sums * alpha
     lower = rows[:, None] >= cols[None, :]
     if HAS_C:
-        place = c + batch * c_batch + wide_rows[:, None] * c_row + wide_cols[None, :] * c_col
+        c_tile = c + batch * c_batch + rows_int64[:, None] * c_row + cols_int64[None, :] * c_col
         valid = inside_rows[:, None] & inside_cols[None, :] & lower
-        sums += beta * tl.load(place, mask=valid, other=0.0).to(tl.float32)
+        sums += beta * tl.load(c_tile, mask=valid, other=0.0).to(tl.float32)
     sums = tl.where(rows[:, None] == cols[None, :], sums + diag, sums)
     value = sums.to(out.dtype.element_ty)
     mirrored = tl.trans(value)
     value = tl.where(lower, value, mirrored)  # differs only in tiles on the diagonal
     target = out + batch * m * m
     both = inside_rows[:, None] & inside_cols[None, :]
-    tl.store(target + wide_rows[:, None] * m + wide_cols[None, :], value, mask=both)
+    tl.store(target + rows_int64[:, None] * m + cols_int64[None, :], value, mask=both)
     if row != col:
         both = inside_cols[:, None] & inside_rows[None, :]
-        tl.store(target + wide_cols[:, None] * m + wide_rows[None, :], mirrored, mask=both)
+        tl.store(target + cols_int64[:, None] * m + rows_int64[None, :], mirrored, mask=both)
 
 
 def sym_gemm(
@@ -78,9 +78,9 @@ def sym_gemm(
     if not out.numel():
         return out
     size = 128 if batch * _triangle(-(-m // 128)) >= _TILES_FROM else 64
-    third = a if c is None else c
+    c_or_a = a if c is None else c  # without c the kernel needs some pointer, which it does not read
     _sym_gemm[(_triangle(-(-m // size)), batch)](
-        a, b, third, out, m, k, *a.stride(), *b.stride(), *third.stride(), alpha, beta, diag,
+        a, b, c_or_a, out, m, k, *a.stride(), *b.stride(), *c_or_a.stride(), alpha, beta, diag,
         HAS_C=c is not None, TILE=size, DEPTH=_DEPTH, num_warps=8 if size == 128 else 4, num_stages=3,
     )  # fmt: skip
     return out

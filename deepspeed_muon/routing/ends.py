@@ -107,7 +107,8 @@ class ModelEnds:
         sides = [sides] if isinstance(sides, int) else sides if isinstance(sides, (list, tuple)) else [1]
         area = math.prod(sides) if len(sides) > 1 else sides[0] ** 2
         depth = getattr(config, "patch_size_t", None)
-        # 2. the layers outside blocks that have as many
+        # 2. the layers outside blocks with as many channels, or with all channels of a patch (2-D, or with depth)
+        pixel_counts = (1, area, area * depth if isinstance(depth, int) else area)
         weights = [
             param
             for path, layer in module.named_modules()
@@ -115,12 +116,12 @@ class ModelEnds:
             for name, param in direct_parameters(layer)
             if name == "weight"
         ]
-        # Weights are (out, in, ...). A layer reads or makes channels, or all channels of a patch (2-D, or with depth).
-        for pixels in (1, area, area * depth if isinstance(depth, int) else area):
+        for pixels in pixel_counts:
+            # (out, in, ...)
             if readers := [param for param in weights if true_shape(param)[1] == inputs * pixels]:
                 self.inputs.add(id(readers[0]))
                 break
-        for pixels in (1, area, area * depth if isinstance(depth, int) else area):
+        for pixels in pixel_counts:
             makers = [param for param in weights if true_shape(param)[0] == outputs * pixels]
             if makers and id(makers[-1]) not in self.inputs:
                 self.heads.add(id(makers[-1]))
@@ -292,9 +293,9 @@ def _heads(matrices: Sequence[NamedParameter], ends: ModelEnds) -> dict[int, Cla
             is_last = ends.last is not None and ends.last[0] == key
             claims.setdefault(key, Claim("head", f"output head by name ({named})", entry.certain or is_last))
         elif candidate.is_direct and not ends.has_classifier:
-            reason = f"hidden matrix: named like an output ({named}), and none by its shape and place"
+            reason = f"hidden matrix: named like an output ({named}), but not one by its shape and position"
             claims.setdefault(key, Claim("hidden", reason, certain=False))
-    # 5. the last layer
+    # 5. the last layer, if it has no claim yet
     if ends.last is not None and ends.last[0] not in claims:
         key, in_order = ends.last
         last = next((member for member in matrices if id(member.param) == key), None)
@@ -323,6 +324,7 @@ def _candidates(
     matrices: Sequence[NamedParameter], ends: ModelEnds, claims: dict[int, Claim]
 ) -> list[tuple[_Candidate, bool]]:
     """Return the matrices that are named like output heads, and whether each of them is one."""
+    # 1. the matrices below modules that are named like heads, and the paths of those that share an embedding's weight
     candidates: list[_Candidate] = []
     tied: set[str] = set()
     for index, member in enumerate(matrices):
@@ -336,7 +338,8 @@ def _candidates(
                 if member.kind in _OUTPUT_KINDS:
                     candidates.append(_Candidate(member, index, path, *around))
                     break
-    result = []
+    # 2. which of them produce the output
+    candidates_with_verdicts = []
     for candidate in candidates:
         rows, cols = candidate.member.sides
         # Does a later head read the output of this one?
@@ -367,8 +370,8 @@ def _candidates(
             is_output = not is_consumed and (
                 rows != cols or (candidate.is_direct and candidate.entry.certain)
             )
-        result.append((candidate, is_output))
-    return result
+        candidates_with_verdicts.append((candidate, is_output))
+    return candidates_with_verdicts
 
 
 def _head_around(components: Sequence[str], ends: ModelEnds) -> tuple[str, NameEntry] | None:

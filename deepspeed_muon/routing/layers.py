@@ -61,7 +61,7 @@ class LayerReader:
                     product = f"{type(module).__name__} multiplies by it"
                 elif (side := _side_of_bias(name, shape, vectors)) is not None:
                     transposed = side == 1
-                    product = f"beside a bias of its {shape[side]} outputs"
+                    product = f"has a bias for its {shape[side]} outputs"
                 if kind != "experts":
                     claims += self._bare_claims(module, name, param, kind, use, product)
             elif len(shape) > 1 and kind in ("embedding", "norm"):
@@ -96,7 +96,7 @@ class LayerReader:
         if use == "no product":
             yield Claim("no_product", f"{type(module).__name__} does not multiply by it")
         elif getattr(param, "_no_weight_decay", False):
-            yield Claim("no_product", "marked as no weight to decay")
+            yield Claim("no_product", "marked with _no_weight_decay")
         elif not (kind == "bare" and match_name(name, "weight")) and (value := _constant(param)) is not None:
             yield Claim("no_product", f"a gain or bias by its initial values, all {value:g}", certain=False)
 

@@ -123,9 +123,9 @@ def _name_claims(member: NamedParameter) -> Iterator[Claim]:
         # Some patterns span two components ("lora.down").
         spans = [*components, *(".".join(components[i : i + 2]) for i in range(len(components) - 1))]
         if any(match_name(span, "LoRA A") for span in spans):
-            yield Claim("adapter", "the half A of a LoRA adapter")
+            yield Claim("adapter", "matrix A of a LoRA adapter")
         elif any(match_name(span, "adapter") for span in spans):
-            yield Claim("adapter", "an adapter of another kind than LoRA")
+            yield Claim("adapter", "an adapter other than LoRA")
 
 
 _EXPERTS_LORA = "LoRA of stacked experts, whose matrices alternate in one tensor"
@@ -139,7 +139,7 @@ def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
         adapters = getattr(module, name, None)
         half = name in ("lora_A", "lora_B")
         if isinstance(adapters, nn.Module) and (of_experts or not half):
-            reason = _EXPERTS_LORA if half else "an adapter of another kind than LoRA"
+            reason = _EXPERTS_LORA if half else "an adapter other than LoRA"
             yield from ((param, Claim("adapter", reason)) for param in adapters.parameters())
 
 

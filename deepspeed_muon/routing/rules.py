@@ -143,9 +143,9 @@ def warn_of_large_guesses(routes: Sequence[Route]) -> None:
     rows = rows_of(large)
     shown = "; ".join(f"{row['name']} {row['shape']} ({row['reason']})" for row in rows[:5])
     warn(
-        "deepspeed_muon: %s of many elements to AdamW because of a guess: %s%s. Name them in 'include' if they are "
-        "matrices (of three dimensions: stacks of them), in 'exclude' if not",
-        f"{len(large)} parameters go" if len(large) > 1 else "a parameter goes",
+        "deepspeed_muon: %s to AdamW because of a guess: %s%s. Name them in 'include' if they are matrices or stacks "
+        "of matrices, in 'exclude' if not",
+        f"{len(large)} large parameters go" if len(large) > 1 else "a large parameter goes",
         shown,
         "; ..." if len(rows) > 5 else "",
     )
@@ -441,9 +441,9 @@ def _bare_matrix(member: NamedParameter) -> Claim:
         return Claim("hidden", "hidden matrix by name", certain=False)
     last = next((bare_name(name) for name in member.names), "")
     if any(match_name(component, "LoRA B") for component in member.names[0].lower().split(".")):
-        return Claim("hidden", "the half B of a LoRA adapter")
+        return Claim("hidden", "matrix B of a LoRA adapter")
     if any("experts" in plain_name(name).split(".") for name in member.names):
-        reason = "perhaps several experts in one matrix; how many is not known"
+        reason = "perhaps several experts in one matrix; their number is unknown"
         return Claim("no_product", reason, certain=False)
     if match_name(last, "weight"):
         return Claim("hidden", f"hidden matrix by name ({last})", certain=False)
