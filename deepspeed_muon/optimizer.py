@@ -5,7 +5,7 @@ are this rank's ZeRO partitions: flat fp32 tensors whose gradients are already r
 ``engine/`` tells :meth:`Muon.bind` which fragments of which matrices are in them.
 
 :meth:`Muon.step` compares the gradients' status between the ranks and decides whether there is a step. The update of
-one step set, which is what one call receives, is :meth:`StepRunner.run` in :mod:`deepspeed_muon.step.runner`.
+one step set is :meth:`StepRunner.run` in :mod:`deepspeed_muon.step.runner`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
     A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
     ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.updates`).
 
-    For every other parameter ``p``, in the step ``t`` of this parameter::
+    For every other parameter ``p``, in step ``t`` of its step set::
 
         m <- beta1 * m + (1 - beta1) * g
         v <- beta2 * v + (1 - beta2) * g**2
@@ -117,7 +117,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of
-                either. Frozen ones train once they are unfrozen. Each group is divided into one for Muon and one for
+                either. Frozen ones train once they are unfrozen, under ZeRO 1 to 3 only if that is before
+                ``deepspeed.initialize``. Each group is divided into one for Muon and one for
                 AdamW, which have its number under ``caller_group``.
             lr, **settings: The keys of ``optimizer.params``.
             model: The module that ``params`` belongs to, if that is no module itself: its names and module types

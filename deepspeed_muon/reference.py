@@ -9,7 +9,7 @@ is equally long in every direction. With the gradient ``G`` of a weight ``W`` (`
     W <- W - lr * weight_decay * W - lr * scale * O
 
 AdamW updates all parameters that are not matrices of hidden layers: embeddings, the output layer, biases, norms.
-Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/. The tests compare every configuration with this file.
+Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/. The tests compare every result with this file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def newton_schulz(u: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
 class ReferenceMuon:
     """Muon for the parameters in ``matrices``, AdamW for all others; the settings are keys of ``optimizer.params``."""
 
-    # The name of a parameter to a function that returns views of its matrices, which have a row for every output: the
+    # Maps the name of a parameter to a function that returns views of its matrices, with a row for every output: the
     # weight itself (lambda weight: [weight]), or the experts of a stack, the heads of a projection.
     matrices: Mapping[str, Callable[[Tensor], Sequence[Tensor]]]
     muon_lr: float = 0.02

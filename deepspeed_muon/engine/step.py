@@ -1,10 +1,11 @@
 """From a backward pass to the end of a step: the methods of ZeRO's wrappers that are replaced, each by one function.
 
-ZeRO calls the inner step once for each param group (stages 1, 2) or sub-group (stage 3), and looks for gradients that
-are not finite before that: it reads all gradients twice and sends a message. All gradients of the step are in the
+ZeRO calls the inner step once for each param group (stages 1, 2) or sub-group (stage 3). Before that, ZeRO itself would
+read all gradients twice and send a message to find those that are not finite. All gradients of the step are in the
 wrapper's buffers already when its ``step`` begins. So the ranks exchange the status of all gradients there, in one
-message, which also answers ZeRO's question. The norm is computed there too and read together with the status, so that
-the host waits for the device once before a step: where ZeRO looks at the norm, it is on the CPU.
+message for each set of process groups, and ZeRO's question is answered from it. The norm is computed there too and read
+together with the status, so that the host waits for the device once before a step: where ZeRO looks at the norm, it is
+on the CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def backward(original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: A
     """Run a backward pass; return the unscaled loss."""
     view = view_of(engine.optimizer)
     if isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed:
-        # It is another one than the last also where no forward pass came between them.
+        # A second backward pass without a forward pass in between is a pass of its own, too.
         view.begin_backward()
     if not scales_loss(view):
         return original(loss, *args, **kwargs)

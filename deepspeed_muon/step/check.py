@@ -68,7 +68,7 @@ class Result:
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         scales: Factor of the scale rule for each block of each matrix of the plan.
-        finish: Turns blocks into updates of the same Frobenius norms; ``None`` if they are the updates.
+        finish: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the updates.
         distributed: The ranks that have the other shards of the blocks; ``None`` for whole blocks.
         updates: The updates to apply.
         rows: The new row state of the entries, ``(entries, outputs)`` for each key, which is stored once it is right.
@@ -115,7 +115,7 @@ class ResultCheck:
         Args:
             recorder: Samples and counters of the optimizer.
             matrices: Those of the plan.
-            device: Where the iteration slices.
+            device: Where the iteration runs.
             ns: The iteration.
             norms: Returns the Frobenius norms of a batch in fp32.
             origin: The position of each matrix in the step set, by which the ranks exchange verdicts; by default that

@@ -1,4 +1,4 @@
-"""Every exchange of an optimizer step: all-to-alls and broadcasts, their buffers, and how fragments are stored in them.
+"""The exchange of directions and updates: all-to-alls and broadcasts, their buffers, and how fragments lie in them.
 
 Gather sends fragments of directions to the owners, scatter sends those of the updates back. Both are all-to-alls.
 Updates of replicated matrices are broadcast by their owners instead. Directions and updates are sent uncompressed, or
@@ -249,7 +249,7 @@ class ChunkExchange:
             context: Of the step set.
             buffers: Memory of the slots, shared with other step sets.
             overlap: Whether chunks are in flight while others are orthogonalised. Without it the rank waits for every
-                all-to-all at once, and needs a third of the memory.
+                all-to-all immediately, and needs a third of the memory.
         """
         self._context = context
         self._plan = plan

@@ -2,24 +2,26 @@
 
 A variant is a file of this folder with a :class:`Variant`, an entry in :data:`deepspeed_muon.variants.VARIANTS`, and a
 branch in :meth:`deepspeed_muon.reference.ReferenceMuon.update_of`, with which the tests compare it. This one keeps one
-number for each row and divides the rows by it::
+number for each row, and shrinks the rows that have become smaller than it::
 
     def finish(blocks, state, settings, sums):  # blocks: (batch, rows, cols), orthogonalised
         squares = sums.of_rows(blocks.float().square().sum(-1))  # (batch, rows), over the columns on all ranks
         size = squares.div(sums.cols or blocks.shape[-1]).sqrt()
         peak = torch.maximum(settings["peak_decay"] * state["row_peak"], size)
-        return blocks / peak.clamp(min=1e-8).unsqueeze(-1), {"row_peak": peak}
+        return blocks * (size / peak.clamp(min=1e-8)).unsqueeze(-1), {"row_peak": peak}
 
     VARIANT = Variant(
         "peaks",
-        description="rows are divided by their largest size so far, which decays",
+        description="rows are scaled by their size over the largest that they had, which decays",
         state=(RowState("row_peak", "row peaks"),),
         settings=(Setting("peak_decay", 0.99, Field(ge=0, le=1), "Decay of the largest size of each row."),),
         finish=finish,
     )
 
-The keys of the configuration and their documentation, the memory plan, checkpoints for any number of ranks and the
-tests of all these follow from the declaration.
+The updates must not be larger than an orthogonalised matrix, or about as large: the check of every result leaves out
+what exceeds its bound (:mod:`deepspeed_muon.step.check`). State needs a ``finish``; names of settings and keys of state
+belong to one variant each. The keys of the configuration and their documentation, the memory plan, checkpoints for any
+number of ranks and the tests of all these follow from the declaration.
 """
 
 from __future__ import annotations
