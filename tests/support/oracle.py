@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +68,7 @@ class Oracle(ReferenceMuon):
 
     Attributes:
         clipping: ``gradient_clipping``.
-        store_momentum: Rounds momentum to the dtype in which it is stored between steps.
+        store_momentum: Rounds momentum, given after its parameter's name, to the dtype in which it is stored between steps.
         store_moments: Does the same for AdamW's moments.
     """
 
@@ -74,7 +76,7 @@ class Oracle(ReferenceMuon):
     weight_decay: float = 0.1
     eps: float = 1e-8
     clipping: float = 0.0
-    store_momentum: Callable[[Tensor], Tensor] = lambda momentum: momentum
+    store_momentum: Callable[[str, Tensor], Tensor] = lambda name, momentum: momentum
     store_moments: Callable[[Tensor], Tensor] = lambda moment: moment
 
     @torch.no_grad()
@@ -116,7 +118,7 @@ class Oracle(ReferenceMuon):
                 momentum = momentum + momentum.abs().max() / 254 * errors.random(momentum)
             else:
                 momentum = errors.rounded(momentum, errors.arithmetic.momentum)
-        self.state[key] = self.store_momentum(momentum)
+        self.state[key] = self.store_momentum(name, momentum)
         return u
 
     def running_mean(self, key: tuple[object, ...], beta: float, value: Tensor) -> Tensor:
@@ -136,10 +138,27 @@ class Oracle(ReferenceMuon):
             weight.copy_(errors.rounded(errors.rounded(after, times=3), errors.arithmetic.masters))
 
 
-def in_8_bits(momentum: Tensor) -> Tensor:
-    """Return what is left of a momentum that is kept in 8 bits: blocks of 256, their scale of 17 significant bits."""
+Cuts = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names of matrices, each with the elements at which the fragment of another rank begins, hashable for a cache."""
+
+
+def cuts_in(*results: dict[str, Any]) -> Cuts:
+    """Return the entries ``cuts`` of the reports of ranks, which are those of :func:`.training.cuts_of`."""
+    merged = {name: tuple(cuts) for result in results for name, cuts in result["cuts"].items()}
+    return tuple(sorted(merged.items()))
+
+
+def stored_in_8_bits(cuts: Cuts) -> Callable[[str, Tensor], Tensor]:
+    """Return :attr:`Oracle.store_momentum` for int8 blocks that end where the fragments of ZeRO do."""
+    cuts_by_name = dict(cuts)
+    return lambda name, momentum: in_8_bits(momentum, cuts_by_name[name])
+
+
+def in_8_bits(momentum: Tensor, cuts: Collection[int] = ()) -> Tensor:
+    """Return what int8 stores of a momentum: blocks of 256 that also end at ``cuts``, scales of 17 significant bits."""
+    bounds = sorted({*range(0, momentum.numel(), 256), *cuts, momentum.numel()})
     blocks = []
-    for block in momentum.reshape(-1).split(256):
+    for block in momentum.reshape(-1).split([stop - start for start, stop in itertools.pairwise(bounds)]):
         scale = float(block.abs().max()) / 127
         mantissa, exponent = math.frexp(scale)
         scale = math.ldexp(math.floor(mantissa * 2**17), exponent - 17)
