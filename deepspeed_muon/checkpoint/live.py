@@ -336,7 +336,7 @@ def collect(engine: Any) -> LiveState:
         members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         members = shared_members.setdefault(members, members)
         partitions = {partition.index: partition for partition in step_set.partitions}
-        layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.others)
+        layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.adamw_parameters)
         for index, layout in enumerate(layouts):
             info = host.parameters[layout.name]
             if isinstance(info, str):

@@ -197,6 +197,7 @@ def divisions(
     Raises:
         ConfigError: If the experts of a stack cannot be divided evenly.
     """
+    # 1. Without model parallelism there is one group.
     trained = [number for number, route in enumerate(routes) if route.algorithm != "frozen"]
     model_parallel = settings.tensor_parallel * settings.expert_parallel
     if model_parallel == 1:
@@ -210,8 +211,10 @@ def divisions(
         # The param groups of experts are never reordered.
         reordered=settings.reordered and settings.tensor_parallel > 1,
     )
+    # 2. Tensor parallelism shards every parameter.
     if settings.tensor_parallel > 1:
         return [(trained, [_shard(routes[number], model_parallel) for number in trained], data_parallel)]
+    # 3. Expert parallelism divides the stacks of experts; all ranks replicate the other parameters.
     dense, stacks = [], {}
     for number in trained:
         route = routes[number]
@@ -221,7 +224,7 @@ def divisions(
         count = route.shape[0]
         if count % model_parallel:
             raise ConfigError(
-                f"--expert-parallel {model_parallel}: the {count} experts of {route.name} cannot be divided so"
+                f"--expert-parallel {model_parallel}: the {count} experts of {route.name} cannot be divided evenly"
             )
         stacks[number] = replace(route, shape=(count // model_parallel, *route.shape[1:]))
     replicated = dense, [routes[number] for number in dense], replace(settings, expert_parallel=1)
@@ -352,6 +355,7 @@ def _step_sets(
         order = order_of_matrices(muon, ranks, settings.iteration)
     numels = [muon[number].numel for number in order]
     ends = list(accumulate(numels, initial=0))
+    # Where ZeRO stores the elements: in one flat buffer cut into partitions (1, 2), on every rank (0), or sharded (3).
     placements: list[Placement]
     if settings.stage in (1, 2):
         partition = flat_partition_numel(ends[-1], ranks)
@@ -388,6 +392,7 @@ def _add_tensor_parallel(
     numbers_by_group: dict[int, list[int]] = {}  # by the first rank of the tensor-parallel group
     for number, first in enumerate(total.owners):
         numbers_by_group.setdefault(first, []).append(number)
+    # Newton-Schulz runs on the gathered matrices, not on the shards: count its operations anew.
     total.flops[:] = 0.0
     for first, numbers in numbers_by_group.items():
         load = total.flops[first : first + size]

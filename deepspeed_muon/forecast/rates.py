@@ -277,6 +277,7 @@ def expected_size(route: Route, config: MuonConfig) -> float:
     """Return the RMS of an update divided by the rate, as the scale rule gives it for exact orthogonalisation."""
     square = 0.0
     for count, rows, cols in route.kinds_of_blocks():
+        # All min(rows, cols) singular values are 1, so that is the squared Frobenius norm before scaling.
         out, into = (cols, rows) if route.transposed else (rows, cols)
         square += count * update_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
     return math.sqrt(square / route.numel)
@@ -297,6 +298,7 @@ def measured_sizes(
         by the scale rule. The size is the RMS divided by the rate; for a variant with a relative rate it is the norm
         divided by the rate and the norm of the weights.
     """
+    # 1. A narrow model and its optimizer.
     torch.manual_seed(0)
     model = build_model(_narrower(sizes, shrink), "cpu").float()
     off = {"weight_decay": 0.0, "muon_weight_decay": None, "qk_clip": None, "health": 0}
@@ -304,10 +306,12 @@ def measured_sizes(
     optimizer = Muon.from_config(model, config, model=model)
     members = list(model_parameters_by_name(model).values())
     routes = route_parameters(members, config)
+    # 2. One step.
     before = [member.param.detach().clone() for member in members]
     for member in members:
         member.param.grad = torch.randn_like(member.param)
     optimizer.step()
+    # 3. The sizes of the updates.
     relative = VARIANTS[config.variant].apply is not None
     rate = config.muon_defaults()["lr"]
     measured = {}

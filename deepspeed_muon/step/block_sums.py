@@ -1,12 +1,13 @@
-"""Updates weights by factors that depend on sums over blocks, for variants with ``apply``.
+"""Applies updates whose size depends on norms of the weights, for variants with ``apply`` (Hyperball).
 
-1. Every rank sums over its fragments of each block: ``|W|^2``, ``<W, X>`` and ``|X|^2`` of the weights ``W`` and the
-   updates ``X``.
-2. One all-reduce adds up those of blocks that a partition cuts, three numbers each; another one, where there is tensor
-   parallelism, those of matrices that its ranks hold together.
-3. The variant makes two factors of the sums of each block, the same on all ranks, and a second pass applies them.
+1. Every rank computes ``|W|^2``, ``<W, X>`` and ``|X|^2`` of the weights ``W`` and the updates ``X`` over its fragments
+   of each block.
+2. One all-reduce adds up the three sums of the blocks that data-parallel ranks share. With tensor parallelism, a second
+   one adds up those of the matrices that its ranks shard or copy.
+3. From the sums of each block the variant computes two factors ``a`` and ``b``, equal on all ranks, and a second pass
+   over the fragments sets ``W`` to ``a W + b X``.
 
-The host waits for nothing.
+Nothing here makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
 from deepspeed_muon.variants.variant import Apply
 
-_MOST_NUMEL = 1 << 22
-"""Elements of equal rectangles that run together, which copies them."""
+_STACK_NUMEL = 1 << 22
+"""Elements in a stack of rectangles, at most; stacking copies them, a rectangle with more elements is not copied."""
 
 
 class _Rectangles(NamedTuple):
-    """Rectangles of one shape that run together.
+    """Rectangles of one shape whose sums and updates are computed in one call.
+
+    A contiguous fragment of a matrix consists of at most three rectangles in each block: the end of its first row, full
+    rows, and the start of its last row.
 
     Attributes:
         shape: Rows and columns.
         stride: Elements from one row to the next.
-        in_weights: Where each is in the weights: number of the flat tensor, and first element.
-        in_updates: The same in the updates.
-        blocks: Number of each one's block among those of all matrices.
+        in_weights: Index of the flat weights, and the offset of the first element in them, for each rectangle.
+        in_updates: The same for the updates.
+        blocks: Index of the block of each rectangle, ``(rectangles,)`` int64 on the device of the weights.
     """
 
     shape: tuple[int, int]
@@ -50,19 +54,19 @@ class _Rectangles(NamedTuple):
     def views(self, flat: Sequence[Tensor], offsets: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return a view ``(rows, cols)`` of each rectangle."""
         return [
-            flat[number].as_strided(self.shape, (self.stride, 1), flat[number].storage_offset() + start)
-            for number, start in offsets
+            flat[index].as_strided(self.shape, (self.stride, 1), flat[index].storage_offset() + start)
+            for index, start in offsets
         ]
 
     def stacked(self, flat: Sequence[Tensor], offsets: Sequence[tuple[int, int]]) -> Tensor:
-        """Return all rectangles ``(count, rows, cols)`` in fp32 (float64 of float64), not to be written to."""
+        """Return the rectangles stacked, ``(rectangles, rows, cols)`` in fp32 or float64; read-only."""
         views = self.views(flat, offsets)
         stack = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
         return stack.to(torch.promote_types(stack.dtype, torch.float32))
 
 
 class BlockSums:
-    """The sums over the blocks of some matrices of a plan, and the update by what a variant makes of them."""
+    """Computes the sums over the blocks of one chunk's matrices, and updates the weights by a variant's factors."""
 
     def __init__(
         self,
@@ -72,14 +76,14 @@ class BlockSums:
         context: StepContext,
         device: torch.device,
     ) -> None:
-        """Find out which blocks the fragments are in; nothing is sent.
+        """Assign the fragments of this rank to blocks; nothing is sent.
 
         Args:
             plan: The exchange plan.
-            indices: The matrices.
-            table: Of this rank's fragments of them, in the weights and in the updates.
-            context: Of the step set; its variant has ``apply``.
-            device: Of the weights.
+            indices: The matrices whose blocks are summed over.
+            table: :attr:`.ChunkTable.apply_table`: this rank's fragments of them in the weights and in the updates.
+            context: The context of the step set; its variant has ``apply``.
+            device: The device of the weights.
         """
         matrices = [plan.matrices[index] for index in indices]
         counts = [1 if matrix.is_sharded else len(matrix.block_shapes) for matrix in matrices]
@@ -94,7 +98,7 @@ class BlockSums:
             return torch.tensor(flags).repeat_interleave(torch.tensor(counts)).nonzero().view(-1)
 
         group = context.tensor_group
-        # Ranks of a tensor-parallel group with copies of a matrix all bring its sums.
+        # Where all ranks of a tensor-parallel group have a copy of a matrix, the all-reduce counts its sums that often.
         copies = [
             1 if group is None or m.shards is None or m.is_sharded else dist.get_world_size(group)
             for m in matrices
@@ -104,34 +108,34 @@ class BlockSums:
         )
         self._over_data_ranks = blocks_where([_is_divided(matrix) for matrix in matrices])
         self._over_tensor_ranks = blocks_where([group is not None and m.shards is not None for m in matrices])
-        # Of the other matrices another data-parallel rank has the sums.
+        # A matrix on a single data-parallel rank has its sums only there.
         complete = [_is_divided(m) or m.placement.fragment_on(plan.rank) is not None for m in matrices]
         self._complete = blocks_where(complete)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends to data-parallel ranks each time, in a ring of them."""
+        """Bytes that this rank sends to data-parallel ranks in one step, by a ring all-reduce."""
         ranks = self._context.world_size
         return len(self._over_data_ranks) * 3 * torch.float64.itemsize * 2 * (ranks - 1) // ranks
 
     def _equal_rectangles(
         self, plan: ExchangePlan, table: Sequence[Sequence[int]], device: torch.device
     ) -> Iterator[_Rectangles]:
-        """Yield the rectangles of a table's fragments, together where that can be."""
+        """Yield the rectangles of a table's fragments, grouped by shape and stride."""
         rectangles = []
-        for partition, offset, updates, updates_offset, numel, index in table:
+        for position, offset, updates, updates_offset, numel, index in table:
             fragment = plan.matrices[index].placement.fragment_on(plan.rank)
             assert fragment is not None
             first = fragment.matrix_offset
             for block, start, rows, cols, stride in rectangles_of(plan.matrices[index], first, first + numel):
-                offsets = (partition, offset + start), (updates, updates_offset + start)
+                offsets = (position, offset + start), (updates, updates_offset + start)
                 rectangles.append(((rows, cols, stride), offsets, self._first_block[index] + block))
         rectangles.sort()
         for (rows, cols, stride), members in groupby(rectangles, key=lambda rectangle: rectangle[0]):
-            equal, most = [*members], max(1, _MOST_NUMEL // (rows * cols))
-            for together in (equal[first : first + most] for first in range(0, len(equal), most)):
-                in_weights, in_updates = zip(*(offsets for _, offsets, _ in together), strict=True)
-                blocks = torch.tensor([block for *_, block in together], device=device)
+            equal, limit = [*members], max(1, _STACK_NUMEL // (rows * cols))
+            for batch in (equal[first : first + limit] for first in range(0, len(equal), limit)):
+                in_weights, in_updates = zip(*(offsets for _, offsets, _ in batch), strict=True)
+                blocks = torch.tensor([block for *_, block in batch], device=device)
                 yield _Rectangles((rows, cols), stride, in_weights, in_updates, blocks)
 
     def apply(self, factors_of: Apply, step: Step, updates: Sequence[Tensor]) -> tuple[list[int], Tensor]:
@@ -141,45 +145,45 @@ class BlockSums:
 
         Args:
             factors_of: The variant's ``apply``.
-            step: The weights are mutated.
-            updates: The other tensors of the table: flat, in the communication dtype, on any device.
+            step: The step, whose weights are mutated.
+            updates: The tensors that the table reads updates from: flat, in the communication dtype, on any device.
 
         Returns:
-            The matrix of each block whose sums this rank has, and whether all its weights are zero, on the device.
+            The matrix of each active block whose complete sums are on this rank, and a bool tensor ``(blocks,)`` on the
+            device: whether all weights of that block were zero before the update.
         """
         updates = [tensor.to(self._device) for tensor in updates]
-        # 1. sums over this rank's fragments: (blocks, 3)
-        sums = torch.zeros((len(self._matrix_of), 3), dtype=torch.float64, device=self._device)
+        # 1. sum over this rank's fragments
+        sums = torch.zeros((len(self._matrix_of), 3), dtype=torch.float64, device=self._device)  # (blocks, 3)
         for group in self._rectangles:
-            weights, update = (
-                group.stacked(step.flat, group.in_weights),
-                group.stacked(updates, group.in_updates),
-            )
+            weights = group.stacked(step.flat, group.in_weights)  # (rectangles, rows, cols)
+            update = group.stacked(updates, group.in_updates)
             products = (weights * weights, weights * update, update * update)
             sums.index_add_(0, group.blocks, torch.stack([p.sum((1, 2)) for p in products], 1).double())
-        # 2. sums over ranks
+        # 2. sum over ranks
         sums = self._reduced(sums.to(self._context.device))
-        # 3. factors of weights and updates: (blocks,)
+        # 3. factors of weights and updates
         rates = step.rates.apply[self._matrix_of, 0].to(sums.device)
-        square, along, length = sums.unbind(1)
-        keep, move = (factor.to(self._device) for factor in factors_of((square, along, length), rates))
+        weight_square, product, update_square = sums.unbind(1)  # (blocks,) each
+        factors_by_block = [
+            factor.to(self._device) for factor in factors_of((weight_square, product, update_square), rates)
+        ]
         is_active = None if step.mask is None else step.mask[self._matrix_of]
+        # 4. update this rank's fragments
         for group in self._rectangles:
-            weights, update = (
-                group.stacked(step.flat, group.in_weights),
-                group.stacked(updates, group.in_updates),
-            )
-            by_block = (len(group.blocks), 1, 1)
-            factors = [factor[group.blocks].view(by_block).to(weights.dtype) for factor in (keep, move)]
+            weights = group.stacked(step.flat, group.in_weights)  # (rectangles, rows, cols)
+            update = group.stacked(updates, group.in_updates)
+            shape = (len(group.blocks), 1, 1)  # broadcasts over rows and columns
+            factors = [factor[group.blocks].view(shape).to(weights.dtype) for factor in factors_by_block]
             new = weights * factors[0] + update * factors[1]
-            if is_active is not None:  # the others have no update
-                new = torch.where(is_active.to(self._device)[group.blocks].view(by_block), new, weights)
+            if is_active is not None:  # the update of an inactive matrix is uninitialised memory
+                new = torch.where(is_active.to(self._device)[group.blocks].view(shape), new, weights)
             torch._foreach_copy_(group.views(step.flat, group.in_weights), new.unbind())
-        known = self._complete if is_active is None else self._complete[is_active[self._complete]]
-        return self._matrix_of[known].tolist(), (square == 0)[known.to(square.device)]
+        complete = self._complete if is_active is None else self._complete[is_active[self._complete]]
+        return self._matrix_of[complete].tolist(), (weight_square == 0)[complete.to(weight_square.device)]
 
     def _reduced(self, sums: Tensor) -> Tensor:
-        """Return the sums over whole blocks from those over this rank's fragments."""
+        """Return the sums over entire blocks, ``(blocks, 3)``, from those over this rank's fragments."""
         context = self._context
         if len(self._over_data_ranks) and context.world_size > 1:
             divided = sums[self._over_data_ranks]
@@ -187,11 +191,11 @@ class BlockSums:
             context.stats.count_exchange(self.sent_bytes)
         if len(self._over_tensor_ranks):
             shared = (sums / self._copies.to(sums.device))[self._over_tensor_ranks]
-            what = "sums over blocks of tensor-parallel ranks"
-            sums[self._over_tensor_ranks] = reduce_tensor(shared, context.tensor_group, purpose=what)
+            purpose = "sums over blocks of tensor-parallel ranks"
+            sums[self._over_tensor_ranks] = reduce_tensor(shared, context.tensor_group, purpose=purpose)
         return sums
 
 
 def _is_divided(matrix: MatrixLayout) -> bool:
-    """Return whether several data-parallel ranks hold different elements of a matrix."""
+    """Return whether several data-parallel ranks have different elements of a matrix."""
     return not matrix.replicated and matrix.placement.only_rank is None

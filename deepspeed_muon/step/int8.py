@@ -1,12 +1,12 @@
-"""Momentum stored as int8: one code an element, and one fp32 scale for each block of 256 elements.
+"""Stores momentum as int8: one code for each element, and one fp32 scale for each block of 256 elements.
 
-Blocks are counted from the first element of a parameter and end where the fragment ends that holds them, so a scale
+Blocks are counted from the first element of a parameter, and a block also ends where its fragment ends, so that a scale
 belongs to one rank. Example: ranks 0 and 1 hold the elements 0 to 599 and 600 to 999 of a parameter. Rank 0 has the
 blocks [0, 256), [256, 512) and [512, 600), rank 1 has [600, 768) and [768, 1000). On a single rank the block [512, 768)
-has one scale, so a checkpoint that is restored there has that block quantised again, and all others bit for bit.
+has one scale. A checkpoint that is restored there requantises that block and reproduces all others bit for bit.
 
-``optimizer.state`` of a partition holds the codes as ``momentum_buffer``, where momentum of fp32 would be, and the
-scales of its fragments one after the other as ``momentum_scale``.
+In ``optimizer.state`` of a partition, ``momentum_buffer`` is the codes, in the shape of the partition, and
+``momentum_scale`` is the scales of its fragments, concatenated in their order in the partition.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepspeed_muon.ops.torch_operators import BLOCK, from_codes, quantize
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import split_shard
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.step.state import State, refuse_other_layout
+from deepspeed_muon.step.state import State, check_numel
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 
 SCALE_KEY = "momentum_scale"
@@ -32,13 +32,13 @@ SCALE_KEY = "momentum_scale"
 
 
 class _Range(NamedTuple):
-    """Elements of a partition whose blocks follow each other.
+    """Contiguous elements of a partition in which a new block starts every 256 elements.
 
     Attributes:
-        offset: The first element in the partition.
-        numel: Elements.
-        before: Elements of the parameter that precede the range in its first block.
-        scale: Number of the first block's scale.
+        offset: Offset of the first element in the partition.
+        numel: Number of elements.
+        before: Elements of the parameter's first block in the range that precede the range, on another rank.
+        scale: Index of the first block's scale.
     """
 
     offset: int
@@ -51,14 +51,14 @@ class Int8Blocks:
     """The blocks of the int8 momentum in one rank's partition.
 
     Attributes:
-        count: Blocks, and scales, of the partition.
+        count: The number of blocks, which is that of scales.
     """
 
     def __init__(self, fragments: Iterable[tuple[Fragment, Sequence[int]]]) -> None:
         """Number the blocks of a partition.
 
         Args:
-            fragments: The fragments of the partition, each with the :func:`block_starts` of its parameter.
+            fragments: The partition's fragments, each with the :func:`block_starts` of its parameter.
         """
         self.count = 0
         self._ranges: list[_Range] = []
@@ -69,27 +69,26 @@ class Int8Blocks:
                 offset = fragment.partition_offset + begin - first
                 self._ranges.append(_Range(offset, end - begin, begin % BLOCK, self.count))
                 self.count += -(-(begin % BLOCK + end - begin) // BLOCK)
-        self._offsets = [each.offset for each in self._ranges]
+        self._offsets = [blocks.offset for blocks in self._ranges]
 
     def row(self, offset: int) -> tuple[int, int]:
-        """Return what ``momentum_pack_int8_`` needs of a fragment that starts at ``offset`` of the partition.
+        """Return the row of the table ``blocks`` of ``momentum_pack_int8_`` for a fragment at ``offset``.
 
         Returns:
-            Elements of the parameter that precede the fragment in its first block, and the number of that block's
-            scale.
+            Elements of the fragment's first block that precede the fragment, and the index of that block's scale.
         """
         blocks = self._ranges[bisect_right(self._offsets, offset) - 1]
         skipped, before = divmod(blocks.before + offset - blocks.offset, BLOCK)
         return before, blocks.scale + skipped
 
     def decode(self, codes: Tensor, scales: Tensor, offset: int, numel: int) -> Tensor:
-        """Return ``numel`` elements of momentum from ``offset`` of the partition on, fp32; 0 between the fragments.
+        """Return momentum ``[offset, offset + numel)`` of the partition, ``(numel,)`` fp32; padding is 0.
 
         Args:
-            codes: Of the partition, flat, int8.
-            scales: Of the partition, ``(count,)``.
-            offset: The first element.
-            numel: Elements.
+            codes: Codes of the partition, ``(partition numel,)`` int8.
+            scales: Scales of the partition, ``(count,)`` fp32.
+            offset: The first element to decode.
+            numel: The number of elements to decode.
         """
         values = torch.zeros(numel, device=codes.device)
         for blocks in self._ranges[max(0, bisect_right(self._offsets, offset) - 1) :]:
@@ -104,7 +103,7 @@ class Int8Blocks:
         return values
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes ``(partition numel,)`` and scales ``(count,)`` of a partition's momentum, flat, fp32."""
+        """Return codes, int8 like ``values``, and scales ``(count,)`` of a partition's flat fp32 momentum."""
         codes = torch.zeros_like(values, dtype=torch.int8)
         scales = torch.zeros(self.count, device=values.device)
         for blocks in self._ranges:
@@ -115,14 +114,15 @@ class Int8Blocks:
 
 
 def block_starts(matrix: MatrixLayout) -> tuple[int, ...]:
-    """Return the elements of a parameter at which a block starts besides every 256th: almost always none.
+    """Return the offsets in a parameter at which a block starts in addition to multiples of 256; almost always none.
 
-    Tensor parallelism may leave a rank some attention heads whole and a share of another. These are orthogonalised
-    apart, so no block may reach from one into the next; in few models are heads not multiples of 256 elements. Stacks
-    that several owners divide are cut only between blocks (``divisor`` of :func:`.owners.assign`).
+    A tensor-parallel shard may consist of complete attention heads and of rows of one more head. These slices are
+    orthogonalised separately, so that no block may extend from one into the next. It matters only where heads are not
+    multiples of 256 elements. Stacks with several owners are cut only between blocks (``divisor`` of
+    :func:`.owners.assign`).
     """
-    firsts = (share.first_row * share.cols for share in split_shard(matrix))
-    return tuple(first for first in firsts if first % BLOCK)
+    starts = (shard_slice.first_row * shard_slice.cols for shard_slice in split_shard(matrix))
+    return tuple(start for start in starts if start % BLOCK)
 
 
 def blocks_by_partition(step_set: StepSet) -> dict[int, Int8Blocks]:
@@ -136,36 +136,36 @@ def blocks_by_partition(step_set: StepSet) -> dict[int, Int8Blocks]:
     }
 
 
-def scales_of(own: dict[str, Any], partition: BoundPartition, count: int) -> Tensor:
-    """Return the scales from the state of a partition with int8 momentum, ``(count,)``; create what is missing.
+def scales_of(entry: dict[str, Any], partition: BoundPartition, count: int) -> Tensor:
+    """Return the scales of a partition with int8 momentum, ``(count,)`` fp32; create them if ``entry`` has none.
 
     Raises:
         BindingError: If the state was saved with another layout.
     """
-    if SCALE_KEY not in own:
-        own[SCALE_KEY] = torch.zeros(count, device=partition.tensor.device)
-    scales: Tensor = own[SCALE_KEY]
-    refuse_other_layout(scales, count, "scales of the momentum", partition)
+    if SCALE_KEY not in entry:
+        entry[SCALE_KEY] = torch.zeros(count, device=partition.tensor.device)
+    scales: Tensor = entry[SCALE_KEY]
+    check_numel(scales, count, "scales of the momentum", partition)
     return scales
 
 
 def convert_momentum(
     partition: BoundPartition, state: State, policy: StatePolicy, blocks: Int8Blocks
 ) -> None:
-    """Convert momentum that was loaded as int8, or is to be stored as int8, to the dtype in which it is stored.
+    """Convert the momentum of a partition to int8, or from int8, as ``policy`` says.
 
     Args:
-        partition: A partition of Muon.
-        state: The optimizer's state. Mutated; a partition without momentum stays without.
-        policy: The dtype of the state.
-        blocks: Of the partition.
+        partition: A partition of Muon whose momentum is not yet in the dtype of ``policy``.
+        state: ``optimizer.state``. Mutated.
+        policy: The dtypes of the state.
+        blocks: The blocks of the partition.
     """
-    own = state[partition.tensor]
-    momentum = own["momentum_buffer"]
+    entry = state[partition.tensor]
+    momentum = entry["momentum_buffer"]
     if policy.quantizes_momentum:
-        codes, own[SCALE_KEY] = blocks.encode(momentum.detach().float().contiguous().view(-1))
-        own["momentum_buffer"] = codes.view(partition.tensor.shape)
+        codes, entry[SCALE_KEY] = blocks.encode(momentum.detach().float().contiguous().view(-1))
+        entry["momentum_buffer"] = codes.view(partition.tensor.shape)
     else:
-        values = blocks.decode(momentum.view(-1), own.pop(SCALE_KEY), 0, momentum.numel())
+        values = blocks.decode(momentum.view(-1), entry.pop(SCALE_KEY), 0, momentum.numel())
         dtype = policy.dtype("momentum_buffer", partition.tensor.dtype)
-        own["momentum_buffer"] = values.view(partition.tensor.shape).to(dtype)
+        entry["momentum_buffer"] = values.view(partition.tensor.shape).to(dtype)

@@ -158,7 +158,7 @@ class StepRunner:
                 chunk,
                 batches(matrices, context, chunk.owned),
                 position_of,
-                exact=context.codec.is_uncompressed,
+                uncompressed=context.codec.is_uncompressed,
             )
             for chunk in self.plan.chunks
         ]

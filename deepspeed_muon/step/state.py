@@ -1,4 +1,8 @@
-"""The optimizer's state, momentum and AdamW's two moments: where it is; and AdamW on it."""
+"""Creates and converts the tensors in ``optimizer.state``, and runs AdamW on the parameters that are not Muon's.
+
+A partition of Muon has ``momentum_buffer`` and ``step``, with int8 momentum also its scales (:mod:`.int8`), and the row
+state of the variant. A partition of AdamW has ``exp_avg``, ``exp_avg_sq`` and ``step``.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +28,30 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
-# Elements of half-precision tensors that AdamW updates at once: few enough for the cache of a CPU core, and enough for
-# a launch on a GPU.
+# Elements that AdamW copies to fp32 at once where it computes on copies: they fit into the cache of a CPU core, and are
+# enough to occupy a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 16, 1 << 24
 
 
 def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> dict[str, Any]:
-    """Return the state of a partition for the next step: create what is missing, and count ``step`` up."""
-    own = state[partition.tensor]
+    """Return the state of a partition for the next step: create missing tensors, and increment ``step``."""
+    entry = state[partition.tensor]
     for key in ("momentum_buffer",) if partition.muon else ("exp_avg", "exp_avg_sq"):
-        if key not in own:
-            own[key] = policy.make(key, partition.tensor)
-            own.setdefault("step", 0)
-        elif not own[key].is_contiguous():  # loaded from an optimizer that keeps the parameter's strides
-            own[key] = own[key].contiguous()
-    own["step"] += 1
-    return own
+        if key not in entry:
+            entry[key] = policy.make(key, partition.tensor)
+            entry.setdefault("step", 0)
+        elif not entry[key].is_contiguous():  # loaded state may have the strides of a parameter
+            entry[key] = entry[key].contiguous()
+    entry["step"] += 1
+    return entry
 
 
 def follow_parameters(state: State, policy: StatePolicy) -> None:
-    """Bring the state to the devices of parameters that were moved or converted, and into the dtypes kept for them.
+    """Move the state to the devices of parameters that were moved, and cast it after parameters were converted.
 
     Args:
         state: ``optimizer.state``. Mutated.
-        policy: The dtypes. To and from 8 bits the step converts.
+        policy: The dtypes. To and from int8 the next step converts (:func:`.int8.convert_momentum`).
     """
     for param, entry in state.items():
         for key, value in entry.items():
@@ -59,54 +63,64 @@ def follow_parameters(state: State, policy: StatePolicy) -> None:
 
 
 def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> dict[str, Tensor]:
-    """Return what a variant keeps for the ``numel`` rows of a partition on this rank; create what is missing.
+    """Return a variant's row state of a partition, ``(numel,)`` for each key; create missing tensors.
+
+    Args:
+        partition: A partition of Muon.
+        state: ``optimizer.state``. Mutated: row state of other variants is removed.
+        variant: The variant.
+        numel: The rows whose state this rank stores with the partition.
 
     Raises:
         BindingError: If the state was saved with another layout.
     """
-    own = state[partition.tensor]
-    for key in ROW_STATE.keys() - {each.key for each in variant.state}:
-        own.pop(key, None)  # of another variant, from a state dict
-    for each in variant.state:
-        if each.key not in own:
-            # Matrices that never had a gradient have no momentum yet, and nothing of a variant.
-            if own["step"] > 1 and numel and own["momentum_buffer"].any():
+    entry = state[partition.tensor]
+    for key in ROW_STATE.keys() - {row_state.key for row_state in variant.state}:
+        entry.pop(key, None)  # of another variant, from a state dict
+    for row_state in variant.state:
+        if row_state.key not in entry:
+            # While momentum is zero no matrix has had a gradient, and missing row state is no loss.
+            if entry["step"] > 1 and numel and entry["momentum_buffer"].any():
                 logger.warning(
                     "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
                     "variant %r starts it anew",
                     partition.index,
-                    each.key,
-                    own["step"] - 1,
+                    row_state.key,
+                    entry["step"] - 1,
                     variant.name,
                 )
-            own[each.key] = torch.full((numel,), each.start, dtype=each.dtype, device=partition.tensor.device)
-        refuse_other_layout(own[each.key], numel, each.label, partition)
-    return {each.key: own[each.key] for each in variant.state}
+            entry[row_state.key] = torch.full(
+                (numel,), row_state.start, dtype=row_state.dtype, device=partition.tensor.device
+            )
+        check_numel(entry[row_state.key], numel, row_state.label, partition)
+    return {row_state.key: entry[row_state.key] for row_state in variant.state}
 
 
-def refuse_other_layout(found: Tensor, numel: int, what: str, partition: BoundPartition) -> None:
-    """Raise ``BindingError`` if the state of a partition does not have ``numel`` numbers of a kind."""
-    if found.numel() != numel:
+def check_numel(tensor: Tensor, numel: int, label: str, partition: BoundPartition) -> None:
+    """Raise ``BindingError`` if a state tensor of a partition does not have ``numel`` elements."""
+    if tensor.numel() != numel:
         raise BindingError(
-            f"the optimizer state holds {found.numel()} {what} of partition {partition.index}, expected {numel}: it "
+            f"the optimizer state holds {tensor.numel()} {label} of partition {partition.index}, expected {numel}: it "
             f"was saved with another layout. Restore it from a consolidated checkpoint"
         )
 
 
 def passes_for(partitions: Sequence[BoundPartition], config: MuonConfig, policy: StatePolicy) -> FlatPasses:
     """Return the elementwise passes for the partitions of a step set and their momentum."""
-    masters = {each.tensor.dtype for each in partitions}
+    master_dtypes = {partition.tensor.dtype for partition in partitions}
     device = partitions[0].tensor.device if partitions else torch.device("cpu")
-    # Without DeepSpeed there may be float64.
-    wide = torch.float64 in masters | {policy.dtype("momentum_buffer", each) for each in masters}
-    return flat_passes("torch" if wide else config.ns_backend, device, int8=policy.quantizes_momentum)
+    # The native passes have no float64, which an optimizer without DeepSpeed may have.
+    is_fp64 = torch.float64 in master_dtypes | {
+        policy.dtype("momentum_buffer", dtype) for dtype in master_dtypes
+    }
+    return flat_passes("torch" if is_fp64 else config.ns_backend, device, int8=policy.quantizes_momentum)
 
 
 @functools.cache
 def _native(
     make: NativeAdam, decoupled: bool, master: torch.dtype, moments: torch.dtype
 ) -> Callable[..., None] | str:
-    """Return DeepSpeed's kernel, or why it cannot be used. The cache makes one for all, and one warning."""
+    """Return DeepSpeed's kernel, or the reason why it cannot be used; cached, so that the warning appears once."""
     try:
         return make(decoupled=decoupled, master=master, moments=moments)
     except InstallationError as error:
@@ -115,41 +129,41 @@ def _native(
 
 
 def torch_step(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
-    """Run torch's kernel, which needs one dtype: mixed or half-precision tensors run in parts on fp32 copies.
+    """Run torch's fused AdamW in place; it needs one dtype, so half-precision tensors are updated on fp32 copies.
 
-    State in bf16 only saves memory: the arithmetic stays fp32, and every element is rounded once a step, when it is
-    written back.
+    bf16 moments save memory without changing the arithmetic: it is fp32, and every element is rounded once a step, when
+    it is written back.
     """
-    plain: list[AdamTensors] = []
-    for own in tensors:
-        param, _, exp_avg, _ = own
+    uniform: list[AdamTensors] = []
+    for adam_tensors in tensors:
+        param, _, exp_avg, _ = adam_tensors
         if param.dtype == exp_avg.dtype and param.dtype.itemsize >= 4:
-            plain.append(own)
+            uniform.append(adam_tensors)
             continue
         block = _CPU_BLOCK if param.device.type == "cpu" else _GPU_BLOCK
-        for parts in zip(*(each.split(block) for each in own), strict=True):
-            p, g, m, v = (part.float() for part in parts)
+        for slices in zip(*(tensor.split(block) for tensor in adam_tensors), strict=True):
+            p, g, m, v = (tensor.float() for tensor in slices)  # a copy only of those that are not fp32
             adam_step_([(p, g, m, v)], settings=settings)
-            for position, wide in ((0, p), (2, m), (3, v)):
-                if parts[position].dtype != torch.float32:
-                    parts[position].copy_(wide)
-    adam_step_(plain, settings=settings)
+            for position, updated in ((0, p), (2, m), (3, v)):
+                if slices[position].dtype != torch.float32:
+                    slices[position].copy_(updated)
+    adam_step_(uniform, settings=settings)
 
 
 class AdamW:
-    """AdamW on the partitions of one step set that are not Muon's, which have one device and one dtype."""
+    """Updates the partitions of one step set that are not Muon's; they have one device and one dtype."""
 
     def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
         """Choose the kernel.
 
-        DeepSpeed's native operator updates partitions that ZeRO-Offload keeps on the CPU, as with DeepSpeed's AdamW.
-        Torch's fused kernel updates everything else.
+        Partitions that ZeRO-Offload stores on the CPU are updated by DeepSpeed's native operator, as they are with
+        DeepSpeed's AdamW, all others by torch's fused kernel.
         """
         self._policy = policy
         self._decoupled = config.adam_w_mode
         self._native: Callable[..., None] | None = None
         self._calls = self._torch_calls = 0
-        # Those of Muon's matrices are not kept: there can be very many.
+        # Without the fragments of Muon's matrices, of which there can be very many.
         pairs = zip(step_set.partitions, step_set.local_fragments(), strict=True)
         self._local = [(partition, local) for partition, local in pairs if not partition.muon]
         if not self._local:
@@ -167,10 +181,10 @@ class AdamW:
                 self._kernel, self._reason = "deepspeed_cpu_adam", "the partitions are offloaded to the CPU"
 
     def report(self) -> dict[str, Any]:
-        """Return which kernel runs, why, and how often AdamW ran.
+        """Return which kernel runs, why, and the number of calls.
 
-        ``torch_calls`` counts how often torch's kernel ran instead of DeepSpeed's, which only knows the
-        ``weight_decay_mode`` ``decoupled``.
+        ``torch_calls`` counts the calls of torch's kernel where DeepSpeed's is configured, because DeepSpeed's supports
+        only the ``weight_decay_mode`` ``decoupled``.
         """
         return {
             "kernel": self._kernel,
@@ -187,60 +201,60 @@ class AdamW:
         state: State,
         flat: Mapping[int, Tensor],
     ) -> None:
-        """Update all parameters that have a gradient; communicates nothing.
+        """Update all parameters that have a gradient; nothing is sent.
 
         Args:
-            active: One flag for each layout of the set.
+            active: For each of the set's layouts, whether any rank has a gradient of it.
             grads: Partition index to its gradient, flat.
-            groups: Partition index to the param group with its rates.
+            groups: Partition index to its param group.
             state: ``optimizer.state``; mutated.
             flat: Partition index to this rank's flat weights; mutated.
         """
         batches: dict[AdamStep, list[AdamTensors]] = {}
         for partition, local in self._local:
-            own = state_of(partition, state, self._policy)
+            entry = state_of(partition, state, self._policy)
             group = groups[partition.index]
             settings = AdamStep(
                 lr=float(group["lr"]),
                 betas=(float(group["betas"][0]), float(group["betas"][1])),
                 eps=float(group["eps"]),
                 weight_decay=float(group["weight_decay"]),
-                step=int(own["step"]),
+                step=int(entry["step"]),
                 decoupled=self._decoupled,
                 decay_mode=group["weight_decay_mode"],
             )
             param = flat[partition.index]
             grad = grads.get(partition.index)
             grad = torch.zeros_like(param) if grad is None else grad
-            tensors = (param, grad, own["exp_avg"].view(-1), own["exp_avg_sq"].view(-1))
-            for offset, numel in _active_runs(local, active, param.numel()):
-                part = tuple(tensor.narrow(0, offset, numel) for tensor in tensors)
-                batches.setdefault(settings, []).append(part)  # type: ignore[arg-type]
-        for settings, parts in batches.items():
-            run = torch_step
+            tensors = (param, grad, entry["exp_avg"].view(-1), entry["exp_avg_sq"].view(-1))
+            for offset, numel in _active_ranges(local, active, param.numel()):
+                slices = tuple(tensor.narrow(0, offset, numel) for tensor in tensors)
+                batches.setdefault(settings, []).append(slices)  # type: ignore[arg-type]
+        for settings, batch in batches.items():
+            kernel = torch_step
             if self._native is not None and settings.decay_mode == "decoupled":
-                run = self._native
-            run(parts, settings=settings)
+                kernel = self._native
+            kernel(batch, settings=settings)
             self._calls += 1
-            self._torch_calls += self._native is not None and run is torch_step
+            self._torch_calls += self._native is not None and kernel is torch_step
 
 
-def _active_runs(
+def _active_ranges(
     local: Sequence[tuple[int, Fragment]], active: Sequence[int], numel: int
 ) -> list[tuple[int, int]]:
-    """Return offset and length of the parts of a partition whose parameters have a gradient.
+    """Return offset and length of the ranges of a partition whose parameters have a gradient.
 
-    If all of them have one it is the whole partition, so that one kernel serves all. The padding may run along: its
-    gradient is zero, and so it stays zero.
+    If all parameters have one it is the entire partition, so that one kernel call updates it, padding included: the
+    padding remains zero, because its gradient is zero.
     """
     if all(active[number] for number, _ in local):
         return [(0, numel)] if local else []
-    runs: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number, fragment in sorted(local, key=lambda item: item[1].partition_offset):
         if not active[number]:
             continue
-        if runs and sum(runs[-1]) == fragment.partition_offset:
-            runs[-1] = (runs[-1][0], runs[-1][1] + fragment.numel)
+        if ranges and sum(ranges[-1]) == fragment.partition_offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + fragment.numel)
         else:
-            runs.append((fragment.partition_offset, fragment.numel))
-    return runs
+            ranges.append((fragment.partition_offset, fragment.numel))
+    return ranges

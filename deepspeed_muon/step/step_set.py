@@ -1,4 +1,4 @@
-"""What one call of ``step()`` updates, and how the readers of DeepSpeed's wrappers describe it."""
+"""Describes what one call of the inner ``step()`` updates: partitions, the parameters in them, and process groups."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NativeAdam = Callable[..., Callable[..., None]]
 
 @dataclass(frozen=True, slots=True)
 class BoundPartition:
-    """A tensor that ZeRO hands to the inner optimizer, and what lies in it.
+    """A tensor that ZeRO passes to the inner optimizer.
 
     Attributes:
-        index: Number of the partition, equal on all ranks; the layouts refer to it.
-        tensor: This rank's tensor: a flat master partition (fp32, or half precision if DeepSpeed is configured so), or
-            the whole fp32 parameter at stage 0.
-        muon: Whether its parameters are Muon's. A partition never mixes them with others.
+        index: Index of the partition, equal on all ranks; the layouts refer to it.
+        tensor: This rank's flat partition of master weights (fp32, or half precision if DeepSpeed is configured so); at
+            stage 0 an fp32 parameter.
+        muon: Whether its parameters are Muon's. A partition never mixes them with AdamW's.
     """
 
     index: int
@@ -41,26 +41,27 @@ class StepSet:
     """Everything that one call of the inner ``step()`` updates, in an order that all ranks share.
 
     Attributes:
-        partitions: The tensors, in the order of the param groups.
-        matrices: Muon's matrices in those partitions.
-        others: All other parameters in those partitions.
+        partitions: The partitions, in the order of the param groups.
+        matrices: Muon's matrices in the partitions.
+        adamw_parameters: AdamW's parameters in the partitions.
         group: The data-parallel process group that partitions (or replicates) them; ``None`` in a single process.
-        rank: This rank inside the group.
-        world_size: Its size.
+        rank: This rank's rank in ``group``.
+        world_size: The size of ``group``.
         model_dtype: Dtype of the weights that the forward pass uses.
-        wider_group: More ranks that must skip the same steps (with other experts or stages), or ``None``.
-        stack_group: The expert-parallel process group, whose ranks hold the other experts of the same stacks: a stack
-            has a gradient if any of its experts has. ``None`` where every rank holds whole stacks, or none.
-        tensor_group: The tensor-parallel process group, whose ranks hold the other shards of the matrices; ``None``
+        wider_group: A process group with more ranks, which have different experts or pipeline stages and must skip the
+            same steps, or ``None``.
+        stack_group: The expert-parallel process group whose ranks have the remaining experts of the same stacks: a
+            stack has a gradient if any of its experts has one. ``None`` if no stack is divided between ranks.
+        tensor_group: The tensor-parallel process group whose ranks have the remaining shards of the matrices; ``None``
             without tensor parallelism.
-        native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload keeps the partitions off the device, else ``None``.
+        native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload stores the partitions on the CPU, else ``None``.
             Called with ``decoupled``, ``master`` and ``moments``, it returns a function like
             :func:`deepspeed_muon.math.updates.adam_step_` or raises ``InstallationError``.
     """
 
     partitions: tuple[BoundPartition, ...]
     matrices: tuple[MatrixLayout, ...]
-    others: tuple[ParameterLayout, ...]
+    adamw_parameters: tuple[ParameterLayout, ...]
     group: dist.ProcessGroup | None
     rank: int
     world_size: int
@@ -72,10 +73,10 @@ class StepSet:
 
     @contextlib.contextmanager
     def flat_partitions(self) -> Iterator[dict[int, Tensor]]:
-        """Yield each partition's tensor on this rank as a flat one in row-major order, by index, to be written to.
+        """Yield this rank's partitions as flat tensors in row-major order, by index; writes to them are kept.
 
-        For ZeRO's partitions it is a view. A whole parameter that is not contiguous (``channels_last``, a transpose) is
-        copied, and the copy is written back at the end.
+        Flat partitions are yielded as views. A parameter that is not contiguous (``channels_last``, a transpose) is
+        copied, and the copy is written back when the context ends.
         """
         flat = {p.index: p.tensor.detach().contiguous().view(-1) for p in self.partitions}
         yield flat
@@ -84,35 +85,36 @@ class StepSet:
                 partition.tensor.detach().copy_(flat[partition.index].view(partition.tensor.shape))
 
     def local_fragments(self) -> list[list[tuple[int, Fragment]]]:
-        """Return this rank's fragments in each partition, each with the index of its parameter in ``layouts``."""
-        position = {partition.index: number for number, partition in enumerate(self.partitions)}
+        """Return this rank's fragments of each partition, with the position of their parameter in :attr:`layouts`."""
+        position_of = {partition.index: position for position, partition in enumerate(self.partitions)}
         local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
         for number, layout in enumerate(self.layouts):
             fragment = layout.placement.fragment_on(self.rank)
             if fragment is not None:
-                local[position[layout.partition]].append((number, fragment))
+                local[position_of[layout.partition]].append((number, fragment))
         return local
 
     @property
     def layouts(self) -> tuple[MatrixLayout | ParameterLayout, ...]:
-        """All parameters, in the order of the flags that the ranks exchange."""
-        return (*self.matrices, *self.others)
+        """All parameters, in the order of the gradient flags that the ranks exchange."""
+        return (*self.matrices, *self.adamw_parameters)
 
     def gradients(
         self, grads: Mapping[int, Tensor], flat: Mapping[int, Tensor], flags: Sequence[int]
     ) -> list[Tensor]:
-        """Return the gradient of each partition of Muon: zeros where only other ranks have one.
+        """Return the flat gradient of each partition of Muon, zeros where this rank has none but another rank has.
 
         Args:
             grads: Partition index to its gradient.
-            flat: Partition index to the flat weights. They stand where no rank has a gradient: nobody reads it.
+            flat: Partition index to the flat weights. Where no rank has a gradient these are returned as placeholders
+                that are never read.
             flags: For each matrix, whether any rank has a gradient of it.
         """
-        found = {**flat, **grads}
+        gradient_of = {**flat, **grads}
         if not flat.keys() <= grads.keys():
             used = {matrix.partition for matrix, flag in zip(self.matrices, flags, strict=True) if flag}
-            found |= {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
-        return [found[partition.index] for partition in self.partitions if partition.muon]
+            gradient_of |= {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
+        return [gradient_of[partition.index] for partition in self.partitions if partition.muon]
 
 
 def read_step_set(
@@ -124,42 +126,43 @@ def read_step_set(
     stack_group: dist.ProcessGroup | None = None,
     native_adam: NativeAdam | None = None,
 ) -> StepSet:
-    """Describe what one call of ``step()`` updates.
+    """Build the step set of partitions and their parameters; nothing is sent.
 
     Args:
-        partitions: Number of each partition, this rank's tensor, the model's parameters in it, and the placements of
-            those that have elements.
+        partitions: For each partition its index, this rank's tensor, the model's parameters in it, and those with
+            elements again with their placements.
         routes: ``id(model parameter)`` to its route.
-        group: The ranks among which the placements hold; ``None`` in a single process.
+        group: The process group whose ranks the placements refer to; ``None`` in a single process.
         wider_group: See :class:`StepSet`.
         stack_group: See :class:`StepSet`.
         native_adam: See :class:`StepSet`.
 
     Raises:
-        BindingError: If a partition mixes Muon's parameters with others, or a parameter has no route.
+        BindingError: If a partition mixes Muon's parameters with AdamW's, or a parameter has no route.
     """
     bound: list[BoundPartition] = []
     matrices: list[MatrixLayout] = []
-    others: list[ParameterLayout] = []
+    adamw_parameters: list[ParameterLayout] = []
     for index, tensor, params, placements in partitions:
-        held = [_route_of(param, routes) for param in params]
-        is_muon = {route.algorithm for route in held} == {"muon"}
-        if len({route.algorithm for route in held}) > 1:
-            names = ", ".join(f"{route.name}: {route.algorithm}" for route in held)
+        partition_routes = [_route_of(param, routes) for param in params]
+        algorithms = {route.algorithm for route in partition_routes}
+        if len(algorithms) > 1:
+            names = ", ".join(f"{route.name}: {route.algorithm}" for route in partition_routes)
             raise BindingError(
                 f"flat partition {index} mixes algorithms ({names}); its param group was changed after start"
             )
+        is_muon = algorithms == {"muon"}
         bound.append(BoundPartition(index, tensor, is_muon))
         for param, placement in placements:
             route = _route_of(param, routes)
             if is_muon:
                 matrices.append(route.layout(index, placement))
             else:
-                others.append(ParameterLayout(route.name, index, placement))
+                adamw_parameters.append(ParameterLayout(route.name, index, placement))
     return StepSet(
         tuple(bound),
         tuple(matrices),
-        tuple(others),
+        tuple(adamw_parameters),
         group,
         0 if group is None else dist.get_rank(group),
         1 if group is None else dist.get_world_size(group),
@@ -173,17 +176,17 @@ def read_step_set(
 def step_set_of_parameters(
     params: Sequence[Tensor], trained: Mapping[int, Tensor], routes: Mapping[int, Route]
 ) -> tuple[StepSet, torch.device]:
-    """Return the step set of an optimizer without DeepSpeed, whose partitions are the parameters, and their device.
+    """Return the step set of an optimizer without DeepSpeed, one partition for each parameter, and their device.
 
     Args:
         params: All parameters of the optimizer.
-        trained: Number of each one that is updated to the parameter.
+        trained: Partition index to each parameter that is updated.
         routes: ``id(parameter)`` to its route.
 
     Raises:
         BindingError: If parameters have no data, or are on several devices.
     """
-    # Tensors on "meta" and those of FakeTensorMode.
+    # This is the device of tensors on "meta" and of those of FakeTensorMode.
     if any(param.untyped_storage().device.type == "meta" for param in params):
         raise BindingError(
             "the parameters have no data (device meta, or FakeTensorMode), so there is nothing to orthogonalise: "
@@ -195,9 +198,9 @@ def step_set_of_parameters(
             f"without DeepSpeed all parameters must be on one device, found {sorted(map(str, devices))}"
         )
     partitions = []
-    for number, param in trained.items():
+    for index, param in trained.items():
         placements = [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else []
-        partitions.append((number, param, [param], placements))
+        partitions.append((index, param, [param], placements))
     return read_step_set(partitions, routes), devices.pop()
 
 

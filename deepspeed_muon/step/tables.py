@@ -1,9 +1,8 @@
-"""The tables of a chunk, and the elementwise passes that read them: one packs all fragments, one applies all updates.
+"""Lists the fragments of a chunk in tables, from which one elementwise pass packs them and one applies their updates.
 
-The tables say which fragments this rank packs and applies, and what it copies for the matrices it owns. They are made
-once, when the optimizer is bound, and equal segments of the matrices of a batch are copied at once: the work of a step
-in Python does not grow with the number of fragments. What changes from step to step is in :class:`Rates`, one row for
-each matrix.
+The tables are made once, when the optimizer is bound. Equal segments of a batch's matrices are copied by one call, so
+that the work of a step in Python does not grow with the number of fragments. Learning rate, decay and momentum, which
+change from step to step, are in :class:`Rates`, one row for each matrix.
 """
 
 from __future__ import annotations
@@ -27,21 +26,25 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
 
-# The columns of a table of ops/: tensor and offset, other tensor and offset, numel, and the index of the matrix.
 COLUMNS = 6
-_ALIGNMENT = 32
+"""Columns of a table of ops/, one row for each fragment.
+
+Position of the partition and offset in it; index of the second tensor (:data:`DIRECTIONS` or :data:`SEND`) and offset
+in it; number of elements; index of the matrix.
+"""
+_ALIGNMENT = 32  # elements
 DIRECTIONS, SEND = 0, 1
-"""The other tensors of :attr:`ChunkTable.pack_table`."""
+"""The second tensors of a table: directions that are not sent, and the send buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and what is copied into them.
+    """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and the segments copied into them.
 
     Attributes:
-        local: The matrices in the batch and in the directions, if only this rank has elements of them.
-        received: Their fragments in the batch and in the receive buffer.
-        in_order: Whether the batch is one segment, all of it in order and from an aligned offset on: then it is a view.
+        local: Segments of the batch that are copied from the directions; only this rank has elements of their matrices.
+        received: Segments of the batch that are copied from the receive buffer.
+        in_order: Whether one segment at an aligned offset has the batch in order, so that a view replaces the copy.
     """
 
     local: tuple[Segment, ...]
@@ -53,15 +56,17 @@ class ChunkTable:
     """What this rank packs, copies and applies in one chunk.
 
     Attributes:
-        local_numel: Elements of the directions that are not sent: in a chunk without a gather those of the owned
-            matrices, in the order in which they run in batches, and of other ranks' replicated matrices, of which only
-            the momentum is updated here. Each fragment starts at a multiple of 32 elements.
+        local_numel: Elements of the directions that are not sent, each fragment at a multiple of 32 elements. In a
+            chunk without a gather these are the owned matrices, in the order of the batches, and then the replicated
+            matrices of other owners, whose directions are only a by-product of the momentum.
         sent_numel: Elements of the fragments in the send buffer, in the communication dtype.
-        pack_table: The fragments of the momentum, and where their directions are written.
-        blocks: :meth:`.Int8Blocks.row` of each fragment of :attr:`pack_table` for int8 momentum, else empty.
-        apply_table: The fragments of the weights, and where their updates are: where their directions were.
-        int8_segments: Index of the matrix of each fragment in the send buffer, and the fragment in the communication
-            dtype and in the buffer; empty if they are sent uncompressed.
+        pack_table: Fragments of the momentum and the offsets of their directions, ``(fragments, 6)`` int64.
+        blocks: :meth:`.Int8Blocks.row` of each row of :attr:`pack_table`, ``(fragments, 2)`` int64; empty unless the
+            momentum is int8.
+        apply_table: Fragments of the weights and the offsets of their updates, which replace the directions,
+            ``(fragments, 6)`` int64.
+        int8_segments: For int8 communication, the index of the matrix of each fragment in the send buffer, and the
+            fragment as a segment of the send buffer, with ``matrix_offset`` counted in the uncompressed fragments.
     """
 
     def __init__(
@@ -71,20 +76,20 @@ class ChunkTable:
         batches: Sequence[Sequence[int]],
         position_of: Mapping[int, int],
         *,
-        exact: bool,
+        uncompressed: bool,
     ) -> None:
         """Make the tables.
 
         Args:
             plan: The exchange plan.
             chunk: One of its chunks.
-            batches: The chunk's owned matrices as they are orthogonalised.
-            position_of: Index of a partition to its position among the tensors of a pass.
-            exact: Whether fragments are sent uncompressed.
+            batches: The chunk's owned matrices in the batches in which they are orthogonalised.
+            position_of: Index of a partition to its position in the lists of tensors that a pass takes.
+            uncompressed: Whether fragments are sent in the communication dtype rather than as int8.
         """
         self._matrices, self._position_of = plan.matrices, position_of
         fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
-        self._fragments = {index: each for index, each in fragments.items() if each is not None}
+        self._fragments = {index: fragment for index, fragment in fragments.items() if fragment is not None}
         self._received: dict[int, list[Segment]] = {}
         for index, segment in chunk.receive_buffer.segments:
             self._received.setdefault(index, []).append(segment)
@@ -96,18 +101,15 @@ class ChunkTable:
         offsets, self.local_numel = self._aligned_offsets(local)
         self._offset_of = dict(zip(local, offsets, strict=True))
 
-        # 2. fragments in the send buffer; in the communication dtype they need a tensor of their own if it is int8
+        # 2. fragments that are sent; if the send buffer is int8, they are packed into a separate tensor before
         segments = chunk.send_buffer.segments
         sent = [index for index, _ in segments]
-        if exact:
-            send_offsets, self.sent_numel = (
-                [each.buffer_offset for _, each in segments],
-                chunk.send_buffer.numel,
-            )
+        self.int8_segments: tuple[tuple[int, Segment], ...] = ()
+        if uncompressed:
+            send_offsets = [segment.buffer_offset for _, segment in segments]
+            self.sent_numel = chunk.send_buffer.numel
         else:
             send_offsets, self.sent_numel = self._aligned_offsets(sent)
-        self.int8_segments: tuple[tuple[int, Segment], ...] = ()
-        if not exact:
             self.int8_segments = tuple(
                 (index, segment._replace(matrix_offset=offset))
                 for (index, segment), offset in zip(segments, send_offsets, strict=True)
@@ -121,21 +123,21 @@ class ChunkTable:
         self.apply_table = torch.cat((self._table(owned, DIRECTIONS, offsets[: len(owned)]), sent_table))
         self.blocks = torch.empty((0, 2), dtype=torch.int64)
 
-        # A chunk has the same active matrices in almost all steps, or some of a few sets.
+        # The active matrices of a chunk are almost always the same, or one of a few subsets.
         self._batch = functools.lru_cache(maxsize=len(batches) + 64)(self._copies)
         for batch in batches:
-            # Shards of matrices of one logical shape may be unequal.
+            # Matrices of one logical shape may have tensor-parallel shards of unequal size.
             if len({plan.matrices[index].numel for index in batch}) == 1:
                 self.batch(batch)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Return what is copied for owned matrices of one shape; cached."""
+        """Return the copies for owned matrices whose shards have one size; cached."""
         return self._batch(tuple(indices))
 
     def _copies(self, indices: tuple[int, ...]) -> Batch:
         numel = self._matrices[indices[0]].numel
         local: list[Segment] = []
-        received: list[list[Segment]] = []  # the first segment of every matrix, the second of every one, ...
+        received: list[list[Segment]] = []  # [i]: the i-th segment of each matrix
         for number, index in enumerate(indices):
             start = number * numel
             if index in self._offset_of:
@@ -146,14 +148,14 @@ class ChunkTable:
                 received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
         local_joined = tuple(_joined(local, numel))
         received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
-        in_order = any(  # of the first; there is none if this rank's shards of the matrices are empty
-            math.prod(each.shape) == len(indices) * numel and each.buffer_offset % _ALIGNMENT == 0
-            for each in (local_joined or received_joined)[:1]
+        in_order = any(  # there is no segment if this rank's shards of the matrices are empty
+            math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
+            for segment in (local_joined or received_joined)[:1]
         )
         return Batch(local_joined, received_joined, in_order)
 
     def _aligned_offsets(self, indices: Sequence[int]) -> tuple[list[int], int]:
-        """Return the offsets of consecutive fragments at multiples of 32 elements, and the elements of all of them."""
+        """Return offsets of consecutive fragments at multiples of 32 elements, and the padded numel of all."""
         lengths = (-(-self._fragments[index].numel // _ALIGNMENT) * _ALIGNMENT for index in indices)
         ends = list(accumulate(lengths, initial=0))
         return ends[:-1], ends[-1]
@@ -163,8 +165,8 @@ class ChunkTable:
 
         Args:
             indices: The matrices.
-            target: Number of the tensor with directions and updates.
-            offsets: Of each fragment in it.
+            target: The second tensor, :data:`DIRECTIONS` or :data:`SEND`.
+            offsets: The offset of each fragment in it.
         """
         rows = []
         for index, offset in zip(indices, offsets, strict=True):
@@ -175,29 +177,30 @@ class ChunkTable:
 
 
 def _joined(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
-    """Yield segments of one matrix each, with those of consecutive matrices at equal distances as one."""
+    """Yield the segments, with those of consecutive matrices at equal distances joined into one."""
     last: Segment | None = None
     for segment in segments:
-        longer = None if last is None else last.joined(segment, distance)
-        if last is not None and longer is None:
+        joined = None if last is None else last.joined(segment, distance)
+        if last is not None and joined is None:
             yield last
-        last = longer or segment._replace(matrix_strides=(distance, *segment.matrix_strides[1:]))
+        last = joined or segment._replace(matrix_strides=(distance, *segment.matrix_strides[1:]))
     if last is not None:
         yield last
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How each matrix of a plan is updated in this step.
+    """Learning rate, decay and momentum of each matrix of a plan in this step.
 
     Attributes:
-        momentum: ``(matrices, 2)``, float64: decay of the moving average, and whether Nesterov's blend follows.
-        apply: ``(matrices, 2)``, float64: the rate times the scale of the first block, relative to which an update is
-            scaled; and the factor of the weights, or with cautious decay the share that those lose that decay.
-        cautious: ``(partitions,)``, bool: where only weights decay that have the sign of their update; ``None`` if
-            nowhere.
-        scales: Factor of the scale rule for each block of each matrix.
-        settings: Values of the variant's settings for each matrix; empty if it has no settings.
+        momentum: ``(matrices, 2)`` float64: ``momentum``, and 1 for Nesterov momentum, else 0.
+        apply: ``(matrices, 2)`` float64. Column 0 is the learning rate times the scale of the matrix's first block; the
+            updates of its other blocks are scaled relative to the first one before. Column 1 is the factor that decays
+            the weights; with cautious decay it is the fraction that the decayed weights lose.
+        cautious: ``(partitions,)`` bool: where only weights decay whose sign is that of their update; ``None`` if there
+            is no such partition.
+        scales: Factor of the scale rule (``adjust_lr_fn``) for each block of each matrix.
+        settings: Values of the variant's settings for each matrix; empty if it has none.
     """
 
     momentum: Tensor
@@ -208,24 +211,26 @@ class Rates:
 
 
 class RateTable:
-    """The :class:`Rates` of a plan, made anew when a param group has changed."""
+    """Computes the :class:`Rates` of a plan from the param groups, again only after a group has changed."""
 
     def __init__(
-        self, matrices: Sequence[MatrixLayout], variant: Variant, partitions: Mapping[int, int]
+        self, matrices: Sequence[MatrixLayout], variant: Variant, position_of: Mapping[int, int]
     ) -> None:
-        """Keep the arguments; ``partitions`` maps the index of a partition to its position."""
+        """Keep the arguments; ``position_of`` maps the index of a partition to its position."""
         self._matrices = matrices
         self._variant = variant
-        self._keys = [each.name for each in variant.settings]
-        self._position_of = partitions
-        self._positions = torch.tensor([partitions[each.partition] for each in matrices], dtype=torch.int64)
-        # A schedule changes the rates in every step, but not the rules.
+        self._keys = [setting.name for setting in variant.settings]
+        self._position_of = position_of
+        self._positions = torch.tensor(
+            [position_of[matrix.partition] for matrix in matrices], dtype=torch.int64
+        )  # (matrices,)
+        # A schedule changes the learning rates in every step, but not the scale rules.
         self._scales = functools.lru_cache(maxsize=4)(self._scales_by)
         self._read: list[tuple[Any, ...]] = []
         self._rates: Rates | None = None
 
     def of(self, groups: Mapping[int, Mapping[str, Any]]) -> Rates:
-        """Return the rates for the param groups, which are given by partition index."""
+        """Return the rates by the param groups, which are given by partition index."""
         of_group = {id(group): self._numbers(group) for group in {id(g): g for g in groups.values()}.values()}
         read = [of_group[id(groups[index])] for index in self._position_of]
         if read != self._read or self._rates is None:
@@ -234,7 +239,7 @@ class RateTable:
         return self._rates
 
     def _numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what the rates depend on."""
+        """Return the values of a group on which the rates depend."""
         return (
             float(group["lr"]),
             float(group["weight_decay"]),
@@ -247,7 +252,9 @@ class RateTable:
 
     def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
         decays = {decay for _, decay, *_ in read} - {0.0}
-        if decays and "weight_decay" in self._variant.refuses:  # from a schedule, or another run's settings
+        if (
+            decays and "weight_decay" in self._variant.refuses
+        ):  # set by a schedule, or restored with other settings
             raise ConfigError(
                 f"weight_decay {decays.pop():g} in a param group of Muon with variant {self._variant.name!r}: "
                 f"{self._variant.refuses['weight_decay']}. After another variant restore with hyperparameters=False"
@@ -257,9 +264,11 @@ class RateTable:
             (lr, _decay(mode, lr, decay), momentum, nesterov, *more)
             for lr, decay, mode, _, momentum, nesterov, *more in read
         ]
-        settings = [own[4:] for own in numbers]
-        width = 4 + len(self._keys)
-        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, width)[self._positions]
+        settings = [values[4:] for values in numbers]
+        columns = 4 + len(self._keys)
+        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, columns)[
+            self._positions
+        ]  # (matrices, columns)
         rows[:, 0] *= first
         cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
         return Rates(
@@ -271,15 +280,15 @@ class RateTable:
         )
 
     def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:
-        """Return the scales of all blocks of each matrix, and of the first ones, for the rule of each partition."""
-        found: list[tuple[float, ...]] = []
+        """Return the scales of each matrix's blocks, and those of the first blocks, by the rule of each partition."""
+        scales: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
             if self._variant.apply is not None:
-                found.append((1.0,) * len(shapes))
+                scales.append((1.0,) * len(shapes))
             else:
-                found.append(tuple(update_scale(rules[position], *shape) for shape in shapes))
-        return found, torch.tensor([each[0] for each in found], dtype=torch.float64)
+                scales.append(tuple(update_scale(rules[position], *shape) for shape in shapes))
+        return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64)
 
 
 def _decay(mode: WeightDecayMode, lr: float, weight_decay: float) -> float:
@@ -288,17 +297,19 @@ def _decay(mode: WeightDecayMode, lr: float, weight_decay: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one set. Flat tensors are this rank's, by position of the partition.
+    """The tensors and rates of one step of one step set.
+
+    The lists have one flat tensor of this rank for each of Muon's partitions.
 
     Attributes:
-        mask: For each matrix of the plan, whether any rank has a gradient, bool on the CPU; ``None`` if all have one.
-        rates: Of each matrix of the plan.
-        flat: Flat weights; mutated.
-        momentum: Mutated.
-        grads: The gradients that enter the momentum.
+        mask: Whether any rank has a gradient, ``(matrices,)`` bool on the CPU; ``None`` if every matrix has one.
+        rates: The rates of each matrix of the plan.
+        flat: The weights; mutated.
+        momentum: The momentum, or its int8 codes; mutated.
+        grads: The gradients.
         finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
-        passes: Native or torch passes.
-        scales: Of an int8 momentum, whose codes :attr:`momentum` then holds; mutated.
+        passes: The native or torch implementation of the elementwise passes.
+        scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
     """
 
     mask: Tensor | None
@@ -311,46 +322,46 @@ class Step:
     scales: Sequence[Tensor] | None = None
 
     def active(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return those of some matrices that are active."""
+        """Return those of the matrices ``indices`` that are active: any rank has a gradient of them."""
         if self.mask is None:
             return indices
         return [index for index, flag in zip(indices, self.mask[list(indices)].tolist(), strict=True) if flag]
 
     def active_rows(self, table: Tensor) -> Tensor:
-        """Return the rows of a table whose matrix is active."""
+        """Return the rows of a table whose matrix is active, ``(active fragments, 6)``."""
         return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
 
 
 def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> None:
-    """Update the momentum of a chunk's active fragments; write their directions.
+    """Update the momentum of a chunk's active fragments, and write their directions.
 
     Args:
-        table: Of the chunk.
-        step: The momentum is mutated.
-        directions: Receives those that are not sent: :attr:`ChunkTable.local_numel` elements, in the communication
-            dtype.
-        send: Receives those that are sent. Both are on the device of the momentum.
+        table: The tables of the chunk.
+        step: The step, whose momentum is mutated.
+        directions: Output for directions that are not sent: ``(local_numel,)`` in the communication dtype, on the
+            device of the momentum.
+        send: Output for directions that are sent: ``(sent_numel,)``, of the same dtype and device.
     """
-    rows, outs, rates = step.active_rows(table.pack_table), [directions, send], step.rates.momentum
+    rows, outputs, rates = step.active_rows(table.pack_table), [directions, send], step.rates.momentum
     if step.scales is None:
-        step.passes.momentum_pack(step.momentum, step.grads, outs, rows, rates)
+        step.passes.momentum_pack(step.momentum, step.grads, outputs, rows, rates)
         return
     blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
-    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outs, rows, rates, blocks)
+    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outputs, rows, rates, blocks)
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
-    """Decay and update the fragments of the weights in a table.
+    """Decay the weights of the fragments in a table, and add their updates.
 
     Args:
-        table: Of active fragments.
-        step: The weights are mutated.
-        updates: The table's other tensors: flat, in the communication dtype, on any device.
+        table: Rows of :attr:`ChunkTable.apply_table` whose matrix is active.
+        step: The step, whose weights are mutated.
+        updates: The table's second tensors: flat, in the communication dtype, on any device.
     """
     if not len(table):
         return
     device = step.flat[0].device
-    if any(each.device != device for each in updates):
+    if any(tensor.device != device for tensor in updates):
         table, updates = _moved(table, updates, device)
     cautious = None if step.rates.cautious is None else step.rates.cautious[table[:, 0]]
     if cautious is not None:
@@ -360,9 +371,11 @@ def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
 
 
 def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the update of each fragment on the device of the weights, and their table."""
-    parts = [updates[other].narrow(0, at, numel) for _, _, other, at, numel, _ in table.tolist()]
-    moved = torch.cat(parts).to(device).split(table[:, 4].tolist())
+    """Copy the updates of all fragments to a device at once; return the table for the copies, and these."""
+    fragments = [
+        updates[source].narrow(0, offset, numel) for _, _, source, offset, numel, _ in table.tolist()
+    ]
+    moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
     table = table.clone()
     table[:, 2], table[:, 3] = torch.arange(len(table)), 0
     return table, moved

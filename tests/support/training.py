@@ -155,7 +155,7 @@ def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
     for runner in optimizer.runners:
         tensors = {p.index: read(optimizer, p.tensor) for p in runner.step_set.partitions}
         tensors |= {index: decoded(runner, optimizer, index, each) for index, each in tensors.items()}
-        for layout in (*runner.step_set.matrices, *runner.step_set.others):
+        for layout in (*runner.step_set.matrices, *runner.step_set.adamw_parameters):
             tensor = tensors[layout.partition]
             if tensor is None:
                 continue

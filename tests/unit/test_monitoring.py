@@ -301,7 +301,7 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
 def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(mode: Any) -> None:
     """Left out in the first step, wrong in fp32 in the second, which the third one tells."""
     weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
-    optimizer._bind_plain()
+    optimizer._bind_to_parameters()
     (runner,) = optimizer.runners
     runner.check.is_deferred = True
     weight.data.fill_(1.0)

@@ -62,7 +62,7 @@ def step_of(
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
     """Pack the directions of equal matrices of 8 columns in one partition; the gradient is 0, 1, 2, ..."""
     plan = plan_of(rows, len(order))
-    table = ChunkTable(plan, plan.chunks[0], [order], {0: 0}, exact=True)
+    table = ChunkTable(plan, plan.chunks[0], [order], {0: 0}, uncompressed=True)
     grad = torch.arange(8.0 * rows * len(order))
     rates = rates_of(len(order), momentum=0.0)
     step = step_of(torch.zeros_like(grad), grad, rates, active=[True] * len(order))
@@ -93,7 +93,7 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     """On three ranks: the pieces of four matrices as one copy, which is all of them in order."""
     plan = plan_of(6, 4, ranks=3)
     (chunk,) = plan.chunks
-    table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0}, exact=True)
+    table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0}, uncompressed=True)
     batch = table.batch([0, 1, 2, 3])
     assert not batch.local and len(batch.received) == 1 and batch.in_order
     received = torch.arange(float(chunk.receive_buffer.numel))
@@ -133,7 +133,7 @@ def test_pieces_at_unequal_distances_are_not_joined() -> None:
 
 def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     plan = plan_of(4, 3)
-    table = ChunkTable(plan, plan.chunks[0], [[0, 1, 2]], {0: 0}, exact=True)
+    table = ChunkTable(plan, plan.chunks[0], [[0, 1, 2]], {0: 0}, uncompressed=True)
     momentum, param, grad = torch.zeros(96), torch.ones(96), torch.ones(96)
     active = [True, False, True]
     step = step_of(momentum, grad, rates_of(3, momentum=0.0), active=active, param=param)
@@ -154,7 +154,7 @@ def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, 
     weight = nn.Parameter(torch.zeros(5, 6, 4))
     optimizer = Muon([("layers.0.experts.up", weight)], muon_lr=1.0, ns_dtype="fp32", ns_backend="torch")
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
-    optimizer._bind_plain()
+    optimizer._bind_to_parameters()
     whole = optimizer.runners[0]._strategy
     original, shapes = whole._orthogonalize, []
 
