@@ -6,7 +6,7 @@
 1. ``_pack``: both ranks update the momentum of their halves of ``A`` and ``B`` and write the directions to the send
    buffer, in the communication dtype.
 2. gather: rank 1 sends its half of ``A`` to rank 0 and receives rank 0's half of ``B``.
-3. ``_orthogonalize``: rank 1 puts ``B`` together, runs Newton-Schulz on it, has the result checked
+3. ``_orthogonalize``: rank 1 assembles ``B``, runs Newton-Schulz on it, has the result checked
    (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its receive buffer.
 4. scatter: rank 1 sends rank 0's half of the update of ``B`` back, and receives its half of the update of ``A``.
 5. ``_apply``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``.
@@ -82,7 +82,7 @@ class StepRunner:
 
     Attributes:
         step_set: The set.
-        context: What every part of its step needs.
+        context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
         rows: Where the row state of the variant is stored; ``None`` if it has none.
