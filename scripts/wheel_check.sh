@@ -90,7 +90,7 @@ done
 # On CPU ranks DeepSpeed itself compiles one operator, with any optimizer, and ends without it.
 mkdir -p "$work/without_compiler/extensions"
 cp -a "$work/with_compiler/extensions/deepspeed_shm_comm" "$work/without_compiler/extensions/"
-train without_compiler "$work/env/bin:$work/programs" "the native ops cannot be built here"
+train without_compiler "$work/env/bin:$work/programs" "the native ops cannot be built on this machine"
 
 cd "$repository"
 rm -rf dist

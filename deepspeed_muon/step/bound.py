@@ -1,4 +1,4 @@
-"""All step sets of an optimizer, bound to the tensors that ZeRO hands over."""
+"""Holds the runners of all step sets of an optimizer, and selects those that one call of ``step()`` updates."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class BoundSteps:
     """The runners of an optimizer's step sets, in an order that all ranks share.
 
     Attributes:
-        runners: One for each step set.
-        gradient_status: What exchanges the status of the gradients of each runner's step set.
-        process_groups: The process groups over which the step sets communicate.
+        runners: The runner of each step set.
+        gradient_status: The exchange of gradient status of each runner's step set.
+        process_groups: The process groups over which the step sets communicate, without duplicates.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class BoundSteps:
         """Make the exchange plans; nothing is sent.
 
         Args:
-            step_sets: What each call of ``step()`` will update, from a reader.
+            step_sets: The step sets, in an order that all ranks share.
             config: The optimizer's settings.
-            resources: Shared by the sets.
+            resources: Device, buffers and counters that the step sets share.
         """
         self._config = config
         self._resources = resources
@@ -72,32 +72,37 @@ class BoundSteps:
         }
 
     def take_over(self, before: BoundSteps) -> None:
-        """Take over which matrices got no update in the last step, which the next one tells the other ranks."""
+        """Take over, when the optimizer is bound again, the flags of matrices that got no update in the last step.
+
+        The next step sends them to all ranks.
+        """
         position_of = {
-            matrix.name: (runner, number)
+            matrix.name: (runner, position)
             for runner in self.runners
-            for number, matrix in enumerate(runner.step_set.matrices)
+            for position, matrix in enumerate(runner.step_set.matrices)
         }
         for runner in before.runners:
             names = [matrix.name for matrix in runner.step_set.matrices]
-            for numbers, flags in runner.check.left_out:
-                for number, flag in zip(numbers, flags.split(1), strict=True):
-                    # Frozen since, it has no next step.
-                    if (matrix := position_of.get(names[number])) is not None:
-                        runner_now, position = matrix
-                        runner_now.check.left_out.append(([position], flag))
+            for positions, flags in runner.check.left_out:
+                for position, flag in zip(positions, flags.split(1), strict=True):
+                    # A matrix that was frozen since then is in no step set.
+                    if (successor := position_of.get(names[position])) is not None:
+                        new_runner, new_position = successor
+                        new_runner.check.left_out.append(([new_position], flag))
 
     def current(
         self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()
     ) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
-        """Return the step sets of one call of ``step()``, each with the param group of every partition.
+        """Return the runners of one call of ``step()``, each with its param groups by partition index.
 
         Args:
-            param_groups: The optimizer's; ZeRO leaves only what the call shall update in them.
-            left_out: Tensors of the groups that no step set has.
+            param_groups: The optimizer's param groups, from which ZeRO removes the tensors that the call does not
+                update.
+            left_out: Tensors in the groups that are in no step set.
 
         Raises:
-            BindingError: If they hold an unknown tensor, or only a part of a set, or if a tensor was converted.
+            BindingError: If the groups have an unknown tensor, or some but not all partitions of a step set, or if the
+                dtype of a tensor changed.
         """
         group_of: dict[int, dict[str, Any]] = {
             id(p): group for group in param_groups for p in group["params"]
@@ -129,14 +134,14 @@ class BoundSteps:
         return current
 
     def exchange_flags(self, grads: Gradients, norms: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce the gradient flags of all step sets over their ranks, in one message for each process group.
+        """Reduce the gradient flags of all step sets over their ranks, with one all-reduce for each process group.
 
-        The host waits for the device once. Must be called by all ranks of the engine, before the calls of ``step()``
-        that update the sets.
+        Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets. The host waits
+        for the device once.
 
         Args:
             grads: Partition index to this rank's gradient; a missing one counts as zero.
-            norms: What else shall be read from the device at once.
+            norms: More tensors to copy from the device in the same synchronisation.
 
         Returns:
             ``norms`` on the CPU.
@@ -153,26 +158,25 @@ class BoundSteps:
         return on_cpu[: len(norms)]
 
     def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
-        """Return whether any gradient is not finite; ``None`` if the ranks of ``group`` do not have the flags of all.
+        """Return whether any gradient is inf or NaN on a rank of ``group``, or ``None`` if the flags do not say so.
 
-        They have them after :meth:`exchange_flags`, if all step sets belong to the ranks of ``group``.
+        They do after :meth:`exchange_flags`, if every step set is exchanged over exactly the ranks of ``group``.
         """
-        # At stage 3 ZeRO's sub-groups have another group object than its wrapper, of the same ranks.
+        # At ZeRO 3 the sub-groups have a different group object than ZeRO's optimizer, with the same ranks.
         ranks_of = dist.get_process_group_ranks
-        if any(
-            ranks_of(own) != ranks_of(group) for own in {r.step_set.group for r in self.runners} - {group}
-        ):
+        set_groups = {runner.step_set.group for runner in self.runners} - {group}
+        if any(ranks_of(set_group) != ranks_of(group) for set_group in set_groups):
             return None
-        flags = [status.flags for status in self.gradient_status.values()]
-        if any(own is None for own in flags):
+        all_flags = [status.flags for status in self.gradient_status.values()]
+        if any(flags is None for flags in all_flags):
             return None
-        return any(bool((own[0].numpy() == NOT_FINITE).any()) for own in flags if own is not None)
+        return any(bool((flags[0].numpy() == NOT_FINITE).any()) for flags in all_flags if flags is not None)
 
     def take_failed(self) -> list[str]:
         """Return the names of the matrices that got no update in the last step because it was wrong in fp32 too.
 
-        They are known after :meth:`exchange_flags`. If there are any, all verdicts are dropped, since no step follows
-        that would report them.
+        Call it after :meth:`exchange_flags`. If there are such matrices, all verdicts are read and dropped, since no
+        step follows that would report them.
         """
         left_out = {
             runner: set_positions(status.flags[1].tolist())
@@ -185,64 +189,64 @@ class BoundSteps:
         return failed
 
     def forget_flags(self) -> None:
-        """Drop the flags of :meth:`exchange_flags` at the end of a step."""
+        """Drop the flags of :meth:`exchange_flags`, at the end of a step."""
         for status in self.gradient_status.values():
             status.flags = None
 
     def facts(self) -> RankFacts:
-        """Return what the ranks compare of their plans."""
+        """Return the facts about the plans that must be equal on all ranks."""
         facts = RankFacts()
-        shared = [Scope.of(runner.step_set.group) for runner in self.runners]
+        data_scopes = [Scope.of(runner.step_set.group) for runner in self.runners]
         groups = [runner.step_set.wider_group for runner in self.runners]
-        wider = [None if group is None else Scope.of(group) for group in groups]
+        skip_scopes = [None if group is None else Scope.of(group) for group in groups]
         overlap = self._resources.overlap
-        for number, (runner, ranks) in enumerate(zip(self.runners, shared, strict=True)):
+        for number, (runner, ranks) in enumerate(zip(self.runners, data_scopes, strict=True)):
             step_set, plan = runner.step_set, runner.plan
-            # In the order of the flags, which the ranks match by position.
+            # In the order of the gradient flags, which are reduced by position.
             layouts = ", ".join(f"{layout.name} ({layout.numel})" for layout in step_set.layouts)
-            alike = [n for n, each in enumerate(shared) if each == ranks]
-            facts.record(f"step sets of ranks {ranks.name}", alike, ranks)
+            same_ranks = [n for n, scope in enumerate(data_scopes) if scope == ranks]
+            facts.record(f"step sets of ranks {ranks.name}", same_ranks, ranks)
             facts.record(f"plan of step set {number}", plan.digest(), ranks)
-            # It decides about the order of the all-to-alls.
+            # Overlap changes the order of the all-to-alls.
             facts.record(f"overlap in step set {number}", overlap, ranks)
             facts.record(f"parameters of step set {number}", layouts, ranks)
-            if (skips := wider[number]) is not None:
-                # The wider group exchanges flags once for each of these sets, in order.
-                same = [n for n, each in enumerate(wider) if each == skips]
-                facts.record(f"step sets that ranks {skips.name} skip together", same, skips)
+            if (skipping := skip_scopes[number]) is not None:
+                # The wider group reduces flags once for each of these sets, in order.
+                same_ranks = [n for n, scope in enumerate(skip_scopes) if scope == skipping]
+                facts.record(f"step sets that ranks {skipping.name} skip together", same_ranks, skipping)
             if step_set.stack_group is not None:
-                # These ranks exchange flags too, by position.
+                # These ranks reduce flags too, by position.
                 stacks = Scope.of(step_set.stack_group)
                 facts.record(f"stacks of experts in step set {number}", layouts, stacks)
             if step_set.tensor_group is not None:
-                # Tensor-parallel ranks call collectives in the order of the plan, and compute by the settings.
-                across = Scope.of(step_set.tensor_group)
+                # Tensor-parallel ranks call collectives in the order of the plan, and iterate with the same settings.
+                tensor_ranks = Scope.of(step_set.tensor_group)
                 shards = [matrix.shards for matrix in step_set.matrices]
-                facts.record(f"plan of step set {number}", (plan.digest(), shards, overlap), across)
-                # Shards of AdamW's parameters may be unequal.
+                facts.record(f"plan of step set {number}", (plan.digest(), shards, overlap), tensor_ranks)
+                # Only the names, because the shards of AdamW's parameters may have unequal sizes.
                 names = [layout.name for layout in step_set.layouts]
                 fact = (
                     f"parameters of step set {number} (at ZeRO 3 one sub-group must hold all: sub_group_size)"
                 )
-                facts.record(fact, names, across)
-                own = self._config.model_dump_json()
-                facts.record(f"optimizer.params for step set {number}", own, across)
+                facts.record(fact, names, tensor_ranks)
+                settings = self._config.model_dump_json()
+                facts.record(f"optimizer.params for step set {number}", settings, tensor_ranks)
         return facts
 
 
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
-    """Return whether chunks are exchanged while others are orthogonalised: the same on all ranks of a group."""
+    """Return whether a chunk is exchanged while another one is orthogonalised; equal on all ranks of a group."""
     return config.exchange_overlap and all(
         overlap_fits(
-            each.matrices,
-            config.wire_format.bytes_per_element(config.resolved_wire_dtype(each.model_dtype).itemsize),
+            step_set.matrices,
+            config.wire_format.bytes_per_element(config.resolved_wire_dtype(step_set.model_dtype).itemsize),
         )
-        for each in step_sets
+        for step_set in step_sets
     )
 
 
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Tensor]:
-    """Return the flat gradients of a step set, by partition.
+    """Return the gradients in ``grad`` of a step set's tensors, flat and contiguous, by partition index.
 
     Args:
         runner: The runner of the set.
@@ -257,7 +261,7 @@ def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Ten
         if grad is not None:
             if grad.is_sparse:
                 raise BindingError("sparse gradients are not supported; use sparse=False in the embedding")
-            # Kernels need a contiguous gradient; that of a strided view need not be.
+            # The native operators read a contiguous tensor; the gradient of a strided view need not be one.
             grads[partition.index] = grad.reshape(-1).contiguous()
     if scale is not None:
         inverse = 1.0 / scale.double()

@@ -1,12 +1,12 @@
-"""What ``load_state_dict`` accepts: every group and every entry of the state is checked before anything changes.
+"""Checks and converts the state dict given to ``load_state_dict``, before anything of the optimizer changes.
 
-The state dict may be of this optimizer, or of one with the same state: the momentum of ``torch.optim.Muon`` and of
-Keller Jordan's Muon is a running mean of the gradients, as here, and AdamW's moments are the same everywhere. What is
-missing is replaced as follows:
+The state dict may have been saved by this optimizer or by one with the same state: the momentum of
+``torch.optim.Muon`` and of Keller Jordan's Muon is a running mean of the gradients, as it is here, and AdamW's moments
+have one definition. Missing entries are replaced as follows:
 
 - A parameter without an entry, or with an empty one, starts without state, as before its first step.
-- Momentum without ``step`` counts from 0, because Muon's update does not depend on it. Moments need their ``step``.
-- A setting that the saved group does not have is this optimizer's.
+- Momentum without ``step`` gets ``step`` 0, on which Muon's update does not depend. AdamW's moments need ``step``.
+- A setting that the saved group does not have remains that of this optimizer.
 
 Anything else that is missing or unknown is an error.
 """
@@ -41,7 +41,7 @@ _FIXED = frozenset(("params", "param_names", "algorithm", "use_muon", CALLER_GRO
 """Keys that identify a group: they are compared or ignored, and never loaded."""
 
 _SCHEDULER_KEYS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"))
-"""Keys that torch's schedulers add to the groups. Some look like misspelt settings."""
+"""Keys that torch's schedulers add to the groups; without this list some would be reported as misspelt settings."""
 
 _KERNEL_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options of torch's optimizers that do not change what is computed."""
@@ -76,19 +76,19 @@ def read_state_dict(
     *,
     names: Mapping[int, str] | None,
 ) -> LoadedState:
-    """Check a state dict and return what the optimizer shall load. Neither is changed.
+    """Check a state dict, and return its contents as this optimizer loads them; no argument is mutated.
 
     Args:
         state_dict: From ``state_dict()`` of this or of another optimizer.
         param_groups: The optimizer's groups.
         config: The optimizer's settings.
         policy: The dtypes of the state.
-        names: ``id(parameter)`` to its name; ``None`` if the groups hold ZeRO's partitions, which have padding.
+        names: ``id(parameter)`` to its name; ``None`` if the tensors in the groups are ZeRO's partitions.
 
     Raises:
-        CheckpointError: If the state is not what an optimizer of this kind has saved.
-        ConfigError: If a group's setting is unknown or out of range.
-        RoutingError: If the groups are not those of this optimizer.
+        CheckpointError: If the state is malformed, or that of a different kind of optimizer.
+        ConfigError: If a setting of a group is unknown, out of range, or contradicts the optimizer's.
+        RoutingError: If the number, sizes or algorithms of the groups are not those of this optimizer.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
@@ -113,8 +113,8 @@ def read_state_dict(
         for position, (param, entry) in enumerate(entries):
             if entry:
                 name = None if names is None else names[id(param)]
-                owner = f"{where}, {f'parameter {name}' if name else f'partition {position}'}"
-                _check_entry(owner, entry, group["algorithm"], shape=param.shape if name else None)
+                label = f"{where}, {f'parameter {name}' if name else f'partition {position}'}"
+                _check_entry(label, entry, group["algorithm"], shape=param.shape if name else None)
                 state[param] = _converted(entry, param, policy, conversions)
     for conversion in sorted(conversions):
         warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", conversion)
@@ -136,7 +136,7 @@ def _check_form(saved_groups: object, saved_state: object) -> None:
 
 
 def _check_keys(saved_groups: Sequence[GroupSettings], saved_state: Mapping[int | str, object]) -> None:
-    """Raise unless the state is one dict for each of the groups' parameters, or for some of them."""
+    """Raise unless every entry of the state is a dict and belongs to one parameter of the groups."""
     keys = [key for saved in saved_groups for key in saved["params"]]
     parameter_keys = set(keys)
     if len(parameter_keys) < len(keys):
@@ -154,7 +154,7 @@ def _check_keys(saved_groups: Sequence[GroupSettings], saved_state: Mapping[int 
 
 
 def _check_sizes(saved_groups: Sequence[GroupSettings], groups: Sequence[GroupSettings]) -> None:
-    """Raise unless both have as many groups, with as many parameters each."""
+    """Raise unless the numbers of groups, and of parameters in them, are equal."""
     halves = "Muon and AdamW divide each group of the caller between them"
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
     sizes = [len(group["params"]) for group in groups]
@@ -173,7 +173,7 @@ def _check_sizes(saved_groups: Sequence[GroupSettings], groups: Sequence[GroupSe
 
 
 def _check_kind(where: str, saved: GroupSettings, algorithm: str, entries: Iterable[StateDict]) -> None:
-    """Raise if a saved group is of the other algorithm, by its keys for that, else its state, else its settings."""
+    """Raise if a saved group has a different algorithm, by its keys for that, else its state, else its settings."""
     kinds = [saved["algorithm"]] if "algorithm" in saved else []
     if saved.get("use_muon") is not None:
         kinds.append("muon" if saved["use_muon"] else "adamw")
@@ -204,7 +204,7 @@ def _check_kind(where: str, saved: GroupSettings, algorithm: str, entries: Itera
 def _check_convention(
     where: str, saved: GroupSettings, config: MuonConfig, entries: Iterable[StateDict]
 ) -> None:
-    """Raise if another optimizer saved the group, and its momentum or iteration differs from this optimizer's."""
+    """Raise if the group's momentum or iteration, saved by an optimizer of another library, differs from this one's."""
     if "dampening" in saved:
         raise CheckpointError(
             f"{where} was saved by torch.optim.SGD (it has dampening): its momentum_buffer is a sum of gradients, and "
@@ -236,12 +236,12 @@ def _check_convention(
 def _checked_settings(
     where: str, saved: Mapping[str, object], group: Mapping[str, object], config: MuonConfig
 ) -> GroupSettings:
-    """Return the group's settings, replaced by those of a saved group after the checks of the constructor."""
-    is_torchs = "ns_coefficients" in saved
+    """Return the settings of ``group``, updated by those of ``saved`` after the checks of the constructor."""
+    is_torch_muon = "ns_coefficients" in saved
     ignored = _FIXED | _KERNEL_OPTIONS | {"decoupled_weight_decay"}
     if group.get("moe"):  # DeepSpeed finds the experts by their group's name
         ignored |= {"name"}
-    if is_torchs:  # its eps bounds a norm, and this optimizer's is AdamW's
+    if is_torch_muon:  # its eps bounds a norm, that of this optimizer is AdamW's
         ignored |= {"ns_coefficients", "ns_steps", "eps"}
     decoupled = saved.get("decoupled_weight_decay", config.adam_w_mode)
     if decoupled != config.adam_w_mode and saved.get("weight_decay"):
@@ -252,10 +252,10 @@ def _checked_settings(
     values = {key: value for key, value in saved.items() if key not in ignored}
     refuse_unknown_keys(values, where, GROUP_SETTINGS | _SCHEDULER_KEYS | group.keys())
     loaded = {key: copy.deepcopy(value) for key, value in values.items() if key not in TORCH_OPTIONS}
-    if is_torchs and loaded.get("adjust_lr_fn", "") is None:
+    if is_torch_muon and loaded.get("adjust_lr_fn", "") is None:
         loaded["adjust_lr_fn"] = "original"
     checked = checked_group_settings(loaded, where, config)
-    # A rate in a tensor is still that tensor, so that later changes of its value count.
+    # A learning rate in a tensor remains that tensor, so that changes of its value take effect.
     rates = {key for key in ("lr", "weight_decay", "initial_lr") if isinstance(loaded.get(key), Tensor)}
     settings = {**group, **loaded, **{key: value for key, value in checked.items() if key not in rates}}
     if group["algorithm"] == "muon":
@@ -263,44 +263,44 @@ def _checked_settings(
     return settings
 
 
-def _check_entry(owner: str, entry: StateDict, algorithm: str, *, shape: torch.Size | None) -> None:
+def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.Size | None) -> None:
     """Raise unless the state of one parameter is that of its algorithm.
 
     Args:
-        owner: The parameter in error messages.
-        entry: Its saved state.
-        algorithm: Of its param group.
-        shape: Its shape; ``None`` for a partition, whose size depends on the ranks.
+        label: The parameter and its group, for error messages.
+        entry: The saved state of the parameter.
+        algorithm: The algorithm of its param group.
+        shape: Its shape; ``None`` for a partition, whose size depends on the number of ranks.
     """
     if missing := [key for key in _REQUIRED[algorithm] if key not in entry]:
         raise CheckpointError(
-            f"{owner}: its state has no {missing[0]!r} (it has {', '.join(map(str, entry))}), which {algorithm} needs; "
+            f"{label}: its state has no {missing[0]!r} (it has {', '.join(map(str, entry))}), which {algorithm} needs; "
             f"add it, or {_REMEDY}"
         )
     if unknown := [key for key in entry if key not in _ALLOWED[algorithm]]:
         raise CheckpointError(
-            f"{owner}: its state has {unknown[0]!r}, which is none of {algorithm}'s: it was saved by another "
+            f"{label}: its state has {unknown[0]!r}, which is none of {algorithm}'s: it was saved by another "
             f"optimizer. Remove the key, or {_REMEDY}"
         )
     for key, value in entry.items():
         if key == "step":
             if not _is_count(value):
                 raise CheckpointError(
-                    f"{owner}: 'step' is {shown(value)}, expected a count of steps; {_REMEDY}"
+                    f"{label}: 'step' is {shown(value)}, expected a count of steps; {_REMEDY}"
                 )
             continue
         is_int8 = key == "momentum_buffer" and isinstance(value, Tensor) and value.dtype == torch.int8
         if not isinstance(value, Tensor) or not (value.is_floating_point() or is_int8):
             dtype = value.dtype if isinstance(value, Tensor) else shown(value)
-            raise CheckpointError(f"{owner}: {key!r} is {dtype}, expected a tensor of floats; {_REMEDY}")
+            raise CheckpointError(f"{label}: {key!r} is {dtype}, expected a tensor of floats; {_REMEDY}")
         if is_int8 != (SCALE_KEY in entry) and key == "momentum_buffer":
             raise CheckpointError(
-                f"{owner}: 'momentum_buffer' is {value.dtype} {'without' if is_int8 else 'with'} {SCALE_KEY!r}: both "
+                f"{label}: 'momentum_buffer' is {value.dtype} {'without' if is_int8 else 'with'} {SCALE_KEY!r}: both "
                 f"belong together; {_REMEDY}"
             )
         if shape is not None and key in STATE_TENSORS and value.shape != shape:
             raise CheckpointError(
-                f"{owner}: {key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}: it is of "
+                f"{label}: {key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}: it is of "
                 f"another parameter. Pass the parameters in the order of the saved optimizer, or {_REMEDY}"
             )
 
@@ -318,13 +318,13 @@ def _is_count(value: object) -> bool:
 def _converted(entry: StateDict, param: Tensor, policy: StatePolicy, conversions: set[str]) -> StateDict:
     """Return the state of a parameter on its device and in the dtypes of ``policy``.
 
-    To and from int8 the next step converts (:func:`.int8.convert_momentum`), because that needs the layout.
+    The next step converts to and from int8 (:func:`.int8.convert_momentum`), which needs the layout.
 
     Args:
         entry: The saved state.
         param: The parameter.
         policy: The dtypes.
-        conversions: Mutated: a conversion to or from int8 is added as a phrase.
+        conversions: Descriptions of conversions to or from int8, for the log; mutated.
     """
     state: StateDict = {}
     for key, value in entry.items():

@@ -71,7 +71,7 @@ class _Batch:
     counted: int
 
 
-class WholeAtOwner:
+class LocalOrthogonalizer:
     """Orthogonalises matrices that are whole on this rank; small blocks of one shape run in one batch.
 
     Attributes:

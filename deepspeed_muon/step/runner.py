@@ -6,7 +6,7 @@
 1. ``_pack``: both ranks update the momentum of their halves of ``A`` and ``B`` and write the directions to the send
    buffer, in the communication dtype.
 2. gather: rank 1 sends its half of ``A`` to rank 0 and receives rank 0's half of ``B``.
-3. ``_orthogonalize``: rank 1 puts ``B`` together, runs Newton-Schulz on it, has the result checked
+3. ``_orthogonalize``: rank 1 assembles ``B``, runs Newton-Schulz on it, has the result checked
    (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its receive buffer.
 4. scatter: rank 1 sends rank 0's half of the update of ``B`` back, and receives its half of the update of ``A``.
 5. ``_apply``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``.
@@ -37,7 +37,7 @@ from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
-from deepspeed_muon.step.orthogonalize import Orthogonalize, WholeAtOwner, batches
+from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
@@ -82,7 +82,7 @@ class StepRunner:
 
     Attributes:
         step_set: The set.
-        context: What every part of its step needs.
+        context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
         rows: Where the row state of the variant is stored; ``None`` if it has none.
@@ -143,9 +143,9 @@ class StepRunner:
         self.check = ResultCheck(
             resources.recorder, matrices, device=device, ns=ns, norms=norms, origin=self.assignment.origin
         )
-        at_owner = WholeAtOwner(matrices, context, resources.orthogonalize, self.check)
+        local = LocalOrthogonalizer(matrices, context, resources.orthogonalize, self.check)
         group = step_set.tensor_group
-        self._strategy = at_owner if group is None else OverTensorGroup(at_owner, config, group)
+        self._strategy = local if group is None else OverTensorGroup(local, config, group)
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
         position_of = {partition.index: position for position, partition in enumerate(self._muon)}
@@ -205,7 +205,7 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        sums = sum(each.sent_bytes for each in self._sums)
+        sums = sum(block_sums.sent_bytes for block_sums in self._sums)
         sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
         return sent + sums
 
@@ -328,8 +328,8 @@ class StepRunner:
         table, codec = self._tables[flight.number], self.context.codec
         owned, record_loss = step.active(flight.chunk.owned), self._loss_recorder("update")
         directions = functools.partial(self._directions, flight)
-        for indices, found in self._strategy.updates(owned, directions, step):
-            batch, updates = table.batch(indices), found.contiguous().view(-1)  # (matrices * rows * cols,)
+        for indices, result in self._strategy.updates(owned, directions, step):
+            batch, updates = table.batch(indices), result.contiguous().view(-1)  # (matrices * rows * cols,)
             for segment in batch.received:
                 sent, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
                 codec.write(sent, fragments, record_loss)
@@ -350,10 +350,12 @@ class StepRunner:
         shape, read = (len(indices), first.rows, first.cols), self.context.codec.read
         if flight.chunk.gathers:
             segments = batch.received
-            fragments = (read(each.in_buffer(flight.receive_buffer), each.shape[2]) for each in segments)
+            fragments = (
+                read(segment.in_buffer(flight.receive_buffer), segment.shape[2]) for segment in segments
+            )
         else:
             segments = batch.local
-            fragments = (each.in_buffer(flight.directions) for each in segments)
+            fragments = (segment.in_buffer(flight.directions) for segment in segments)
         if batch.in_order:
             return next(fragments).contiguous().view(shape)
         directions = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)

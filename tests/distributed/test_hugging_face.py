@@ -383,7 +383,7 @@ def test_resuming_on_another_number_of_ranks(
         trainer_run, config=config, options={**options, **batch}, resume=True, **settings
     )
     for after in rest:
-        training.assert_same_bits(after["saved_state"], uninterrupted["held"])
+        training.assert_same_bits(after["saved_state"], uninterrupted["saved_state"])
         assert after["rates"] == uninterrupted["rates"][SAVED_AT:], "the schedule goes on"
         assert len(after["losses"]) == STEPS - SAVED_AT
         for name, value in uninterrupted["params"].items():

@@ -45,12 +45,12 @@ def test_convolutions_go_where_training_sends_them(
     """The transposed one has as many inputs as outputs, which no file tells from a plain one: it is named."""
     save_adamw(ranks, tmp_path, stage=stage, kind=kind)
     arguments = ["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]
-    assert cli.main([*arguments, "--exclude", "others.1.weight"]) == 0
+    assert cli.main([*arguments, "--exclude", "no_matrix.1.weight"]) == 0
     printed = capsys.readouterr().out
     plain = "plain.0.weight, plain.1.weight, plain.2.weight"
     assert f"taken for filters of plain convolutions, by their shapes: {plain};" in printed
     params = needed(printed)
-    assert params == {"exclude": ["others.1.weight"]}
+    assert params == {"exclude": ["no_matrix.1.weight"]}
     index = load_index(tmp_path / "out")
     assert any(NEEDED in line for line in index.lossy)
     muon = {name for name, record in index.parameters.items() if record.algorithm == "muon"}

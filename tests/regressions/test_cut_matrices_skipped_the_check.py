@@ -67,7 +67,7 @@ def train_scaled(
     engine = tensor_parallel._engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     for runner in optimizer.runners:
-        whole = runner._strategy._whole
+        whole = runner._strategy._local
         whole._orthogonalize = spoiling(whole._orthogonalize)
     group = optimizer.runners[0].step_set.tensor_group
     masters = [tensor_parallel.assembled(engine, None, group)]

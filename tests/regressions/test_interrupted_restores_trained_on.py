@@ -35,8 +35,8 @@ def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[
     scheduler = type(engine.lr_scheduler)
     wrong: list[str] = []
     for owner, method, point, everywhere in (
-        (ConsolidatedSource, "fill", 1, False),
-        (ConsolidatedSource, "fill", 4, True),
+        (ConsolidatedSource, "read_fragment", 1, False),
+        (ConsolidatedSource, "read_fragment", 4, True),
         (scheduler, "load_state_dict", 1, True),
     ):
         original = getattr(owner, method)
