@@ -68,7 +68,7 @@ class Oracle(ReferenceMuon):
 
     Attributes:
         clipping: ``gradient_clipping``.
-        store_momentum: Rounds momentum, given after its parameter's name, to the dtype in which it is stored between steps.
+        store_momentum: Rounds the momentum of a parameter, by name, to the dtype in which it is stored between steps.
         store_moments: Does the same for AdamW's moments.
     """
 
