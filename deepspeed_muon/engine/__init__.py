@@ -100,7 +100,8 @@ def plan_report(engine: Any) -> dict[str, Any]:
 def health(engine: Any) -> dict[str, Any]:
     """Return what the last sampled step measured; ``docs/health.md`` says what each number means.
 
-    Equal on all ranks. Every so many optimizer steps as ``health`` says are sampled, with or without a monitor.
+    Equal on all ranks once a step was sampled. The setting ``health`` is the number of optimizer steps between two
+    samples, with or without a monitor.
 
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.
