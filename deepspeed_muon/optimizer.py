@@ -239,8 +239,8 @@ class Muon(torch.optim.Optimizer):
             BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound; or if a block of
                 zeros was found under a variant that keeps the norm of blocks.
             NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
-                matrix got no update because it was wrong in fp32 too, at the end of this step in a single process
-                without DeepSpeed, else on every rank when the next step begins, before it changes anything.
+                matrix got no update because it was wrong in fp32 too, at the end of this step on the CPU in a single
+                process without DeepSpeed, else on every rank when the next step begins, before it changes anything.
         """
         loss = None
         if closure is not None:
@@ -293,7 +293,7 @@ class Muon(torch.optim.Optimizer):
                 with runner.step_set.flat_partitions() as flat:
                     self.qk_clip.apply(runner.context.number, flat)
 
-        # 5. Errors that a single process knows at once; ranks report them to each other in the next step.
+        # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
         if not self.managed:
