@@ -267,7 +267,7 @@ class _RestorePlan:
                 if max(ends, default=0) > flat.numel():
                     raise CheckpointError(
                         f"parameter {parameter.name}: this rank's {key} is not in memory (it has {flat.numel()} "
-                        f"elements): checkpoints do not know NVMe offload"
+                        f"elements): consolidated sets and universal checkpoints cannot be restored with NVMe offload"
                     )
                 plan.writes.append((parameter, key, flat))
         if hyperparameters:

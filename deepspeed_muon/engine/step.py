@@ -147,7 +147,7 @@ def _warn_of_unfrozen(view: View) -> None:
     view.memory.frozen = [(name, param) for name, param in view.memory.frozen if name not in unfrozen]
     warn(
         "deepspeed_muon: parameters were unfrozen after deepspeed.initialize and do not train: %s. The wrapper "
-        "that DeepSpeed made there (%s) has copies of what was trained then. Unfreeze them before "
+        "that deepspeed.initialize made (%s) has copies of what was trained then. Unfreeze them before "
         "deepspeed.initialize, or make a new engine; at ZeRO 0 in fp32 they would train",
         listed(unfrozen, 5),
         type(view.wrapper).__name__,

@@ -44,7 +44,8 @@ def refuse_unsupported(engine: Any, config: MuonConfig) -> None:
     if unknown := list(_unknown_keys(engine._config.zero_config)):
         raise ConfigError(
             f"zero_optimization.{', zero_optimization.'.join(unknown)} is not supported by deepspeed_muon "
-            f"{__version__}: no result with it has been compared with the reference; remove it, or install a newer one"
+            f"{__version__}: no result with it has been compared with the reference; remove it, or install a newer "
+            f"deepspeed_muon"
         )
 
 
