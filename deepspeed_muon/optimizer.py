@@ -118,8 +118,8 @@ class Muon(torch.optim.Optimizer):
         Args:
             params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of
                 either. Frozen ones train once they are unfrozen, under ZeRO 1 to 3 only if that is before
-                ``deepspeed.initialize``. Each group is divided into one for Muon and one for
-                AdamW, which have its number under ``caller_group``.
+                ``deepspeed.initialize``. Each group is divided into one for Muon and one for AdamW, which have its
+                number under ``caller_group``.
             lr, **settings: The keys of ``optimizer.params``.
             model: The module that ``params`` belongs to, if that is no module itself: its names and module types
                 tell embeddings, heads and convolutions from hidden matrices. ``deepspeed.initialize`` tells them, too.
@@ -226,7 +226,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the current param groups in place.
 
-        Under DeepSpeed ZeRO calls this, once for each step set: partition or sub-group. All ranks of the data-parallel
+        Under DeepSpeed, ZeRO calls this once for each step set (partition or sub-group). All ranks of the data-parallel
         group must call it.
 
         Args:
@@ -236,11 +236,11 @@ class Muon(torch.optim.Optimizer):
             What ``closure`` returned.
 
         Raises:
-            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound; if a block of zeros
-                was found under a variant that keeps the norm of blocks.
+            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound; or if a block of
+                zeros was found under a variant that keeps the norm of blocks.
             NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
-                matrix got no update because it was wrong in fp32 too, at the end of this step in a single process
-                without DeepSpeed, else on every rank when the next step begins, before it changes anything.
+                matrix got no update because it was wrong in fp32 too, at the end of this step on the CPU in a single
+                process without DeepSpeed, else on every rank when the next step begins, before it changes anything.
         """
         loss = None
         if closure is not None:
@@ -293,7 +293,7 @@ class Muon(torch.optim.Optimizer):
                 with runner.step_set.flat_partitions() as flat:
                     self.qk_clip.apply(runner.context.number, flat)
 
-        # 5. Errors that a single process knows at once; ranks report them to each other in the next step.
+        # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
         if not self.managed:
@@ -397,13 +397,14 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Bind the optimizer to the tensors that ``step()`` will update; nothing is sent.
 
-        Makes the exchange plans and chooses kernels. Called once the ZeRO wrapper exists, and again when a parameter
-        was unfrozen or converted. The caller compares :meth:`plan_facts` between the ranks.
+        Makes the exchange plans and chooses kernels. Called once the ZeRO wrapper exists (without DeepSpeed in the
+        first step), and again when a parameter was unfrozen or converted. The engine compares :meth:`plan_facts`
+        between the ranks.
 
         Args:
             step_sets: What each call of ``step()`` will update.
             device: Where the exchange and the iteration run.
-            ranks: The ranks of the engine; this one alone without them.
+            ranks: The ranks of the engine; ``None`` for this one alone.
 
         Raises:
             InstallationError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
@@ -554,7 +555,7 @@ class Muon(torch.optim.Optimizer):
             self._orthogonalizer.release()
 
     def attach_qk_clip(self, model: nn.Module) -> None:
-        """Find the attention layers that ``qk_clip`` clips, before :meth:`bind`; nothing without that setting.
+        """Find the attention layers that ``qk_clip`` clips, before :meth:`bind`; do nothing without that setting.
 
         Args:
             model: The model that is trained. Those of Hugging Face are made to record their logits.

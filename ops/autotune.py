@@ -42,7 +42,7 @@ WORTH_CHANGING = 0.97
 # ill-conditioned matrices come close to it; a Gaussian one has a tenth of it.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1, torch.float64: 1e-4}
 
-# Up to this many FLOPs the reference is float64 on the CPU (tenths of a second), above it is torch's code.
+# Up to this many FLOPs the reference is float64 on the CPU (tenths of a second), above that it is torch's code.
 _FLOAT64_FLOPS = 2e9
 
 
@@ -52,7 +52,8 @@ class Choice:
 
     Attributes:
         name: Name of the candidate.
-        reason: ``measured``, ``remembered`` (from an earlier process), ``only one``, or why nothing was measured.
+        reason: ``measured``, ``measured in part`` (the time was up), ``remembered`` (from an earlier process), ``only
+            one``, or why nothing was measured.
         milliseconds: Candidate to its best time for a batch of at most ``BATCH_NUMEL`` elements.
         rejected: Candidate to why it must not run: its error, or what it raised.
     """

@@ -210,7 +210,7 @@ def _largest_magnitudes(operators: ModuleType, device: str, dtype: torch.dtype) 
 def _momentum_pack_int8(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps."""
     table, (grad, *_) = _fragments(device)
-    # Whole blocks of the first fragment lie on the grid of a GPU's vectors.
+    # The blocks of the first fragment are aligned to a GPU's vectors, those of the others are not.
     before = torch.full_like(table[:, 0], 7)
     before[0] = 0
     counts = (before + table[:, 4] + BLOCK - 1) // BLOCK

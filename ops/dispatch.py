@@ -65,7 +65,7 @@ class Orthogonalizer:
 
         Args:
             x: ``(..., rows, cols)``, any floating dtype. Not mutated.
-            settings: Polynomial, method, dtype and eps.
+            settings: Polynomial, method and dtype.
 
         Returns:
             A new tensor of the same shape, in ``settings.dtype``.
@@ -82,7 +82,7 @@ class Orthogonalizer:
 
         Args:
             x: Only its shape and dtype are used; it may be on the meta device.
-            settings: Polynomial, method, dtype and eps.
+            settings: Polynomial, method and dtype.
             device: Where the tensors will be.
         """
         problem = problem_of(x, settings, device)

@@ -5,9 +5,8 @@ Arguments and mutations are those of the native operators of the same name (``cs
 int8 momentum is quantised linearly in blocks. The :data:`BLOCK` elements of a block share one fp32 scale: their largest
 magnitude divided by 127, truncated to 17 significant bits. A code has 7 bits, so ``code * scale`` is exact in fp32, and
 the largest code of a block is 127. Quantising the dequantised values therefore gives the same scales and codes again,
-on any device and any number of times. Blocks are counted from a
-parameter's first element and end where a fragment ends: no scale is shared by two ranks, and at another number of ranks
-only the blocks at a cut are quantised again.
+on any device and any number of times. Blocks are counted from a parameter's first element and end where a fragment
+ends: no scale is shared by two ranks, and at another number of ranks only the blocks at a cut are quantised again.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _MAX_NUMEL = 1 << 24
 def momentum_pack_(
     bufs: Sequence[Tensor], grads: Sequence[Tensor], outs: Sequence[Tensor], table: Tensor, rates: Tensor
 ) -> None:
-    """Update the momentum of a table of fragments and write their directions into the send buffers.
+    """Update the momentum of a table of fragments and write their directions into flat tensors.
 
     ``buf <- lerp(buf, grad, 1 - momentum)``, and the direction is ``lerp(grad, buf, momentum)`` with Nesterov momentum,
     else ``buf``. The arithmetic is fp32 (float64 for float64 tensors). Results in half precision are rounded to nearest
@@ -188,10 +187,10 @@ def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Te
 
     Args:
         params: Flat weights of the partitions. Mutated.
-        updates: Flat; the receive buffers.
+        updates: Flat. Not mutated.
         table: As for :func:`momentum_pack_`, with ``params`` for ``bufs`` and ``updates`` for ``outs``.
-        rates: ``(matrices, 2)``, float64 on the CPU: learning rate times the scale of the matrix, and one minus
-            learning rate times weight decay.
+        rates: ``(matrices, 2)``, float64 on the CPU: learning rate times the scale of the matrix, and the factor that
+            decays the weights.
     """
     for (lr_scale, decay), rows in _with_equal_rates(table, rates):
         stored = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
@@ -217,7 +216,7 @@ def cautious_apply_(
 
     Args:
         params: Flat weights of the partitions. Mutated.
-        updates: Flat; the receive buffers.
+        updates: Flat. Not mutated.
         table: As for :func:`unpack_apply_`.
         rates: ``(matrices, 2)``, float64 on the CPU: learning rate times the scale of the matrix, and learning rate
             times weight decay.

@@ -1,10 +1,10 @@
 """Read without an engine what ``engine.save_checkpoint`` wrote: our optimizer, DeepSpeed's own Muon or AdamW.
 
 Stages 0 to 3 are read. The files are pickles; torch's restricted unpickler (``weights_only``) loads them, with a short
-list of DeepSpeed's own classes allowed. They are memory-mapped, so that the disk reads only what is copied.
+list of DeepSpeed's own classes allowed. They are memory-mapped, so that memory holds only what is being copied.
 
 Every rank writes files of its own, so the files of several saves can be mixed in one folder. Ours carry a random id of
-their save, which is compared; of other optimizers the step counts are. Our files also have a record of the layout
+their save, which is compared; for other optimizers the counts of steps are. Our files also have a record of the layout
 (:mod:`.layout_record`). For those of AdamW and of DeepSpeed's Muon the layout is derived as ZeRO makes it, and
 :func:`~deepspeed_muon.routing.saved.route_saved` guesses the routes; every guess is reported in words.
 """

@@ -1,7 +1,7 @@
 """Files and folders of checkpoints: safe reading of untrusted ones, atomic replacement, and one kind of lock.
 
-Reading: only regular files are read, never links, pipes or devices; pickles are loaded only if they hold tensors,
-numbers and a few classes of DeepSpeed.
+Reading: only regular files are read, never pipes or devices, nor links, except to pickles. Unless the caller trusts
+them, pickles are loaded only if they hold nothing but tensors, numbers and a few classes of DeepSpeed.
 
 Writing: content is written under a temporary name, synced, and renamed (:func:`replace`); then the folder that holds
 the name is synced. So a reader finds the old content or the new content, also after a power cut.

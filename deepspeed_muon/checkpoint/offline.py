@@ -1,7 +1,7 @@
 """Checkpoints without an engine: ``python -m deepspeed_muon checkpoint`` and the functions behind its commands.
 
 In one process they convert DeepSpeed's saved files to a consolidated set or a universal checkpoint, convert a set to
-state dicts of torch's optimizers, and inspect and verify both kinds.
+state dicts of torch's optimizers, inspect both kinds of checkpoints, and verify a set.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
         Sentences about what was lost.
 
     Raises:
-        CheckpointError: If the set is damaged, or its param groups cannot be one group of torch's.
+        CheckpointError: If the set is damaged or holds infinities or NaN, or ``out_dir`` cannot be written or is not
+            empty.
     """
     out = Path(os.path.abspath(folder_of("out_dir", out_dir)))
     index = verify_folder(folder)

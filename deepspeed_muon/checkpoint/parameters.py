@@ -48,7 +48,7 @@ class ParameterRecord(BaseModel):
     Attributes:
         shape: Of the full tensor.
         algorithm: Which optimizer updates it.
-        heads: Blocks (attention heads, experts, fused projections) that are orthogonalised separately.
+        heads: How many blocks (attention heads, experts, parts of fused projections) are orthogonalised separately.
         grid: Rows and columns of the blocks, unless they are ``heads`` equal blocks of rows.
         transposed: Whether the weight is stored as input x output.
         group: Index of its param group.

@@ -100,16 +100,17 @@ def plan_report(engine: Any) -> dict[str, Any]:
 def health(engine: Any) -> dict[str, Any]:
     """Return what the last sampled step measured; ``docs/health.md`` says what each number means.
 
-    Equal on all ranks. Every so many optimizer steps as ``health`` says are sampled, with or without a monitor.
+    Equal on all ranks once a step was sampled. The setting ``health`` is the number of optimizer steps between two
+    samples, with or without a monitor.
 
     Args:
         engine: A ``DeepSpeedEngine`` made with this optimizer.
 
     Returns:
         ``step``, ``update_rms``, ``orthogonality_error``, ``sigma_max``, ``stable_rank``, ``alignment``,
-        ``time_gather``, ``time_newton_schulz``, ``time_scatter``, ``seconds``, ``redone``, ``failed``, and
-        ``matrices`` with the numbers of each sampled matrix. Before the first sample only ``redone`` and ``failed``,
-        of this rank.
+        ``time_gather``, ``time_newton_schulz``, ``time_scatter``, ``seconds``, ``redone``, ``failed``, with
+        ``wire_dtype`` ``int8`` also ``wire_error_direction`` and ``wire_error_update``, and ``matrices`` with the
+        numbers of each sampled matrix. Before the first sample only ``redone`` and ``failed``, of this rank.
 
     Raises:
         BindingError: If the engine runs another optimizer.

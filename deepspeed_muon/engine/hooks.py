@@ -8,10 +8,14 @@ may exist on some of the ranks only.
 with the engine. No method has two of them. Those that exist only for a defect of DeepSpeed are in
 :mod:`deepspeed_muon.engine.workarounds`, with the releases that need them.
 
-Changed elsewhere, because there is no wrapper yet or for the length of one call:
+Changed elsewhere: where there is no wrapper yet, for the length of one call only, or in what a wrapper refers to:
 
-- the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, and the classes that ZeRO's modules
-  compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``: :mod:`deepspeed_muon.engine.offload`;
+- the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, the classes that ZeRO's modules
+  compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``, and the functions by which stage 3 moves the
+  latter's state: :mod:`deepspeed_muon.engine.offload`;
+- how ZeRO 3 divides scalars (``Init._zero_init_param``): :mod:`deepspeed_muon.engine.configure`;
+- which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.weights_of_tag`;
+- the swapper of NVMe offload, and the ``GradScaler``: :mod:`deepspeed_muon.engine.zero.stages`;
 - inputs of leaf modules without a gradient: :func:`deepspeed_muon.engine.workarounds.experts.prepare_inputs`.
 """
 
@@ -120,7 +124,8 @@ ENGINE_HOOKS = (
     # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
     Hook((Zero3View,), "_get_norm_groups", step.norm_groups),
     Hook((Zero12View,), "scaled_global_norm", step.global_norm),
-    # Nobody would sample a whole step, bound the wait for other ranks, or find steps that ended too early.
+    # Nobody would sample a whole step, bound the wait for other ranks, refuse weights that no step of their
+    # variant can move, or write AdamW's rate to the monitor.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
     # At ZeRO 0 in fp32 a parameter that is unfrozen later would get a gradient and no update. If the ranks unfroze
     # different ones, DeepSpeed's all-reduce would wait forever.

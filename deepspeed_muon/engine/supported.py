@@ -54,7 +54,7 @@ def expert_parallel(engine: Any) -> bool:
 
 
 def _unknown_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of ``zero_optimization`` that are not among those, and not at DeepSpeed's default either."""
+    """Yield the keys of ``zero_optimization`` that are not in ``_SUPPORTED_KEYS`` and not at DeepSpeed's default."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if name not in _SUPPORTED_KEYS:

@@ -169,7 +169,7 @@ def tensor_shards(
 ) -> dict[int, TensorShards]:
     """Return how the engine's matrices are sharded, by ``id(parameter)``, as far as their layers say.
 
-    Every rank takes the shards of the other ranks to be as long as its shard; :func:`with_tensor_parallel` compares
+    Every rank takes the shards of the other ranks to be as long as its own; :func:`with_tensor_parallel` compares
     them.
 
     Args:

@@ -104,10 +104,10 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
         The step sets in an order that all ranks share.
 
     Raises:
-        ConfigError: If the wrapper is of an unknown class, or a matrix that tensor parallelism cuts is of a
-            kind that cannot be orthogonalised.
+        ConfigError: If the wrapper is of an unknown class, or a matrix cannot be orthogonalised: its tensor-parallel
+            shards are of an unsupported kind, or differ between the ranks without being marked as shards.
         BindingError: If the layout does not fit the routes.
-        RankDisagreementError: If the ranks of a tensor-parallel group hold different matrices.
+        RankDisagreementError: If another rank of the tensor-parallel group failed.
     """
     read = functools.partial(_read, engine, optimizer, routes)
     group = tensor_parallel_group(engine)

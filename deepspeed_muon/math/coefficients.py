@@ -2,8 +2,8 @@
 
 One step maps ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``; it maps a singular value ``s`` to
 ``a s + b s^3 + c s^5``. A table of ``(a, b, c)`` is a *schedule*: it is valid for as many steps as it has rows, and
-some for any number. No table may be cycled: a 4-row table cycled to 5 steps returns minus the
-polar factor, and a 5-row table cycled to 6 collapses the singular values.
+some tables for any number. No table may be cycled: a 4-row table cycled to 5 steps returns minus the polar factor, and
+a 5-row table cycled to 6 collapses the singular values.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Band:
     """Where a schedule puts singular values.
 
     Attributes:
-        low: Smallest image of the settled interval [0.05, 1]. Those of a normalised Gaussian matrix lie in it up to a
-            few hundred columns, and every published table lifts 0.05 beyond 0.3.
+        low: Smallest image of the settled interval [0.05, 1]. It contains the singular values of a normalised Gaussian
+            matrix of up to a few hundred columns, and every published table lifts 0.05 beyond 0.3.
         high: Largest image of [0, 1].
         gain: Smallest ``p(s) / s`` on (0, 1].
     """

@@ -114,7 +114,7 @@ AdamTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
-    """Update parameters (float32, all on one device) and both moments in place with torch's fused kernel."""
+    """Update parameters (float32 or float64, all on one device) and both moments in place with torch's fused kernel."""
     if not tensors:
         return
     weight_decay = settings.weight_decay

@@ -37,8 +37,8 @@ class Sample:
     Attributes:
         matrices: Measurements by parameter name, for the sampled matrices that the rank owns.
         seconds: Seconds by phase of the inner step.
-        redone: Matrices recomputed in fp32 since the start of the process.
-        failed: Matrices that got no update since the start of the process.
+        redone: Blocks recomputed in fp32 since the start of the process.
+        failed: Blocks that got no update since the start of the process.
         losses: With int8 communication, for the directions and the updates that this rank sent: the sum of squares of
             the quantisation error, and that of the values.
     """
@@ -57,8 +57,9 @@ class StepRecorder:
         every: Steps between samples; 0 disables sampling.
         matrices: The number of matrices to measure in a sample; successive samples rotate through all matrices.
         check: Whether every result is checked.
-        redone: Blocks that failed the check and passed it when recomputed in fp32.
-        failed: Blocks that failed it in fp32 too and got no update.
+        redone: Blocks that failed the check and passed it when recomputed in fp32. On an accelerator a block that fails
+            gets no update, and its results in later steps, which are computed in fp32, count here.
+        failed: Blocks that got no update: on a CPU those that failed the check in fp32 too.
     """
 
     def __init__(self, *, every: int, check: bool) -> None:

@@ -1,7 +1,7 @@
 """The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
-Gather sends every fragment of a matrix to its owner, which also sends itself its own; scatter sends the updates back.
-Of replicated matrices only the updates are sent: every owner broadcasts its own, each with the row state of the matrix.
+Gather sends every fragment of a matrix to its owner, which also sends its own fragment to itself; scatter sends the
+updates back. Of replicated matrices only the updates are sent: their owners broadcast them, each with its row state.
 Chunks have a bounded size, which bounds the buffers. A chunk of matrices that no other rank holds has no all-to-all.
 
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
@@ -94,7 +94,7 @@ class Segment(NamedTuple):
         count: int = 1,
         stride: int = 0,
     ) -> Segment:
-        """Return ``count`` fragments of one matrix that follow each other there, and every ``stride`` in the buffer."""
+        """Return ``count`` fragments that follow each other in one matrix, and are ``stride`` apart in the buffer."""
         shape, in_matrix, in_buffer = _shape_and_strides(count, numel, stride)
         return cls(shape, matrix_offset, in_matrix, buffer_offset, in_buffer, buffer_numel)
 
@@ -132,7 +132,7 @@ class Segment(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _shape_and_strides(count: int, numel: int, stride: int) -> tuple[tuple[int, int, int], ...]:
-    """Return tuples that equal fragments share: of 44,000 matrices those would be 8 MB otherwise."""
+    """Return tuples that equal fragments share: for 44,000 matrices they would take 8 MB otherwise."""
     return (1, count, numel), (0, numel, 1), (0, stride, 1)
 
 
@@ -169,7 +169,7 @@ class Chunk:
         matrices: Indices of the matrices in this chunk, ascending.
         owned: Those that this rank owns.
         send_buffer: Fragments that this rank holds. Gather sends them to the receive buffers, scatter is the reverse.
-        receive_buffer: Fragments of this rank's matrices, a single matrix completely.
+        receive_buffer: All fragments of the matrices that this rank owns.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
         copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.

@@ -116,7 +116,7 @@ class MatrixLayout:
 
     @property
     def output_count(self) -> int:
-        """Outputs of the layer, those of all blocks together: the numbers that a variant stores for each matrix.
+        """The number of outputs of the layer, over all blocks: a variant stores one number for each of them.
 
         They are numbered row by row: of ``(r, c)`` blocks beside each other the first row of each, then the second one.
         Those of a transposed matrix are its columns, and are numbered block row by block row.
@@ -247,7 +247,7 @@ def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[Recta
 def _row_ranges(low: int, high: int, width: int) -> list[tuple[int, int, int, int]]:
     """Return the end of a row, complete rows, and the beginning of a row, where ``[low, high)`` has them.
 
-    Each is its first row, the number of rows, and its first column and the one after the last.
+    Each is given by its first row, the number of rows, its first column, and the column after its last one.
     """
     first, last = -(-low // width), high // width
     if first > last:

@@ -12,7 +12,7 @@ owners on every rank.
 
 A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and let the other
 ranks wait, so it is split into slices of blocks with an owner each: blocks of which one rank holds all elements belong
-to that rank, and only a few of the others are sent, in one chunk.
+to that rank, and a slice of the others, which are sent, has only a few blocks.
 
 ZeRO 1 and 2 cut a flat buffer into equal partitions, and a matrix that crosses a cut has to be sent. So
 :func:`balanced_order` chooses the order in the buffer. What is larger than a partition, a stack of experts, comes
@@ -39,7 +39,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import Floats, Fragment, Ints, Placement
 
-# Floating-point operations that take as long as sending one element forth and back, at 400 TFLOP/s, 100 GB/s and two
+# Floating-point operations that take as long as sending one element back and forth, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
 FLOPS_PER_MOVED_ELEMENT = 16_000.0
 # A slice of several blocks of a stack that is sent costs at most this fraction of a rank's average work. With a quarter
@@ -155,7 +155,8 @@ def assign_owners(
         else:
             owners[index] = only
             load[only] += cost
-    # A heap. It has the idlest rank: so many matrices cannot make all of these ranks busier.
+    # A heap of one rank more than there are undecided matrices, which cannot add work to all of them: it always has the
+    # idlest rank.
     least = np.argsort(load, kind="stable")[: len(undecided) + 1]
     idle = list(zip(load[least].tolist(), least.tolist(), strict=True))
     undecided.sort(key=lambda index: -costs[index])  # stable: in the order of the plan
@@ -202,7 +203,7 @@ def _crossed_boundary(placement: Placement | None) -> int:
 
 
 def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Floats) -> list[int]:
-    """Return the owners of matrices of equal cost, each on two ranks, that end the sum of their times soonest.
+    """Return the owners that minimise the sum of the times of matrices of equal cost, each on two ranks.
 
     Args:
         cost: Operations of each matrix.
@@ -252,7 +253,7 @@ def split_blocks(
         numel: Elements of a block.
         placement: Of the stack.
         cost: Operations of orthogonalising a block.
-        limit: Operations of a run of several blocks that do not lie whole on one rank.
+        limit: The most operations of a slice of several blocks of which no rank holds all elements.
         divisor: As for :func:`assign`.
     """
     most = max(1, int(limit // cost)) if cost else blocks
@@ -272,7 +273,7 @@ def split_blocks(
 
 
 def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int = 1) -> list[MatrixLayout]:
-    """Return the layouts of a stack's slices of blocks; the matrix itself if it is no stack or lies whole on a rank.
+    """Return the layouts of a stack's slices of blocks; the matrix itself if it is no stack or is complete on a rank.
 
     Args:
         matrix: Any matrix; only stacks of equal blocks are split.

@@ -10,7 +10,7 @@ Example: a flat buffer has ten elements on each of two ranks. A 4 x 3 matrix tha
 
 Where ranks hold different slices of a full tensor or name it differently, a :class:`TensorSlice` says which slice a
 rank has. Three kinds of parallelism fit one rule. A rank of ``deepspeed.moe`` has some of the experts, each complete,
-under the numbers of the rank; AutoEP stacks a rank's experts along dimension 0; tensor parallelism shards a dimension.
+under numbers of its own; AutoEP stacks a rank's experts along dimension 0; tensor parallelism shards a dimension.
 In each case the rank's tensor is the full tensor, under a name that all ranks share, at some ranges of indices along
 one dimension.
 

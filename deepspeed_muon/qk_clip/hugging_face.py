@@ -36,7 +36,7 @@ def attach(model: nn.Module) -> list[nn.Module]:
         model: Any module. Mutated: every attention layer gets a recorder.
 
     Returns:
-        The models of Hugging Face that record now, until :func:`detach` was called as often as this function.
+        The models of Hugging Face that record now, until :func:`detach` has been called as often as this function.
 
     Raises:
         ConfigError: If a model's attention cannot be recorded, or the clip would have no effect on its logits.

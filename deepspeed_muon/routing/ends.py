@@ -39,7 +39,8 @@ class ModelEnds:
         task_heads: Projections to few outputs that a task-specific class adds to a base model.
         last: The weight of the last layer, and whether its containers guarantee that it is the last.
         last_is_task: Whether the last layer is outside the base model.
-        has_classifier: Whether the model names its classifier, so that others of such a name need as many outputs.
+        has_classifier: Whether the model names its classifier, so that a layer that is merely named like one is an
+            output head only if it has as many outputs.
         parallel: Paths of the modules whose children are alternatives (``nn.ModuleDict``), not a sequence.
         is_complete: Whether the parameters are those of a complete model in its order, not of one pipeline stage, so
             that the first and the last of them are its ends.

@@ -69,7 +69,7 @@ class Result:
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         scales: Factor of the scale rule for each block of each matrix of the plan.
         finish: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the updates.
-        distributed: The ranks that have the other shards of the blocks; ``None`` for whole blocks.
+        distributed: The ranks that have the other shards of the blocks; ``None`` for complete blocks.
         updates: The updates to apply.
         rows: The new row state of the entries, ``(entries, outputs)`` for each key, which is stored once it is right.
     """
@@ -157,7 +157,7 @@ class ResultCheck:
             result.finish.write(result.members, result.rows, wrong)
 
     def read_verdicts(self, positions: Collection[int]) -> list[str]:
-        """Take note of the matrices that some rank left out in the previous step, and drop this rank's verdicts.
+        """Record the matrices that some rank left out in the previous step, and drop this rank's verdicts.
 
         They are computed in fp32 from now on, and their row state, which may be the cause, starts anew. Must be called
         by all ranks that have shards of a matrix, with equal positions. The host waits only if there are some.
@@ -246,7 +246,7 @@ class ResultCheck:
         norms = _full_norms(self._norms(result.updates), result.distributed)
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
             input_norm = result.inputs[position].double().norm().view(1)
-            # As above, of an input that is not normalised.
+            # As on the device: an input with a tiny norm is not normalised, so its result may be small.
             small = (
                 norms[position] <= highest and _full_norms(input_norm, result.distributed)[0] < SMALLEST_NORM
             )
@@ -254,7 +254,7 @@ class ResultCheck:
                 self._redo(result, position, why)
 
     def _bounds_of(self, result: Result) -> tuple[float, float]:
-        """Return the bounds of the norms of a result, from the shape of the whole blocks."""
+        """Return the bounds of the norms of a result, from the shape of the complete blocks."""
         rows, cols = result.blocks.shape[1:]
         if result.distributed is not None:
             total = sum(result.distributed.sizes)
@@ -266,21 +266,21 @@ class ResultCheck:
         update = self._in_fp32(result, position)
         failure = self._failure(result, update)
         if failure is not None and result.finish is not None:
-            # The row moments may be the cause.
+            # The row state may be the cause.
             why += "; its row moments start anew"
             update = self._in_fp32(result, position, anew=True)
             failure = self._failure(result, update)
         self._replace(result, position, update, why, failure)
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
-        """Return what is wrong with an update ``(rows, cols)`` that was computed again."""
+        """Return what is wrong with an update ``(rows, cols)`` that was computed again, ``None`` if nothing is."""
         (norm,) = _full_norms(self._norms(update.unsqueeze(0)), result.distributed)
         return check_failure(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
         """Return the update of one entry from the iteration in fp32, ``(rows, cols)``; its block and row state change.
 
-        ``anew`` starts its row moments anew.
+        With ``anew`` its row state starts anew.
         """
         direction, member, distributed = result.inputs[position], result.members[position], result.distributed
         largest = direction.abs().amax() if direction.numel() else direction.new_zeros(())

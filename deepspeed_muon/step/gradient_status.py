@@ -1,4 +1,4 @@
-"""Which gradients are zero or not finite on any rank: what every rank must know before a step changes anything.
+"""Which gradients are zero on all ranks or not finite on any: what all ranks must know before a step changes anything.
 
 Two bytes of each parameter are max-reduced over the ranks that update it together: the status of its gradient, and
 whether the previous step left its update out (:mod:`.check`). DeepSpeed's wrappers exchange them once for all step sets
@@ -92,7 +92,7 @@ class GradientStatus:
         return flags
 
     def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
-        """Return what all ranks know of this step, and tell :attr:`.StepRunner.check` whose update was left out.
+        """Return what all ranks know of this step, and pass :attr:`.StepRunner.check` the matrices that were left out.
 
         Must be called by all ranks of the group.
 
@@ -117,8 +117,8 @@ class GradientStatus:
     def _local_flags(self, grads: Gradients) -> Tensor:
         """Return this rank's flags, ``(2, parameters)`` uint8 on the device.
 
-        One call reads all gradients on a CPU. On a GPU that is torch's multi-tensor norm, which takes 320 blocks of
-        65,536 elements a launch; a few small kernels follow it.
+        One call reads all gradients. On a GPU it is torch's multi-tensor norm, which takes 320 blocks of 65,536
+        elements a launch; a few small kernels follow it.
         """
         flags = torch.zeros((2, len(self.names)), dtype=torch.uint8, device=self._device)
         if left_out := self._check.left_out:

@@ -117,7 +117,7 @@ def block_starts(matrix: MatrixLayout) -> tuple[int, ...]:
     """Return the offsets in a parameter at which a block starts in addition to multiples of 256; almost always none.
 
     A tensor-parallel shard may consist of complete attention heads and of rows of one more head. These slices are
-    orthogonalised separately, so that no block may extend from one into the next. It matters only where heads are not
+    orthogonalised separately, so no block may extend from one into the next. It matters only where heads are not
     multiples of 256 elements. Stacks with several owners are cut only between blocks (``divisor`` of
     :func:`.owners.assign`).
     """

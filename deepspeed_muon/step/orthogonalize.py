@@ -1,4 +1,4 @@
-"""Turns directions into updates, for matrices that are whole on this rank: Newton-Schulz in batches, then the check."""
+"""Turns directions into updates, for matrices complete on this rank: Newton-Schulz in batches, then the check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ in the communication dtype."""
 def batches(
     matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int], *, by_shards: bool = False
 ) -> list[list[int]]:
-    """Group small matrices of equal blocks; with ``by_shards`` only those with equal shards. Large ones stay alone."""
+    """Group small matrices of equal blocks; with ``by_shards`` only those with equal shards. Large ones are alone."""
     members_of: dict[object, list[int]] = {}
     for index in indices:
         matrix = matrices[index]
@@ -72,7 +72,7 @@ class _Batch:
 
 
 class LocalOrthogonalizer:
-    """Orthogonalises matrices that are whole on this rank; small blocks of one shape run in one batch.
+    """Orthogonalises matrices that are complete on this rank; small blocks of one shape run in one batch.
 
     Attributes:
         matrices: All matrices of the exchange plan.

@@ -187,7 +187,7 @@ class StepRunner:
 
     @functools.cached_property
     def blocks(self) -> dict[int, Int8Blocks]:
-        """The blocks of an int8 momentum, by the index of the partition."""
+        """The blocks of the int8 momentum, by the index of the partition."""
         return blocks_by_partition(self.step_set)
 
     def convert_momentum(self, state: State) -> None:
@@ -306,7 +306,7 @@ class StepRunner:
         """Update the momentum of a chunk's matrices and write their directions, to the send buffer if they are sent."""
         table, context, send = self._tables[flight.number], self.context, flight.send_buffer
         device, dtype = step.momentum[0].device, context.comm_dtype
-        # Matrices without a gradient keep what the buffers held before: nobody reads it.
+        # The buffers are not written for matrices without a gradient: nothing reads their old content.
         directions = torch.empty(table.local_numel, dtype=dtype, device=device)
         is_direct = context.codec.is_uncompressed and device == send.device
         sent = send if is_direct else torch.empty(table.sent_numel, dtype=dtype, device=device)
@@ -344,7 +344,7 @@ class StepRunner:
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
 
-        It is a view of the buffer where they follow each other there.
+        They are a view of the buffer where they follow each other in it.
         """
         first, batch = self.plan.matrices[indices[0]], self._tables[flight.number].batch(indices)
         shape, read = (len(indices), first.rows, first.cols), self.context.codec.read

@@ -186,7 +186,7 @@ def step_set_of_parameters(
     Raises:
         BindingError: If parameters have no data, or are on several devices.
     """
-    # This is the device of tensors on "meta" and of those of FakeTensorMode.
+    # The storage of tensors on "meta" and of those of FakeTensorMode is on this device.
     if any(param.untyped_storage().device.type == "meta" for param in params):
         raise BindingError(
             "the parameters have no data (device meta, or FakeTensorMode), so there is nothing to orthogonalise: "

@@ -53,7 +53,7 @@ class Batch:
 
 
 class ChunkTable:
-    """What this rank packs, copies and applies in one chunk.
+    """The fragments that this rank packs, copies and applies in one chunk.
 
     Attributes:
         local_numel: Elements of the directions that are not sent, each fragment at a multiple of 32 elements. In a
@@ -101,7 +101,7 @@ class ChunkTable:
         offsets, self.local_numel = self._aligned_offsets(local)
         self._offset_of = dict(zip(local, offsets, strict=True))
 
-        # 2. fragments that are sent; if the send buffer is int8, they are packed into a separate tensor before
+        # 2. fragments that are sent; if the send buffer is int8, they are packed into a separate tensor first
         segments = chunk.send_buffer.segments
         sent = [index for index, _ in segments]
         self.int8_segments: tuple[tuple[int, Segment], ...] = ()
@@ -195,7 +195,7 @@ class Rates:
     Attributes:
         momentum: ``(matrices, 2)`` float64: ``momentum``, and 1 for Nesterov momentum, else 0.
         apply: ``(matrices, 2)`` float64. Column 0 is the learning rate times the scale of the matrix's first block; the
-            updates of its other blocks are scaled relative to the first one before. Column 1 is the factor that decays
+            updates of its other blocks have been scaled relative to the first one. Column 1 is the factor that decays
             the weights; with cautious decay it is the fraction that the decayed weights lose.
         cautious: ``(partitions,)`` bool: where only weights decay whose sign is that of their update; ``None`` if there
             is no such partition.

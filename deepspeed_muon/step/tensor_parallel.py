@@ -43,8 +43,8 @@ class _WorkPlan(NamedTuple):
     """Where the owned matrices of a chunk are orthogonalised; equal on all ranks of a tensor-parallel group.
 
     Attributes:
-        local: Matrices without shards or copies on more ranks, such as attention heads that are complete on this rank.
-        assigned: Sharded or copied matrices in groups of bounded size; of each group the matrices that each rank
+        local: Matrices without shards or copies on other ranks, such as attention heads that are complete on this rank.
+        assigned: Sharded or copied matrices in groups of bounded size; for each group, the matrices that each rank
             orthogonalises.
         distributed: Batches of sharded matrices on which all ranks iterate together.
     """

@@ -26,9 +26,9 @@ class Scope:
     """Ranks that compare a fact with each other, as one of them sees it.
 
     Attributes:
-        name: Equal on these ranks, and another one for other ranks.
+        name: Equal on these ranks, and different for any other set of ranks.
         position: Number of this rank among them.
-        size: How many they are.
+        size: The number of these ranks.
     """
 
     name: str
@@ -81,7 +81,7 @@ def agree(
         error: An exception that this rank caught before. It is raised once the other ranks know of it.
         kind: Class of the error on the other ranks.
         ranks: The ranks that compare; by default all of the default process group.
-        purpose: For the error if a rank does not come, such as "comparison of plans".
+        purpose: For the error if a rank does not take part, such as "comparison of plans".
 
     Raises:
         MuonError: ``error`` itself on the ranks that failed; ``kind`` if another rank failed or differs, with

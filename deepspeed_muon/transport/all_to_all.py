@@ -1,4 +1,4 @@
-"""The exchange of directions and updates: all-to-alls and broadcasts, their buffers, and how fragments lie in them.
+"""The exchange of directions and updates: all-to-alls and broadcasts, their buffers, and how fragments are stored.
 
 Gather sends fragments of directions to the owners, scatter sends those of the updates back. Both are all-to-alls.
 Updates of replicated matrices are broadcast by their owners instead. Directions and updates are sent uncompressed, or
@@ -105,10 +105,11 @@ class StepStats:
     """What this rank did since the last reset of these counters.
 
     Attributes:
-        bytes_sent: Bytes that this rank sent to others in all-to-alls.
+        bytes_sent: Bytes that this rank sent to others in :attr:`exchanges`.
         matrices_orthogonalized: Matrices that this rank orthogonalised. A stack with several owners counts once, at the
             owner of its first blocks.
-        exchanges: All-to-alls that this rank took part in.
+        exchanges: All-to-alls that this rank took part in, broadcasts of a chunk's updates, and all-reduces of sums
+            over blocks.
     """
 
     bytes_sent: int = 0
@@ -120,7 +121,7 @@ class StepStats:
         self.bytes_sent = self.matrices_orthogonalized = self.exchanges = 0
 
     def count_exchange(self, nbytes: int) -> None:
-        """Count one all-to-all in which this rank sends ``nbytes`` to others."""
+        """Count one exchange in which this rank sends ``nbytes`` to others."""
         self.bytes_sent += nbytes
         self.exchanges += 1
 
@@ -229,7 +230,7 @@ class InFlight:
 
 
 class ChunkExchange:
-    """Starts and awaits the all-to-alls of one exchange plan.
+    """Starts and awaits the all-to-alls and broadcasts of one exchange plan.
 
     Scatter sends back the fragments that gather brought, so the updates overwrite the directions.
     """
@@ -318,7 +319,7 @@ def start_all_to_all(
     *,
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
-    """Start an all-to-all of flat tensors as bytes, because gloo does not know every half format.
+    """Start an all-to-all of flat tensors as bytes, because gloo does not support every half-precision dtype.
 
     Must be called by all ranks of ``group``.
 
@@ -358,7 +359,7 @@ def exchange_tensors(
         numels: For each rank, the elements of each tensor that it sends.
         like: Has the dtype of all tensors, and the device to send from.
         group: The process group.
-        purpose: For the error if a rank does not come.
+        purpose: For the error if a rank does not take part.
     """
     vectors = [tensor.reshape(-1).to(like.device) for to_rank in tensors for tensor in to_rank]
     sent = torch.cat(vectors) if vectors else like.new_empty(0)

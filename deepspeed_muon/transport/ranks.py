@@ -95,7 +95,7 @@ class Ranks:
         Args:
             numbers: Of this rank. Sums of integers are exact below 2^53.
             how: The reduction.
-            purpose: For the error if a rank does not come.
+            purpose: For the error if a rank does not take part.
         """
         reduced = torch.tensor(numbers, dtype=torch.float64)
         for group in self.groups:
@@ -112,7 +112,7 @@ class Ranks:
         Args:
             items: Of this rank; anything that can be pickled.
             most: The list ends at this length.
-            purpose: For the error if a rank does not come.
+            purpose: For the error if a rank does not take part.
         """
         local = [(dist.get_rank() if self.groups else 0, item) for item in items]
         collected: list[tuple[int, Any]] = []
@@ -136,7 +136,7 @@ class Ranks:
 
         Args:
             item: Anything that can be pickled.
-            purpose: For the error if a rank does not come.
+            purpose: For the error if a rank does not take part.
         """
         item_of = {dist.get_rank() if self.groups else 0: item}
         for group in self.groups:
@@ -167,7 +167,7 @@ def gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, purpose: str) ->
     """Return the tensors of all ranks of a group, ``(ranks, ...)``; the host does not wait for the device.
 
     Must be called by all of them, with tensors of one shape and dtype. ``purpose`` is for the error if a rank does not
-    come.
+    take part.
     """
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with phase(purpose, group):

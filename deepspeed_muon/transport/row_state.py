@@ -1,8 +1,8 @@
 """The row state of a variant in a step: one number for each output of a matrix, where the matrix is orthogonalised.
 
 The owner of a matrix stores the rows of all of it (:meth:`.Assignment.row_fragments`), so nothing is sent for them.
-Only of replicated matrices every rank has a copy: the owner's broadcast of the update carries the new rows. A matrix
-that tensor parallelism cuts has its rows at the owners of its shards.
+Only replicated matrices have copies of their rows on every rank: the owner broadcasts the new rows with the update. The
+rows of a matrix that tensor parallelism cuts are stored by the owners of its shards.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from deepspeed_muon.transport.ranks import reduce_tensor
 from deepspeed_muon.variants.variant import Sums, Variant
 
 ROW_BYTES = torch.float32.itemsize
-"""Of one number of a row, as it is computed with and sent."""
+"""Bytes of the number that belongs to a row, in the dtype of the arithmetic and of the broadcast."""
 
 
 def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
-    """Return what adds up over rows and over a matrix.
+    """Return the sums over rows and over a matrix, across the ranks that shard it.
 
     Args:
         matrix: A full matrix, or this rank's shard of one.

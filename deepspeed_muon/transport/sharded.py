@@ -39,7 +39,7 @@ def orthogonalize_sharded(
     holds a full matrix. Must be called by all ranks of ``group`` with equal settings. The shards follow each other in
     the order of the group's ranks; they may be uneven, and empty on some ranks.
 
-    For one ``m x n`` matrix with ``m <= n`` on W ranks a rank sends its norm, one number in float32. The ranks
+    For one ``m x n`` matrix with ``m <= n`` on W ranks, a rank sends the norm of its shard, one number. The ranks
     all-reduce ``m x m`` elements in float32 at least: with ``gram`` at the start and at each restart (two or three
     times in five steps), with ``standard`` in every step. If the short side is sharded, a rank also sends
     ``2 m n / W (W - 1) / W`` elements in ``settings.dtype``. Every rank computes all ``m x m`` products.
@@ -49,7 +49,7 @@ def orthogonalize_sharded(
         group: The process group over which the matrices are sharded. It has no default, because a wrong group gives a
             wrong update and no error.
         shard_dim: The sharded dimension of the matrix: -2 (rows) or -1 (columns); for a single matrix also 0 or 1.
-        settings: Polynomial, method, dtype and eps. ``gram`` runs for square matrices too.
+        settings: Polynomial, method and dtype. ``gram`` runs for square matrices too.
         shard_sizes: Length of every rank's shard along ``shard_dim``, if the ranks have agreed on all shapes before.
             Without it they compare shapes and settings, in two small collectives that wait for the device.
 

@@ -18,8 +18,8 @@ number for each row, and shrinks the rows that have become smaller than it::
         finish=finish,
     )
 
-The updates must not be larger than an orthogonalised matrix, or about as large: the check of every result leaves out
-what exceeds its bound (:mod:`deepspeed_muon.step.check`). State needs a ``finish``; names of settings and keys of state
+An update may be at most about as large as an orthogonalised matrix: the check of every result leaves out what exceeds
+its bound (:mod:`deepspeed_muon.step.check`). State needs a ``finish``; names of settings and keys of state
 belong to one variant each. The keys of the configuration and their documentation, the memory plan, checkpoints for any
 number of ranks and the tests of all these follow from the declaration.
 """

@@ -435,8 +435,8 @@ def require_attributes(wrapper: Any) -> None:
         wrapper: What an engine has as its ``optimizer``.
 
     Raises:
-        ConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the
-            message has all of them.
+        ConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the message has
+            all of them.
     """
     kind = WRAPPERS.get(type(wrapper), PlainView)
     missing = [name for name in _READ[kind] if not hasattr(wrapper, name)]

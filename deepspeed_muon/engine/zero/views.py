@@ -31,7 +31,7 @@ class Memory:
         queued: The same since the last call of ``reduce_gradients`` (ZeRO 1 with ``overlap_comm``).
         restart: Whether the next gradient is the first of a step (after ``zero_grad``, and after a step).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
-        norms: What :meth:`ZeroView.norms` returned for the running step, on the CPU.
+        norms: What :meth:`.ZeroView.norms` returned for the running step, on the CPU.
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
         warned: Whether a warning was logged that ``zero_grad`` does not discard what it should.
         frozen: Name and tensor of the parameters that were frozen when the wrapper was made, until one is warned of.
