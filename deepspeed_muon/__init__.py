@@ -3,6 +3,8 @@
 After ``import deepspeed_muon``, ``"optimizer": {"type": "Muon"}`` in a DeepSpeed configuration is this project's Muon.
 """
 
+import atexit
+
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine import health, is_active, muon_optimizer, plan_report, routes
@@ -22,6 +24,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.qk_clip.recorder import QkRecorder
 from deepspeed_muon.routing.route import Route
+from deepspeed_muon.transport.exit import wait_for_gloo
 from deepspeed_muon.transport.sharded import orthogonalize_sharded
 from deepspeed_muon.version import __version__
 
@@ -56,3 +59,4 @@ __all__ = [
 ]
 
 register()
+atexit.register(wait_for_gloo)

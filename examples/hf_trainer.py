@@ -98,8 +98,6 @@ def main() -> None:
     trainer.save_model()
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
-    # No rank leaves while another one still uses the process group.
-    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 

@@ -335,7 +335,6 @@ def main() -> None:
             engine.save_checkpoint(args.save_dir, f"step{done}", {"step": done, "identity": identity})
             reporter.restart_clock()
     reporter.bar.close()
-    dist.barrier()  # no rank leaves while another one still uses the process group
     dist.destroy_process_group()
 
 
