@@ -35,10 +35,6 @@ _GRAPH_UP_TO = 1e12
 # The symmetric CUDA kernels need m and k to be multiples of this (include/muon_cuda.h); cuBLAS runs other shapes.
 _CUDA_MULTIPLE = 8
 
-# Tiles of 256 x 256 are tried from this short side on: for smaller matrices there are too few to fill the GPU. They are
-# the expected winner where they take no more waves than tiles of 128.
-_TILES_OF_256_FROM = 1024
-
 # Up to this short side a CPU iterates faster in fp32, and rounds less.
 _FP32_UP_TO = 16
 
@@ -58,6 +54,7 @@ class Problem:
         cols: Columns of each matrix.
         threads: Threads that a CPU kernel may use; 0 on other devices.
         settings: Polynomial, method and dtype of the iteration.
+        index: Index of the device; equal devices share the cache of choices, so it is not part of the key there.
     """
 
     device: str
@@ -67,6 +64,7 @@ class Problem:
     cols: int
     threads: int
     settings: NsSettings
+    index: int = 0
 
     @property
     def short(self) -> int:
@@ -97,16 +95,24 @@ class Problem:
 def problem_of(x: Tensor, settings: NsSettings, device: torch.device | None = None) -> Problem:
     """Return the problem of orthogonalising ``x``, or a tensor like it on ``device``."""
     rows, cols = x.shape[-2:]
-    kind = (device or x.device).type
+    device = device or x.device
     return Problem(
-        device=kind,
+        device=device.type,
         input_dtype=x.dtype,
         batch=x.shape[:-2].numel(),
         rows=rows,
         cols=cols,
-        threads=torch.get_num_threads() if kind == "cpu" else 0,
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
         settings=settings,
+        index=index_of(device),
     )
+
+
+def index_of(device: torch.device) -> int:
+    """Return the index of a device: of a GPU without one that of the current GPU, and 0 of a CPU."""
+    if device.index is None and device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.current_device()
+    return device.index or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +187,8 @@ def candidates_for(
     candidates = native + [_torch(method) for method in torch_methods]
     half = problem.settings.dtype in (torch.float16, torch.bfloat16)
     if problem.device == "cuda" and half and "triton" not in without and triton_products() is not None:
-        index = 0 if _has_tcgen05() else len(native)
-        candidates[index:index] = [_torch(method, "triton") for method in torch_methods]
+        position = 0 if _has_tcgen05(problem.index) else len(native)
+        candidates[position:position] = [_torch(method, "triton") for method in torch_methods]
     if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO or "graphs" in without:
         return candidates
     return candidates + [
@@ -206,14 +212,14 @@ def in_fp32(problem: Problem) -> Candidate | None:
     return Candidate("torch in fp32", run)
 
 
-def _has_tcgen05() -> bool:
-    """Return whether the GPU has Blackwell's ``tcgen05`` tensor core instructions, which the CUDA kernels do not use.
+def _has_tcgen05(index: int) -> bool:
+    """Return whether a GPU has Blackwell's ``tcgen05`` tensor core instructions, which the CUDA kernels do not use.
 
     On such a GPU (compute capability 10 or 11, not the 12 of consumer cards) the CUDA kernels use ``mma.sync``, at a
     fraction of the peak rate. Triton compiles to ``tcgen05``, so it is the expected winner. Nobody has timed it on such
     a GPU; by default the choice between all candidates is measured.
     """
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] in (10, 11)
 
 
 def _variants(problem: Problem, operators: ModuleType) -> list[str]:
@@ -221,15 +227,8 @@ def _variants(problem: Problem, operators: ModuleType) -> list[str]:
     if problem.device != "cpu":
         half = problem.settings.dtype in (torch.float16, torch.bfloat16)
         aligned = not (problem.rows % _CUDA_MULTIPLE or problem.cols % _CUDA_MULTIPLE)
-        kernel = str(operators.sym_gemm_kernel()) if half and aligned else ""
-        if kernel not in ("sm90", "sm80"):
-            return ["+cublas"]
-        if kernel == "sm80" or problem.short < _TILES_OF_256_FROM:
-            return [f"+{kernel}"]
-        # Waves of tiles of 128 and of 256; 0 where a kernel cannot run.
-        waves_of_128, waves_of_256 = operators.sym_gemm_waves(problem.batch, problem.short)
-        variants = ["+sm90wide", "+sm90"] if waves_of_256 <= waves_of_128 else ["+sm90", "+sm90wide"]
-        return variants if waves_of_256 else ["+sm90"]
+        kernel = str(operators.sym_gemm_kernel(problem.index)) if half and aligned else ""
+        return [f"+{kernel}" if kernel in ("sm90", "sm80") else "+cublas"]
     if problem.settings.dtype == torch.bfloat16 and operators.tiles_available():
         return ["+tiles", ""]
     if problem.settings.dtype == torch.bfloat16 and operators.vectors_available():
@@ -241,9 +240,8 @@ def _variants(problem: Problem, operators: ModuleType) -> list[str]:
 
 
 def _native(method: str, operators: ModuleType) -> Candidate:
-    # On a GPU the suffix only reports which kernel will run, except for "+wide", which selects tiles of 256.
+    # On a GPU the suffix only reports which kernel will run.
     order = method.partition("+")[0] if method.endswith(("+sm90", "+sm80", "+cublas")) else method
-    order = order.replace("+sm90wide", "+wide")
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         result: Tensor = operators.orthogonalize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,16 @@ _Compared = tuple[str, float, float]
 """A comparison: what follows the operator and its dtype in the name of the check, the error, and its bound."""
 
 _HALF = (torch.float16, torch.bfloat16)
+
+_DTYPE_PAIRS = [
+    (torch.float32, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
+"""Dtypes of two tensors in one call; each dtype is once the first and once the second."""
+
+_NUMEL = 36_000
+"""Elements of a flat tensor."""
 
 
 def self_test() -> Checks:
@@ -91,11 +102,10 @@ def _orthogonalize(operators: ModuleType, device: str, dtype: torch.dtype) -> It
     flat = [value for row in rows for value in row]
     x = torch.randn(2, 96, 320, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([newton_schulz(matrix, rows) for matrix in x])
-    if device == "cuda":
-        variants = ["", "+wide"] if dtype in _HALF and all(operators.sym_gemm_waves(1, 256)) else [""]
-    else:
+    variants = [""]
+    if device == "cpu":
         bf16 = dtype == torch.bfloat16
-        variants = ["", "+symmetric"]
+        variants += ["+symmetric"]
         variants += ["+tiles"] if bf16 and operators.tiles_available() else []
         variants += ["+vectors"] if bf16 and operators.vectors_available() else []
     for method in [base + variant for base in ("standard", "gram") for variant in variants]:
@@ -104,14 +114,11 @@ def _orthogonalize(operators: ModuleType, device: str, dtype: torch.dtype) -> It
         for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):
             result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, 1e-12)
             errors.append(error_of(result.cpu(), right))
-        yield f" {method}", max(errors), TOLERANCE[dtype]
+        yield f" {method}", _largest(errors), TOLERANCE[dtype]
 
 
 def _sym_gemm(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     yield from _products(operators.sym_gemm, device, dtype)
-    if device == "cuda" and dtype in _HALF and all(operators.sym_gemm_waves(1, 256)):
-        for suffix, error, bound in _products(operators.sym_gemm_wide, device, dtype):
-            yield f" in squares of 256{suffix}", error, bound
 
 
 def _test_triton() -> Checks:
@@ -128,9 +135,8 @@ def product_shapes(processors: int) -> list[tuple[int, int, int]]:
     """Return batch, m and k of the products to check on a GPU with ``processors`` multiprocessors; 0 stands for a CPU.
 
     On a GPU every thread block must reuse its ring of buffers and its barriers. The second shape has at least three
-    tiles of 128 for each of two blocks on a multiprocessor, three tiles of 256 for each cluster, a batch of 8, a k that
-    is longer than twice the ring (5 stages of 64) and no multiple of a stage, and enough tiles for Triton to use its
-    larger ones.
+    tiles of 128 for each of two blocks on a multiprocessor, a batch of 8, a k that is longer than twice the ring (5
+    stages of 64) and no multiple of a stage, and enough tiles for Triton to use its larger ones.
     """
     small = (2, 264, 128)
     return [small, (max(8, -(-6 * processors // 55)), 1160, 712)] if processors else [small]
@@ -164,68 +170,87 @@ def _frobenius_norms(operators: ModuleType, device: str, dtype: torch.dtype) -> 
     yield "", _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double())), 1e-6
 
 
-def _fragments(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a table of fragments, and three flat fp32 tensors for it."""
-    # Offset in the first tensor, offset in the second, elements: aligned and unaligned fragments, longer than one tile
-    # of the GPU's kernels, and more of them than fit into one launch.
+def _fragments() -> torch.Tensor:
+    """Return a table of fragments, ``(fragments, 6)``, of two tensors of :data:`_NUMEL` elements and two matrices.
+
+    The fragments are aligned and unaligned, longer than a tile of the GPU's kernels, and more than one launch takes.
+    What is in the first tensor of one list is in the second one of the other list, and the other way round.
+    """
     fragments = [
-        (0, 0, 40_003),
-        (40_008, 40_009, 20_000),
-        *((70_000 + 50 * i, 70_001 + 50 * i, 50) for i in range(100)),
-    ]
-    table = torch.tensor(
-        [(0, offset, 0, out_offset, numel, 0) for offset, out_offset, numel in fragments]
-    )  # (fragments, 6)
+        (0, 0, 0, 20_003, 0),
+        (1, 8, 9, 10_000, 1),
+        *((i % 2, 25_000 + 50 * i, 25_001 + 50 * i, 50, i // 2 % 2) for i in range(200)),
+    ]  # tensor, offset, offset in the tensor of the other list, elements, matrix
+    return torch.tensor([(i, begin, 1 - i, end, numel, matrix) for i, begin, end, numel, matrix in fragments])
+
+
+def _flat(device: str, dtypes: Iterable[torch.dtype]) -> list[torch.Tensor]:
+    """Return flat random tensors of :data:`_NUMEL` elements, the same in each call up to rounding."""
     generator = torch.Generator().manual_seed(0)
-    return table, [torch.randn(80_000, generator=generator).to(device) for _ in range(3)]
+    return [torch.randn(_NUMEL, generator=generator).to(device, dtype) for dtype in dtypes]
+
+
+# Products with powers of two are exact, so that a fused multiply-add rounds as a product and a sum do, and all results
+# are equal to the last bit. One matrix without Nesterov.
+_MOMENTUM_RATES = torch.tensor([(0.75, 1.0), (0.25, 0.0)], dtype=torch.float64)
+_APPLY_RATES = torch.tensor([(0.25, 0.5), (0.125, 1.0)], dtype=torch.float64)
 
 
 def _momentum_pack(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    table, (buf, grad, _) = _fragments(device)
-    rates = torch.tensor([[0.95, 1.0]], dtype=torch.float64)
-    results = []
-    for run in (operators.momentum_pack_, torch_operators.momentum_pack_):
-        copy, out = buf.clone(), torch.zeros_like(buf, dtype=dtype)
-        run([copy], [grad], [out], table, rates)
-        results.append((out, copy))
-    yield "", max(_relative(*pair) for pair in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
+    """Each call has two combinations of the dtypes of momentum and gradient; together the calls have all of them."""
+    table, errors = _fragments(), []
+    for bufs, grads in itertools.product(_DTYPE_PAIRS, repeat=2):
+        results = []
+        for run in (operators.momentum_pack_, torch_operators.momentum_pack_):
+            tensors = _flat(device, (*bufs, *grads))
+            outs = [tensor.to(dtype) for tensor in _flat(device, bufs)]
+            run(tensors[:2], tensors[2:], outs, table, _MOMENTUM_RATES)
+            results.append((*tensors[:2], *outs))
+        errors += [_relative(*pair) for pair in zip(*results, strict=True)]
+    yield "", _largest(errors), 2 * torch.finfo(dtype).eps
 
 
 def _unpack_apply(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    table, (_, update, param) = _fragments(device)
-    rates = torch.tensor([[0.02, 0.99]], dtype=torch.float64)
-    copies = [param.clone(), param.clone()]
-    for copy, run in zip(copies, (operators.unpack_apply_, torch_operators.unpack_apply_), strict=True):
-        run([copy], [update.to(dtype)], table, rates)
-    yield "", _relative(*copies), 2 * torch.finfo(dtype).eps
+    table, errors = _fragments(), []
+    for params in _DTYPE_PAIRS:
+        results = []
+        for run in (operators.unpack_apply_, torch_operators.unpack_apply_):
+            tensors = _flat(device, (*params, dtype, dtype))
+            run(tensors[:2], tensors[2:], table, _APPLY_RATES)
+            results.append(tensors[:2])
+        errors += [_relative(*pair) for pair in zip(*results, strict=True)]
+    yield "", _largest(errors), 2 * torch.finfo(dtype).eps
 
 
 def _largest_magnitudes(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    table, (_, grad, _) = _fragments(device)
+    tensors = _flat(device, (dtype, dtype))
     runs = operators.largest_magnitudes, torch_operators.largest_magnitudes
-    magnitudes, expected = (run([grad.to(dtype)], table) for run in runs)
+    magnitudes, expected = (run(tensors, _fragments()) for run in runs)
     yield "", _relative(magnitudes, expected), 0.0
 
 
 def _momentum_pack_int8(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    """Compare directions, codes and scales after two steps."""
-    table, (grad, *_) = _fragments(device)
+    """Compare directions, codes and scales after two steps, as :func:`_momentum_pack`."""
+    table, errors = _fragments(), []
     # The blocks of the first fragment are aligned to a GPU's vectors, those of the others are not.
-    before = torch.full_like(table[:, 0], 7)
-    before[0] = 0
-    counts = (before + table[:, 4] + BLOCK - 1) // BLOCK
-    blocks = torch.stack((before, counts.cumsum(0) - counts), 1)
-    # Products with powers of two are exact, so that a fused multiply-add rounds as a product and a sum do: a momentum
-    # that is off by one rounding may have another scale and other codes.
-    rates = torch.tensor([[0.75, 1.0]], dtype=torch.float64)
-    results = []
-    for run in (operators.momentum_pack_int8_, torch_operators.momentum_pack_int8_):
-        codes, out = torch.zeros_like(grad, dtype=torch.int8), torch.zeros_like(grad, dtype=dtype)
-        scales = torch.zeros(int(counts.sum()), device=device)
-        for _ in range(2):
-            run([codes], [scales], [grad], [out], table, rates, blocks)
-        results.append((out, codes, scales))
-    yield "", max(_relative(*pair) for pair in zip(*results, strict=True)), 2 * torch.finfo(dtype).eps
+    phases = torch.full_like(table[:, 0], 7)
+    phases[0] = 0
+    counts = (phases + table[:, 4] + BLOCK - 1) // BLOCK
+    blocks = torch.stack((phases, torch.zeros_like(phases)), 1)  # (fragments, 2)
+    for tensor in (0, 1):
+        rows = table[:, 0] == tensor
+        blocks[rows, 1] = counts[rows].cumsum(0) - counts[rows]
+    for grads in _DTYPE_PAIRS:
+        results = []
+        for run in (operators.momentum_pack_int8_, torch_operators.momentum_pack_int8_):
+            codes = _flat(device, (torch.int8, torch.int8))
+            scales = [torch.zeros(int(counts.sum()), device=device) for _ in codes]
+            outs = _flat(device, (dtype, dtype))
+            for _ in range(2):
+                run(codes, scales, _flat(device, grads), outs, table, _MOMENTUM_RATES, blocks)
+            results.append((*codes, *scales, *outs))
+        errors += [_relative(*pair) for pair in zip(*results, strict=True)]
+    yield "", _largest(errors), 2 * torch.finfo(dtype).eps
 
 
 _INT8 = "momentum_pack_int8_"
@@ -258,6 +283,11 @@ def _test_graphs(operators: ModuleType | None) -> Checks:
 
 def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _largest(errors: list[float]) -> float:
+    """Return the largest error; NaN if one is NaN, which ``max`` would drop."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 def _check(op: str, device: str, error: float, bound: float) -> dict[str, Any]:

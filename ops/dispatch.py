@@ -16,7 +16,16 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 
 from . import library, torch_operators
 from .autotune import Choice, Tuner
-from .candidates import Candidate, Problem, Replayed, candidates_for, has_kernel, in_fp32, problem_of
+from .candidates import (
+    Candidate,
+    Problem,
+    Replayed,
+    candidates_for,
+    has_kernel,
+    in_fp32,
+    index_of,
+    problem_of,
+)
 from .gate import Verdict, cuda_verdict
 
 NsBackend = Literal["auto", "ops", "torch"]
@@ -187,7 +196,9 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8:
     ):
         assert operators is not None
         # A library that was built ahead of time may have code for other GPUs only.
-        missing = operators.flat_passes_missing() if device_type == "cuda" else ""
+        missing = (
+            operators.flat_passes_missing(index_of(torch.device(device))) if device_type == "cuda" else ""
+        )
         failed = trusted(torch.device(device)).failed
         missing = missing or failed.get("native", failed.get("int8", "") if int8 else "")
         if not missing:
@@ -236,7 +247,7 @@ def trusted(device: torch.device) -> Verdict:
     """Return what must not run on a device: nothing on a CPU, whose code every run of this project's tests covers."""
     if device.type != "cuda":
         return Verdict()
-    return cuda_verdict(torch.cuda.current_device() if device.index is None else device.index)
+    return cuda_verdict(index_of(device))
 
 
 def _operators(backend: NsBackend) -> ModuleType | None:

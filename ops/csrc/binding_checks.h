@@ -131,11 +131,11 @@ inline std::vector<CodeBlocks> code_blocks(
 }
 
 inline void check_divide_transposed(const at::Tensor& x, const at::Tensor& norms) {
-  const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType norm_dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   TORCH_CHECK(
-      x.dim() == 3 && norms.sizes() == at::IntArrayRef({x.size(0), 1, 1}) && norms.scalar_type() == wide &&
+      x.dim() == 3 && norms.sizes() == at::IntArrayRef({x.size(0), 1, 1}) && norms.scalar_type() == norm_dtype &&
           norms.is_contiguous() && norms.device() == x.device(),
-      "divide_transposed: x must be (batch, rows, cols), and norms (batch, 1, 1), contiguous, in ", wide,
+      "divide_transposed: x must be (batch, rows, cols), and norms (batch, 1, 1), contiguous, in ", norm_dtype,
       " beside it, got ", x.sizes(), " and ", norms.sizes(), " in ", norms.scalar_type());
 }
 

@@ -12,11 +12,7 @@
 
 namespace muon {
 
-thread_local bool wide_products = false;
-
 namespace {
-
-constexpr char kWide[] = "+wide";
 
 using SymGemm =
     at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, double, double);
@@ -53,8 +49,8 @@ at::Tensor orthogonalize_generic(
     const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
     at::ScalarType dtype, double eps) {
   const bool tall = x.size(-2) > x.size(-1);
-  const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor norm = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, wide).clamp_min_(eps);
+  const at::ScalarType norm_dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor norm = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, norm_dtype).clamp_min_(eps);
   // The cast writes the short side first, so that turning a tall matrix costs no pass of its own.
   at::Tensor w = tall ? divide_transposed(x, norm, dtype) : divided(x, norm, dtype);
   const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
@@ -111,9 +107,6 @@ at::Tensor orthogonalize_by_products(
   TORCH_CHECK(
       !coefficients.empty() && coefficients.size() % 3 == 0,
       "orthogonalize: coefficients must be flat (a, b, c) triples, got ", coefficients.size(), " numbers");
-  const size_t suffix = method.find(kWide);
-  const WideProducts wide(suffix != std::string::npos && suffix + sizeof(kWide) - 1 == method.size());
-  if (wide_products) method.resize(suffix);
   TORCH_CHECK(
       method == "gram" || method == "standard", "orthogonalize: unknown method '", method,
       "'; on this device there are standard and gram");

@@ -14,20 +14,10 @@ at::Tensor orthogonalize_generic(
     const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
     at::ScalarType dtype, double eps);
 
-// x / norms, contiguous, in `dtype`: one pass, without a copy in the wide dtype.
+// x / norms, contiguous, in `dtype`: one pass, without a copy in the dtype of the quotient.
 at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype);
 
-// Whether the products of this thread run in squares of 256 on a GPU that has a kernel for them.
-extern thread_local bool wide_products;
-
-// Sets it while this lives.
-struct WideProducts {
-  explicit WideProducts(bool wide) : before(wide_products) { wide_products = wide; }
-  ~WideProducts() { wide_products = before; }
-  const bool before;
-};
-
-// The kernel for devices without one of their own: checks, then the above. Method "...+wide" sets wide_products.
+// The kernel for devices without one of their own: checks, then orthogonalize_generic.
 at::Tensor orthogonalize_by_products(
     const at::Tensor& x, at::ArrayRef<double> coefficients, std::string method, at::IntArrayRef restarts,
     at::ScalarType dtype, double eps);

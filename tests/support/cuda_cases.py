@@ -60,10 +60,13 @@ def check_product(
 def sym_gemm(
     kernels: Kernels, kernel: str, shape: tuple[int, int, int], dtype: torch.dtype, inputs: Inputs
 ) -> None:
-    """Products with and without c, of inputs whose product is symmetric up to what is mirrored."""
+    """Products with and without c, of inputs whose product is symmetric up to what is mirrored.
+
+    The rows and the matrices of b lie at other distances than those of a.
+    """
     batch, m, k = shape
     a = inputs(batch, m, k, dtype=dtype)
-    b = a + 0.01 * inputs(batch, m, k, dtype=dtype)
+    b = inputs(batch, m + 8, k + 16, dtype=dtype)[:, :m, 8:-8].mul_(0.01).add_(a)
     c = lower_mirrored(inputs(batch, m, m, dtype=dtype))
     for with_c, alpha, beta, diag in SCALARS:
         added, d = c if with_c else None, torch.full_like(c, torch.nan)

@@ -128,10 +128,7 @@ class Kernels:
         pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self.library.muon_momentum_pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
         self.library.muon_unpack_apply.argtypes = [pointer, int64, int32, int32, pointer]
-        for name in ("sm90", "sm90_wide"):
-            waves = getattr(self.library, f"muon_sym_gemm_{name}_waves")
-            waves.argtypes, waves.restype = [int64, int64], int64
-        for name in ("", "_sm80", "_sm90", "_sm90_wide"):
+        for name in ("", "_sm80", "_sm90"):
             getattr(self.library, f"muon_sym_gemm{name}").argtypes = [ctypes.POINTER(SymGemm), pointer]
 
     def available(self, kernel: str) -> int:

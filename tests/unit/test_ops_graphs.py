@@ -92,11 +92,7 @@ def gpu_names(
     batch: int, rows: int, cols: int, dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     # What a build with CUDA would answer; no such build can be made here.
-    def waves(batch: int, m: int) -> tuple[int, int]:
-        tiles, squares = -(-m // 128), -(-m // 256)  # on 132 multiprocessors in 66 clusters
-        return -(-batch * tiles * (tiles + 1) // 264), 2 * -(-batch * squares * (squares + 1) // 132)
-
-    operators = SimpleNamespace(sym_gemm_kernel=lambda: kernel, sym_gemm_waves=waves)
+    operators = SimpleNamespace(sym_gemm_kernel=lambda _: kernel)
     monkeypatch.setattr(candidates, "has_kernel", lambda *_: True)
     settings = NsSettings(SETTINGS.coefficients, "gram", dtype)
     problem = Problem("cuda", torch.float32, batch, rows, cols, 0, settings)
@@ -106,16 +102,7 @@ def gpu_names(
 def test_the_name_of_a_gpu_candidate_says_what_computes_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.float16
     assert gpu_names(1, 512, 2048, half, "sm90", monkeypatch)[:2] == ["ops gram+sm90", "ops standard+sm90"]
-    for m in (2048, 8192):
-        large = gpu_names(1, m, 4 * m, half, "sm90", monkeypatch)
-        assert large[:3] == ["ops gram+sm90wide", "ops standard+sm90wide", "ops gram+sm90"]
-    # 136 squares on 66 clusters are three waves, as long as six of tiles, which need four.
-    uneven = gpu_names(1, 4096, 16384, half, "sm90", monkeypatch)
-    assert uneven[:3] == ["ops gram+sm90", "ops standard+sm90", "ops gram+sm90wide"]
-    # One product is two waves of tiles or one of squares; eight are 13 waves of tiles, or 7 of squares, as long as 14.
-    assert gpu_names(1, 2560, 2560, half, "sm90", monkeypatch)[0] == "ops standard+sm90wide"
-    assert gpu_names(8, 2560, 2560, half, "sm90", monkeypatch)[0] == "ops standard+sm90"
-    assert not any("wide" in name for name in gpu_names(1, 4096, 16384, half, "sm80", monkeypatch))
+    assert gpu_names(1, 512, 2048, half, "sm80", monkeypatch)[:2] == ["ops gram+sm80", "ops standard+sm80"]
     assert gpu_names(1, 512, 2050, half, "sm90", monkeypatch)[0] == "ops gram+cublas", (
         "2050 is no multiple of 8"
     )

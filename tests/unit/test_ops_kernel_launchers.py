@@ -60,7 +60,7 @@ def test_sym_gemm_refuses(bench: Bench, change: dict[str, int], status: int) -> 
     wrong = problem()
     for name, value in change.items():
         setattr(wrong, name, value)
-    for kernel, major in {"": 9, "_sm80": 8, "_sm90": 9, "_sm90_wide": 9}.items():
+    for kernel, major in {"": 9, "_sm80": 8, "_sm90": 9}.items():
         bench.configure(major=major)
         assert getattr(bench.library, f"muon_sym_gemm{kernel}")(ctypes.byref(wrong), 0) == status, kernel
     assert bench.name(status) not in ("ok", "unknown status")
@@ -150,6 +150,6 @@ def test_the_structures_agree() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_what_nvcc_builds_says_so(tmp_path: Path) -> None:
     kernels = Kernels(build(tmp_path, ("90a",)))
-    for kernel in ("sm80", "sm90", "sm90_wide"):
+    for kernel in ("sm80", "sm90"):
         assert kernels.available(kernel) > 0  # a cudaError_t
         assert kernels.name(kernels.available(kernel)) != "unknown status"

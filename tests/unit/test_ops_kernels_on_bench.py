@@ -16,10 +16,10 @@ import torch
 from deepspeed_muon.ops.checks import product_shapes
 from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.reference import newton_schulz
-from tests.support import cuda_bench
+from tests.support import binding_cases, cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.comparisons import close, within
-from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench
+from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench, Binding
 from tests.support.cuda_cases import Inputs
 from tests.support.cuda_library import DEVICE, FLAT_ROWS, MISALIGNED, OK, ApplyRow, PackRow, gram, product_of
 from tests.support.matrices import matrix
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str
 
 # Fewer k than a stage, one tile, tiles that end in the middle, several tiles for a block, and many k.
 SHAPES = [(1, 8, 8), (1, 128, 64), (1, 136, 72), (2, 264, 200), (3, 512, 8), (1, 384, 1016)]
-MAJOR = {"sm80": 8, "sm90": 9, "sm90_wide": 9}
+MAJOR = {"sm80": 8, "sm90": 9}
 
 
 # Both dtypes, every way in which asynchronous work ends, one and several multiprocessors.
@@ -61,44 +61,7 @@ def test_what_is_refused(bench: Bench, kernel: str) -> None:
     bench.configure(major=7)
     assert bench.available(kernel) == DEVICE
     bench.configure(major=10)
-    assert bench.available("sm90") == bench.available("sm90_wide") == DEVICE and bench.available("sm80") == OK
-
-
-def test_as_many_clusters_run_as_the_device_holds_at_once(bench: Bench) -> None:
-    # 132 multiprocessors in groups of which some are odd: fewer than 66 clusters.
-    bench.configure(processors=132, clusters=60, blocks=(0, 0))
-    a, d = torch.zeros(2, 4096, 64, dtype=torch.float16), torch.zeros(2, 4096, 4096, dtype=torch.float16)
-    assert bench.sym_gemm("sm90_wide", a, a, None, d) == OK
-    assert bench.library.bench_grid() == 2 * 60
-    assert bench.sym_gemm("sm90_wide", a[:, :512], a[:, :512], None, d[:, :512, :512]) == OK
-    assert bench.library.bench_grid() == 2 * 2 * 3
-
-
-@pytest.mark.parametrize(
-    ("batch", "m", "narrow", "wide"),
-    # On 132 multiprocessors in 66 clusters: 136 squares are three waves, and 528 tiles four full ones.
-    [
-        (1, 1024, 1, 2),
-        (1, 2048, 2, 2),
-        (1, 4096, 4, 6),
-        (2, 4096, 8, 10),
-        (8, 2048, 9, 10),
-        (1, 8192, 16, 16),
-    ],
-)
-def test_waves(bench: Bench, batch: int, m: int, narrow: int, wide: int) -> None:
-    bench.configure(processors=132, clusters=66)
-    found = (
-        bench.library.muon_sym_gemm_sm90_waves(batch, m),
-        bench.library.muon_sym_gemm_sm90_wide_waves(batch, m),
-    )
-    assert found == (narrow, wide)
-    bench.configure(major=10)
-    assert (
-        bench.library.muon_sym_gemm_sm90_waves(batch, m)
-        == bench.library.muon_sym_gemm_sm90_wide_waves(batch, m)
-        == 0
-    )
+    assert bench.available("sm90") == DEVICE and bench.available("sm80") == OK
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -225,10 +188,8 @@ def beyond_2_31(kernels: Bench, kernel: str) -> None:
     inputs = Inputs("cpu")
     a[1, -256:] = inputs(256, 72, dtype=torch.float16)
     c[1, -256:, -256:] = cases.lower_mirrored(inputs(256, 256, dtype=torch.float16))
-    # A block for each tile, of which two run: on the diagonal and left of it, or the last square of 256.
-    squares = SIDE // 256 * (SIDE // 256 + 1)
-    last = 2 * (squares if kernel == "sm90_wide" else TILES) - 2
-    kernels.configure(processors=2 * TILES, major=MAJOR[kernel], blocks=(last, 2))
+    # A block for each tile, of which two run: on the diagonal and left of it.
+    kernels.configure(processors=2 * TILES, major=MAJOR[kernel], blocks=(2 * TILES - 2, 2))
     assert kernels.sym_gemm(kernel, a, a, c, d, alpha=0.5, beta=2.0) == OK
     exact = 0.5 * a[1, -128:].double() @ a[1, -256:].double().mT + 2.0 * c[1, -128:, -256:].double()
     for found in (d[1, -128:, -256:], d[1, -256:, -128:].mT):
@@ -332,7 +293,6 @@ def test_only_the_lower_triangle_of_c_is_read(bench: Bench) -> None:
         ("sm90", torch.bfloat16, "ill-conditioned"),
         ("sm90", torch.float16, "tiny"),
         ("sm80", torch.bfloat16, "huge"),
-        ("sm90_wide", torch.float16, "gaussian"),
     ],
     ids=str,
 )
@@ -392,12 +352,22 @@ def refusals(kernels: Bench, kernel: str) -> None:
     cases.what_is_refused(kernels, kernel, Inputs("cpu"))
 
 
+@pytest.fixture(scope="module")
+def binding(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Binding:
+    return cuda_bench.build_binding(tmp_path_factory.mktemp("binding"), bench)
+
+
+@pytest.mark.parametrize("case", binding_cases.CASES)
+def test_the_binding(binding: Binding, case: Callable[[Binding], None]) -> None:
+    case(binding)
+
+
 TABLES = planted("planted_kernel_defects.toml")
-FINDERS: dict[str, Callable[[Bench, str], None]] = {
-    each.__name__: each
-    for each in (
+FINDERS: dict[str, Callable[[Any, str], None]] = {
+    finder.__name__: finder
+    for finder in (
         products, passes, turned, whole_sectors, refusals, unaligned_arrays, beyond_2_31, more_tiles_than_2_31,
-        transposed_beyond_2_31, long_fragments, long_fragments_of_codes,
+        transposed_beyond_2_31, long_fragments, long_fragments_of_codes, binding_cases.every_case,
     )
 }  # fmt: skip
 
@@ -427,10 +397,10 @@ ALWAYS_PLANTED = {
     "elements behind a row are read",
     "the old scale of a cut block is read where those of the others are",
     "half of a stage's bytes are waited for",
-    "half of b is not waited for",
     "a copy too few is waited for",
     "any address of c is taken",
     "the copy engine's distance of matrices in 32 bits",
+    "the output is taken by the number of the momentum",
 }
 """Of each kernel, and what large operands find; the others are left to ``--full``: each compiles a kernel anew."""
 
@@ -445,7 +415,11 @@ ALWAYS_PLANTED = {
 def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[str, str]) -> None:
     found_by, kernel = finder_of(defect)
     mutation = {defect["old"]: defect["new"]}
-    broken = cuda_bench.build(tmp_path, mutation, beside=bench.folder, only=defect["source"])
+    broken = (
+        cuda_bench.build_binding(tmp_path, bench, mutation)
+        if defect["source"] in cuda_bench.BINDING
+        else cuda_bench.build(tmp_path, mutation, beside=bench.folder, only=defect["source"])
+    )
     with pytest.raises(AssertionError):
         FINDERS[found_by](broken, kernel)
 
@@ -454,7 +428,9 @@ def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[st
     ("found_by", "kernel"),
     # The others are what the tests above run.
     dict.fromkeys(
-        each for each in map(finder_of, TABLES["defect"]) if each[0] not in ("products", "passes", "refusals")
+        each
+        for each in map(finder_of, TABLES["defect"])
+        if each[0] not in ("products", "passes", "refusals", "every_case")
     ),
 )
 def test_what_finds_a_defect_passes_without_it(bench: Bench, found_by: str, kernel: str) -> None:

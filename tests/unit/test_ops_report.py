@@ -35,20 +35,18 @@ def test_the_text_names_what_a_reader_looks_for(capsys: pytest.CaptureFixture[st
     assert "self-test" not in text
 
 
-@pytest.mark.parametrize("wide", [0, 2])
-def test_a_gpu_names_the_kernels_that_it_runs(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
+def test_a_gpu_names_the_kernels_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     without = report.collect()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(report, "cached_verdict", lambda device: Verdict({"graphs": "it hangs"}))
     monkeypatch.setattr(report, "has_kernel", lambda operators, *_: operators is not None)
     operators = SimpleNamespace(
-        sym_gemm_kernel=lambda: "sm90",
-        sym_gemm_waves=lambda batch, m: [1, wide],
-        flat_passes_missing=lambda: "no code for this device",
+        sym_gemm_kernel=lambda _: "sm90",
+        flat_passes_missing=lambda _: "no code for this device",
     )
     found = report._gpu(operators)
-    assert found["sym_gemm"] == ("sm90 in squares of 256 too" if wide else "sm90")
+    assert found["sym_gemm"] == "sm90"
     assert found["flat passes"] == "no code for this device"
     assert "it hangs" in found["tested before first use"]
     assert "sym_gemm" not in report._gpu(None)

@@ -83,12 +83,13 @@ def test_it_is_expected_to_win_where_only_it_has_tcgen05(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], first: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda index: capability if index == 1 else (8, 0)
+    )
     monkeypatch.setattr(candidates, "has_kernel", lambda *_: True)
     monkeypatch.setattr(candidates, "triton_products", lambda: Products(lambda x: x @ x.mT))
-    operators = types.SimpleNamespace(sym_gemm_kernel=lambda: "sm80")
+    operators = types.SimpleNamespace(sym_gemm_kernel=lambda index: "sm80" if index == 1 else "sm90")
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
-    names = [
-        each.name for each in candidates_for(Problem("cuda", FP32, 1, 4096, 4096, 0, settings), operators)
-    ]
+    problem = Problem("cuda", FP32, 1, 4096, 4096, 0, settings, index=1)
+    names = [candidate.name for candidate in candidates_for(problem, operators)]
     assert names[0].startswith(first) and {"ops standard+sm80", "triton standard"} <= set(names)

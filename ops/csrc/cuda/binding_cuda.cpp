@@ -3,7 +3,9 @@
 // sym_gemm runs this project's kernel where it supports dtype, shape, alignment and device, and cuBLAS elsewhere; both
 // return the mirrored lower triangle. Which of them is faster is the caller's choice (ops/autotune.py), who asks
 // sym_gemm_kernel what would run.
-#include <ATen/Functions.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -91,19 +93,11 @@ at::Tensor sym_gemm(
   problem.beta = static_cast<float>(beta);
   problem.diag = static_cast<float>(diag);
   problem.dtype = muon_dtype(a.scalar_type());
-  int status = muon::wide_products ? muon_sym_gemm_sm90_wide(&problem, stream_of(a)) : MUON_DEVICE_UNSUPPORTED;
-  if (status < 0 && status != MUON_BAD_ARGUMENT) status = muon_sym_gemm(&problem, stream_of(a));
+  const int status = muon_sym_gemm(&problem, stream_of(a));
   if (status == MUON_OK) return d.view(shape);
   // Negative: not for this kernel, nothing was launched. A CUDA error, or a wrong argument, is no reason to go on.
   TORCH_CHECK(status < 0 && status != MUON_BAD_ARGUMENT, "sym_gemm: ", muon_status_name(status));
   return sym_gemm_cublas(left, right, added, alpha, beta, diag).view(shape);
-}
-
-at::Tensor sym_gemm_wide(
-    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
-    double diag) {
-  const muon::WideProducts wide(true);
-  return sym_gemm(a, b, c, alpha, beta, diag);
 }
 
 at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
@@ -195,20 +189,17 @@ void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tenso
   }
 }
 
-// What sym_gemm's own kernel would be on the current device: "sm90", "sm80", or why there is none.
-std::string sym_gemm_kernel() {
+// What sym_gemm's own kernel would be on a device: "sm90", "sm80", or why there is none.
+std::string sym_gemm_kernel(int64_t device) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   if (muon_sym_gemm_sm90_available() == MUON_OK) return "sm90";
   const int status = muon_sym_gemm_sm80_available();
   return status == MUON_OK ? "sm80" : muon_status_name(status);
 }
 
-// Waves of the two kernels for Hopper: in tiles of 128, and in squares of 256 by clusters; 0 where one cannot run.
-std::vector<int64_t> sym_gemm_waves(int64_t batch, int64_t m) {
-  return {muon_sym_gemm_sm90_waves(batch, m), muon_sym_gemm_sm90_wide_waves(batch, m)};
-}
-
-// Why the flat passes cannot run on the current device; empty if they can.
-std::string flat_passes_missing() {
+// Why the flat passes cannot run on a device; empty if they can.
+std::string flat_passes_missing(int64_t device) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   const int status = muon_flat_passes_available();
   return status == MUON_OK ? "" : muon_status_name(status);
 }
@@ -216,16 +207,12 @@ std::string flat_passes_missing() {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
-  m.def("sym_gemm_kernel() -> str", &sym_gemm_kernel);
-  m.def("sym_gemm_waves(int batch, int m) -> int[]", &sym_gemm_waves);
-  m.def("flat_passes_missing() -> str", &flat_passes_missing);
-  // sym_gemm in squares of 256, where a kernel has them.
-  m.def("sym_gemm_wide(Tensor a, Tensor b, Tensor? c, float alpha, float beta, float diag) -> Tensor");
+  m.def("sym_gemm_kernel(int device) -> str", &sym_gemm_kernel);
+  m.def("flat_passes_missing(int device) -> str", &flat_passes_missing);
 }
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
   m.impl("sym_gemm", &sym_gemm);
-  m.impl("sym_gemm_wide", &sym_gemm_wide);
   m.impl("divide_transposed", &divide_transposed);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);

@@ -55,7 +55,7 @@ struct Prepared {
 
 // A build without code for the device reports no kernel image. A build whose code for the device is the empty body of
 // another architecture has launch bounds of one warp, which is how it is told apart: such a kernel would only trap.
-inline Prepared prepare_now(const void* kernel, int threads, int shared_bytes, int cluster) {
+inline Prepared prepare_now(const void* kernel, int threads, int shared_bytes) {
   cudaFuncAttributes attributes;
   int error = cudaFuncGetAttributes(&attributes, kernel);
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
@@ -71,16 +71,6 @@ inline Prepared prepare_now(const void* kernel, int threads, int shared_bytes, i
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return {error, 0};
   int blocks = 0;
-  if (cluster > 1) {
-    // Not the multiprocessors divided by the blocks of a cluster: those must share a GPC, of which some are odd.
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(cluster);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    error = cudaOccupancyMaxActiveClusters(&blocks, kernel, &config);
-    if (error != cudaSuccess) return {error, 0};
-    return {blocks > 0 ? MUON_OK : MUON_DEVICE_UNSUPPORTED, blocks * cluster};
-  }
   int processors = 0;
   error = device_attribute(cudaDevAttrMultiProcessorCount, &processors);
   if (error != cudaSuccess) return {error, 0};
@@ -89,13 +79,10 @@ inline Prepared prepare_now(const void* kernel, int threads, int shared_bytes, i
   return {blocks > 0 ? MUON_OK : MUON_DEVICE_UNSUPPORTED, blocks * processors};
 }
 
-// What `work` equal pieces cost where `at_once` run at the same time: waves, of which the last may be nearly empty.
-inline int64_t waves(int64_t work, int64_t at_once) { return at_once > 0 ? (work + at_once - 1) / at_once : 0; }
-
 // prepare_now, remembered per kernel and device: the queries cost more than a small launch. CUDA errors are not
 // remembered, they may pass.
 template <typename... Parameters>
-inline Prepared prepare(void (*kernel)(Parameters...), int threads, int shared_bytes, int cluster = 1) {
+inline Prepared prepare(void (*kernel)(Parameters...), int threads, int shared_bytes) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return {error, 0};
@@ -105,7 +92,7 @@ inline Prepared prepare(void (*kernel)(Parameters...), int threads, int shared_b
   const std::lock_guard<std::mutex> guard(mutex);
   const auto found = known.find({handle, device});
   if (found != known.end()) return found->second;
-  const Prepared prepared = prepare_now(handle, threads, shared_bytes, cluster);
+  const Prepared prepared = prepare_now(handle, threads, shared_bytes);
   if (prepared.status <= 0) known[{handle, device}] = prepared;
   return prepared;
 }

@@ -64,43 +64,6 @@ __device__ __forceinline__ void tensor_copy_3d(uint32_t target, const CUtensorMa
       : "memory");
 }
 
-// ---- clusters ---------------------------------------------------------------------------------------------------
-
-// The number of this block in its cluster.
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// All threads of all blocks of the cluster meet here, and see what the others wrote before.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// Arrives at the barrier with the same address in another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_in(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-// tensor_copy_3d into all blocks of the cluster whose bit is set, at the same place in each; each one's barrier at the
-// address of `barrier` hears of it.
-__device__ __forceinline__ void tensor_copy_3d_to_cluster(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x,
-                                                          int y, int z, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
-      : "memory");
-}
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // ---- wgmma ------------------------------------------------------------------------------------------------------
@@ -161,43 +124,6 @@ __device__ __forceinline__ void wgmma_64x128x16<__nv_bfloat16>(float (&d)[16][4]
 
 template <>
 __device__ __forceinline__ void wgmma_64x128x16<__half>(float (&d)[16][4], uint64_t a, uint64_t b) {
-  MUON_WGMMA("f16");
-}
-
-#undef MUON_WGMMA
-#undef MUON_D64
-#undef MUON_D4
-
-#define MUON_D4(h, j) "+f"(d[h][0][j][0]), "+f"(d[h][0][j][1]), "+f"(d[h][0][j][2]), "+f"(d[h][0][j][3])
-#define MUON_D64(h)                                                                                                 \
-  MUON_D4(h, 0), MUON_D4(h, 1), MUON_D4(h, 2), MUON_D4(h, 3), MUON_D4(h, 4), MUON_D4(h, 5), MUON_D4(h, 6),          \
-      MUON_D4(h, 7), MUON_D4(h, 8), MUON_D4(h, 9), MUON_D4(h, 10), MUON_D4(h, 11), MUON_D4(h, 12), MUON_D4(h, 13),  \
-      MUON_D4(h, 14), MUON_D4(h, 15)
-// The same for 256 columns; d[0] are the left 128.
-#define MUON_WGMMA(type)                                                                                            \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                         \
-               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                           \
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                   \
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                   \
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                   \
-               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                   \
-               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                   \
-               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "       \
-               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "  \
-               "%128, %129, 1, 1, 1, 0, 0;"                                                                         \
-               : MUON_D64(0), MUON_D64(1)                                                                           \
-               : "l"(a), "l"(b))
-
-template <typename T>
-__device__ __forceinline__ void wgmma_64x256x16(float (&d)[2][1][16][4], uint64_t a, uint64_t b);
-
-template <>
-__device__ __forceinline__ void wgmma_64x256x16<__nv_bfloat16>(float (&d)[2][1][16][4], uint64_t a, uint64_t b) {
-  MUON_WGMMA("bf16");
-}
-
-template <>
-__device__ __forceinline__ void wgmma_64x256x16<__half>(float (&d)[2][1][16][4], uint64_t a, uint64_t b) {
   MUON_WGMMA("f16");
 }
 

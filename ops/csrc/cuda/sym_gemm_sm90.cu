@@ -13,6 +13,13 @@
 #include "ptx_sm90.cuh"
 #include "tensor_map.cuh"
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define MUON_SM90_THREADS kThreads
+#else
+// Code for another chip has no body. Its launch bounds say so to prepare(): the host would not launch it.
+#define MUON_SM90_THREADS 32
+#endif
+
 namespace muon {
 namespace {
 
@@ -181,19 +188,23 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace muon
 
-static muon::Prepared prepared() {
-  const int status = muon::hopper_with_tensor_maps();
-  if (status != MUON_OK) return {status, 0};
-  return muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes);
-}
-
-extern "C" int muon_sym_gemm_sm90_available(void) { return prepared().status; }
-
-extern "C" int64_t muon_sym_gemm_sm90_waves(int64_t batch, int64_t m) {
-  const muon::TileSchedule tiles(static_cast<int>(m), static_cast<int>(batch));
-  return muon::waves(tiles.total, prepared().blocks);
+extern "C" int muon_sym_gemm_sm90_available(void) {
+  int major = 0;
+  int minor = 0;
+  int status = muon::device_attribute(cudaDevAttrComputeCapabilityMajor, &major);
+  if (status == cudaSuccess) status = muon::device_attribute(cudaDevAttrComputeCapabilityMinor, &minor);
+  if (status != cudaSuccess) return status;
+  // sm_90a code runs on 9.0 and nowhere else, later chips included.
+  if (major != 9 || minor != 0) return MUON_DEVICE_UNSUPPORTED;
+  if (muon::tensor_map_encoder() == nullptr) return MUON_DRIVER_ERROR;
+  return muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
 }
 
 extern "C" int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream) {
-  return muon::run_checked(problem, stream, muon_sym_gemm_sm90_available, muon::launch<__half>, muon::launch<__nv_bfloat16>);
+  if (problem == nullptr) return MUON_BAD_ARGUMENT;
+  int status = muon::check_sym_gemm(*problem);
+  if (status == MUON_OK) status = muon_sym_gemm_sm90_available();
+  if (status != MUON_OK) return status;
+  return problem->dtype == MUON_FLOAT16 ? muon::launch<__half>(*problem, stream)
+                                        : muon::launch<__nv_bfloat16>(*problem, stream);
 }

@@ -1,17 +1,10 @@
-// What both Hopper kernels ask of the host: descriptions of the operands for the copy engine, and whether they can run.
+// What the Hopper kernel needs from the host: descriptions of the operands for the copy engine.
 #pragma once
 
 #include <cuda.h>
 
 #include "../include/sym_layout.h"
 #include "launch.cuh"
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define MUON_SM90_THREADS kThreads
-#else
-// Code for another chip has no body. Its launch bounds say so to kernel_available(): the host would not launch it.
-#define MUON_SM90_THREADS 32
-#endif
 
 namespace muon {
 
@@ -57,27 +50,6 @@ inline int describe(CUtensorMap* map, const void* base, int64_t batch, int64_t m
 inline int describe(const MuonSymGemm& p, CUtensorMap* map_a, CUtensorMap* map_b) {
   const int status = describe(map_a, p.a, p.batch, p.m, p.k, p.lda, p.stride_a, p.dtype);
   return status != MUON_OK ? status : describe(map_b, p.b, p.batch, p.m, p.k, p.ldb, p.stride_b, p.dtype);
-}
-
-inline int hopper_with_tensor_maps() {
-  int major = 0;
-  int minor = 0;
-  int status = device_attribute(cudaDevAttrComputeCapabilityMajor, &major);
-  if (status == cudaSuccess) status = device_attribute(cudaDevAttrComputeCapabilityMinor, &minor);
-  if (status != cudaSuccess) return status;
-  // sm_90a code runs on 9.0 and nowhere else, later chips included.
-  if (major != 9 || minor != 0) return MUON_DEVICE_UNSUPPORTED;
-  return tensor_map_encoder() != nullptr ? MUON_OK : MUON_DRIVER_ERROR;
-}
-
-// What both launchers do: checks the problem, asks for the kernel, and runs it for the problem's dtype.
-inline int run_checked(const MuonSymGemm* problem, cudaStream_t stream, int (*available)(),
-                       int (*half)(const MuonSymGemm&, cudaStream_t), int (*bfloat16)(const MuonSymGemm&, cudaStream_t)) {
-  if (problem == nullptr) return MUON_BAD_ARGUMENT;
-  int status = check_sym_gemm(*problem);
-  if (status == MUON_OK) status = available();
-  if (status != MUON_OK) return status;
-  return problem->dtype == MUON_FLOAT16 ? half(*problem, stream) : bfloat16(*problem, stream);
 }
 
 }  // namespace muon

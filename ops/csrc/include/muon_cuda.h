@@ -51,19 +51,12 @@ typedef struct MuonSymGemm {
 // The kernels, and the choice where the caller has none: sm90 where the device and the build have it, else sm80.
 int muon_sym_gemm(const MuonSymGemm* problem, muon_stream_t stream);
 int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream);  // wgmma + TMA, compute capability 9.0
-int muon_sym_gemm_sm90_wide(const MuonSymGemm* problem, muon_stream_t stream);  // the same in squares of 256
 int muon_sym_gemm_sm80(const MuonSymGemm* problem, muon_stream_t stream);  // mma.sync, compute capability >= 8.0
 
 // What the launchers would answer, without launching: MUON_OK or a negative code or a cudaError_t.
 int muon_sym_gemm_sm90_available(void);
-int muon_sym_gemm_sm90_wide_available(void);
 int muon_sym_gemm_sm80_available(void);
 int muon_flat_passes_available(void);
-
-// How many tiles of 128 x 128, one after the other, the busiest multiprocessor of the current device computes for `batch`
-// products of m x m: what the two kernels for Hopper differ in, beside their speed within a tile. 0 where one cannot run.
-int64_t muon_sym_gemm_sm90_waves(int64_t batch, int64_t m);
-int64_t muon_sym_gemm_sm90_wide_waves(int64_t batch, int64_t m);
 
 // A fragment of momentum_pack: `n` elements each of three arrays, none of which overlaps another. What follows `nesterov` is
 // of momentum in 8 bits alone: the fields of CodeBlocks in code_blocks.h.

@@ -66,8 +66,8 @@ struct TileSchedule {
   int64_t tiles;   // tiles of one matrix
   int64_t total;   // tiles of the batch
 
-  MUON_HOST_DEVICE TileSchedule(int m, int batch, int edge = kTile)
-      : rows(ceil_div(m, edge)), tiles(triangle_count(rows)), total(tiles * batch) {}
+  MUON_HOST_DEVICE TileSchedule(int m, int batch)
+      : rows(ceil_div(m, kTile)), tiles(triangle_count(rows)), total(tiles * batch) {}
 
   MUON_HOST_DEVICE TileCoord tile(int64_t work) const {
     const int64_t matrix = work / tiles;

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import cpp_extension
 
 from tests.support.cuda_library import SOURCES, Blocks, Fragment, Kernels
 
@@ -29,7 +32,7 @@ ANY_TIME, LATE, EARLY = 0, 1, 2
 
 _HEADERS = ("ptx.cuh", "ptx_sm90.cuh")
 _SHARED = """#include <cuda_runtime.h>
-namespace muon { namespace { alignas(1024) [[maybe_unused]] unsigned char shared[2 * 256 * 1024]; } }
+namespace muon { namespace { alignas(1024) [[maybe_unused]] unsigned char shared[256 * 1024]; } }
 """
 _FLAGS = [
     "-std=c++17",
@@ -73,7 +76,7 @@ class Bench(Kernels):
         major: int = 9,
         mode: int = ANY_TIME,
         seed: int = 1,
-        clusters: int | None = None,
+        second_major: int = 9,
         blocks: tuple[int, int] | None = None,
     ) -> None:
         """Choose the GPU, when asynchronous work ends, and the order of everything.
@@ -83,12 +86,10 @@ class Bench(Kernels):
             major: Compute capability.
             mode: :data:`ANY_TIME`, :data:`LATE` or :data:`EARLY`.
             seed: Of every random choice.
-            clusters: How many clusters of two blocks run at once; ``None`` for half of the multiprocessors.
+            second_major: Compute capability of the second device; the first one becomes the current one.
             blocks: The first block of each launch that runs, and how many do; ``None`` for all.
         """
-        if clusters is None:
-            clusters = max(1, processors // 2)
-        self.library.bench_configure(processors, major, mode, seed, clusters)
+        self.library.bench_configure(processors, major, mode, seed, second_major)
         if blocks is not None:
             self.library.bench_blocks(*blocks)
 
@@ -150,10 +151,32 @@ class Bench(Kernels):
         finally:
             self.library.bench_forget()
 
-    def _checked(self, status: int) -> int:
+    def raise_mistake(self) -> None:
+        """Raise what the machine has found since it was configured, if anything."""
         if mistake := self.library.bench_error().decode():
             raise AssertionError(mistake)
+
+    def _checked(self, status: int) -> int:
+        self.raise_mistake()
         return super()._checked(status)
+
+
+class Binding:
+    """The operators of ``binding_cuda.cpp`` and ``generic.cpp`` on tensors of the CPU, which count as on device 0."""
+
+    def __init__(self, bench: Bench, operators: Any) -> None:
+        self.bench = bench
+        self._operators = operators
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operator = getattr(self._operators, name)
+
+        def run(*arguments: Any) -> Any:
+            result = operator(*arguments)
+            self.bench.raise_mistake()
+            return result
+
+        return run
 
 
 def unavailable() -> str | None:
@@ -208,6 +231,59 @@ def build(
     return Bench(library)
 
 
+BINDING = ("generic", "binding_cuda")
+"""The sources of :func:`build_binding`."""
+
+
+def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None = None) -> Binding:
+    """Compile the CUDA binding, and the iteration over its products, into ``folder``.
+
+    They are one translation unit, because the headers of torch take most of the time. The operators are registered for
+    the CPU, in a namespace of their own, with the schemas of ``binding.cpp``.
+
+    Args:
+        folder: An empty folder.
+        bench: Runs the kernels.
+        mutation: As for :func:`build`.
+    """
+    csrc, namespace = SOURCES.parent, f"muon_bench_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+    text = (csrc / "generic.cpp").read_text() + (csrc / "cuda" / "binding_cuda.cpp").read_text()
+    for old, new in (mutation or {}).items():
+        assert old in text, f"not in the sources: {old}"
+        text = text.replace(old, new)
+    registrations = re.findall(
+        r"^TORCH_LIBRARY(?:_IMPL)?\(.*?^}\n", (csrc / "binding.cpp").read_text(), re.DOTALL | re.MULTILINE
+    )
+    for registration in registrations:
+        if "deepspeed_muon, CPU" not in registration:
+            # Not those of functions of the CPU.
+            text += re.sub(r"^ *m\.def.*&muon::cpu.*\n", "", registration, flags=re.MULTILINE)
+    text = re.sub(r'(?<=\(|")deepspeed_muon(?=,|::)', namespace, text).replace(", CUDA, m)", ", CPU, m)")
+    source, library = folder / "binding.cpp", folder / "libmuon_binding.so"
+    source.write_text(text)
+    command = [
+        *(
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-w",
+            f"-I{MACHINE}",
+            f"-I{csrc}",
+            f"-I{csrc / 'cuda'}",
+        ),
+        *(f"-I{path}" for path in cpp_extension.include_paths()),
+        *(str(source), str(bench.folder / LIBRARY), f"-Wl,-rpath,{bench.folder}"),
+        *(f"-L{path}" for path in cpp_extension.library_paths()),
+        *("-ltorch_cpu", "-lc10", "-o", str(library)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    torch.ops.load_library(str(library))
+    return Binding(bench, getattr(torch.ops, namespace))
+
+
 def _equal(source: Path, folder: Path, beside: Path) -> bool:
     """Return whether a source and all headers of a build are those of another build."""
     if source.parent == MACHINE:
@@ -242,9 +318,8 @@ def _translated(folder: Path, mutation: Mapping[str, str]) -> list[Path]:
 
 def _translate(text: str) -> str:
     launches = text.count("<<<")
-    cluster = 2 if "__cluster_dims__(2, 1, 1)" in text else 1
     text, count = re.subn(
-        r"(\w+(?:<T>)?)<<<([^>]*?), stream>>>\(", rf"bench::start<{cluster}>(muon::shared, \2, \1, ", text
+        r"(\w+(?:<T>)?)<<<([^>]*?), stream>>>\(", r"bench::start(muon::shared, \2, stream, \1, ", text
     )
     assert count == launches
     text = re.sub(

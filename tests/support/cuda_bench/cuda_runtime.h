@@ -18,7 +18,6 @@
 #define __align__(bytes)
 #define CUDART_VERSION 13000
 
-#define __cluster_dims__(x, y, z)
 inline bench::Dim& threadIdx = bench::thread_index;
 inline bench::Dim& blockIdx = bench::block_index;
 inline bench::Dim& gridDim = bench::grid_size;
@@ -133,20 +132,6 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, int, int bytes) {
 }
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 1;
-  return cudaSuccess;
-}
-
-struct dim3 {
-  explicit dim3(unsigned x = 1) : x(x) {}
-  unsigned x, y = 1, z = 1;
-};
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes;
-};
-extern "C" int bench_clusters();
-inline cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
-  *clusters = bench_clusters();
   return cudaSuccess;
 }
 

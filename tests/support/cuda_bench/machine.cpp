@@ -32,8 +32,7 @@ constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 * 1024;
 // Where shared memory starts: not on the 1024 bytes that Hopper's ring needs, so that a kernel must round up.
 constexpr uint32_t kSharedBase = 16;
-// From a block's shared memory to that of the next one of its cluster; a descriptor of wgmma holds no more bits.
-constexpr uint32_t kBlockBytes = 256 * 1024;
+constexpr uint32_t kSharedMost = 256 * 1024;
 // Shared memory that a kernel may have without asking.
 constexpr size_t kSharedLimit = 48 * 1024;
 
@@ -45,11 +44,13 @@ struct Settings {
   int major = 9;
   int mode = kAnyTime;
   uint64_t seed = 1;
-  int clusters = 2;
+  int second_major = 9;  // of the second device
   // Of each launch only `blocks` blocks run, from this one on.
   uint64_t first_block = 0;
   uint64_t blocks = UINT64_MAX;
 } settings;
+
+int current_device = 0;
 
 std::string error;
 std::mt19937_64 generator;
@@ -70,8 +71,6 @@ std::vector<unsigned char*> stacks;
 void* scheduler = nullptr;
 int current = -1;
 bool failed = false;
-unsigned cluster_blocks = 1;
-int block_threads = 0;
 const std::function<void()>* body = nullptr;
 std::map<const void*, size_t> shared_limits;  // of kernels that may have more shared memory than others
 
@@ -102,8 +101,6 @@ bench_switch:
   popq %rbp
   ret
 )");
-
-int current_block() { return current / block_threads; }
 
 void leave() { bench_switch(&fibres[current].stack_pointer, scheduler); }
 
@@ -218,11 +215,8 @@ unsigned char* shared_memory = nullptr;
 size_t shared_bytes = 0;
 
 unsigned char* at(uint32_t address, uint32_t bytes) {
-  const uint32_t local = address % kBlockBytes;
-  if (local < kSharedBase || local + bytes > kSharedBase + shared_bytes || address / kBlockBytes >= cluster_blocks) {
-    fail("an address outside of shared memory");
-  }
-  return shared_memory + address / kBlockBytes * kBlockBytes + (local - kSharedBase);
+  if (address < kSharedBase || address + bytes > kSharedBase + shared_bytes) fail("an address outside of shared memory");
+  return shared_memory + (address - kSharedBase);
 }
 
 float to_float(uint16_t bits, bool half) {
@@ -239,8 +233,6 @@ struct Product {  // wgmma of one warp
   uint64_t a, b;
   bool half;
   int rows;  // the first of its 16
-  int columns;
-  uint32_t base;  // of its block
   int group;
 };
 
@@ -266,7 +258,7 @@ struct Warpgroup {
   uint64_t generation = 0;
 };
 std::vector<Warpgroup> warpgroups;
-std::vector<int> free_registers;  // of each block, beyond those of its warpgroups
+int free_registers = 0;  // of the block, beyond those of its warpgroups
 
 // All lanes of a warp come here; the last one carries the operation out for all of them.
 template <typename Execute>
@@ -321,7 +313,7 @@ struct Phase {
   int64_t bytes = 0;
   uint32_t parity = 0;
   Times known;
-  // Who initialised it, when, and whether a fence has told others than the threads of the block.
+  // Who initialised it, when, and whether a fence has told the copy engine.
   int maker = -1;
   uint32_t made = 0;
   bool fenced = false;
@@ -335,11 +327,6 @@ struct Phase {
 std::map<uint32_t, Phase> phases;
 
 Phase& phase_at(uint32_t barrier) {
-  const auto block = static_cast<std::ptrdiff_t>(barrier / kBlockBytes) * block_threads;
-  const auto alive = [](auto& fibre) { return !fibre.done; };
-  if (std::none_of(fibres.begin() + block, fibres.begin() + block + block_threads, alive)) {
-    fail("a barrier of a block that has ended");
-  }
   const auto found = phases.find(barrier);
   if (found == phases.end()) fail("a barrier that was not initialised");
   Phase& phase = found->second;
@@ -392,8 +379,8 @@ void carry_out(const BoxCopy& copy) {
 // ---- wgmma --------------------------------------------------------------------------------------------------------
 
 // Reads `count` rows of 16 elements of k by a descriptor: K-major, 8 rows of 128 bytes after each other, swizzled.
-void read_operand(float (*out)[16], int first, int count, uint64_t descriptor, bool half, uint32_t base) {
-  const uint32_t start = base + (static_cast<uint32_t>(descriptor & 0x3fff) << 4);
+void read_operand(float (*out)[16], int first, int count, uint64_t descriptor, bool half) {
+  const uint32_t start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
   const uint32_t stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("a descriptor without the swizzle of 128 bytes");
   for (int row = first; row < first + count; ++row) {
@@ -405,16 +392,18 @@ void read_operand(float (*out)[16], int first, int count, uint64_t descriptor, b
   }
 }
 
+constexpr int kColumns = 128;
+
 void carry_out(const Product& product) {
-  static float a[16][16], b[256][16], b_turned[16][256], sums[16][256];
-  read_operand(a, product.rows, 16, product.a, product.half, product.base);
-  read_operand(b, 0, product.columns, product.b, product.half, product.base);
-  for (int n = 0; n < product.columns; ++n) {
+  static float a[16][16], b[kColumns][16], b_turned[16][kColumns], sums[16][kColumns];
+  read_operand(a, product.rows, 16, product.a, product.half);
+  read_operand(b, 0, kColumns, product.b, product.half);
+  for (int n = 0; n < kColumns; ++n) {
     for (int k = 0; k < 16; ++k) b_turned[k][n] = b[n][k];
   }
   const auto each = [&](auto visit) {
     for (int lane = 0; lane < kWarp; ++lane) {
-      for (int j = 0; j < product.columns / 8; ++j) {
+      for (int j = 0; j < kColumns / 8; ++j) {
         for (int e = 0; e < 4; ++e) {
           visit(product.d[lane][4 * j + e], sums[lane / 4 + 8 * (e / 2)][8 * j + 2 * (lane % 4) + e % 2]);
         }
@@ -424,7 +413,7 @@ void carry_out(const Product& product) {
   each([](float& mine, float& sum) { sum = mine; });
   for (int row = 0; row < 16; ++row) {
     for (int k = 0; k < 16; ++k) {
-      for (int n = 0; n < product.columns; ++n) sums[row][n] += a[row][k] * b_turned[k][n];
+      for (int n = 0; n < kColumns; ++n) sums[row][n] += a[row][k] * b_turned[k][n];
     }
   }
   each([](float& mine, float& sum) { mine = sum; });
@@ -453,22 +442,19 @@ void end_some_work() {
   }
 }
 
-// `threads` of all blocks of the cluster together.
-void start_blocks(unsigned threads) {
+void start_block(unsigned threads) {
   phases.clear();
   meetings.clear();
   box_copies.clear();
   warps.assign(threads / kWarp, {});
   // What the compiler gives a kernel of one block a multiprocessor.
-  warpgroups.assign((threads + kWarpgroup - 1) / kWarpgroup, {std::min(248, kRegisters / block_threads / 8 * 8)});
-  free_registers.assign(cluster_blocks, 0);
+  warpgroups.assign((threads + kWarpgroup - 1) / kWarpgroup, {std::min(248, kRegisters / static_cast<int>(threads) / 8 * 8)});
+  free_registers = 0;
   copies.assign(threads, {});
   seen.assign(threads, Times(threads, 0));
   now.assign(threads, 1);
-  words.assign(cluster_blocks * kBlockBytes / 4, {});
-  for (unsigned block = 0; block < cluster_blocks && shared_bytes; ++block) {
-    std::memset(shared_memory + block * kBlockBytes, 0xff, shared_bytes);  // NaN in every format
-  }
+  words.assign(kSharedMost / 4, {});
+  if (shared_bytes) std::memset(shared_memory, 0xff, shared_bytes);  // NaN in every format
   fibres.resize(threads);
   while (stacks.size() < threads) {
     void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -478,7 +464,7 @@ void start_blocks(unsigned threads) {
 }
 
 // Lets one warp's fibres run; returns how many did.
-int run_warp(int warp, unsigned first_block) {
+int run_warp(int warp) {
   int ran = 0;
   for (int lane = 0; lane < kWarp && !failed; ++lane) {
     Fibre& fibre = fibres[warp * kWarp + lane];
@@ -488,8 +474,7 @@ int run_warp(int warp, unsigned first_block) {
       fibre.ready = nullptr;
     }
     current = warp * kWarp + lane;
-    thread_index = {static_cast<unsigned>(current % block_threads)};
-    block_index = {first_block + static_cast<unsigned>(current_block())};
+    thread_index = {static_cast<unsigned>(current)};
     bench_switch(&scheduler, fibre.stack_pointer);
     current = -1;
     ++ran;
@@ -497,9 +482,9 @@ int run_warp(int warp, unsigned first_block) {
   return ran;
 }
 
-void run_blocks(unsigned block, unsigned threads) {
+void run_block(unsigned block, unsigned threads) {
   block_index = {block};
-  start_blocks(threads);
+  start_block(threads);
   std::vector<int> order(threads / kWarp);
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
   // Now and then one warp is much slower than all others.
@@ -512,7 +497,7 @@ void run_blocks(unsigned block, unsigned threads) {
     for (const int warp : order) {
       if (warp == slow && !sometimes(16)) continue;
       end_some_work();
-      ran += run_warp(warp, block);
+      ran += run_warp(warp);
     }
     idle = ran ? 0 : idle + 1;
     if (idle > 20000) {
@@ -561,18 +546,16 @@ void touch(const void* address, int bytes, bool written) {
   sectors.emplace(block_index.x, thread_index.x / kWarp, access, place / 32);
 }
 
-void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel,
-            unsigned cluster, const void* handle) {
+void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, cudaStream_t stream,
+            const std::function<void()>& kernel, const void* handle) {
   generator.seed(settings.seed++);
   body = &kernel;
   grid_size = {grid};
   shared_memory = shared;
   shared_bytes = bytes;
   failed = false;
-  cluster_blocks = cluster;
-  block_threads = static_cast<int>(threads);
-  if (grid % cluster) {
-    error = "a grid that is no multiple of the cluster";
+  if (stream != nullptr && reinterpret_cast<intptr_t>(stream) - 1 != current_device) {
+    error = "a launch into a stream of another device";
     return;
   }
   const auto limit = shared_limits.find(handle);
@@ -581,14 +564,14 @@ void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes
     return;
   }
   const uint64_t end = settings.blocks < grid - settings.first_block ? settings.first_block + settings.blocks : grid;
-  for (uint64_t block = settings.first_block; block < end && !failed; block += cluster) {
-    run_blocks(static_cast<unsigned>(block), threads * cluster);
+  for (uint64_t block = settings.first_block; block < end && !failed; ++block) {
+    run_block(static_cast<unsigned>(block), threads);
   }
 }
 
 uint32_t shared_address(const void* pointer) {
   const auto offset = static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_memory);
-  return cluster_rank() * kBlockBytes + offset + kSharedBase;
+  return offset + kSharedBase;
 }
 
 void load_shared(uint32_t address, void* value, int bytes) {
@@ -649,16 +632,10 @@ void copy_wait(int pending) {
   }
 }
 
-static void meet(int key, int count);
-
 void barrier_sync(int id, int count) {
   if (id < 0 || id > 15) fail("there are barriers 0 to 15");
-  if (count == 0) count = block_threads;
-  meet(16 * current_block() + id, count);
-}
-
-void meet(int key, int count) {
-  Meeting& meeting = meetings[key];
+  if (count == 0) count = static_cast<int>(fibres.size());
+  Meeting& meeting = meetings[id];
   if (meeting.present.empty()) meeting.count = count;
   if (meeting.count != count) fail("threads disagree on how many meet at a barrier");
   meeting.present.push_back(current);
@@ -735,16 +712,8 @@ void phase_init_fence() {
   for (auto& [barrier, phase] : phases) phase.fenced |= phase.maker == current;
 }
 
-// The phase of a barrier for the copy engine or a thread of another block.
-static Phase& phase_from_outside(uint32_t barrier) {
-  Phase& phase = phase_at(barrier);
-  if (!phase.fenced) fail("a barrier that only its block knows: no fence after its initialisation");
-  return phase;
-}
-
 void phase_arrive(uint32_t barrier, uint32_t bytes) {
-  const bool own = static_cast<int>(barrier / kBlockBytes) == current_block();
-  Phase& phase = own ? phase_at(barrier) : phase_from_outside(barrier);
+  Phase& phase = phase_at(barrier);
   join(phase.known, seen[current]);
   phase.known[current] = std::max(phase.known[current], now[current]);
   ++now[current];
@@ -760,26 +729,13 @@ void phase_wait(uint32_t barrier, uint32_t parity) {
   join(seen[current], phase.known);
 }
 
-unsigned cluster_rank() { return static_cast<unsigned>(current_block()); }
-
-void cluster_sync() { meet(-1, static_cast<int>(fibres.size())); }
-
-uint32_t address_in_block(uint32_t address, unsigned rank) { return address % kBlockBytes + rank * kBlockBytes; }
-
-void copy_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, unsigned blocks) {
+void copy_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   BoxCopy copy{{}, target, barrier, {x, y, z}};
   std::memcpy(&copy.map, map, sizeof copy.map);
   if (copy.map.magic != kMagic) fail("this is no description of a tensor");
   if (target % 1024) fail("the pattern of the swizzle starts on 1024 bytes");
-  if (blocks == 0) blocks = 1u << cluster_rank();
-  if (blocks >> cluster_blocks) fail("a copy to a block that is not in the cluster");
-  for (unsigned rank = 0; rank < cluster_blocks; ++rank) {
-    if (!(blocks >> rank & 1)) continue;
-    copy.target = address_in_block(target, rank);
-    copy.barrier = address_in_block(barrier, rank);
-    phase_from_outside(copy.barrier);
-    box_copies.push_back(copy);
-  }
+  if (!phase_at(barrier).fenced) fail("a barrier that only its block knows: no fence after its initialisation");
+  box_copies.push_back(copy);
 }
 
 void set_registers(int count, bool more) {
@@ -792,10 +748,9 @@ void set_registers(int count, bool more) {
     wait_until([&mine, before = mine.generation] { return mine.generation != before; });
     return;
   }
-  int& left = free_registers[current_block()];
   const int needed = (count - mine.registers) * kWarpgroup;
-  wait_until([&left, needed] { return left >= needed; });
-  left -= needed;
+  wait_until([needed] { return free_registers >= needed; });
+  free_registers -= needed;
   mine.registers = count;
   mine.arrived = 0;
   ++mine.generation;
@@ -819,7 +774,7 @@ void group_wait(int pending) {
   });
 }
 
-void group_multiply(float* d, uint64_t a, uint64_t b, bool half, int columns) {
+void group_multiply(float* d, uint64_t a, uint64_t b, bool half) {
   Warp& mine = warps[current / kWarp];
   if (mine.arrived == 0) {
     mine.descriptors[0] = a;
@@ -827,10 +782,9 @@ void group_multiply(float* d, uint64_t a, uint64_t b, bool half, int columns) {
   }
   if (mine.descriptors[0] != a || mine.descriptors[1] != b) fail("lanes of a warp disagree on a descriptor");
   const int rows = 16 * (current / kWarp % 4);
-  const uint32_t base = cluster_rank() * kBlockBytes;
   together("wgmma", d, [=](Warp& warp) {
     if (!warp.fenced) fail("a wgmma without a fence after its accumulators were last touched");
-    Product product{{}, a, b, half, rows, columns, base, warp.group};
+    Product product{{}, a, b, half, rows, warp.group};
     for (int lane = 0; lane < kWarp; ++lane) product.d[lane] = static_cast<float*>(warp.arguments[lane]);
     warp.products.push_back(product);
   });
@@ -876,7 +830,7 @@ extern "C" {
 int bench_attribute(int attribute) {
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor:
-      return bench::settings.major;
+      return bench::current_device == 0 ? bench::settings.major : bench::settings.second_major;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       return 227 * 1024;
     case cudaDevAttrMultiProcessorCount:
@@ -886,23 +840,21 @@ int bench_attribute(int attribute) {
   }
 }
 
-// Each number of multiprocessors and clusters is a device of its own: launchers remember what they have asked.
+// Makes one of two devices the current one, and returns the one before.
+int bench_set_device(int index) { return std::exchange(bench::current_device, index); }
+
+// Each number of multiprocessors is a device of its own: launchers remember what they have asked.
 int bench_device() {
   static std::map<std::pair<int, int>, int> devices;
   const auto known = static_cast<int>(devices.size());
-  return devices.emplace(std::pair(bench::settings.processors, bench::settings.clusters), known).first->second;
+  return devices.emplace(std::pair(bench::settings.processors, bench::current_device), known).first->second;
 }
 
-// How many clusters of two blocks are resident at once.
-int bench_clusters() { return bench::settings.clusters; }
-
-// Blocks of the last launch.
-unsigned bench_grid() { return bench::grid_size.x; }
-
-// Before each launch: how many multiprocessors, of which generation, when asynchronous work ends, the seed, and how many
-// clusters of two blocks run at once.
-void bench_configure(int processors, int major, int mode, uint64_t seed, int clusters) {
-  bench::settings = {processors, major, mode, seed, clusters};
+// Before each launch: how many multiprocessors, of which generation, when asynchronous work ends, the seed, and the
+// generation of the second device. The first device is the current one.
+void bench_configure(int processors, int major, int mode, uint64_t seed, int second_major) {
+  bench::settings = {processors, major, mode, seed, second_major};
+  bench::current_device = 0;
   bench::error.clear();
 }
 

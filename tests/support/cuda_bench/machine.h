@@ -1,4 +1,4 @@
-// A machine that runs CUDA kernels on a CPU, one block or one cluster at a time, its threads as fibres in a random order.
+// A machine that runs CUDA kernels on a CPU, one block at a time, its threads as fibres in a random order.
 //
 // What the kernels of this project ask of the hardware, and no more: shared memory, barriers, asynchronous copies, and
 // the tensor core's products. Whatever is asynchronous ends early or late, as the mode says. Every mistake that hardware
@@ -14,6 +14,7 @@
 #include <functional>
 
 struct CUtensorMap_st;
+struct CUstream_st;
 
 namespace bench {
 
@@ -25,10 +26,10 @@ extern Dim thread_index, block_index, grid_size;
 // Ends the launch of the thread that calls it.
 [[noreturn]] void fail(const char* what);
 
-// `cluster` blocks run at the same time and reach each other's shared memory. `handle` is the kernel, whose limit of shared
-// memory allow_shared raises.
-void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, const std::function<void()>& kernel,
-            unsigned cluster, const void* handle);
+// `stream` is null or that of a device, see c10/cuda/CUDAStream.h. `handle` is the kernel, whose limit of shared memory
+// allow_shared raises.
+void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, CUstream_st* stream,
+            const std::function<void()>& kernel, const void* handle);
 void allow_shared(const void* handle, size_t bytes);
 
 // Checks an access of 16 bytes or fewer to global memory, or to a thread's own: its alignment, and whether it lies in an
@@ -56,25 +57,23 @@ void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32
 
 // Hopper.
 void phase_init(uint32_t barrier, uint32_t arrivals);
-// Makes the barriers that this thread has initialised known to the copy engine and to the other blocks of the cluster.
+// Makes the barriers that this thread has initialised known to the copy engine.
 void phase_init_fence();
 void phase_arrive(uint32_t barrier, uint32_t bytes);
 void phase_wait(uint32_t barrier, uint32_t parity);
-// To all blocks of the cluster whose bit is set in `blocks`, at the same place; 0 for the own one.
-void copy_box(uint32_t target, const CUtensorMap_st* map, uint32_t barrier, int x, int y, int z, unsigned blocks = 0);
-unsigned cluster_rank();
-void cluster_sync();
-uint32_t address_in_block(uint32_t address, unsigned rank);
+void copy_box(uint32_t target, const CUtensorMap_st* map, uint32_t barrier, int x, int y, int z);
 // setmaxnreg: by all four warps of a warpgroup, out of what the block got at its launch.
 void set_registers(int count, bool more);
 void group_fence();
 void group_commit();
 void group_wait(int pending);
-void group_multiply(float* d, uint64_t a, uint64_t b, bool half, int columns);
+// d += a b^T of one warp of a warpgroup: its 16 of 64 rows, 128 columns, 16 of k.
+void group_multiply(float* d, uint64_t a, uint64_t b, bool half);
 
-template <unsigned cluster = 1, typename Kernel, typename... Arguments>
-void start(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, Kernel kernel, Arguments... arguments) {
-  launch(shared, grid, threads, bytes, [=] { kernel(arguments...); }, cluster, reinterpret_cast<const void*>(kernel));
+template <typename Kernel, typename... Arguments>
+void start(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, CUstream_st* stream, Kernel kernel,
+           Arguments... arguments) {
+  launch(shared, grid, threads, bytes, stream, [=] { kernel(arguments...); }, reinterpret_cast<const void*>(kernel));
 }
 
 }  // namespace bench

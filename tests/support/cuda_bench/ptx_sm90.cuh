@@ -18,16 +18,6 @@ inline void tensor_copy_3d(uint32_t target, const CUtensorMap* map, uint32_t bar
   bench::copy_box(target, map, barrier, x, y, z);
 }
 
-inline void tensor_copy_3d_to_cluster(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
-                                      uint16_t blocks) {
-  bench::copy_box(target, map, barrier, x, y, z, blocks);
-}
-inline uint32_t cluster_rank() { return bench::cluster_rank(); }
-inline void cluster_sync() { bench::cluster_sync(); }
-inline void barrier_arrive_in(uint32_t barrier, uint32_t rank) {
-  bench::phase_arrive(bench::address_in_block(barrier, rank), 0);
-}
-
 template <int registers>
 inline void more_registers() {
   bench::set_registers(registers, true);
@@ -49,22 +39,11 @@ template <typename T>
 inline void wgmma_64x128x16(float (&d)[16][4], uint64_t a, uint64_t b);
 template <>
 inline void wgmma_64x128x16<__nv_bfloat16>(float (&d)[16][4], uint64_t a, uint64_t b) {
-  bench::group_multiply(&d[0][0], a, b, false, 128);
+  bench::group_multiply(&d[0][0], a, b, false);
 }
 template <>
 inline void wgmma_64x128x16<__half>(float (&d)[16][4], uint64_t a, uint64_t b) {
-  bench::group_multiply(&d[0][0], a, b, true, 128);
-}
-
-template <typename T>
-inline void wgmma_64x256x16(float (&d)[2][1][16][4], uint64_t a, uint64_t b);
-template <>
-inline void wgmma_64x256x16<__nv_bfloat16>(float (&d)[2][1][16][4], uint64_t a, uint64_t b) {
-  bench::group_multiply(&d[0][0][0][0], a, b, false, 256);
-}
-template <>
-inline void wgmma_64x256x16<__half>(float (&d)[2][1][16][4], uint64_t a, uint64_t b) {
-  bench::group_multiply(&d[0][0][0][0], a, b, true, 256);
+  bench::group_multiply(&d[0][0], a, b, true);
 }
 
 }  // namespace muon

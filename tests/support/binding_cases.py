@@ -1,0 +1,114 @@
+"""What the CUDA binding and the iteration over its products must do, run on the CPU's bench."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import restart_steps
+from deepspeed_muon.ops import checks
+from deepspeed_muon.ops.autotune import TOLERANCE, error_of
+from deepspeed_muon.reference import newton_schulz
+from tests.support.comparisons import within
+from tests.support.cuda_bench import Binding
+from tests.support.cuda_cases import Inputs, check_product, lower_mirrored
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def flat_passes(binding: Binding) -> None:
+    """The self-test's checks: two tensors and two matrices, one without Nesterov, all combinations of dtypes."""
+    for name in ("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"):
+        for dtype in (FP32, FP16, BF16):
+            binding.bench.configure(processors=3)
+            for suffix, error, bound in checks._TESTS[name](binding, "cpu", dtype):  # type: ignore[arg-type]
+                assert error <= bound, f"{name} {dtype}{suffix}: error {error}"
+
+
+def products(binding: Binding) -> None:
+    """Products whose operands have strides of their own, of which one is copied; and those that cuBLAS computes."""
+    inputs = Inputs("cpu")
+    a = inputs(2, 136, 96, dtype=FP16)[:, :, 8:80]
+    b = torch.empty(2, 144, 104, dtype=FP16)[:, :136, :72].copy_(a + 0.01 * inputs(2, 136, 72, dtype=FP16))
+    c = torch.empty(2, 137, 160, dtype=FP16)[:, 1:, 16:152].copy_(
+        lower_mirrored(inputs(2, 136, 136, dtype=FP16))
+    )
+    for major in (8, 9):
+        binding.bench.configure(major=major)
+        for left, right, added in (
+            (a, b, c),
+            (a, b, None),
+            (a[1], b[1], c[1]),
+            (a, b.mT.contiguous().mT, c),  # not a row of any kernel
+            (a[:, :135], b[:, :135], c[:, :135, :135]),  # 135 is no multiple of 8
+        ):
+            result = binding.sym_gemm(left, right, added, 1.5, -0.5, 2.0)
+            matrices = [x if x is None or x.dim() == 3 else x[None] for x in (result, left, right, added)]
+            assert result.is_contiguous() and result.dim() == left.dim()
+            if left.shape[-2] == 135:
+                expected = 1.5 * left.double() @ right.double().mT - 0.5 * added.double()
+                expected = lower_mirrored(expected + 2.0 * torch.eye(135, dtype=torch.float64))
+                assert torch.equal(result, result.mT)
+                within(float((result - expected).abs().max()), 0.1, "cuBLAS's product")
+            else:
+                check_product(*matrices, 1.5, 0.0 if added is None else -0.5, 2.0)
+
+
+def quotients(binding: Binding) -> None:
+    """Transposed quotients by the kernel, and those of a dtype that it does not take."""
+    inputs = Inputs("cpu")
+    norms = torch.tensor([0.5, 3.0]).view(2, 1, 1)
+    binding.bench.configure()
+    for dtype in (FP32, FP16, BF16, torch.float64):
+        x = inputs(2, 70, 41).to(dtype)
+        right = norms.double() if dtype == torch.float64 else norms
+        assert torch.equal(binding.divide_transposed(x, right, BF16), (x.mT / right).to(BF16))
+
+
+def iterations(binding: Binding) -> None:
+    """Orthogonalisations in both orders of the products, of matrices that are long, tall and stored transposed."""
+    coefficients = resolve_schedule("quintic")
+    x = Inputs("cpu")(2, 40, 104)
+    expected = torch.stack([newton_schulz(matrix, coefficients) for matrix in x])
+    for dtype in (FP32, FP16, BF16):
+        for method in ("gram", "standard"):
+            binding.bench.configure(processors=2)
+            restarts = sorted(restart_steps(coefficients, dtype)) if method == "gram" else []
+            for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT), (x.mT, expected.mT)):
+                flat = [value for row in coefficients for value in row]
+                result = binding.orthogonalize(stored, flat, method, restarts, dtype, 1e-12)
+                assert result.dtype == dtype and result.stride() == stored.stride()
+                within(error_of(result, right), TOLERANCE[dtype], f"{method} in {dtype}")
+
+
+def devices(binding: Binding) -> None:
+    """What is asked and launched is of the tensors' device, whichever one is the current one."""
+    binding.bench.configure(major=9, second_major=8)
+    assert [binding.sym_gemm_kernel(index) for index in (0, 1)] == ["sm90", "sm80"]
+    binding.bench.configure(major=7, second_major=9)
+    assert "device" in binding.sym_gemm_kernel(0) and binding.sym_gemm_kernel(1) == "sm90"
+    assert binding.flat_passes_missing(0) == binding.flat_passes_missing(1) == ""
+    table, rates = torch.tensor([(0, 0, 0, 0, 8, 0)]), torch.tensor([(0.5, 1.0)], dtype=torch.float64)
+    a, norms = torch.ones(1, 8, 8, dtype=FP16), torch.ones(1, 1, 1)
+    ones = [torch.ones(8)]
+    codes, scales, blocks = [torch.ones(8, dtype=torch.int8)], [torch.ones(1)], torch.tensor([(0, 0)])
+    for name, arguments in {
+        "sym_gemm": (a, a, None, 1.0, 0.0, 0.0),
+        "divide_transposed": (a, norms, FP16),
+        "momentum_pack_": (ones, ones, [torch.ones(8)], table, rates),
+        "momentum_pack_int8_": (codes, scales, ones, [torch.ones(8)], table, rates, blocks),
+        "unpack_apply_": ([torch.ones(8)], ones, table, rates),
+    }.items():
+        binding.bench.configure(major=9, second_major=8)
+        binding.bench.library.bench_set_device(1)
+        getattr(binding, name)(*arguments)
+        assert binding.bench.library.bench_set_device(0) == 1, "the current device is the one before"
+
+
+CASES = (flat_passes, products, quotients, iterations, devices)
+
+
+def every_case(binding: Binding, _: str = "") -> None:
+    """Run all cases."""
+    for case in CASES:
+        case(binding)
