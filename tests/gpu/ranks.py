@@ -30,7 +30,7 @@ from deepspeed_muon import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
-from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
+from deepspeed_muon.plan.layout import ParameterLayout
 from deepspeed_muon.step.gradient_status import GradientStatus
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
@@ -56,6 +56,10 @@ BIAS = "bias"  # AdamW's
 NUMEL = {**{name: rows * cols for name, (rows, cols) in SHAPES.items()}, BIAS: 37}
 
 
+SINGLE = Arithmetic(products=torch.float32)
+HALF = Arithmetic(products=torch.bfloat16, exchanged=torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Case:
     """One training run.
@@ -72,7 +76,7 @@ class Case:
     name: str
     placement: str
     params: dict[str, Any]
-    arithmetic: Arithmetic = Arithmetic(products=torch.float32)
+    arithmetic: Arithmetic = SINGLE
     overlap: bool = True
 
     @property
@@ -81,7 +85,6 @@ class Case:
         return str(self.params.get("variant", "muon"))
 
 
-HALF = Arithmetic(products=torch.bfloat16, exchanged=torch.bfloat16)
 CASES = [
     Case("fragments", "flat", {}),
     Case("fragments, without overlap", "flat", {}, overlap=False),
@@ -202,9 +205,11 @@ def check(case: Case, rank: int, world_size: int, device: torch.device) -> str:
     if rank:
         return ""
     start, end, _ = reference(case.variant)
-    copies = gathered if case.placement == "replicated" else [
-        {key: values for fragments in gathered for key, values in fragments.items()}
-    ]
+    copies = (
+        gathered
+        if case.placement == "replicated"
+        else [{key: values for fragments in gathered for key, values in fragments.items()}]
+    )
     allowed = limits(reference, case.variant, arithmetic=case.arithmetic).paths
     errors = {}
     for weights in copies:
