@@ -282,7 +282,8 @@ def _native(method: str, operators: ModuleType) -> Candidate:
 
 def _torch(method: str, name: Literal["torch", "triton", "quack"] = "torch") -> Candidate:
     """Return torch's code with torch's products, or with those of Triton or quack."""
-    products = {"torch": lambda: None, "triton": triton_products, "quack": quack_products}[name]()
+    makers: dict[str, Callable[[], Products | None]] = {"triton": triton_products, "quack": quack_products}
+    products = None if name == "torch" else makers[name]()
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         return orthogonalize(x, settings=replace(settings, method=method), products=products)  # type: ignore[arg-type]
