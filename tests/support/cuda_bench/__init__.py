@@ -2,6 +2,9 @@
 
 Only launches and the text of one instruction are replaced, and the two headers of PTX instructions. ``machine.h`` says
 what is checked. What it cannot show: the memory model of a GPU, the rounding inside of a tensor core, and time.
+
+The binding to torch (:func:`build_binding`) runs on tensors of the CPU; ``c10/cuda`` stands for torch's guards and
+streams, and the machine refuses a launch on another device than that of its stream.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import cpp_extension
 
+from deepspeed_muon.ops.toolchain import machine_spec
 from tests.support.cuda_library import SOURCES, Blocks, Fragment, Kernels
 
 MACHINE = Path(__file__).resolve().parent
@@ -246,6 +249,8 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
         bench: Runs the kernels.
         mutation: As for :func:`build`.
     """
+    from torch.utils import cpp_extension  # slow to import
+
     csrc, namespace = SOURCES.parent, f"muon_bench_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
     text = (csrc / "generic.cpp").read_text() + (csrc / "cuda" / "binding_cuda.cpp").read_text()
     for old, new in (mutation or {}).items():
@@ -261,23 +266,11 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
     text = re.sub(r'(?<=\(|")deepspeed_muon(?=,|::)', namespace, text).replace(", CUDA, m)", ", CPU, m)")
     source, library = folder / "binding.cpp", folder / "libmuon_binding.so"
     source.write_text(text)
-    command = [
-        *(
-            "g++",
-            "-std=c++20",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            "-w",
-            f"-I{MACHINE}",
-            f"-I{csrc}",
-            f"-I{csrc / 'cuda'}",
-        ),
-        *(f"-I{path}" for path in cpp_extension.include_paths()),
-        *(str(source), str(bench.folder / LIBRARY), f"-Wl,-rpath,{bench.folder}"),
-        *(f"-L{path}" for path in cpp_extension.library_paths()),
-        *("-ltorch_cpu", "-lc10", "-o", str(library)),
-    ]
+    (standard,) = (flag for flag in machine_spec().cxx_flags if flag.startswith("-std"))
+    include = [MACHINE, csrc, csrc / "cuda", *cpp_extension.include_paths()]
+    command = ["g++", standard, "-O1", "-fPIC", "-shared", "-w", str(source), "-o", str(library)]
+    command += [f"-I{path}" for path in include] + [f"-L{path}" for path in cpp_extension.library_paths()]
+    command += [str(bench.folder / LIBRARY), f"-Wl,-rpath,{bench.folder}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     torch.ops.load_library(str(library))
