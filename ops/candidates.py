@@ -110,9 +110,9 @@ def problem_of(x: Tensor, settings: NsSettings, device: torch.device | None = No
 
 def index_of(device: torch.device) -> int:
     """Return the index of a device: of a GPU without one that of the current GPU, and 0 of a CPU."""
-    if device.index is None and device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.current_device()
-    return device.index or 0
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.index or 0
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @dataclass(frozen=True, slots=True)
