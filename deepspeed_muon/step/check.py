@@ -94,8 +94,6 @@ class ResultCheck:
 
     Attributes:
         left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
-        zero_weights: Whether the weights of blocks are all zero, where the variant needs their norm; since
-            :meth:`take_zero_weights` was last called.
         is_deferred: Whether a verdict remains on the device until the next step, so that the host never waits for it,
             and a wrong result is left out instead of computed again.
     """
@@ -123,7 +121,6 @@ class ResultCheck:
         """
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
-        self.zero_weights: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
         self._uncounted: list[tuple[list[int], Tensor]] = []
         self._fp32_only: set[int] = set()
@@ -196,18 +193,6 @@ class ResultCheck:
         failed = {number for numbers, _ in self.left_out for number in numbers}
         self.left_out.clear()
         return self._names(failed)
-
-    def add_zero_weights(self, indices: Sequence[int], is_zero: Tensor) -> None:
-        """Record which blocks of matrices of the plan have no weights but zeros, a flag for each on the device."""
-        self.zero_weights.append(([self._origin[index] for index in indices], is_zero))
-
-    def take_zero_weights(self) -> list[str]:
-        """Return the names of the matrices with a block of zeros, and drop the record; waits for the device."""
-        zeros: set[int] = set()
-        for numbers, is_zero in self.zero_weights:
-            zeros.update(n for n, flag in zip(numbers, is_zero.tolist(), strict=True) if flag)
-        self.zero_weights.clear()
-        return self._names(zeros)
 
     def _names(self, numbers: Collection[int]) -> list[str]:
         """Return the names of some matrices of the step set, in its order."""

@@ -202,6 +202,18 @@ class StepRunner:
         for chunk in self.plan.chunks:
             yield from self._strategy.inputs(chunk.owned)
 
+    def zero_weights(self, weights: Mapping[int, Tensor]) -> list[str]:
+        """Return the names of matrices with a block of zeros, under a variant that keeps the norms of blocks.
+
+        Must be called by all ranks of the set. The host waits for the device.
+
+        Args:
+            weights: Partition index to this rank's flat weights.
+        """
+        flat = [weights[partition.index] for partition in self._muon]
+        indices = [index for sums in self._sums for index in sums.zero_matrices(flat)]
+        return [self.plan.matrices[index].name for index in sorted(indices)]
+
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
@@ -379,9 +391,7 @@ class StepRunner:
         if context.variant.apply is None:
             apply(step.active_rows(table.apply_table), step, [flight.directions, updates])
         else:
-            sums = self._sums[flight.number]
-            zero_weights = sums.apply(context.variant.apply, step, [flight.directions, updates])
-            self.check.add_zero_weights(*zero_weights)
+            self._sums[flight.number].apply(context.variant.apply, step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns
 
     def _update_local(self, numbers: Sequence[int], step: Step) -> None:
