@@ -142,7 +142,7 @@ class BlockSums:
     def zero_matrices(self, flat: Sequence[Tensor]) -> list[int]:
         """Return the matrices with a block of zeros, of those whose sums are complete on this rank.
 
-        Must be called by all ranks of the data-parallel and of the tensor-parallel group. The host waits for the device.
+        Must be called by all ranks of the data-parallel and of the tensor-parallel group; waits for the device.
 
         Args:
             flat: The flat weights of each of Muon's partitions, as :attr:`.Step.flat`, on any device.
