@@ -153,7 +153,8 @@ class BlockSums:
             weights = group.stacked(flat, group.in_weights)  # (rectangles, rows, cols)
             sums[:, 0].index_add_(0, group.blocks, weights.square().sum((1, 2)).double())
         is_zero = self._reduced(sums.to(self._context.device))[:, 0].cpu() == 0
-        return self._matrix_of[self._complete][is_zero[self._complete]].unique().tolist()
+        zero_blocks = self._complete[is_zero[self._complete]]
+        return sorted({int(index) for index in self._matrix_of[zero_blocks]})
 
     def apply(self, factors_of: Apply, step: Step, updates: Sequence[Tensor]) -> None:
         """Update this rank's fragments of the active matrices.

@@ -38,6 +38,7 @@ from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
+from deepspeed_muon.step.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
@@ -50,7 +51,6 @@ from deepspeed_muon.transport.all_to_all import (
     StepContext,
     StepStats,
 )
-from deepspeed_muon.transport.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.variants import VARIANTS
 
 
@@ -135,7 +135,7 @@ class StepRunner:
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
         self.rows: RowStorage | None = None
-        if context.variant.finish is not None:
+        if context.variant.row_factors is not None:
             self.rows = RowStorage(self.plan, self.assignment.row_fragments(), context)
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
@@ -309,7 +309,7 @@ class StepRunner:
                 flat=[flat[index] for index in indices],
                 momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
                 grads=self.step_set.gradients(grads, flat, matrix_flags),
-                finish=rows,
+                row_state=rows,
                 passes=self._passes,
                 scales=scales,
             )
@@ -350,8 +350,8 @@ class StepRunner:
                     fragments.copy_(codec.read(sent, segment.shape[2]))
             for segment in batch.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
-        if step.finish is not None and flight.chunk.copies:
-            step.finish.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
+        if step.row_state is not None and flight.chunk.copies:
+            step.row_state.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
@@ -378,9 +378,9 @@ class StepRunner:
     def _apply(self, flight: InFlight, step: Step) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
         table, context = self._tables[flight.number], self.context
-        if step.finish is not None and flight.chunk.copies:
+        if step.row_state is not None and flight.chunk.copies:
             active = step.active(flight.chunk.matrices)
-            step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
+            step.row_state.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         updates = flight.send_buffer
         if not context.codec.is_uncompressed:
             updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deepspeed_muon
 from benchmarks.sent_bytes import counting
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.variants import normuon
 from tests.support import training
 from tests.support.contract import params_of
@@ -29,7 +29,7 @@ from tests.support.thinning import full
 class Launches(TorchDispatchMode):
     """Counts the operators that compute or copy something: on an accelerator each is a kernel or more.
 
-    Those in a variant's own formula do not count, nor do views and new memory.
+    Those of a variant's formula and its product with the blocks do not count, nor do views and new memory.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,12 @@ class Launches(TorchDispatchMode):
     def formula(self, *args: Any, **kwargs: Any) -> Any:
         self.batches, self.in_formula = self.batches + 1, True
         try:
-            return normuon.finish(*args, **kwargs)
+            return _scale_rows(*args, **kwargs)
         finally:
             self.in_formula = False
+
+
+_scale_rows = OwnedRows.updates
 
 
 @contextlib.contextmanager
@@ -76,21 +79,23 @@ def counting_reads() -> Iterator[Counter[str]]:
 
 def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any]) -> dict[str, Any]:
     """Train two steps; count what the optimizer does in the second one."""
-    engine = training.make_engine(training.ds_config(stage, params={"ns_backend": "torch", **params}))
+    engine = training.make_engine(
+        training.ds_config(
+            stage, params={"ns_backend": "torch", "ns_dtype": "bf16", "wire_dtype": "bf16", **params}
+        )
+    )
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    launches, finish = Launches(), OwnedRows.finish
+    launches = Launches()
 
-    def counted_finish(rows: OwnedRows, *args: Any, **kwargs: Any) -> Any:
-        formula = mock.patch.object(type(rows._variant), "finish", launches.formula)
-        with formula:
-            return finish(rows, *args, **kwargs)
+    def scale_rows(*args: Any, **kwargs: Any) -> Any:
+        return launches.formula(*args, **kwargs)
 
     training.run_step(engine, 0, rank, world_size, 1)
     optimizer.stats.reset()
     tokens, targets = training.batch(1, rank)
     engine.backward(engine(tokens, targets))
     with (
-        mock.patch.object(OwnedRows, "finish", counted_finish),
+        mock.patch.object(OwnedRows, "updates", scale_rows),
         counting_reads() as reads,
         counting() as sent,
         launches,
