@@ -255,7 +255,7 @@ class ResultCheck:
         failure = self._failure(result, update)
         if failure is not None and result.row_state is not None:
             # The row state may be the cause.
-            why += "; its row moments start anew"
+            why += "; the state of its rows was reset"
             update = self._in_fp32(result, position, anew=True)
             failure = self._failure(result, update)
         self._replace(result, position, update, why, failure)
