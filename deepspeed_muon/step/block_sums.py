@@ -14,7 +14,7 @@ None of these steps makes the host wait for the device. Blocks without a norm ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.chunks import ExchangePlan
-from deepspeed_muon.plan.layout import MatrixLayout, rectangles_of
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import row_ranges
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.ranks import reduce_tensor
@@ -206,6 +207,29 @@ class BlockSums:
             purpose = "sums over blocks of tensor-parallel ranks"
             sums[self._over_tensor_ranks] = reduce_tensor(shared, context.tensor_group, purpose=purpose)
         return sums
+
+
+def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the rectangles that elements ``[start, stop)`` of a stored matrix consist of.
+
+    Each is given by the number of its block, row by row of the grid (a matrix that is sharded over a group is one
+    block); its first element, counted from ``start``; its rows and columns; and the elements from a row to the next.
+    """
+    row_blocks, col_blocks = ((matrix.rows,), (matrix.cols,)) if matrix.is_sharded else matrix.grid
+    width = matrix.cols
+    for block_row, (top, bottom) in enumerate(pairwise(accumulate(row_blocks, initial=0))):
+        low, high = max(start, top * width), min(stop, bottom * width)
+        if low >= high:
+            continue
+        if len(col_blocks) == 1:  # contiguous
+            yield block_row, low - start, 1, high - low, high - low
+            continue
+        for row, count, first_col, end_col in row_ranges(low, high, width):
+            for number, (left, right) in enumerate(pairwise(accumulate(col_blocks, initial=0))):
+                left, right = max(left, first_col), min(right, end_col)
+                if left < right:
+                    block = block_row * len(col_blocks) + number
+                    yield block, row * width + left - start, count, right - left, width
 
 
 def _is_divided(matrix: MatrixLayout) -> bool:

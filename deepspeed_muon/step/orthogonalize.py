@@ -35,8 +35,7 @@ def batches(
     members_of: dict[object, list[int]] = {}
     for index in indices:
         matrix = matrices[index]
-        sharding = matrix.shards if by_shards else matrix.is_sharded
-        kind = matrix.logical_shape, matrix.block_shapes, matrix.transposed, sharding
+        kind = matrix.batch_key, matrix.shards if by_shards else None
         members_of.setdefault(kind, []).append(index)
     grouped: list[list[int]] = []
     for members in members_of.values():

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
-from deepspeed_muon.plan.layout import MatrixLayout, rectangles_of
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.reference import ReferenceMuon
+from deepspeed_muon.step.block_sums import rectangles_of
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.hyperball import apply
 from tests.support.comparisons import close, relative, within
