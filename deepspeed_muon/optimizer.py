@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Number
 from typing import Any
@@ -54,6 +54,13 @@ from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
 from deepspeed_muon.variants import VARIANTS
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Multiply in the dtypes of the tensors, also in a step that is taken inside of ``torch.autocast``."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 class Muon(torch.optim.Optimizer):
@@ -252,7 +259,8 @@ class Muon(torch.optim.Optimizer):
             # DeepSpeed's FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
             return loss
         # Under DeepSpeed the engine records all calls that make up one of its steps together.
-        with nullcontext() if self.managed else self.recorder.step(), self.recorder.span("step"):
+        recorded = nullcontext() if self.managed else self.recorder.step()
+        with _without_autocast(), recorded, self.recorder.span("step"):
             self._step_current_sets()
         return loss
 
@@ -430,9 +438,10 @@ class Muon(torch.optim.Optimizer):
             self._bound.take_over(before)
         self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
         # Kernels are timed now: in the first step the other ranks would wait for the one that measures.
-        for runner in self._bound.runners:
-            for x in runner.inputs():
-                self._orthogonalizer.prepare(x, settings=runner.context.ns_settings, device=device)
+        with _without_autocast():
+            for runner in self._bound.runners:
+                for x in runner.inputs():
+                    self._orthogonalizer.prepare(x, settings=runner.context.ns_settings, device=device)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")
         if self.qk_clip is not None:

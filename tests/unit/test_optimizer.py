@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import deepspeed_muon
 from deepspeed_muon import Muon, MuonError
+from deepspeed_muon.reference import ReferenceMuon
 from tests.support.contract import backward, compare_paths, train_reference
 from tests.support.kernels import forced_dtype
 from tests.support.models import MATRICES, batch, build, train_alone
@@ -45,6 +46,30 @@ def test_matches_the_reference(nesterov: bool, rule: str) -> None:
 def reference(nesterov: bool, rule: str) -> tuple[Any, Any, list[float]]:
     oracle = Oracle(matrices_of(MATRICES["toy"]), nesterov=nesterov, adjust_lr_fn=rule)
     return train_reference(build("toy"), oracle, 1, 5)
+
+
+@pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq", "hyperball"])
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_change_a_step(autocast: torch.dtype, ns_dtype: Any, variant: Any) -> None:
+    """Autocast chose the dtype of the products: fp32 became bf16, and fp16 became bf16 or the other way round."""
+    weights, grads = torch.randn(2, 96, 160, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def step(context: contextlib.AbstractContextManager[Any]) -> torch.Tensor:
+        param = nn.Parameter(weights.clone())
+        settings: dict[str, Any] = {"include": ["*"], "ns_dtype": ns_dtype, "variant": variant}
+        optimizer = Muon([("matrix", param)], lr=0.1, ns_backend="torch", **settings)
+        param.grad = grads.clone()
+        with context:
+            optimizer.step()
+        return param.detach() - weights
+
+    update = step(torch.autocast("cpu", autocast))
+    assert torch.equal(update, step(contextlib.nullcontext()))
+    reference, exact = ReferenceMuon(matrices_of(["matrix"]), muon_lr=0.1, variant=variant), weights.double()
+    reference.step({"matrix": exact}, {"matrix": grads.double()})
+    error = float((update - (exact - weights)).norm() / (exact - weights).norm())
+    assert error < {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[ns_dtype]
 
 
 def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) -> None:
