@@ -44,10 +44,10 @@ def backward(
 ) -> object:
     """Run a backward pass; return the unscaled loss."""
     view = view_of(engine.optimizer)
-    # DeepSpeed prepares for a backward pass once after each forward pass, but a second one is a pass of its own, too.
-    if isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed:
-        view.begin_backward()
-    elif isinstance(view, Bf16View) and EARLIER_COUNTED_TWICE.is_needed:
+    if (isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed) or (
+        isinstance(view, Bf16View) and EARLIER_COUNTED_TWICE.is_needed
+    ):
+        # DeepSpeed prepares for a backward pass once after each forward pass, but a second one is a pass of its own.
         view.begin_backward()
     if not scales_loss(view):
         return original(loss, *args, **kwargs)
