@@ -280,6 +280,10 @@ class Zero3View(ZeroView):
         """Return whether master and state of a sub-group are on NVMe between steps; small ones are not."""
         return bool(self.wrapper._swappable_optimizer_subgroup(index))
 
+    def swapped_weights(self) -> dict[int, Tensor]:
+        weights = self.wrapper.fp16_partitioned_groups_flat
+        return {index: weights[index] for index in range(len(self.masters)) if self.is_swapped(index)}
+
     def gradient(self, index: int) -> list[Tensor]:
         # One tensor, however many parameters there are. The masters of swapped sub-groups have theirs in the step only.
         if self.is_swapped(index) or (not self.offloads and self.wrapper.averaged_gradients.get(index)):
@@ -390,8 +394,8 @@ _READ: dict[type[View], tuple[str, ...]] = {
     HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
     Bf16View: (
         *_READ_OF_FLAT,
-        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clip_grad", "fp32_groups_flat_partition",
-        "fp32_groups_has_gradients", "real_dp_process_group",
+        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clear_lp_grads", "clip_grad",
+        "fp32_groups_flat_partition", "fp32_groups_has_gradients", "real_dp_process_group",
     ),
     Zero12View: (
         *_READ_OF_FLAT, *_READ_OF_ZERO,

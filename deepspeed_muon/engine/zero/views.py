@@ -106,6 +106,10 @@ class View:
         groups = self.optimizer.param_groups
         return [number for number, group in enumerate(groups) for _ in group["params"]]
 
+    def swapped_weights(self) -> dict[int, Tensor]:
+        """Return this rank's weights of the forward pass, flat, of the partitions whose masters are on NVMe."""
+        return {}
+
     def refresh_weights(self) -> None:
         """Round the masters into the weights of the forward pass. Must be called by all ranks."""
 
@@ -224,6 +228,10 @@ class Bf16View(FlatView):
     def __init__(self, wrapper: BF16_Optimizer) -> None:
         super().__init__(wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition)
         self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
+
+    def begin_backward(self) -> None:
+        """Drop the gradients of an earlier backward pass, which are part of the fp32 sums already."""
+        self.wrapper.clear_lp_grads(set_to_none=True)
 
     def count_all_gradients(self) -> None:
         """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
