@@ -112,7 +112,7 @@ def test_when_it_is_a_candidate(
     problem = Problem(device, torch.bfloat16, 1, 4096, cols, 0, settings)
     names = [candidate.name for candidate in candidates_for(problem, None, without=without)]
     assert [name for name in names if name.startswith("quack")] == expected
-    monkeypatch.setattr(candidates, "_has_tcgen05", lambda: True)
+    monkeypatch.setattr(candidates, "_has_tcgen05", lambda index: True)
     names = [candidate.name for candidate in candidates_for(problem, None, without=without)]
     assert names[: len(expected)] == expected  # before Triton where both have tcgen05
 
