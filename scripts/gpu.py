@@ -354,14 +354,40 @@ def run_step(step: Step, log: Path, *, site: Path | None = None) -> str:
             ended = "took too long"
         finally:
             # What it has started, too: otherwise it would keep the memory of the GPU.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            kill_session(child.pid)
+            child.poll()
     text = log.read_bytes()
     if len(text) > LOG_BYTES:
         half = LOG_BYTES // 2
         log.write_bytes(text[:half] + b"\n[...]\n" + text[-half:])
     return ended
+
+
+def kill_session(session: int) -> None:
+    """Kill the processes of a session, in any process group: ninja gives every compiler one of its own.
+
+    One that waits for a GPU inside the driver may not react; it is left behind after some seconds.
+    """
+    for _ in range(200):
+        stats = map(read_stat, Path("/proc").glob("[0-9]*"))
+        processes = [
+            process for process, its_session, has_ended in stats if its_session == session and not has_ended
+        ]
+        if not processes:
+            return
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def read_stat(folder: Path) -> tuple[int, int, bool]:
+    """Return a process, its session, and whether it has ended; (0, 0, True) if it is gone."""
+    try:
+        state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return 0, 0, True
+    return int(folder.name), int(session), state in "ZX"
 
 
 def machine_facts(site: Path | None) -> dict[str, Any]:
