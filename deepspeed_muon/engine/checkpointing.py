@@ -221,7 +221,7 @@ def _check_native(
 
 def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) -> None:
     """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
-    of_ranks = ranks.gather(difference, purpose="check of a checkpoint").values()
+    of_ranks = ranks.all_gather(difference, purpose="check of a checkpoint").values()
     # The file of a group's first rank describes its parameters, at stage 0 every file.
     saved_names = set().union(*(names for names, *_ in of_ranks))
     missing = {

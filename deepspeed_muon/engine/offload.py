@@ -282,7 +282,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: obje
 def wait_for_copies(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Let all ranks end their copies before a save goes on."""
     if host_of(view.optimizer).save_id is not None:
-        view.optimizer.ranks.gather(None, purpose="copies of swap files in a save")
+        view.optimizer.ranks.all_gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)
 
 

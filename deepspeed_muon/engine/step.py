@@ -166,7 +166,7 @@ def _warn_of_unfrozen(view: View) -> None:
 def _raise_for_failed_updates(optimizer: Muon) -> None:
     """Raise on all ranks for matrices that got no update in the last step, before this one changes any param group."""
     failed = optimizer.bound_steps.take_failed()
-    (on_some_rank,) = optimizer.ranks.reduce([bool(failed)], "max", purpose="report of failed updates")
+    (on_some_rank,) = optimizer.ranks.all_reduce([bool(failed)], "max", purpose="report of failed updates")
     if on_some_rank:
         optimizer.report_failed(failed or ["a matrix of other ranks"], "in the step before")
 

@@ -181,7 +181,9 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
     rank = 0
     if group is not None:
         rank = dist.get_rank(group)
-        gathered = Ranks((group,)).gather(shapes_by_rank[0], purpose="comparison of tensor-parallel shapes")
+        gathered = Ranks((group,)).all_gather(
+            shapes_by_rank[0], purpose="comparison of tensor-parallel shapes"
+        )
         shapes_by_rank = list(gathered.values())
     slices: dict[str, TensorSlice | str] = {}
     for param in engine.module.parameters():
