@@ -34,8 +34,7 @@ from deepspeed_muon.engine.workarounds.checkpoints import (
     load_no_state_into_divided_weights,
     weights_of_tag,
 )
-from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import View, view_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks

@@ -39,7 +39,7 @@ from deepspeed_muon.engine.topology import (
 )
 from deepspeed_muon.engine.workarounds.experts import LEAF_INPUTS, mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.workarounds.norm import total_norm
-from deepspeed_muon.engine.zero.stages import Zero12View, require_attributes, view_of
+from deepspeed_muon.engine.zero.views import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded

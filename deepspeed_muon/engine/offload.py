@@ -54,8 +54,7 @@ from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
-from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
 from deepspeed_muon.optimizer import Muon

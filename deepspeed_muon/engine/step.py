@@ -26,8 +26,7 @@ from deepspeed_muon.engine.workarounds.loss_scale import (
     UNSCALED_LOSS,
     loss_is_not_scaled,
 )
-from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import Bf16View, View
+from deepspeed_muon.engine.zero.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.optimizer import Muon

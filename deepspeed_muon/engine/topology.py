@@ -24,8 +24,7 @@ from deepspeed_muon.engine.tensor_parallel import (
     tensor_parallel_group,
     with_tensor_parallel,
 )
-from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.engine.zero.views import PlainView, View
+from deepspeed_muon.engine.zero.views import PlainView, View, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
