@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed_muon.ops.dispatch import largest_magnitudes
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.tables import COLUMNS
-from deepspeed_muon.transport.ranks import reduce_tensor
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 
 _PHASE = "exchange of gradient flags"
 
@@ -88,7 +88,7 @@ class GradientStatus:
         local = [status._local_flags(grads) for status in statuses]
         flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
         for group in statuses[0].groups if flags.numel() else ():
-            flags = reduce_tensor(flags, group, purpose=_PHASE, how="max")
+            flags = all_reduce_tensor(flags, group, purpose=_PHASE, how="max")
         return flags
 
     def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
@@ -109,7 +109,7 @@ class GradientStatus:
         failed = tuple(self._check.read_verdicts(set_positions(left_out)))
         if (group := self._step_set.wider_group) is not None:
             bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
-            is_nonfinite, is_failed = reduce_tensor(bad, group, purpose=_PHASE, how="max").tolist()
+            is_nonfinite, is_failed = all_reduce_tensor(bad, group, purpose=_PHASE, how="max").tolist()
             nonfinite = nonfinite or ("a parameter of other ranks",) * is_nonfinite
             failed = failed or ("a matrix of other ranks",) * is_failed
         return GradientReport(active, nonfinite, failed)

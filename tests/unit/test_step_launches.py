@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,10 +27,10 @@ from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.gradient_status import GradientStatus
+from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
-from deepspeed_muon.variants import VARIANTS
 
 META = torch.device("meta")
 FRAGMENTS = 72  # MUON_FLAT_ROWS of ops/csrc/include/muon_cuda.h
@@ -132,9 +131,7 @@ def counted(model: str, ranks: int, variant: str = "muon") -> tuple[StepRunner, 
     """Return the runner of the rank that owns most matrices, and what its second step launches."""
     launches = Launches()
     owners = Counter(runner_of(model, ranks, 0, launches, variant).plan.owners)
-    formula = launches.during("formula", VARIANTS["normuon"].finish)
-    with mock.patch.dict(VARIANTS, normuon=replace(VARIANTS["normuon"], finish=formula)):
-        runner = runner_of(model, ranks, owners.most_common(1)[0][0], launches, variant)
+    runner = runner_of(model, ranks, owners.most_common(1)[0][0], launches, variant)
     group = {**MuonConfig().group_defaults("muon"), "lr": 0.02}
     partition = runner.step_set.partitions[0].tensor
     state: dict[Tensor, dict[str, Any]] = {partition: {}}
@@ -149,9 +146,11 @@ def counted(model: str, ranks: int, variant: str = "muon") -> tuple[StepRunner, 
         return flags
 
     settle = launches.during("check", ResultCheck.settle)
+    scale_rows = launches.during("formula", OwnedRows.updates)
     with (
+        mock.patch.object(OwnedRows, "updates", lambda *args, **kwargs: scale_rows(*args, **kwargs)),
         mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
-        mock.patch("deepspeed_muon.step.gradient_status.reduce_tensor", reduce),
+        mock.patch("deepspeed_muon.step.gradient_status.all_reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
@@ -176,8 +175,9 @@ def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
 
 
 def test_row_state_takes_one_launch_a_batch() -> None:
-    """It writes new rows over the old ones. Another launch rounds NorMuon's update; the host waits no more often."""
+    """It writes new rows over the old ones. NorMuon's formula takes 17; the host waits no more often."""
     (_, muon), (_, normuon) = (counted("llama-7b", 64, variant) for variant in ("muon", "normuon"))
     assert normuon.waits == muon.waits == 1 and normuon.calls == muon.calls
     assert normuon.counts["all-to-all"] == muon.counts["all-to-all"]
-    assert normuon.counts.total() - normuon.counts["formula"] == muon.counts.total() + 2 * normuon.calls
+    assert normuon.counts["formula"] == 17 * normuon.calls
+    assert normuon.counts.total() - normuon.counts["formula"] == muon.counts.total() + normuon.calls
