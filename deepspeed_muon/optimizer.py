@@ -275,15 +275,19 @@ class Muon(torch.optim.Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if self.qk_clip is not None:
             self.qk_clip.reduce()  # a collective, so before anything that some of the ranks might skip
-        if self.measure_norm is not None:
-            self._global_grad_norm = float(self.measure_norm()) / (1.0 if scale is None else float(scale))
+        norms = [] if self.measure_norm is None else [self.measure_norm().to(self.exchange_buffers.device)]
 
-        # 2. The flat gradients of each step set, and what all ranks know about them.
+        # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
         current = [
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
         ]
-        reports = [bound.gradient_status[runner].report(grads) for runner, _, grads in current]
+        if any(bound.gradient_status[runner].flags is None for runner, *_ in current):
+            grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
+            norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
+        for norm in norms:
+            self._global_grad_norm = float(norm) / (1.0 if scale is None else float(scale))
+        reports = [bound.gradient_status[runner].report() for runner, *_ in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
         self.overflow = False
