@@ -14,7 +14,7 @@ from deepspeed_muon.reference import newton_schulz
 
 from . import library, torch_operators
 from .autotune import TOLERANCE, error_of
-from .candidates import candidates_for, has_kernel, problem_of, triton_products
+from .candidates import candidates_for, has_kernel, problem_of, quack_products, triton_products
 from .torch_operators import BLOCK
 
 Checks = list[dict[str, Any]]
@@ -61,6 +61,10 @@ def cuda_checks(
             operators, "cuda", [name for name in _TESTS if name != _INT8]
         )
         tests["int8"] = lambda: _test_operators(operators, "cuda", [_INT8])
+    if quack_products() is not None:
+        tests["quack"] = lambda: (
+            _test_quack() + ([] if "graphs" in skipped else _test_graphs(None, of_quack=True))
+        )
     checks: Checks = []
     for component, test in tests.items():
         if component in skipped:
@@ -122,6 +126,23 @@ def _test_triton() -> Checks:
         for dtype in _HALF
         for suffix, error, bound in _products(triton_sym.sym_gemm, "cuda", dtype)
     ]
+
+
+def _test_quack() -> Checks:
+    """Compare products as for Triton, without c and of a transposed matrix too, which quack compiles separately."""
+    from . import quack_sym
+
+    a = torch.randn(2, 128, 264, generator=torch.Generator().manual_seed(0)).half().cuda().mT
+    runs = quack_sym.sym_gemm, torch_operators.sym_gemm
+    result, expected = (run(a, a, None, 1.0, 0.0, 0.0) for run in runs)
+    error = error_of(result.double(), expected.double()) if torch.equal(result, result.mT) else float("inf")
+    products = [
+        _check(f"sym_gemm of quack {dtype}{suffix}", "cuda", error, bound)
+        for dtype in _HALF
+        for suffix, error, bound in _products(quack_sym.sym_gemm, "cuda", dtype)
+    ]
+    transposed = _check("sym_gemm of quack, transposed", "cuda", error, 2 * torch.finfo(a.dtype).eps)
+    return [transposed, *products]
 
 
 def product_shapes(processors: int) -> list[tuple[int, int, int]]:
@@ -241,14 +262,15 @@ _TESTS: dict[str, Callable[[ModuleType, str, torch.dtype], Iterator[_Compared]]]
 }
 
 
-def _test_graphs(operators: ModuleType | None) -> Checks:
-    """Compare replayed CUDA graphs with direct calls, bit for bit."""
+def _test_graphs(operators: ModuleType | None, *, of_quack: bool = False) -> Checks:
+    """Compare replayed CUDA graphs with direct calls, bit for bit: those with quack's products, or all others."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     inputs = [torch.randn(2, 256, 640, device="cuda") for _ in range(3)]
     problem = problem_of(inputs[0], settings)
     candidates = {candidate.name: candidate for candidate in candidates_for(problem, operators)}
     checks = []
-    for name in [name for name in candidates if name.endswith("+graph")]:
+    graphs = [name for name in candidates if name.endswith("+graph")]
+    for name in [name for name in graphs if name.startswith("quack") == of_quack]:
         # The first call with a shape runs without a graph, the second captures one, and both later calls replay it.
         replayed, direct = candidates[name], candidates[name.removesuffix("+graph")]
         equal = [torch.equal(replayed.run(x, settings), direct.run(x, settings)) for x in inputs]

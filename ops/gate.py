@@ -2,7 +2,8 @@
 
 A kernel that is wrong, hangs or crashes on some GPU would spoil or end a training run. So before the first use all of
 them run in a separate process with a time limit, ``python -m deepspeed_muon.ops.gate``. The processes of a machine
-share the verdict in :func:`~deepspeed_muon.ops.machine.cache_folder`, for this GPU, driver, torch and source code.
+share the verdict in :func:`~deepspeed_muon.ops.machine.cache_folder`, for this GPU, driver, torch, quack and source
+code.
 Wrong numbers are cached for good. What raised, crashed or hung may be due to the state of the machine, so it is cached
 for some minutes. torch's code replaces the components that failed, and one warning reports it.
 """
@@ -28,7 +29,7 @@ import torch
 from deepspeed_muon.logs import warn_on_each_machine
 
 from . import library
-from .machine import file_for, locked, read_json, write_json
+from .machine import file_for, installed_version, locked, read_json, write_json
 
 SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
 """Time limit of one run of the self-test, with the import of torch and a CUDA context; with retries twice as long."""
@@ -43,9 +44,9 @@ _LAST_SECONDS = 5.0
 
 _TESTING = "testing "  # precedes the name of a component in the output of the self-test
 
-COMPONENTS = ("native", "int8", "graphs", "triton")
-"""What has a verdict of its own: the native operators, their pass over int8 momentum, CUDA graphs, and the products in
-Triton."""
+COMPONENTS = ("native", "int8", "graphs", "triton", "quack")
+"""What has a verdict of its own: the native operators, their pass over int8 momentum, CUDA graphs, and the products of
+Triton and of quack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,9 @@ def cached_verdict(device: int) -> Verdict | None:
 
 def _identity(device: int) -> list[str]:
     driver = str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  # only in torch with CUDA
-    return [torch.cuda.get_device_name(device), driver, torch.__version__, library.key()]
+    quack = installed_version("quack-kernels")
+    identity = [torch.cuda.get_device_name(device), driver, torch.__version__, library.key()]
+    return [*identity, f"quack {quack}"] if quack else identity
 
 
 def decide(

@@ -149,7 +149,7 @@ def consolidate(
     return folder
 
 
-def checked_folder(out_dir: Any, shard_bytes: Any) -> Path:
+def checked_folder(out_dir: object, shard_bytes: object) -> Path:
     """Return the folder to write to; raise a CheckpointError if one of the arguments cannot be used."""
     folder = folder_of("out_dir", out_dir)
     if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:

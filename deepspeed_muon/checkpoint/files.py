@@ -70,7 +70,7 @@ def refusing(source: str) -> Iterator[None]:
         raise CheckpointError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 
 
-def folder_of(argument: str, value: Any) -> Path:
+def folder_of(argument: str, value: object) -> Path:
     """Return the folder that a caller's argument names.
 
     Raises:
@@ -172,7 +172,7 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
             ) from error
 
 
-def check_tensor(tensor: Any, source: str, *, allow_int8: bool = False) -> None:
+def check_tensor(tensor: object, source: str, *, allow_int8: bool = False) -> None:
     """Raise unless an unpickled object is a dense CPU tensor of floats whose storage has all of its elements.
 
     Strides of zero could make a few numbers look like a large tensor.
@@ -182,8 +182,12 @@ def check_tensor(tensor: Any, source: str, *, allow_int8: bool = False) -> None:
         source: What it is, for the error.
         allow_int8: Accept integers too, for int8 momentum.
     """
-    is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not is_dense or not (allow_int8 or tensor.is_floating_point()):
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.layout != torch.strided
+        or tensor.device.type != "cpu"
+        or not (allow_int8 or tensor.is_floating_point())
+    ):
         raise CheckpointError(f"{source} is no dense tensor of real numbers")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise CheckpointError(f"{source} says that it has {tensor.numel()} elements; the file holds fewer")

@@ -195,7 +195,7 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
         return checked(CheckpointIndex, content, f"{path}: refused:\n")
 
 
-def checked(model: type[_Model], content: Any, refusal: str) -> _Model:
+def checked(model: type[_Model], content: object, refusal: str) -> _Model:
     """Return untrusted content as an object of a pydantic model.
 
     Args:
@@ -220,7 +220,7 @@ def checked(model: type[_Model], content: Any, refusal: str) -> _Model:
 # ---- what JSON can hold ------------------------------------------------------------------------------------
 
 
-def is_json(value: Any) -> bool:
+def is_json(value: object) -> bool:
     """Return whether JSON can hold ``value`` without loss, except that tuples come back as lists."""
     try:
         json.dumps(value, allow_nan=False)
@@ -229,14 +229,14 @@ def is_json(value: Any) -> bool:
     return _has_text_keys(value)
 
 
-def _has_text_keys(value: Any) -> bool:
+def _has_text_keys(value: object) -> bool:
     """Return whether all keys are text. JSON turns numbers into text, under which torch's MultiStepLR finds nothing."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
 
 
-def saved_schedule(state: Any) -> dict[str, Any] | None:
+def saved_schedule(state: object) -> dict[str, Any] | None:
     """Return a scheduler's state as an index holds it; ``None`` if JSON cannot hold it.
 
     The milestones of MultiStepLR, a Counter with numbers for keys, become a list; infinities (ReduceLROnPlateau) become

@@ -194,7 +194,7 @@ def _refuse_overlaps(partition: int, placements: Sequence[tuple[str, Placement]]
 # ---- reading -----------------------------------------------------------------------------------------------
 
 
-def save_of(content: Any) -> str | None:
+def save_of(content: object) -> str | None:
     """Return the id of the save that a file of DeepSpeed is of; ``None`` if another optimizer saved it."""
     if not isinstance(content, Mapping):
         return None

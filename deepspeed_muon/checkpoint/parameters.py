@@ -72,7 +72,7 @@ class ParameterRecord(BaseModel):
     tensors: dict[str, str] = {}
 
     @classmethod
-    def of(cls, route: Any, **fields: Any) -> ParameterRecord:
+    def of(cls, route: object, **fields: object) -> ParameterRecord:
         """Return a record with the shape and the algorithm of a route or of another record, and further fields."""
         copied = ("shape", "algorithm", "heads", "grid", "transposed")
         return cls(**{**{name: getattr(route, name) for name in copied}, **fields})

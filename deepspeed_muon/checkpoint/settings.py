@@ -222,7 +222,7 @@ def _schedule_problem(scheduler: Any, saved: Mapping[str, Any], rates: bool) -> 
     return None
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     """Return the type of a value as JSON distinguishes types, by which saved and live values are compared."""
     if isinstance(value, bool):
         return "bool"
@@ -309,7 +309,7 @@ class SettingsSnapshot:
             group.update(settings)
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """Return a setting as JSON would hold it, for comparison and display."""
     if isinstance(value, torch.Tensor):
         return value.item()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.optimizer import Muon
@@ -13,13 +14,13 @@ from deepspeed_muon.plan.owners import sent_by_rank
 from deepspeed_muon.routing.route import Route, rows_of
 
 
-def muon_of(engine: Any) -> Muon | None:
+def muon_of(engine: DeepSpeedEngine) -> Muon | None:
     """Return this project's optimizer inside an engine; ``None`` if there is another one, or none yet."""
     optimizer = getattr(engine, "basic_optimizer", None)
     return optimizer if isinstance(optimizer, Muon) else None
 
 
-def is_active(engine: Any) -> bool:
+def is_active(engine: DeepSpeedEngine) -> bool:
     """Return whether this project's Muon trains an engine, and not DeepSpeed's own or another optimizer.
 
     Args:
@@ -28,7 +29,7 @@ def is_active(engine: Any) -> bool:
     return muon_of(engine) is not None
 
 
-def muon_optimizer(engine: Any) -> Muon:
+def muon_optimizer(engine: DeepSpeedEngine) -> Muon:
     """Return this project's optimizer inside an engine, whatever wrapper is around it.
 
     Args:
@@ -44,7 +45,7 @@ def muon_optimizer(engine: Any) -> Muon:
     return optimizer
 
 
-def routes(engine: Any) -> list[Route]:
+def routes(engine: DeepSpeedEngine) -> list[Route]:
     """Return the routing table of an engine: where every parameter goes and why.
 
     Args:
@@ -56,7 +57,7 @@ def routes(engine: Any) -> list[Route]:
     return muon_optimizer(engine).routes
 
 
-def plan_report(engine: Any) -> dict[str, Any]:
+def plan_report(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
 
     ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
@@ -97,7 +98,7 @@ def plan_report(engine: Any) -> dict[str, Any]:
     }
 
 
-def health(engine: Any) -> dict[str, Any]:
+def health(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return what the last sampled step measured; ``docs/health.md`` says what each number means.
 
     Equal on all ranks once a step was sampled. The setting ``health`` is the number of optimizer steps between two

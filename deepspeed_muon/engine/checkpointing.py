@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import json
+import os
 import secrets
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -45,7 +47,7 @@ _ONE_SAVE = (
 )
 
 
-def convert(original: Original, args: Any, *more: Any, **kwargs: Any) -> None:
+def convert(original: Original, args: argparse.Namespace, *more: object, **kwargs: object) -> None:
     """Convert a checkpoint of ours. DeepSpeed gets all others, also those that cannot be read: it says why."""
     if is_ours(args.input_folder):
         convert_to_universal(args.input_folder, args.output_folder)
@@ -58,8 +60,8 @@ def load_universal_checkpoint(
     view: View,
     checkpoint_folder: str,
     load_optimizer_states: bool = True,
-    *_: Any,
-    **__: Any,
+    *_: object,
+    **__: object,
 ) -> None:
     """Load a universal checkpoint through our layouts. Must be called by all ranks."""
     engine = view.memory.engine()
@@ -77,13 +79,13 @@ def load_universal_checkpoint(
 
 def save_checkpoint(
     original: Original,
-    engine: Any,
-    save_dir: Any,
-    tag: Any = None,
-    client_state: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    tag: object = None,
+    client_state: Mapping[str, Any] | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Let DeepSpeed save with a random id of this save in every rank's files, the first rank's.
 
     The consolidated set comes before, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that it
@@ -108,7 +110,7 @@ def save_checkpoint(
         optimizer.host.save_id = None
 
 
-def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
     """Load, unless all ranks agree that it is no save of this run; say which settings it replaced.
 
     DeepSpeed sets counters and schedule first: they are put back if a universal checkpoint is refused.
@@ -120,9 +122,9 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     saved: SavedTag | None = None
     if universal:
         with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks):
-            _tag_to_load(given.get("load_dir"), given.get("tag"), "latest_universal")
+            _tag_to_load(given["load_dir"], given.get("tag"), "latest_universal")
     else:
-        saved = _check_native(engine, given.get("load_dir"), given.get("tag"), with_state=with_state)
+        saved = _check_native(engine, given["load_dir"], given.get("tag"), with_state=with_state)
     if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
         load_no_state_into_divided_weights(engine, given)
     before = SettingsSnapshot(engine)
@@ -141,7 +143,7 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
         ):
             path, client_state = original(*call.args[1:], **call.kwargs)
             if saved is not None:
-                load_the_rest(engine, given.get("load_dir"), saved.folder.name)
+                load_the_rest(engine, given["load_dir"], saved.folder.name)
     except Exception as error:
         if universal:
             before.put_back()
@@ -160,7 +162,7 @@ def load_checkpoint(original: Original, engine: Any, *args: Any, **kwargs: Any) 
     return path, client_state
 
 
-def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:
+def _tag_to_load(load_dir: str | os.PathLike[str], tag: object, latest: str) -> str | None:
     """Return the tag that DeepSpeed's loader is about to read; ``None`` if there is none, which it logs.
 
     Raises:
@@ -181,7 +183,9 @@ def _tag_to_load(load_dir: Any, tag: Any, latest: str) -> str | None:
     return None if tag is None else str(tag)
 
 
-def _check_native(engine: Any, load_dir: Any, tag: Any, *, with_state: bool) -> SavedTag | None:
+def _check_native(
+    engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], tag: object, *, with_state: bool
+) -> SavedTag | None:
     """Return what DeepSpeed's loader is about to read; raise on every rank if one finds that it does not fit."""
     ranks = optimizer_of(engine).ranks
     saved: SavedTag | None = None
@@ -258,7 +262,7 @@ def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) 
 
 
 def _save_id(
-    engine: Any, folder: Path, tag: str, load: Callable[[Path], Any], *, with_state: bool
+    engine: DeepSpeedEngine, folder: Path, tag: str, load: Callable[[Path], Any], *, with_state: bool
 ) -> str | None:
     """Return the id of the save that this rank's files are of, ``None`` where another optimizer saved them.
 
@@ -278,7 +282,7 @@ def _save_id(
     return next(iter(ids.values()), None)
 
 
-def _require_same_kind(engine: Any, saved: SavedTag) -> None:
+def _require_same_kind(engine: DeepSpeedEngine, saved: SavedTag) -> None:
     """Raise unless our optimizer saved a checkpoint at a stage and on ranks with which DeepSpeed can load it here."""
     saved.refuse_universal()
     stage, ranks = int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size)
@@ -296,7 +300,7 @@ def _require_same_kind(engine: Any, saved: SavedTag) -> None:
         )
 
 
-def _difference(engine: Any, saved: SavedTag) -> _Difference:
+def _difference(engine: DeepSpeedEngine, saved: SavedTag) -> _Difference:
     """Compare this rank's file with its engine."""
     # At stage 0 every rank looks at the first one's file, which may be of other layers.
     moved = bool(saved.stage) and saved.record.get("order") != order_of(optimizer_of(engine))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import configure_moe_param_groups
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
@@ -75,7 +76,7 @@ _OPTIMIZER_KEYS = {"type", "params", "legacy_fusion"}
 _TAGS = ("use_muon", "muon_num_heads", "muon_head_dim")
 
 
-def broadcast_model(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+def broadcast_model(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
     """Compare the ranks' models before one of them is broadcast."""
     if not _wants_muon(engine, engine.client_optimizer):
         return original(engine, *args, **kwargs)
@@ -85,7 +86,7 @@ def broadcast_model(original: Original, engine: Any, *args: Any, **kwargs: Any) 
 
 
 @contextlib.contextmanager
-def _flat_and_contiguous(engine: Any) -> Iterator[None]:
+def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
     """Let scalars and weights of other strides (``channels_last``) have one dimension, and then their own layout again.
 
     DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which makes
@@ -116,7 +117,9 @@ def _divide_scalar(original: Original, init: Any, param: Any) -> None:
         param.partition()
 
 
-def configure_expert_parallel(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+def configure_expert_parallel(
+    original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object
+) -> object:
     """Compare what AutoEP goes by before it makes process groups of all ranks; let all ranks fail if one does."""
     if not (expert_parallel(engine) and _wants_muon(engine, engine.client_optimizer)):
         return original(engine, *args, **kwargs)
@@ -127,12 +130,12 @@ def configure_expert_parallel(original: Original, engine: Any, *args: Any, **kwa
 
 def configure_optimizer(
     original: Original,
-    engine: Any,
+    engine: DeepSpeedEngine,
     client_optimizer: Any,
     model_parameters: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Compare settings, let DeepSpeed make the optimizer and its ZeRO wrapper, then bind."""
     given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
     if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
@@ -150,14 +153,14 @@ def configure_optimizer(
     return result
 
 
-def _wants_muon(engine: Any, client_optimizer: Any) -> bool:
+def _wants_muon(engine: DeepSpeedEngine, client_optimizer: object) -> bool:
     """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
         return _holds_muon(client_optimizer)
     return (engine.optimizer_name() or "").lower() == "muon"
 
 
-def _holds_muon(optimizer: Any, depth: int = 4) -> bool:
+def _holds_muon(optimizer: object, depth: int = 4) -> bool:
     """Return whether an optimizer is ours, or is wrapped around ours under whatever name."""
     if isinstance(optimizer, Muon):
         return True
@@ -165,7 +168,7 @@ def _holds_muon(optimizer: Any, depth: int = 4) -> bool:
     return any(_holds_muon(value, depth - 1) for value in inner if isinstance(value, torch.optim.Optimizer))
 
 
-def _refuse_wrapped(optimizer: Any) -> None:
+def _refuse_wrapped(optimizer: object) -> None:
     """Raise for an optimizer around ours."""
     if not isinstance(optimizer, Muon):
         kind = type(optimizer)
@@ -183,7 +186,10 @@ def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) ->
 
 
 def _admitted(
-    engine: Any, client_optimizer: Muon | None, model_parameters: Any, wrapping: contextlib.ExitStack
+    engine: DeepSpeedEngine,
+    client_optimizer: Muon | None,
+    model_parameters: Any,
+    wrapping: contextlib.ExitStack,
 ) -> Muon:
     """Return the client's optimizer, or the configured one, ready for the wrapper that DeepSpeed is about to make.
 
@@ -228,7 +234,7 @@ def _admitted(
     return optimizer
 
 
-def _refuse_foreign(engine: Any, optimizer: Muon) -> None:
+def _refuse_foreign(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     """Raise for trained parameters that the engine's model does not have.
 
     ZeRO would end in a KeyError on the ranks that get their elements, and the other ranks would wait for these.
@@ -247,7 +253,7 @@ def _refuse_foreign(engine: Any, optimizer: Muon) -> None:
         )
 
 
-def _configured(engine: Any, model_parameters: Any) -> Muon:
+def _configured(engine: DeepSpeedEngine, model_parameters: Any) -> Muon:
     """Return the optimizer of the configuration."""
     section = engine._config._param_dict["optimizer"]
     for key in section.keys() - _OPTIMIZER_KEYS:  # DeepSpeed ignores it
@@ -269,7 +275,7 @@ def _configured(engine: Any, model_parameters: Any) -> Muon:
 
 
 def _managed_by_deepspeed(
-    make: Callable[[Any], Any], engine: Any, wrapping: contextlib.ExitStack
+    make: Callable[[Any], Any], engine: DeepSpeedEngine, wrapping: contextlib.ExitStack
 ) -> Callable[[Any], Any]:
     """Wrap a client's callable: if it returns our optimizer, settings are compared before DeepSpeed wraps it."""
 
@@ -281,7 +287,7 @@ def _managed_by_deepspeed(
     return made
 
 
-def _facts(engine: Any, optimizer: Muon) -> dict[str, str]:
+def _facts(engine: DeepSpeedEngine, optimizer: Muon) -> dict[str, str]:
     """Return what must be equal on all ranks before DeepSpeed communicates."""
     config = optimizer.config
     settings = config.model_dump(mode="json")
@@ -295,14 +301,14 @@ def _facts(engine: Any, optimizer: Muon) -> dict[str, str]:
     return facts
 
 
-def _sections(engine: Any) -> dict[str, str]:
+def _sections(engine: DeepSpeedEngine) -> dict[str, str]:
     """Return the compared sections of the DeepSpeed configuration as text, those that are there."""
     raw = engine._config._param_dict
     present = (name for name in _COMPARED_SECTIONS if name in raw)
     return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in present}
 
 
-def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
+def _bind_to_wrapper(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     """Read the wrapper's layout and compare the plans; every rank raises if one of them fails."""
     error: Exception | None = None
     facts: RankFacts | None = None
@@ -319,7 +325,7 @@ def _bind_to_wrapper(engine: Any, optimizer: Muon) -> None:
     agree(facts, error=error, ranks=ranks, purpose="comparison of plans")
 
 
-def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
     """Take parameters into the step that were unfrozen since the last one, before DeepSpeed reduces their gradients.
 
     Must be called by all ranks. DeepSpeed's all-reduce would wait forever if the ranks had unfrozen different ones.
@@ -342,7 +348,7 @@ def take_unfrozen(original: Original, engine: Any, *args: Any, **kwargs: Any) ->
     return original(*args, **kwargs)
 
 
-def _bind(engine: Any, optimizer: Muon) -> None:
+def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     """Bind to the wrapper, and tell the optimizer all that it needs of the engine."""
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
@@ -369,7 +375,7 @@ def _bind(engine: Any, optimizer: Muon) -> None:
     logger.debug("deepspeed_muon routes:\n%s", format_routes(optimizer.routes))
 
 
-def _require_consolidated(engine: Any, config: MuonConfig) -> None:
+def _require_consolidated(engine: DeepSpeedEngine, config: MuonConfig) -> None:
     """Raise if the configuration asks for consolidated checkpoints, and this engine can have none."""
     wanted = next((key for key in ("consolidate_on_save", "restore_from") if getattr(config, key)), None)
     if wanted is None:

@@ -21,6 +21,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypedDict
 
 import deepspeed
@@ -99,12 +100,12 @@ def unknown(followed: Iterable[Followed]) -> list[str]:
     return names
 
 
-def name_of(owner: Any, name: str) -> str:
+def name_of(owner: type | ModuleType, name: str) -> str:
     """Return what messages and the table call a function."""
     return f"{owner.__name__}.{name}"
 
 
-def function_of(owner: Any, name: str) -> Any:
+def function_of(owner: object, name: str) -> Any:
     """Return a function of DeepSpeed as it is written there, under what replaces and decorates it; ``None`` if none."""
     attribute: Any = getattr(owner, name, None)
     function = inspect.unwrap(attribute)
@@ -114,7 +115,7 @@ def function_of(owner: Any, name: str) -> Any:
     return next((inner for inner in hidden if name.endswith(getattr(inner, "__name__", "") or "?")), function)
 
 
-def file_of(owner: Any, name: str) -> str | None:
+def file_of(owner: object, name: str) -> str | None:
     """Return the path in the package of the file that has a function; ``None`` if another package has replaced it."""
     code = getattr(function_of(owner, name), "__code__", None)
     root = f"{Path(deepspeed.__file__).parent}{os.sep}"
@@ -122,7 +123,7 @@ def file_of(owner: Any, name: str) -> str | None:
     return path.removeprefix(root).replace(os.sep, "/") if path.startswith(root) else None
 
 
-def source_of(owner: Any, name: str) -> str:
+def source_of(owner: object, name: str) -> str:
     """Return the source of a function, empty if there is none."""
     try:
         return inspect.getsource(function_of(owner, name))
@@ -130,7 +131,7 @@ def source_of(owner: Any, name: str) -> str:
         return ""
 
 
-def digest_of(owner: Any, name: str) -> str:
+def digest_of(owner: object, name: str) -> str:
     """Return the digest of a function's tokens."""
     return _digest("\n".join(tokens_of(source_of(owner, name))).encode())
 

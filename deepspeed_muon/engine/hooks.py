@@ -26,6 +26,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -64,8 +65,13 @@ from deepspeed_muon.optimizer import Muon
 
 
 def _configure_optimizer(
-    original: Original, engine: Any, client_optimizer: Any, model_parameters: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original,
+    engine: DeepSpeedEngine,
+    client_optimizer: Any,
+    model_parameters: Any,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Make and bind the optimizer of an engine, then replace what a bound one needs."""
     result = configure.configure_optimizer(
         original, engine, client_optimizer, model_parameters, *args, **kwargs
@@ -239,7 +245,7 @@ def _install(hook: Hook) -> None:
     original = getattr(hook.owner, hook.attribute)
 
     @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
+    def hooked(*args: object, **kwargs: object) -> Any:
         return hook.function(original, *args, **kwargs)
 
     setattr(hook.owner, hook.attribute, hooked)
@@ -300,7 +306,7 @@ def differences() -> list[str]:
     return list(dict.fromkeys(phrases))
 
 
-def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> list[str]:
+def _changed_parameters(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> list[str]:
     """Return one phrase if ``function`` cannot take what the function of DeepSpeed takes that it replaces."""
     original = fingerprints.function_of(owner, name)
     is_method = isinstance(owner, type)
@@ -316,7 +322,7 @@ def _changed_parameters(owner: Any, name: str, function: Callable[..., Any]) -> 
     return [f"{owner.__name__}.{name} takes ({', '.join(names)}), not ({', '.join(named)}{rest})"]
 
 
-def hook_engine(engine: Any) -> None:
+def hook_engine(engine: DeepSpeedEngine) -> None:
     """Replace what :data:`ENGINE_HOOKS` says in one engine.
 
     Args:

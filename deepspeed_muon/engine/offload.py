@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import weakref
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from unittest import mock
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.ops.adam import fused_adam
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
@@ -56,6 +58,7 @@ from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, v
 from deepspeed_muon.engine.zero.views import View
 from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.reference import ReferenceMuon
 
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
@@ -65,7 +68,7 @@ _CHECKED = 1043
 _LIST = "deepspeed_muon.json"
 
 
-def offload_device(engine: Any, section: str = "offload_optimizer") -> str:
+def offload_device(engine: DeepSpeedEngine, section: str = "offload_optimizer") -> str:
     """Return where ZeRO offloads to: ``none``, ``cpu`` or ``nvme``.
 
     Args:
@@ -76,14 +79,14 @@ def offload_device(engine: Any, section: str = "offload_optimizer") -> str:
     return "none" if offload is None else OffloadDeviceEnum(offload.device).value
 
 
-def master_dtype(engine: Any) -> torch.dtype:
+def master_dtype(engine: DeepSpeedEngine) -> torch.dtype:
     """Return the dtype that the configuration asks the master weights to be kept in."""
     if engine.bf16_master_weights_and_gradients():
         return torch.bfloat16
     return torch.float16 if engine.fp16_master_weights_and_gradients() else torch.float32
 
 
-def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
+def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitStack) -> None:
     """Let ZeRO's wrapper take our optimizer, which is made and not wrapped yet.
 
     Args:
@@ -114,7 +117,7 @@ def adopt(engine: Any, optimizer: Any, wrapping: contextlib.ExitStack) -> None:
 
 
 def _take_all(
-    engine: Any, optimizer: Any, group_keys: Sequence[tuple[dict[str, Any], frozenset[str]]]
+    engine: DeepSpeedEngine, optimizer: Muon, group_keys: Sequence[tuple[dict[str, Any], frozenset[str]]]
 ) -> None:
     """Give our optimizer the sub-groups that twin-flow leaves on the device.
 
@@ -127,7 +130,7 @@ def _take_all(
             del group[extra]
 
 
-def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
+def offload_states(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Release our working memory, and let the wrapper move our optimizer's state.
 
     Stage 3 moves two tensors of ``FusedAdam``'s state only, and keeps copies of them in it. So our class stands in for
@@ -148,11 +151,11 @@ def offload_states(original: Original, view: View, *args: Any, **kwargs: Any) ->
         return original(*args, **kwargs)
 
 
-def reload_states(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> None:
+def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: object) -> None:
     """Take back what :func:`offload_states` moved."""
     moved = []  # host tensors, which must live until the original has waited for the copies
 
-    def reload(*args: Any, **kwargs: Any) -> None:
+    def reload(*args: object, **kwargs: object) -> None:
         moved.append(reload_optimizer_states(*args, **kwargs))
 
     # Stage 3 would look for copies of FusedAdam's state.
@@ -229,7 +232,7 @@ class CpuAdam:
             )
 
 
-def _copy_in(engine: Any, tag_folder: Path) -> Path:
+def _copy_in(engine: DeepSpeedEngine, tag_folder: Path) -> Path:
     """Return where DeepSpeed copies this rank's swap files to."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return tag_folder / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
@@ -242,7 +245,7 @@ def _swap_files(folder: Path) -> dict[str, int]:
     }
 
 
-def prepare_save(engine: Any, tag_folder: Path, save_id: str) -> None:
+def prepare_save(engine: DeepSpeedEngine, tag_folder: Path, save_id: str) -> None:
     """Remove an earlier copy of this rank's swap files, and list the files for the next one."""
     swap_folder = view_of(engine.optimizer).swap_folder
     if swap_folder is None:
@@ -253,7 +256,7 @@ def prepare_save(engine: Any, tag_folder: Path, save_id: str) -> None:
         (swap_folder / _LIST).write_text(json.dumps({"save": save_id, "files": _swap_files(swap_folder)}))
 
 
-def swap_in(original: Original, view: Zero3View, sub_group_id: int, *args: Any, **kwargs: Any) -> None:
+def swap_in(original: Original, view: Zero3View, sub_group_id: int, *args: object, **kwargs: object) -> None:
     """Swap a sub-group in, and give its master the gradient."""
     original(sub_group_id, *args, **kwargs)
     master = view.masters[sub_group_id]
@@ -270,13 +273,13 @@ def write_back(
     original(sub_group_id, write_opt_state, write_gradients)
 
 
-def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: Any, **kwargs: Any) -> None:
+def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: object, **kwargs: object) -> None:
     """Swap a sub-group out, and let its tensors be empty from then on, with pipelines too."""
     original(sub_group_id, *args, **kwargs)
     view.release(sub_group_id)
 
 
-def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
+def wait_for_copies(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Let all ranks end their copies before a save goes on."""
     if host_of(view.optimizer).save_id is not None:
         view.optimizer.ranks.gather(None, purpose="copies of swap files in a save")
@@ -284,7 +287,7 @@ def wait_for_copies(original: Original, view: View, *args: Any, **kwargs: Any) -
 
 
 def check_copy(
-    engine: Any, tag_folder: Path, saved: SavedTag | None, save_id: str | None, state: bool
+    engine: DeepSpeedEngine, tag_folder: Path, saved: SavedTag | None, save_id: str | None, state: bool
 ) -> None:
     """Check that a checkpoint offloads to NVMe as the engine does, and that this rank's copy is of that save.
 
@@ -336,7 +339,7 @@ def check_copy(
         )
 
 
-def load_the_rest(engine: Any, load_dir: Any, tag: Any) -> None:
+def load_the_rest(engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], tag: object) -> None:
     """Load the usual files of the optimizer, and swap in what they say. Must be called by all ranks.
 
     The swapper then knows our state, whose files DeepSpeed has copied back.

@@ -93,7 +93,7 @@ class Workaround:
         return Version(self.first) <= INSTALLED
 
 
-def replace_method(owner: Any, hook: Hook) -> None:
+def replace_method(owner: object, hook: Hook) -> None:
     """Let a call of the hook's method of one engine or wrapper call the hook's function.
 
     The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
@@ -104,7 +104,7 @@ def replace_method(owner: Any, hook: Hook) -> None:
     is_bound = isinstance(method, MethodType) and method.__self__ is owner
     unbound: Callable[..., Any] = method.__func__ if is_bound else method
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: object, **kwargs: object) -> Any:
         owner = reference()
         assert owner is not None
         original = MethodType(unbound, owner) if is_bound else unbound

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.offload import offload_device
@@ -30,12 +31,12 @@ LISTS = "_deepspeed_muon_lists"
 """Attribute of DeepSpeed's schedulers: names of the attributes where the client gave each group an entry of its own."""
 
 
-def takes_unfrozen(engine: Any) -> bool:
+def takes_unfrozen(engine: DeepSpeedEngine) -> bool:
     """Return whether parameters that are unfrozen later can be trained: at ZeRO 0 in fp32, where nothing is copied."""
     return bool(engine.zero_optimization_stage() == 0 and engine.get_data_types()[0] == torch.float32)
 
 
-def regroup(engine: Any, optimizer: Muon) -> None:
+def regroup(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     """Divide the groups of an optimizer that is about to be wrapped, and let the client's scheduler follow.
 
     Args:
@@ -83,7 +84,7 @@ def _trained(optimizer: Muon) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if optimizer.is_trained(p)]
 
 
-def _follow(engine: Any, optimizer: Muon, origins: Sequence[int | None]) -> None:
+def _follow(engine: DeepSpeedEngine, optimizer: Muon, origins: Sequence[int | None]) -> None:
     """Let a scheduler that the client made follow its groups, which come from those with the numbers ``origins``."""
     scheduler = engine.client_lr_scheduler
     if callable(scheduler):

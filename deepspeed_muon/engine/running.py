@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
@@ -28,7 +29,9 @@ from deepspeed_muon.transport.ranks import phase
 _KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
 
 
-def configure_lr_scheduler(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+def configure_lr_scheduler(
+    original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object
+) -> object:
     """Let DeepSpeed make the scheduler, restore the ratio between the groups' rates in it, load ``restore_from``."""
     optimizer = muon_of(engine)
     configured = {} if optimizer is None else rates(optimizer)
@@ -72,7 +75,7 @@ def _warn_of_default_peak(
     )
 
 
-def take_model_step(original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
+def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
     """Take the step, record its health, and write its rates, and what was sampled, to the monitor.
 
     The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
@@ -160,14 +163,14 @@ def trainer_callbacks() -> type | None:
 
 def log_in_trainer(
     original: Original,
-    handler: Any,
-    args: Any,
+    handler: object,
+    args: object,
     state: Any,
-    control: Any,
-    logs: Any,
-    *more: Any,
-    **kwargs: Any,
-) -> Any:
+    control: object,
+    logs: dict[str, float],
+    *more: object,
+    **kwargs: object,
+) -> object:
     """Add both rates to what the Trainer logs."""
     optimizer = _muon_in(getattr(handler, "optimizer", None))
     if optimizer is not None and "learning_rate" in logs:
@@ -178,7 +181,7 @@ def log_in_trainer(
     return original(handler, args, state, control, logs, *more, **kwargs)
 
 
-def _muon_in(optimizer: Any) -> Muon | None:
+def _muon_in(optimizer: object) -> Muon | None:
     """Return our optimizer inside the wrappers of Accelerate and of ZeRO; ``None`` for another one."""
     while optimizer is not None and not isinstance(optimizer, Muon):
         optimizer = getattr(optimizer, "optimizer", None)

@@ -10,8 +10,6 @@ on the CPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
@@ -36,7 +34,9 @@ def scales_loss(view: View) -> bool:
     return UNSCALED_LOSS.is_needed and loss_is_not_scaled(view)
 
 
-def backward(original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+def backward(
+    original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: object, **kwargs: object
+) -> object:
     """Run a backward pass; return the unscaled loss."""
     view = view_of(engine.optimizer)
     if isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed:
@@ -49,7 +49,7 @@ def backward(original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: A
     return unscaled / scale if isinstance(unscaled, Tensor) else unscaled
 
 
-def end_backward(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
+def end_backward(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
     """End a backward pass so that the buffers hold the gradients of all backward passes of this step, and no others."""
     memory = view.memory
     # 1. Reduce the gradients of leaf modules, in one order on all ranks.
@@ -73,7 +73,7 @@ def end_backward(original: Original, view: ZeroView, *args: Any, **kwargs: Any) 
     return result
 
 
-def zero_grad(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> Any:
+def zero_grad(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
     """Let the next backward pass forget earlier gradients, as in DeepSpeed; a step before it still uses them."""
     view.memory.restart = True
     if view.holds_sums() and not view.memory.warned:
@@ -86,7 +86,7 @@ def zero_grad(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> 
     return original(*args, **kwargs)
 
 
-def step(original: Original, view: View, *args: Any, **kwargs: Any) -> Any:
+def step(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Take one step of a wrapper. Must be called by all ranks of the engine.
 
     Raises:
@@ -162,17 +162,17 @@ def _raise_for_failed_updates(optimizer: Muon) -> None:
         optimizer.report_failed(failed or ["a matrix of other ranks"], "in the step before")
 
 
-def has_overflow(original: Original, view: ZeroView, *args: Any, **kwargs: Any) -> bool:
+def has_overflow(original: Original, view: ZeroView, *args: object, **kwargs: object) -> bool:
     """Answer from the exchanged status whether any rank's gradients overflow, where all groups have the same ranks."""
     nonfinite = view.optimizer.bound_steps.any_nonfinite(view.data_parallel_group)
     return bool(original(*args, **kwargs)) if nonfinite is None else view.is_true_of_any(nonfinite)
 
 
-def norm_groups(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> Any:
+def norm_groups(original: Original, view: Zero3View, *args: object, **kwargs: object) -> object:
     """Return the norms of ZeRO 3's sub-groups, on the CPU where they were read with the status."""
     return view.memory.norms or original(*args, **kwargs)
 
 
-def global_norm(original: Original, view: Zero12View, *args: Any, **kwargs: Any) -> Any:
+def global_norm(original: Original, view: Zero12View, *args: object, **kwargs: object) -> object:
     """Return the norm of ZeRO 1 and 2, on the CPU where it was read with the status."""
     return view.memory.norms[0] if view.memory.norms else original(*args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from pydantic import BaseModel
 
@@ -28,7 +29,7 @@ _Row = tuple[Callable[[Any, MuonConfig], Any], str]
 """Whether an engine and the optimizer's settings ask for a feature; why it is refused, and what to do instead."""
 
 
-def refuse_unsupported(engine: Any, config: MuonConfig) -> None:
+def refuse_unsupported(engine: DeepSpeedEngine, config: MuonConfig) -> None:
     """Raise for the first feature that is asked for and whose result would be wrong, and for all that are not known.
 
     Args:
@@ -49,7 +50,7 @@ def refuse_unsupported(engine: Any, config: MuonConfig) -> None:
         )
 
 
-def expert_parallel(engine: Any) -> bool:
+def expert_parallel(engine: DeepSpeedEngine) -> bool:
     """Return whether the configuration asks for AutoEP."""
     return bool(engine._config.expert_parallel_config.enabled)
 
@@ -65,11 +66,11 @@ def _unknown_keys(section: BaseModel, prefix: str = "") -> Iterator[str]:
             yield from _unknown_keys(value, f"{prefix}{name}.")
 
 
-def _on_nvme(engine: Any, _: MuonConfig) -> bool:
+def _on_nvme(engine: DeepSpeedEngine, _: MuonConfig) -> bool:
     return offload_device(engine) == "nvme"
 
 
-def _has_layers_of_deepspeed(engine: Any) -> bool:
+def _has_layers_of_deepspeed(engine: DeepSpeedEngine) -> bool:
     return engine.has_moe_layers and any(isinstance(module, MoE) for module in engine.module.modules())
 
 
@@ -82,32 +83,32 @@ def _loads_async_io() -> bool:
     return True
 
 
-def _is_cut(engine: Any) -> bool:
+def _is_cut(engine: DeepSpeedEngine) -> bool:
     return tensor_parallel_group(engine) is not None
 
 
-def _lacks_masters(engine: Any, _: MuonConfig) -> bool:
+def _lacks_masters(engine: DeepSpeedEngine, _: MuonConfig) -> bool:
     if engine.zero_optimization_stage() or engine.bfloat16_enabled() or engine.fp16_enabled():
         return False
     halves = (torch.bfloat16, torch.float16)
     return any(param.requires_grad and param.dtype in halves for param in engine.module.parameters())
 
 
-def _has_sparse_gradients(engine: Any, _: MuonConfig) -> bool:
+def _has_sparse_gradients(engine: DeepSpeedEngine, _: MuonConfig) -> bool:
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     modules = (module for module in engine.module.modules() if isinstance(module, embeddings))
     return any(module.sparse and module.weight.requires_grad for module in modules)
 
 
-def _is_norm(value: Any) -> bool:
+def _is_norm(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-def _shares_sequences(engine: Any) -> bool:
+def _shares_sequences(engine: DeepSpeedEngine) -> bool:
     return int(engine.sequence_parallel_size) > 1
 
 
-def _keeps_masters(engine: Any, dtype: torch.dtype) -> bool:
+def _keeps_masters(engine: DeepSpeedEngine, dtype: torch.dtype) -> bool:
     """Return whether the configuration asks for master weights of this dtype on the device."""
     return master_dtype(engine) == dtype and offload_device(engine) == "none"
 

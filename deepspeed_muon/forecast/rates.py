@@ -115,11 +115,11 @@ class Translation:
         self.reasons: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
 
-    def put(self, key: str, value: Any, reason: str) -> None:
+    def put(self, key: str, value: object, reason: str) -> None:
         """Set a key of ``settings`` with its reason."""
         self.settings[key], self.reasons[key] = value, reason
 
-    def take(self, source_key: str, default: Any, reason: str, *, key: str = "") -> None:
+    def take(self, source_key: str, default: object, reason: str, *, key: str = "") -> None:
         """Move a setting of the source optimizer, or its default there, to ``key`` (by default the same name)."""
         self.put(key or source_key, self.source.pop(source_key, default), reason)
 

@@ -130,8 +130,8 @@ def _recording(base: str) -> Callable[..., Any]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any,
-        *args: Any,
+        attention_mask: Tensor | None,
+        *args: object,
         **kwargs: Any,
     ) -> Any:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

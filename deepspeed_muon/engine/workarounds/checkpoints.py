@@ -18,8 +18,12 @@ from deepspeed_muon.engine.zero.stages import Zero12View
 
 
 def load_weights(
-    original: Original, engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> Any:
+    original: Original,
+    engine: DeepSpeedEngine,
+    checkpoint: Mapping[str, Any],
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Load the weights of ZeRO 1 and 2 from the state dict alone.
 
     It has the frozen ones too, and among them the experts of each rank.

@@ -120,7 +120,7 @@ def reduce_waiting_gradients(view: Zero12View) -> None:
 
 
 def reduce_ready_partitions(
-    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
+    original: Original, view: Zero12View, param: Tensor, *args: object, **kwargs: object
 ) -> None:
     """Let the gradient of a leaf module wait; reduce any other."""
     if id(param) not in view.memory.waiting:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor
 
@@ -37,8 +36,8 @@ def partition_grads(
     view: Zero3View,
     params_to_release: Sequence[Tensor],
     grad_partitions: Sequence[Tensor],
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> list[Tensor]:
     """Copy first gradients of the step into ZeRO 3's buffer, and add later ones."""
     if view.memory.restart:
@@ -57,8 +56,8 @@ def partition_grads(
 
 
 def copy_grads_in_partition(
-    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original, view: Zero12View, param: Tensor, *args: object, **kwargs: object
+) -> object:
     """Copy the first gradient of ``param`` in the step, and add later ones (ZeRO 1 and 2 with offload).
 
     They are also added to the sum that an earlier backward pass has already written to the master's gradient.
@@ -85,16 +84,16 @@ def _is_first(view: View, param: Tensor) -> bool:
 
 
 def reduce_independent_gradient(
-    original: Original, view: Zero12View, param: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original, view: Zero12View, param: Tensor, *args: object, **kwargs: object
+) -> object:
     """Record that ZeRO 1 reduces the gradient of ``param`` by itself."""
     view.memory.queued.add(id(param))
     return original(param, *args, **kwargs)
 
 
 def reduce_gradients(
-    original: Original, view: Zero12View, pipeline_parallel: bool = False, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original, view: Zero12View, pipeline_parallel: bool = False, *args: object, **kwargs: object
+) -> object:
     """Reduce what the last micro-step of an accumulation did not add to, then finish the reduction."""
     queued = view.memory.queued | view.memory.waiting
     # A pipeline fills its buckets in the call below, with each layer's gradient over all micro-batches.

@@ -23,7 +23,6 @@ for wrappers that are a ``ZeROOptimizer``.
 from __future__ import annotations
 
 from operator import methodcaller
-from typing import Any
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -34,7 +33,7 @@ from deepspeed_muon.engine.zero.stages import ZeroView
 from deepspeed_muon.engine.zero.views import HalfView, View
 
 
-def lower_scale(original: Original, view: View, *args: Any, **kwargs: Any) -> None:
+def lower_scale(original: Original, view: View, *args: object, **kwargs: object) -> None:
     """Lower the scale at once after an overflow; :func:`deepspeed_muon.engine.step.step` raises it."""
     if view.wrapper.overflow:
         original(*args, **kwargs)
@@ -45,7 +44,9 @@ def loss_is_not_scaled(view: View) -> bool:
     return isinstance(view, HalfView) and view.divides and not isinstance(view.wrapper, ZeROOptimizer)
 
 
-def scale(original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+def scale(
+    original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: object, **kwargs: object
+) -> object:
     """Scale the loss for a program that calls ``backward`` of the loss itself."""
     return original(loss.float() * float(engine.optimizer.loss_scale), *args, **kwargs)
 

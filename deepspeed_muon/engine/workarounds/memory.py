@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -14,7 +12,7 @@ CACHED = "_PartitionedParameterCoordinator__params_to_release"
 """A method of ZeRO 3's coordinator, whose cache refers to the parameters of every engine."""
 
 
-def release_destroyed(original: Original, view: Zero3View, *args: Any, **kwargs: Any) -> None:
+def release_destroyed(original: Original, view: Zero3View, *args: object, **kwargs: object) -> None:
     """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
     model = view.module
     original(*args, **kwargs)

@@ -27,7 +27,7 @@ from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 
 
-def clip_fp32_gradients(original: Original, engine: Any) -> None:
+def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
     """Clip the gradients of the optimizer's parameters and keep their norm, which DeepSpeed discards.
 
     DeepSpeed would count all parameters of the model, also those that the optimizer was not given.
@@ -41,7 +41,7 @@ def clip_fp32_gradients(original: Original, engine: Any) -> None:
     engine.basic_optimizer._global_grad_norm = norm
 
 
-def grads_for_norm(original: Original, view: Bf16View, *args: Any, **kwargs: Any) -> Any:
+def grads_for_norm(original: Original, view: Bf16View, *args: object, **kwargs: object) -> object:
     """Return the gradients of the norm or of clipping, also of parameters that only other ranks used."""
     view.count_all_gradients()
     return original(*args, **kwargs)
@@ -55,7 +55,7 @@ def total_norm(reference: weakref.ref[Any]) -> Tensor:
     Args:
         reference: The engine.
     """
-    engine: Any = reference()
+    engine: DeepSpeedEngine = reference()
     norm = _exact_norm(engine)
     if norm is not None:
         return norm
@@ -66,15 +66,15 @@ def total_norm(reference: weakref.ref[Any]) -> Tensor:
     return measured
 
 
-def _params(engine: Any) -> list[Tensor]:
+def _params(engine: DeepSpeedEngine) -> list[Tensor]:
     return [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
 
 
-def _gradients(engine: Any) -> list[Tensor]:
+def _gradients(engine: DeepSpeedEngine) -> list[Tensor]:
     return [param.grad for param in _params(engine) if param.grad is not None]
 
 
-def _exact_norm(engine: Any) -> Tensor | None:
+def _exact_norm(engine: DeepSpeedEngine) -> Tensor | None:
     """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
     if is_divided(engine.module):
         pairs = ((param, param.grad) for param in _params(engine))
@@ -85,7 +85,7 @@ def _exact_norm(engine: Any) -> Tensor | None:
 
 
 def _norm_over(
-    engine: Any, pairs: Iterable[tuple[Tensor, Tensor | None]], group: dist.ProcessGroup
+    engine: DeepSpeedEngine, pairs: Iterable[tuple[Tensor, Tensor | None]], group: dist.ProcessGroup
 ) -> Tensor:
     """Return the norm of the gradients of all pipeline stages or tensor-parallel ranks, fp32.
 
@@ -141,7 +141,7 @@ def unscale_and_clip_grads(
 ) -> float:
     """Divide by the scale that was applied; clip by, and report, the unscaled norm of all experts and shards."""
     applied = divisor = float(view.wrapper.loss_scale) if view.divides else 1.0
-    engine: Any = view.memory.engine()
+    engine: DeepSpeedEngine = view.memory.engine()
     pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
     if engine.has_moe_layers:
         total_norm = _norm_of_all_experts(pairs)

@@ -6,19 +6,17 @@ and do not make them again after a load or after ``reload_states``.
 
 from __future__ import annotations
 
-from typing import Any
-
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.zero.views import FlatView
 
 
-def link_states(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
+def link_states(original: Original, view: FlatView, *args: object, **kwargs: object) -> None:
     """Link the parameters to their optimizer state once every partition has one, not after the first one's step."""
     if all(view.optimizer.state.get(master) for master in view.masters):
         original(*args, **kwargs)
 
 
-def link_params(original: Original, view: FlatView, *args: Any, **kwargs: Any) -> None:
+def link_params(original: Original, view: FlatView, *args: object, **kwargs: object) -> None:
     """Link the parameters to their masters, and to their optimizer state again."""
     original(*args, **kwargs)
     view.link_states_again()

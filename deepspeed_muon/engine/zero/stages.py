@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -142,7 +143,7 @@ class ZeroView(View):
 class Zero12View(FlatView, ZeroView):
     """ZeRO 1 and 2."""
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: DeepSpeedZeroOptimizer) -> None:
         super().__init__(wrapper, wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups)
         self.flats, self.cut_flats = wrapper.bit16_groups_flat, wrapper.parallel_partitioned_bit16_groups
         self.offloads = self.keeps_gradients = bool(wrapper.cpu_offload)
@@ -253,7 +254,7 @@ class Zero3View(ZeroView):
 
     keeps_gradients = True
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: DeepSpeedZeroOptimizer_Stage3) -> None:
         super().__init__(wrapper, wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat)
         self.offloads = bool(wrapper.offload_optimizer)
         self.swapper = wrapper.optimizer_swapper
@@ -411,7 +412,7 @@ _READ: dict[type[View], tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def view_of(wrapper: Any) -> View:
+def view_of(wrapper: DeepSpeedOptimizer) -> View:
     """Return the view of what an engine has as its ``optimizer``.
 
     Raises:
@@ -428,7 +429,7 @@ def view_of(wrapper: Any) -> View:
     return WRAPPERS[type(wrapper)](wrapper)
 
 
-def require_attributes(wrapper: Any) -> None:
+def require_attributes(wrapper: DeepSpeedOptimizer) -> None:
     """Look for all that the view of a wrapper reads, before anything is read.
 
     Args:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from deepspeed_muon.errors import BindingError
@@ -70,7 +72,9 @@ class View:
     keeps_gradients = False
     swap_folder: Path | None = None
 
-    def __init__(self, wrapper: Any, params: Sequence[Sequence[Tensor]], masters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, wrapper: DeepSpeedOptimizer, params: Sequence[Sequence[Tensor]], masters: Sequence[Tensor]
+    ) -> None:
         self.wrapper, self.params, self.masters = wrapper, params, masters
         self.optimizer: Muon = wrapper if isinstance(wrapper, Muon) else wrapper.optimizer
         self.memory: Memory = getattr(wrapper, "_deepspeed_muon_memory", None)  # type: ignore[assignment]
@@ -135,7 +139,7 @@ class HalfView(View):
         max_norm: The norm to which gradients are clipped; 0 for no clipping.
     """
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: DeepSpeedOptimizer) -> None:
         models, masters = (list(chain(*groups)) for groups in (wrapper.fp16_groups, wrapper.fp32_groups))
         super().__init__(wrapper, [[model] for model in models], masters)
         self.divides = bool(wrapper.loss_scale_config.use_grad_scaling)
@@ -217,7 +221,7 @@ class FlatView(View):
 class Bf16View(FlatView):
     """ZeRO 1 with bf16 weights and fp32 gradients."""
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: BF16_Optimizer) -> None:
         super().__init__(wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition)
         self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
 
