@@ -561,11 +561,20 @@ class Muon(torch.optim.Optimizer):
         return frozen
 
     def release_memory(self) -> None:
-        """Free the communication buffers and CUDA graphs between two steps; the next step allocates them again."""
+        """Free the communication buffers and CUDA graphs between two steps.
+
+        The next step allocates the buffers again; :meth:`capture_graphs` captures the graphs.
+        """
         if self._bound is not None:
             self.exchange_buffers.release()
         if self._orthogonalizer is not None:
             self._orthogonalizer.release()
+
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs again that :meth:`release_memory` freed."""
+        if self._orthogonalizer is not None and self._bound is not None:
+            with _without_autocast():
+                self._orthogonalizer.capture(self.exchange_buffers.device)
 
     def attach_qk_clip(self, model: nn.Module) -> None:
         """Find the attention layers that ``qk_clip`` clips, before :meth:`bind`; do nothing without that setting.

@@ -177,6 +177,7 @@ def set_positions(flags: Sequence[int]) -> set[int]:
 
 def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of one device on the CPU, copied as one; wider types must come first, for alignment."""
-    raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+    in_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    raw = (torch.cat(in_bytes) if len(in_bytes) > 1 else in_bytes[0]).cpu()
     copies = raw.split([tensor.nbytes for tensor in tensors])
     return [copy.view(tensor.dtype).view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]
