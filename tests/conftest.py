@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         take_kernels()
     if forced_kernel() == "no-compiler":
         for item in items:
-            if (marker := item.get_closest_marker("kernels")) and marker.kwargs.get("native"):
+            if item.get_closest_marker("native"):
                 item.add_marker(pytest.mark.skip(reason="needs the native library"))
     if not config.getoption("--full") and not config.getoption("markexpr"):
         left_out = [item for item in items if item.get_closest_marker("full")]

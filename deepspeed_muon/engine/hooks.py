@@ -120,7 +120,7 @@ ENGINE_HOOKS = (
     # From the backward pass to the end of the step.
     Hook(
         DeepSpeedEngine, "backward", step.backward,
-        lambda view: isinstance(view, Zero12View) or step.scales_loss(view),
+        lambda view: isinstance(view, (Zero12View, Bf16View)) or step.scales_loss(view),
     ),
     Hook((ZeroView,), "independent_gradient_partition_epilogue", step.end_backward),
     Hook((ZeroView,), "zero_grad", step.zero_grad),

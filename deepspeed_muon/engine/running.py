@@ -88,7 +88,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     number = engine.global_steps + 1
     with optimizer.recorder.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:
         for group in optimizer.bound_steps.process_groups:
-            # DeepSpeed's own collectives of the step are part of it: the norm of the gradients at stages 1 and 2.
+            # DeepSpeed's own collectives of the step are part of it: at stages 1 and 2 it gathers the weights.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)
     if engine.monitor.enabled:

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.experts import reduce_waiting_gradients
-from deepspeed_muon.engine.workarounds.gradients import EARLIER_BACKWARD, STALE_GRADIENTS
+from deepspeed_muon.engine.workarounds.gradients import (
+    EARLIER_BACKWARD,
+    EARLIER_COUNTED_TWICE,
+    STALE_GRADIENTS,
+)
 from deepspeed_muon.engine.workarounds.loss_scale import (
     OVERFLOW_IN_FP16_ONLY,
     SCALE_GROWS_EARLY,
@@ -23,10 +27,11 @@ from deepspeed_muon.engine.workarounds.loss_scale import (
     loss_is_not_scaled,
 )
 from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import Bf16View, View
 from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.transport.ranks import phase
 
 
 def scales_loss(view: View) -> bool:
@@ -39,8 +44,10 @@ def backward(
 ) -> object:
     """Run a backward pass; return the unscaled loss."""
     view = view_of(engine.optimizer)
-    if isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed:
-        # A second backward pass without a forward pass in between is a pass of its own, too.
+    if (isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed) or (
+        isinstance(view, Bf16View) and EARLIER_COUNTED_TWICE.is_needed
+    ):
+        # DeepSpeed prepares for a backward pass once after each forward pass, but a second one is a pass of its own.
         view.begin_backward()
     if not scales_loss(view):
         return original(loss, *args, **kwargs)
@@ -108,7 +115,9 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
             # 2. Exchange their status, and read it and the norms on the CPU. Gradients that a step leaves because it
             #    raises are not added to those of the next one.
             memory.restart, memory.earlier = True, {}
-            memory.norms = optimizer.bound_steps.exchange_flags(view.gradients(), view.norms())
+            with phase("norm of the gradients", view.data_parallel_group):
+                norms = view.norms()
+            memory.norms = optimizer.bound_steps.exchange_flags(view.gradients(), norms)
             if stops_at_nonfinite:
                 _raise_for_failed_updates(optimizer)
         # 3. Decide about overflow: from the status, through has_overflow below.

@@ -32,6 +32,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
+@pytest.mark.native
 def test_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -51,6 +52,7 @@ def refusing(code: int) -> Any:
     return flock
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Path], code: int

@@ -162,7 +162,7 @@ def updated(view: Any, backend: str, *, contiguous: bool) -> list[Tensor]:
     return [param.detach() for param in params.values()]
 
 
-@pytest.mark.parametrize("backend", ["ops", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("ops", marks=pytest.mark.native), "torch"])
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_without_deepspeed(view: str, backend: str) -> None:
     found, expected = (updated(VIEWS[view], backend, contiguous=kept) for kept in (False, True))
@@ -181,7 +181,7 @@ def train(rank: int, world_size: int, *, backend: str, view: str) -> dict[str, T
     return training.full_masters(engine)
 
 
-@pytest.mark.parametrize("backend", ["ops", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("ops", marks=pytest.mark.native), "torch"])
 def test_at_stage_0(ranks: Any, backend: str) -> None:
     expected, *others = (ranks(2).run(train, backend=backend, view=view)[0] for view in ("", "t", "[::2]"))
     for masters in others:

@@ -92,7 +92,8 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
 
 CASES = [
     (0, "step", "exchange of gradient flags"),
-    (1, "step", "exchange of gradient flags"),
+    # Where ZeRO divides gradients, the norm is reduced before their flags.
+    (1, "step", "norm of the gradients"),
     (3, "gather", "gather of chunk 1 of step set 0"),
     (3, "scatter", "scatter of chunk 0 of step set 0"),
     (2, "start", "comparison of settings"),

@@ -193,7 +193,7 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
 
 def test_the_example_of_a_variant_runs() -> None:
     """A reader of ``variant.py`` can copy it."""
-    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nThe updates must")[0]
+    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nAn update may")[0]
     names = {"torch": torch, "Field": Field, **vars(variant)}
     exec(textwrap.dedent(example), names)
     declared = names["VARIANT"]

@@ -62,6 +62,7 @@ def test_importing_neither_builds_nor_loads(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.native
 def test_a_built_library_is_loaded_without_tools_of_the_build() -> None:
     """They would cost a process seconds: no program is started, and torch's build code is not imported."""
     library.load()
@@ -98,6 +99,7 @@ def test_without_a_compiler_ops_is_a_typed_error(without_compiler: None) -> None
     assert dispatch.Orthogonalizer("torch")(torch.randn(4, 6), settings=SETTINGS).shape == (4, 6)
 
 
+@pytest.mark.native
 def test_a_broken_source_is_a_typed_error_with_the_compilers_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +109,7 @@ def test_a_broken_source_is_a_typed_error_with_the_compilers_output(
         library.build_and_load()
 
 
+@pytest.mark.native
 def test_a_tiny_library_is_built_once_and_a_leftover_lock_is_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +138,7 @@ def build_tiny(rank: int, world_size: int, *, folder: str) -> int:
     return len(compiled)
 
 
+@pytest.mark.native
 def test_ranks_that_build_at_once_build_once(ranks: Any, tmp_path: Path) -> None:
     write_source(tmp_path)
     assert sum(ranks(3).run(build_tiny, folder=str(tmp_path))) == 1

@@ -23,7 +23,10 @@ from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel,
 from deepspeed_muon.ops.machine import locked, write_json
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import within
+from tests.support.kernels import forced_kernel
 from tests.support.rounding import iteration_limit
+
+pytestmark = pytest.mark.skipif(bool(forced_kernel()), reason="the choice that it tests is forced")
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from tests.support.matrices import DTYPES, matrix
 from tests.support.rounding import iteration_limit
 from tests.support.thinning import each_value, pairwise
 
-pytestmark = pytest.mark.kernels(native=True)
+pytestmark = [pytest.mark.kernels, pytest.mark.native]
 
 METHODS = [
     base + variant

@@ -133,7 +133,8 @@ BLOCK_LENGTHS = [*cases.LENGTHS, 255, 256, 257, 512, 1000, 4093]
 
 
 @pytest.mark.parametrize("backend", ["ops", "torch"])
-@pytest.mark.kernels(native=True)
+@pytest.mark.kernels
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("dtypes", "offsets"),
     # Every dtype of the gradient and of what is sent, aligned and not.

@@ -16,7 +16,8 @@ from deepspeed_muon.ops.gate import Verdict
 from tests.support.harness import run_command
 
 
-@pytest.mark.kernels(native=True)
+@pytest.mark.kernels
+@pytest.mark.native
 def test_the_selftest_passes_and_covers_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--selftest", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

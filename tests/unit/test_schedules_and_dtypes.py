@@ -76,7 +76,7 @@ def inputs(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     return left, right, values
 
 
-@pytest.mark.parametrize("kernel", ["torch", "native"])
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("native", marks=pytest.mark.native)])
 @pytest.mark.parametrize(("schedule", "dtype"), usual(product(SCHEDULES, ABOVE_THE_BAND), CORE))
 def test_no_update_is_wrong(schedule: str, dtype: Any, kernel: str) -> None:
     """No direction of an update is too long, and none that Newton-Schulz can see is too short."""

@@ -20,7 +20,7 @@ from tests.support.comparisons import close
 from tests.support.models import build, train_alone
 from tests.support.oracle import in_8_bits
 
-pytestmark = pytest.mark.kernels(native=True)
+pytestmark = [pytest.mark.kernels, pytest.mark.native]
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

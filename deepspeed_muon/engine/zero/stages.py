@@ -390,8 +390,8 @@ _READ: dict[type[View], tuple[str, ...]] = {
     HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
     Bf16View: (
         *_READ_OF_FLAT,
-        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clip_grad", "fp32_groups_flat_partition",
-        "fp32_groups_has_gradients", "real_dp_process_group",
+        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clear_lp_grads", "clip_grad",
+        "fp32_groups_flat_partition", "fp32_groups_has_gradients", "real_dp_process_group",
     ),
     Zero12View: (
         *_READ_OF_FLAT, *_READ_OF_ZERO,

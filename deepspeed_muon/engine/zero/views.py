@@ -225,6 +225,10 @@ class Bf16View(FlatView):
         super().__init__(wrapper, wrapper.bf16_groups, wrapper.fp32_groups_flat_partition)
         self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
 
+    def begin_backward(self) -> None:
+        """Drop the gradients of an earlier backward pass, which are part of the fp32 sums already."""
+        self.wrapper.clear_lp_grads(set_to_none=True)
+
     def count_all_gradients(self) -> None:
         """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
         self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
