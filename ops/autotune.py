@@ -45,8 +45,8 @@ RULED_OUT = 1.5
 # follows noise would change the rounding from run to run for nothing.
 WORTH_CHANGING = 0.97
 
-# Bound of the relative error against float64, for any spectrum, by the dtype of the iteration. Low-rank and
-# ill-conditioned matrices come close to it; a Gaussian one has a tenth of it.
+# Bound of the relative error against float64, for any spectrum, by the dtype whose rounding the products have. Low-rank
+# and ill-conditioned matrices come close to it; a Gaussian one has a tenth of it.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1, torch.float64: 1e-4}
 
 # Up to this many FLOPs the reference is float64 on the CPU (tenths of a second), above that it is torch's code.
@@ -192,7 +192,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
                 return Choice(candidate.name, "expected; one run takes too long to measure others")
             expected = _expected(sample, x)
         relative_error = error_of(result, expected)
-        if relative_error <= TOLERANCE[sample.settings.dtype]:
+        if relative_error <= TOLERANCE[sample.rounds_as]:
             times[candidate.name] = [first]
         else:
             choice.rejected[candidate.name] = f"relative error {relative_error:.2g}"

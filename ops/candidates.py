@@ -82,8 +82,7 @@ class Problem:
     @property
     def flops(self) -> float:
         """Multiplications and additions of the standard iteration over the batch."""
-        m, n = self.short, max(self.rows, self.cols)
-        return float(self.batch * len(self.settings.coefficients) * (4 * m * m * n + 2 * m**3))
+        return self.batch * _standard_flops(self.rows, self.cols, self.settings)
 
     def key(self) -> str:
         """Return a readable text that identifies the problem; it is the key in the cache of choices."""
@@ -92,7 +91,39 @@ class Problem:
         return (
             f"{self.device} {names[0]}->{names[1]} {self.batch}x{self.rows}x{self.cols} "
             f"{settings.method}{len(settings.coefficients)} threads{self.threads}"
+            f"{'' if self.rounds_as == settings.dtype else f' products in {self.rounds_as}'}"
         )
+
+    @property
+    def rounds_as(self) -> torch.dtype:
+        """The dtype with the rounding of the iteration's products: fp16 for fp32 where torch may multiply in TF32."""
+        if self.settings.dtype != torch.float32:
+            return self.settings.dtype
+        backend = (
+            torch.backends.cuda.matmul
+            if self.device == "cuda"
+            else getattr(torch.backends.mkldnn, "matmul", None)
+        )
+        # Before torch 2.9 there is only one setting for all devices.
+        precision = getattr(backend, "fp32_precision", None) or torch.get_float32_matmul_precision()
+        by_name = {
+            "high": torch.float16,
+            "tf32": torch.float16,
+            "medium": torch.bfloat16,
+            "bf16": torch.bfloat16,
+        }
+        return by_name.get(str(precision), torch.float32)
+
+
+def _standard_flops(rows: int, cols: int, settings: NsSettings) -> float:
+    m, n = min(rows, cols), max(rows, cols)
+    return float(len(settings.coefficients) * (4 * m * m * n + 2 * m**3))
+
+
+def graph_batch(rows: int, cols: int, settings: NsSettings) -> int:
+    """Return how many matrices of this shape, at most, are iterated in one CUDA graph; 0 where no graph is tried."""
+    stacked = max(1, BATCH_NUMEL // max(1, rows * cols))
+    return min(stacked, int(_GRAPH_UP_TO // max(1.0, _standard_flops(rows, cols, settings))))
 
 
 def problem_of(x: Tensor, settings: NsSettings, device: torch.device | None = None) -> Problem:
@@ -317,8 +348,8 @@ class Replayed:
     may overlap.
 
     A shape is captured by :meth:`capture`, when the optimizer is bound, and never by a call: a capture waits for the
-    device and returns free memory to it, and in a step it could run out of memory on some of the ranks. Other shapes run
-    without a graph, and so do all while the caller itself captures the current stream.
+    device and returns free memory to it, and in a step it could run out of memory on some of the ranks. Other shapes
+    run without a graph, and so do all while the caller itself captures the current stream.
 
     Attributes:
         run: The wrapped function.
@@ -389,7 +420,7 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
     stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
     try:
-        # thread_local, because NCCL's watchdog thread queries events at any time, which is an error in a global capture.
+        # thread_local: NCCL's watchdog thread queries events at any time, which is an error in a global capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = run(graph_input, settings)
     except BaseException:

@@ -306,7 +306,9 @@ def _test_graphs(
         replayed = candidates[name]
         assert isinstance(replayed.run, Replayed)
         replayed.run.capture(inputs[0], settings)
-        results = [replayed.run(x, settings) for x in inputs]  # a later replay must not change an earlier result
+        results = [
+            replayed.run(x, settings) for x in inputs
+        ]  # a later replay must not change an earlier result
         direct = [replayed.without_graph.run(x, settings) for x in inputs]
         equal = [torch.equal(*pair) for pair in zip(results, direct, strict=True)]
         checks.append(_check(f"orthogonalize {name}", "cuda", 0.0 if all(equal) else float("inf"), 0.0))

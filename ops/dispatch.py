@@ -126,7 +126,7 @@ class Orthogonalizer:
             self._warned = True
 
     def _unprepared(self, problem: Problem, device: torch.device) -> _Chosen:
-        """Choose for a call in a step, in which nothing is captured: by a prepared batch of another size, if there is one."""
+        """Choose for a call in a step, in which nothing is captured: as for a prepared batch of another size."""
         for prepared, chosen in self._chosen.items():
             is_replayed = isinstance(chosen.candidate.run, Replayed)
             if is_replayed and replace(prepared, batch=problem.batch) == problem:

@@ -176,7 +176,9 @@ class BoundSteps:
             for status, flags in zip(statuses, next(copies).split(counts, dim=1), strict=True):
                 status.flags = flags
         for members in by_wider_group.values():
-            for (status, _), (nonfinite, failed) in zip(members, next(copies).view(-1, 2).tolist(), strict=True):
+            for (status, _), (nonfinite, failed) in zip(
+                members, next(copies).view(-1, 2).tolist(), strict=True
+            ):
                 status.wider_flags = (bool(nonfinite), bool(failed))
         return on_cpu[: len(norms)]
 

@@ -71,7 +71,9 @@ class GradientStatus:
         self.names = [layout.name for layout in step_set.layouts]
         self.flags: Tensor | None = None
         self.wider_group, self.wider_flags = step_set.wider_group, (False, False)
-        self._positions = functools.lru_cache(maxsize=64)(functools.partial(torch.tensor, device=self._device))
+        self._positions = functools.lru_cache(maxsize=64)(
+            functools.partial(torch.tensor, device=self._device)
+        )
         self.groups = [step_set.group] if step_set.world_size > 1 else []
         # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
         # stack that is stored on several ranks: what a step does may not depend on where ZeRO or a parallelism cuts.

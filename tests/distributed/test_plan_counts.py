@@ -95,7 +95,15 @@ def test_collectives_are_counted_by_any_name(ranks: Any) -> None:
     assert ranks(4).run(call_collectives) == [expected] * 4
 
 
-STAGES_AND_DTYPES = [(0, "fp32"), (0, "bf16"), (1, "bf16"), (1, "fp16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
+STAGES_AND_DTYPES = [
+    (0, "fp32"),
+    (0, "bf16"),
+    (1, "bf16"),
+    (1, "fp16"),
+    (2, "fp16"),
+    (3, "bf16"),
+    (3, "fp16"),
+]
 
 
 @pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq"])

@@ -26,7 +26,16 @@ from tests.support import training
 # Functions that read values of the tensors that they are given.
 _READING = {
     *("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__"),
-    *("equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"),
+    *(
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+    ),
     *("bincount", "repeat_interleave", "all_gather_object", "broadcast_object_list"),
 }
 _MADE_OF_NUMBERS = {"tensor", "as_tensor", "asarray", "from_numpy"}
@@ -82,7 +91,7 @@ class HostWaits(TorchFunctionMode):
     def _waits(
         self, name: str, args: Any, kwargs: Any, some: bool, all_on_device: bool, names_device: bool
     ) -> bool:
-        """Return whether the host waits; ``some`` and ``all_on_device`` say where the tensors among the arguments are."""
+        """Return whether the host waits; ``some`` and ``all_on_device`` say where the arguments' tensors are."""
         if name == "repeat_interleave":
             repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
             return some and isinstance(repeats, Tensor) and kwargs.get("output_size") is None
@@ -128,9 +137,13 @@ def tensors_of(*objects: Any) -> list[Tensor]:
     return found
 
 
-def count_waits(rank: int, world_size: int, *, kind: str = "toy", steps: int = 3, **settings: Any) -> dict[str, int]:
+def count_waits(
+    rank: int, world_size: int, *, kind: str = "toy", steps: int = 3, **settings: Any
+) -> dict[str, int]:
     """Return where the host waits in the last of some steps of an engine, as often as it does."""
-    deferred = mock.patch.object(ResultCheck, "is_deferred", property(lambda _: True, lambda *_: None), create=True)
+    deferred = mock.patch.object(
+        ResultCheck, "is_deferred", property(lambda _: True, lambda *_: None), create=True
+    )
     with HostWaits() as waits, deferred:
         engine = training.make_engine(training.ds_config(**settings), kind)
         optimizer = deepspeed_muon.muon_optimizer(engine)
@@ -138,7 +151,9 @@ def count_waits(rank: int, world_size: int, *, kind: str = "toy", steps: int = 3
             tokens, targets = training.batch(step, rank)
             engine.backward(engine(tokens, targets))
             params = list(engine.module.parameters())
-            waits.put([params, [param.grad for param in params], [getattr(p, "ds_tensor", None) for p in params]])
+            waits.put(
+                [params, [param.grad for param in params], [getattr(p, "ds_tensor", None) for p in params]]
+            )
             waits.put(tensors_of(engine.optimizer))
             waits.put([group["params"] for group in optimizer.param_groups])
             waits.put([list(entry.values()) for entry in optimizer.state.values()])

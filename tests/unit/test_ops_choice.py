@@ -142,6 +142,25 @@ def test_a_process_keeps_a_choice_that_it_could_not_store(
         assert (candidate.name, choice.reason) == ("second", "measured in part")
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_products_in_tf32_are_no_broken_kernel(
+    tmp_path: Path, precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With torch's TF32 every candidate in fp32 was outside of the bound of fp32, and reported as wrong."""
+
+    def in_tf32(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x.half(), settings=replace(settings, dtype=torch.float16)).float()
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        offered = [Candidate("torch gram", in_tf32), Candidate("torch standard", in_tf32)]
+        rejected = Tuner(tmp_path).choose(PROBLEM, offered, CPU)[1].rejected
+        assert bool(rejected) == bool(caplog.records) == (precision == "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_process_waits_for_the_one_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After three times the budget of a problem it gave up, and ran other kernels than the process that measured."""
     monkeypatch.setattr(autotune, "PROBLEM_SECONDS", 0.01)

@@ -106,7 +106,11 @@ def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         yield
 
     fakes = {"graph": graph, "CUDAGraph": FakeGraph, "graph_pool_handle": lambda: "pool"}
-    fakes |= {"Stream": lambda device: stream, "current_stream": lambda device: stream, "set_stream": calls.append}
+    fakes |= {
+        "Stream": lambda device: stream,
+        "current_stream": lambda device: stream,
+        "set_stream": calls.append,
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(candidates, "_pools", {})

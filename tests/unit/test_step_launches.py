@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -166,7 +165,9 @@ def counted(
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
-        for _ in range(3):  # the first step makes the momentum, the second copies the positions of its verdicts
+        for _ in range(
+            3
+        ):  # the first step makes the momentum, the second copies the positions of its verdicts
             launches.counts.clear()
             launches.waits = launches.calls = 0
             with launches:
