@@ -301,16 +301,13 @@ def ends_with(component: str, ending: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", ["broken = True; raise RuntimeError('illegal address')", "os.abort()"])
-def test_a_broken_context_costs_its_part_alone(
-    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_context_costs_its_part_alone(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An illegal address made every later call fail, and so kept all parts out; a crash of a kernel cost the graphs."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    test = ends_with("native", ending)
-    verdict = gate.decide(IDENTITY, test, folder=tmp_path, seconds=60.0)
+    verdict, tested = gate._self_test(ends_with("native", ending), 120.0)
     assert verdict.failed.keys() == {"native"} and verdict.transient, verdict.why
     # The report of the self-test lists the others, too.
-    monkeypatch.setattr(gate, "_command", lambda device: test)
+    monkeypatch.setattr(gate, "_self_test", lambda *_: (verdict, tested))
     listed = {check["component"]: check["ok"] for check in gate.checks_of(0)}
     assert listed == {"native": False, "int8": True, "triton": True, "graphs": True}
 
