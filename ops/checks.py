@@ -144,7 +144,7 @@ def _sym_gemm(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterato
     yield from _products(operators.sym_gemm, device, dtype)
     if device == "cuda" and dtype in _HALF and all(operators.sym_gemm_waves(1, 256)):
         for suffix, error, bound in _products(operators.sym_gemm_wide, device, dtype):
-            yield f" in squares of 256{suffix}", error, bound
+            yield f" in tiles of 256 x 256{suffix}", error, bound
 
 
 def _test_triton() -> Checks:

@@ -162,7 +162,8 @@ class Orthogonalizer:
             return candidates[0], Choice(candidates[0].name, "empty")
         if not self._measure:
             return candidates[0], Choice(
-                candidates[0].name, "expected; the replicas of other processes round alike"
+                candidates[0].name,
+                "not timed, so that the replicas of other processes choose the same kernel",
             )
         return (self._tuner or process_tuner()).choose(problem, candidates, device)
 

@@ -121,8 +121,8 @@ def decide(
             write_json(file, {"identity": list(identity), "failed": verdict.failed, "until": until})
     if verdict.failed:
         warn_on_each_machine(
-            "deepspeed_muon: the self-test of the native CUDA code failed on this machine, so torch's runs instead: "
-            "%s\n`%s` runs it again; remove %s to have the next process do so.",
+            "deepspeed_muon: the self-test of the native CUDA code failed on this machine, so torch's kernels run "
+            "instead: %s\n`%s` runs it again; remove %s to have the next process do so.",
             verdict.why,
             " ".join(command),
             file,

@@ -413,7 +413,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     members = load_model(arguments.model)
     if settings.expert_parallel > 1:
         if arguments.separate_experts:
-            raise ConfigError("--expert-parallel divides stacks of experts: leave --separate-experts away")
+            raise ConfigError("--expert-parallel divides stacks of experts: remove --separate-experts")
         members = as_autoep(members)
     if arguments.separate_experts:
         members = with_separate_experts(members)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from deepspeed_muon.monitoring.measure import Sums, combine
+from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
 from deepspeed_muon.transport.ranks import Ranks
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
@@ -74,7 +74,7 @@ class StepRecorder:
         self._total = 0
         self._sampled_matrices: frozenset[int] = frozenset()
         self._sample: Sample | None = None
-        self._sums_by_name: dict[str, list[Sums]] = {}
+        self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
     def reset(self, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class StepRecorder:
         """Return whether the matrix with this number is measured in the current step."""
         return self._sample is not None and number in self._sampled_matrices
 
-    def keep(self, name: str, sums: Sums) -> None:
+    def keep(self, name: str, sums: MeasuredBlocks) -> None:
         """Record the sums over some blocks of a matrix."""
         self._sums_by_name.setdefault(name, []).append(sums)
 

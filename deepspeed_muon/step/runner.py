@@ -38,6 +38,7 @@ from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
+from deepspeed_muon.step.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
@@ -50,7 +51,6 @@ from deepspeed_muon.transport.all_to_all import (
     StepContext,
     StepStats,
 )
-from deepspeed_muon.transport.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.variants import VARIANTS
 
 
@@ -135,7 +135,7 @@ class StepRunner:
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
         self.rows: RowStorage | None = None
-        if context.variant.finish is not None:
+        if context.variant.row_factors is not None:
             self.rows = RowStorage(self.plan, self.assignment.row_fragments(), context)
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
@@ -201,6 +201,18 @@ class StepRunner:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
         for chunk in self.plan.chunks:
             yield from self._strategy.inputs(chunk.owned)
+
+    def zero_weights(self, weights: Mapping[int, Tensor]) -> list[str]:
+        """Return the names of matrices with a block of zeros, under a variant that keeps the norms of blocks.
+
+        Must be called by all ranks of the set. The host waits for the device.
+
+        Args:
+            weights: Partition index to this rank's flat weights.
+        """
+        flat = [weights[partition.index] for partition in self._muon]
+        indices = [index for sums in self._sums for index in sums.zero_matrices(flat)]
+        return [self.plan.matrices[index].name for index in sorted(indices)]
 
     @property
     def wire_bytes_per_step(self) -> int:
@@ -297,7 +309,7 @@ class StepRunner:
                 flat=[flat[index] for index in indices],
                 momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
                 grads=self.step_set.gradients(grads, flat, matrix_flags),
-                finish=rows,
+                row_state=rows,
                 passes=self._passes,
                 scales=scales,
             )
@@ -338,8 +350,8 @@ class StepRunner:
                     fragments.copy_(codec.read(sent, segment.shape[2]))
             for segment in batch.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
-        if step.finish is not None and flight.chunk.copies:
-            step.finish.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
+        if step.row_state is not None and flight.chunk.copies:
+            step.row_state.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
@@ -366,9 +378,9 @@ class StepRunner:
     def _apply(self, flight: InFlight, step: Step) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
         table, context = self._tables[flight.number], self.context
-        if step.finish is not None and flight.chunk.copies:
+        if step.row_state is not None and flight.chunk.copies:
             active = step.active(flight.chunk.matrices)
-            step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
+            step.row_state.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         updates = flight.send_buffer
         if not context.codec.is_uncompressed:
             updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
@@ -379,9 +391,7 @@ class StepRunner:
         if context.variant.apply is None:
             apply(step.active_rows(table.apply_table), step, [flight.directions, updates])
         else:
-            sums = self._sums[flight.number]
-            zero_weights = sums.apply(context.variant.apply, step, [flight.directions, updates])
-            self.check.add_zero_weights(*zero_weights)
+            self._sums[flight.number].apply(context.variant.apply, step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns
 
     def _update_local(self, numbers: Sequence[int], step: Step) -> None:

@@ -23,7 +23,7 @@ from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
 
 COLUMNS = 6
@@ -307,7 +307,7 @@ class Step:
         flat: The weights; mutated.
         momentum: The momentum, or its int8 codes; mutated.
         grads: The gradients.
-        finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
+        row_state: The variant's ``row_factors`` with the row state of owned matrices; ``None`` if it has none.
         passes: The native or torch implementation of the elementwise passes.
         scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
     """
@@ -317,7 +317,7 @@ class Step:
     flat: Sequence[Tensor]
     momentum: Sequence[Tensor]
     grads: Sequence[Tensor]
-    finish: OwnedRows | None
+    row_state: OwnedRows | None
     passes: FlatPasses
     scales: Sequence[Tensor] | None = None
 

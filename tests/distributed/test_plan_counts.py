@@ -106,11 +106,13 @@ STAGES_AND_DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq"])
+@pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq", "hyperball"])
 @pytest.mark.parametrize(("stage", "dtype"), STAGES_AND_DTYPES)
 def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
     """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
-    params = {"ns_backend": "torch", "variant": variant, "health": 1000}
+    params: dict[str, Any] = {"ns_backend": "torch", "variant": variant, "health": 1000}
+    if variant == "hyperball":
+        params["muon_weight_decay"] = 0.0
     for counts in ranks(2).run(count_waits, stage=stage, clipping=1.0, precision=dtype, params=params):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts

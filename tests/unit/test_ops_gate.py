@@ -152,7 +152,7 @@ def test_the_self_test_multiplies_in_squares_of_256_too(monkeypatch: pytest.Monk
         )
         found = checks._test_operators(operators, "cuda", ["sym_gemm"])
         failed.append([check["op"] for check in found if not check["ok"]])
-    name = "sym_gemm {} in squares of 256 2x264x128"
+    name = "sym_gemm {} in tiles of 256 x 256 2x264x128"
     assert failed == [[name.format(dtype) for dtype in ("float16", "bfloat16")], []]
 
 

@@ -280,6 +280,10 @@ class Zero3View(ZeroView):
         """Return whether master and state of a sub-group are on NVMe between steps; small ones are not."""
         return bool(self.wrapper._swappable_optimizer_subgroup(index))
 
+    def swapped_weights(self) -> dict[int, Tensor]:
+        weights = self.wrapper.fp16_partitioned_groups_flat
+        return {index: weights[index] for index in range(len(self.masters)) if self.is_swapped(index)}
+
     def gradient(self, index: int) -> list[Tensor]:
         # One tensor, however many parameters there are. The masters of swapped sub-groups have theirs in the step only.
         if self.is_swapped(index) or (not self.offloads and self.wrapper.averaged_gradients.get(index)):

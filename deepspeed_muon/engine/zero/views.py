@@ -106,6 +106,10 @@ class View:
         groups = self.optimizer.param_groups
         return [number for number, group in enumerate(groups) for _ in group["params"]]
 
+    def swapped_weights(self) -> dict[int, Tensor]:
+        """Return this rank's weights of the forward pass, flat, of the partitions whose masters are on NVMe."""
+        return {}
+
     def refresh_weights(self) -> None:
         """Round the masters into the weights of the forward pass. Must be called by all ranks."""
 
