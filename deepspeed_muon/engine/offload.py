@@ -54,8 +54,7 @@ from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
-from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
 from deepspeed_muon.optimizer import Muon
@@ -283,7 +282,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: obje
 def wait_for_copies(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Let all ranks end their copies before a save goes on."""
     if host_of(view.optimizer).save_id is not None:
-        view.optimizer.ranks.gather(None, purpose="copies of swap files in a save")
+        view.optimizer.ranks.all_gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)
 
 

@@ -26,7 +26,7 @@ from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import row_ranges
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import StepContext
-from deepspeed_muon.transport.ranks import reduce_tensor
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import Apply
 
 _CPU_STACK_NUMEL, _GPU_STACK_NUMEL = 1 << 22, 1 << 24
@@ -205,12 +205,14 @@ class BlockSums:
         context = self._context
         if len(self._over_data_ranks) and context.world_size > 1:
             divided = sums[self._over_data_ranks]
-            sums[self._over_data_ranks] = reduce_tensor(divided, context.group, purpose="sums over blocks")
+            sums[self._over_data_ranks] = all_reduce_tensor(
+                divided, context.group, purpose="sums over blocks"
+            )
             context.stats.count_exchange(self.sent_bytes)
         if len(self._over_tensor_ranks):
             shared = (sums / self._copies)[self._over_tensor_ranks]
             purpose = "sums over blocks of tensor-parallel ranks"
-            sums[self._over_tensor_ranks] = reduce_tensor(shared, context.tensor_group, purpose=purpose)
+            sums[self._over_tensor_ranks] = all_reduce_tensor(shared, context.tensor_group, purpose=purpose)
         return sums
 
 

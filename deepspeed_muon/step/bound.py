@@ -25,7 +25,7 @@ from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.all_to_all import overlap_fits
-from deepspeed_muon.transport.ranks import reduce_tensor
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 
 
 class BoundSteps:
@@ -168,7 +168,7 @@ class BoundSteps:
                     by_wider_group.setdefault(status.wider_group, []).append((status, wrong))
         for group, members in by_wider_group.items():
             flags = torch.cat([wrong for _, wrong in members])
-            reduced.append(reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max"))
+            reduced.append(all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max"))
         # 3. To the CPU.
         on_cpu = read_together([*norms, *reduced])
         copies = iter(on_cpu[len(norms) :])

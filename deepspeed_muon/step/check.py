@@ -31,7 +31,7 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.row_state import OwnedRows
-from deepspeed_muon.transport.ranks import gather_tensors, phase
+from deepspeed_muon.transport.ranks import all_gather_tensor, phase
 
 Member = tuple[int, int]
 """Matrix index and number of its block."""
@@ -374,7 +374,7 @@ def _gathered(local: Tensor, distributed: DistributedIteration | None) -> Tensor
     """
     if distributed is None:
         return local.unsqueeze(0)
-    return gather_tensors(local, distributed.group, purpose="check of results")
+    return all_gather_tensor(local, distributed.group, purpose="check of results")
 
 
 def _full_norms(local: Tensor, distributed: DistributedIteration | None) -> list[float]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from deepspeed_muon.ops.dispatch import largest_magnitudes
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.tables import COLUMNS
-from deepspeed_muon.transport.ranks import reduce_tensor
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 
 FLAGS_PURPOSE = "exchange of gradient flags"
 
@@ -95,7 +95,7 @@ class GradientStatus:
         local = [status._local_flags(grads) for status in statuses]
         flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
         for group in statuses[0].groups if flags.numel() else ():
-            flags = reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
+            flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
         return flags
 
     def any_wrong(self, flags: Tensor) -> Tensor:

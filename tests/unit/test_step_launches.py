@@ -160,8 +160,8 @@ def counted(
     with (
         mock.patch.object(OwnedRows, "updates", lambda *args, **kwargs: scale_rows(*args, **kwargs)),
         mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
-        mock.patch("deepspeed_muon.step.gradient_status.reduce_tensor", reduce),
-        mock.patch("deepspeed_muon.step.block_sums.reduce_tensor", reduce),
+        mock.patch("deepspeed_muon.step.gradient_status.all_reduce_tensor", reduce),
+        mock.patch("deepspeed_muon.step.block_sums.all_reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
