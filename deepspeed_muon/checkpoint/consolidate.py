@@ -140,7 +140,7 @@ def consolidate(
             save_id = _require_shared_folder(folder, writer)
             # 2. Plan from metadata: the first rank of each data-parallel group describes the group's parameters.
             described = [p.metadata() for p in state.parameters.values() if p.group_rank == 0]
-            gathered = all_ranks().gather(described, purpose="plan of a save").values()
+            gathered = all_ranks().all_gather(described, purpose="plan of a save").values()
             parameters = list(chain.from_iterable(gathered))
             plan = SavePlan(slices_by_name(parameters), shard_bytes, save_id, all_ranks().size)
             _compare_replicas(state, parameters)
@@ -180,7 +180,7 @@ def _require_shared_folder(folder: Path, writer: FolderWriter | None) -> str:
     Must be called by all ranks, by the first one with the ``writer`` of the folder.
     """
     local_id = "" if writer is None else writer.save_id
-    save_id = str(next(iter(all_ranks().gather(local_id, purpose="naming of a save").values())))
+    save_id = str(next(iter(all_ranks().all_gather(local_id, purpose="naming of a save").values())))
     content = b""
     with raise_on_all_ranks(CheckpointError):
         with contextlib.suppress(OSError, CheckpointError):
@@ -216,7 +216,7 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
                 values = state.elements(parameter, "fp32", fragment.partition_offset, numel)
                 local_values[parameter.name] = values.tolist()
     first: dict[str, tuple[int, list[float]]] = {}
-    gathered = all_ranks().gather(local_values, purpose="comparison of replicas")
+    gathered = all_ranks().all_gather(local_values, purpose="comparison of replicas")
     for rank, values_by_name in gathered.items():
         for name, values in values_by_name.items():
             first_rank, expected = first.setdefault(name, (rank, values))
@@ -553,7 +553,7 @@ def write_set(
     with save_failure(outcome if writer is None else untouched):
         agree(error=error, kind=CheckpointError, ranks=ranks)
         _log_progress(folder, "shards written")
-        files_by_rank = ranks.gather(files, purpose="gathering of the index")
+        files_by_rank = ranks.all_gather(files, purpose="gathering of the index")
     if writer is not None:
         try:
             all_files = dict(sorted(chain.from_iterable(files.items() for files in files_by_rank.values())))

@@ -21,7 +21,7 @@ from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
-from deepspeed_muon.engine.zero.stages import view_of
+from deepspeed_muon.engine.zero.views import view_of
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon

@@ -201,9 +201,9 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     }
     for kind in _EXCHANGED:
         local[f"lost {kind}"], local[f"total {kind}"] = sample.losses.get(kind, (0.0, 0.0))
-    sums = dict(zip(local, ranks.reduce(list(local.values()), "sum", purpose=purpose), strict=True))
+    sums = dict(zip(local, ranks.all_reduce(list(local.values()), "sum", purpose=purpose), strict=True))
     sigma = max((health["sigma_max"] for health in measured), default=0.0)
-    seconds, sigma = ranks.reduce([total, sigma], "max", purpose=purpose)
+    seconds, sigma = ranks.all_reduce([total, sigma], "max", purpose=purpose)
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
         summary |= {key: sums[key] / count for key in _MEANS}

@@ -31,7 +31,7 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.row_state import OwnedRows
-from deepspeed_muon.transport.ranks import gather_tensors, phase
+from deepspeed_muon.transport.ranks import all_gather_tensor, phase
 
 Member = tuple[int, int]
 """Matrix index and number of its block."""
@@ -185,6 +185,16 @@ class ResultCheck:
     def failed(self, positions: Collection[int]) -> list[str]:
         """Return what :meth:`read_verdicts` will return."""
         return self._names(self._fp32_only.intersection(positions) if self.is_deferred else positions)
+
+    def failing(self, count: int, device: torch.device) -> Tensor:
+        """Return of which of ``count`` parameters :meth:`failed` reports a flag, ``(count,)`` uint8 on the device.
+
+        The host waits for the device only if some matrices are computed in fp32.
+        """
+        if not self.is_deferred or not self._fp32_only:
+            return torch.full((count,), int(not self.is_deferred), dtype=torch.uint8, device=device)
+        flags = [position in self._fp32_only for position in range(count)]
+        return torch.tensor(flags, dtype=torch.uint8, device=device)
 
     def take_failed(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and drop the verdicts.
@@ -364,7 +374,7 @@ def _gathered(local: Tensor, distributed: DistributedIteration | None) -> Tensor
     """
     if distributed is None:
         return local.unsqueeze(0)
-    return gather_tensors(local, distributed.group, purpose="check of results")
+    return all_gather_tensor(local, distributed.group, purpose="check of results")
 
 
 def _full_norms(local: Tensor, distributed: DistributedIteration | None) -> list[float]:

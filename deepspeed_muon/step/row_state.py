@@ -19,7 +19,7 @@ from deepspeed_muon.plan.chunks import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.transport.all_to_all import StepContext
-from deepspeed_muon.transport.ranks import reduce_tensor
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import ShardedSums, Variant
 
 ROW_BYTES = torch.float32.itemsize
@@ -38,7 +38,7 @@ def sharded_sums(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Shard
         return ShardedSums()
     assert matrix.shards is not None
 
-    add_up = functools.partial(reduce_tensor, group=group, purpose="sums of rows")
+    add_up = functools.partial(all_reduce_tensor, group=group, purpose="sums of rows")
     if matrix.shards_outputs:
         return ShardedSums(add_rows=add_up)
     return ShardedSums(cols=sum(matrix.shards.sizes), add_columns=add_up)

@@ -85,7 +85,7 @@ class StepRunner:
         context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
-        rows: Where the row state of the variant is stored; ``None`` if it has none.
+        row_storage: Where the row state of the variant is stored; ``None`` if it has none.
         check: Checks and samples the results.
         adam: Updates the parameters that are not Muon's.
     """
@@ -134,9 +134,9 @@ class StepRunner:
             wire=config.wire_format,
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
-        self.rows: RowStorage | None = None
+        self.row_storage: RowStorage | None = None
         if context.variant.row_factors is not None:
-            self.rows = RowStorage(self.plan, self.assignment.row_fragments(), context)
+            self.row_storage = RowStorage(self.plan, self.assignment.row_fragments(), context)
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
         norms = matrix_norms(config.ns_backend, device)
@@ -183,7 +183,7 @@ class StepRunner:
     @property
     def row_fragments(self) -> Sequence[Fragment]:
         """Where the row state of each matrix of the plan is stored; empty where the variant has none."""
-        return () if self.rows is None else self.rows.fragments
+        return () if self.row_storage is None else self.row_storage.fragments
 
     @functools.cached_property
     def blocks(self) -> dict[int, Int8Blocks]:
@@ -288,7 +288,10 @@ class StepRunner:
         rates = self._rates.of({index: groups[index] for index in indices})
         states = [state_of(partition, state, self._policy) for partition in self._muon]
         # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
-        variant, row_counts = self.context.variant, {} if self.rows is None else self.rows.counts
+        variant, row_counts = (
+            self.context.variant,
+            {} if self.row_storage is None else self.row_storage.counts,
+        )
         row_vectors = {
             partition.index: row_state_of(partition, state, variant, row_counts.get(partition.index, 0))
             for partition in self._muon
@@ -300,16 +303,16 @@ class StepRunner:
                 for partition_state, partition in zip(states, self._muon, strict=True)
             ]
         with contextlib.ExitStack() as opened:
-            rows = None
-            if any(matrix_flags) and self.rows is not None:
-                rows = opened.enter_context(self.rows.opened(row_vectors, rates.settings))
+            row_state = None
+            if any(matrix_flags) and self.row_storage is not None:
+                row_state = opened.enter_context(self.row_storage.opened(row_vectors, rates.settings))
             yield Step(
                 mask,
                 rates,
                 flat=[flat[index] for index in indices],
                 momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
                 grads=self.step_set.gradients(grads, flat, matrix_flags),
-                row_state=rows,
+                row_state=row_state,
                 passes=self._passes,
                 scales=scales,
             )
@@ -389,7 +392,7 @@ class StepRunner:
                     decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
                     segment.in_matrices(updates).copy_(decoded)
         if context.variant.apply is None:
-            apply(step.active_rows(table.apply_table), step, [flight.directions, updates])
+            apply(step.active_fragments(table.apply_table), step, [flight.directions, updates])
         else:
             self._sums[flight.number].apply(context.variant.apply, step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns

@@ -327,8 +327,8 @@ class Step:
             return indices
         return [index for index, flag in zip(indices, self.mask[list(indices)].tolist(), strict=True) if flag]
 
-    def active_rows(self, table: Tensor) -> Tensor:
-        """Return the rows of a table whose matrix is active, ``(active fragments, 6)``."""
+    def active_fragments(self, table: Tensor) -> Tensor:
+        """Return the fragments in a table whose matrix is active, ``(active fragments, 6)``."""
         return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
 
 
@@ -342,12 +342,16 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
             device of the momentum.
         send: Output for directions that are sent: ``(sent_numel,)``, of the same dtype and device.
     """
-    rows, outputs, rates = step.active_rows(table.pack_table), [directions, send], step.rates.momentum
+    fragments, outputs, rates = (
+        step.active_fragments(table.pack_table),
+        [directions, send],
+        step.rates.momentum,
+    )
     if step.scales is None:
-        step.passes.momentum_pack(step.momentum, step.grads, outputs, rows, rates)
+        step.passes.momentum_pack(step.momentum, step.grads, outputs, fragments, rates)
         return
     blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
-    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outputs, rows, rates, blocks)
+    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outputs, fragments, rates, blocks)
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:

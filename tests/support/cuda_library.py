@@ -128,6 +128,7 @@ class Kernels:
         pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self.library.muon_momentum_pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
         self.library.muon_unpack_apply.argtypes = [pointer, int64, int32, int32, pointer]
+        self.library.muon_divide_transposed.argtypes = [ctypes.POINTER(DivideTransposed), pointer]
         for name in ("", "_sm80", "_sm90"):
             getattr(self.library, f"muon_sym_gemm{name}").argtypes = [ctypes.POINTER(SymGemm), pointer]
 
