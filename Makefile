@@ -9,6 +9,9 @@ PYTEST_ARGS ?=
 # ranks of its own: some 5 GB of memory.
 JOBS ?= 3
 CLIENTS ?=
+PARTS ?=
+# make's own --dry-run would print the command only; here it is the dry run of `make gpu`.
+DRY_RUN ?= $(findstring n,$(firstword -$(MAKEFLAGS)))
 KERNELS ?=
 VERSIONS ?=
 RELEASES ?=
@@ -25,7 +28,7 @@ SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 export PYTHON TORCH_VERSION
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-full test-old versions fingerprints lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients setup clean
+.PHONY: help demo test test-kernels test-full test-old versions fingerprints lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients gpu setup clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -89,11 +92,18 @@ readme: $(VENV)/.ready ## execute every block of the README in a fresh clone of 
 clients: $(VENV)/.ready ## run programs such as TRL unchanged with this Muon; some gigabytes each; CLIENTS="trl peft" picks
 	$(BIN)/python -m tests.clients $(CLIENTS) --output benchmarks/results/clients.md
 
+gpu: $(VENV)/.gpu-ready ## check, time and train on the GPU of this machine, and write a page about it; PARTS="check time" picks, DRY_RUN=1 walks it on a CPU
+	+TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python scripts/gpu.py $(PARTS) $(if $(DRY_RUN),--dry-run)
+
 setup: $(VENV)/.ready ## only make the environment
 
 $(VENV)/.ready: $(SETUP_INPUTS) tests/support/architectures.txt
 	scripts/setup_env.sh $(VENV) $(DEEPSPEED_VERSION) hf
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/architectures --requirement tests/support/architectures.txt
+	@touch $@
+
+$(VENV)/.gpu-ready: $(VENV)/.ready scripts/setup_gpu.sh
+	scripts/setup_gpu.sh $(VENV)
 	@touch $@
 
 $(OLD_VENV)/.ready: $(SETUP_INPUTS)

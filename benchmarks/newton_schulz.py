@@ -5,15 +5,17 @@
     python benchmarks/newton_schulz.py --device cuda --threads 1    # one GPU
     python benchmarks/newton_schulz.py --device cuda --threads 1 --only sym_gemm iteration --shapes 2048x5504
 
-Times are medians over repetitions in which all implementations take turns, so that what else runs on the machine
-meets all of them alike. Peers: the iteration of ``torch.optim.Muon``, one matrix at a time as that optimizer calls it;
-the two functions inside DeepSpeed, compiled as DeepSpeed compiles them, one matrix at a time as its optimizer calls
-them and, for batches, in one call. On a GPU besides: the standard bf16 iteration under ``torch.compile``; torch's code
-with cuBLAS, and with the symmetric products of Triton, all in our dtype; where they are installed, also with those of
-``quack``, and ``gram-newton-schulz``. A peer that raises is left out, with a message.
+Times are medians over turns in which all implementations take part, so that whatever else runs on the machine slows
+all of them. On a CPU a turn is one call. On a GPU it is 20 to 50 calls between two CUDA events, without a
+synchronisation among them, on inputs that together are larger than the L2 cache. Peers: the iteration of
+``torch.optim.Muon``, one matrix at a time as that optimizer calls it; the two functions inside DeepSpeed, compiled as
+DeepSpeed compiles them, one matrix at a time as its optimizer calls them and, for batches, in one call. On a GPU also:
+the standard bf16 iteration under ``torch.compile``; torch's code with cuBLAS, and with the symmetric products of
+Triton, all in our dtype; where they are installed, also with those of ``quack``, and ``gram-newton-schulz``. An
+implementation that raises is left out, with a message.
 
-The flat passes pack the momentum, kept in fp32, bf16 or 8 bits, into the send buffer and apply the update. Their
-bandwidth counts each operand once for each read and write; beside them a plain fp32 copy.
+The flat passes pack the momentum, stored in fp32, bf16 or int8, into the send buffer and apply the update. Their
+bandwidth counts each operand once for each read and write; a plain fp32 copy is timed with them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import importlib.util
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -39,10 +42,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import support
 from benchmarks.support import Row, median_ratio
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize, resolve_ns_dtype
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, resolve_ns_dtype
 from deepspeed_muon.ops import dispatch, library
 from deepspeed_muon.ops.autotune import Tuner
-from deepspeed_muon.ops.candidates import triton_products
+from deepspeed_muon.ops.candidates import quack_products, triton_products
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -57,53 +60,41 @@ PARTS = {
     "sym_gemm": "Symmetric products.",
 }
 
-Run = Callable[[], object]
+Run = Callable[[Tensor], object]
+"""An implementation; its argument is one of the inputs, which the turns go through."""
 
 
-def peers(x: Tensor, settings: NsSettings) -> dict[str, Run]:
-    """Return what others run on ``x`` (batch, rows, cols)."""
-    each = list(x.unbind(0))
-    found: dict[str, Run] = {}
-    if x.device.type == "cuda":
-        compiled = torch.compile(standard_bf16)
-        found["compiled standard bf16"] = lambda: compiled(x)
-        found |= libraries(x, settings)
-    found["torch.optim.Muon"] = lambda: [
-        _zeropower_via_newtonschulz(one, QUINTIC, STEPS, 1e-7) for one in each
+def peers(batch: int, device: torch.device, settings: NsSettings) -> dict[str, Run]:
+    """Return what others run on inputs ``(batch, rows, cols)``."""
+    runs: dict[str, Run] = {}
+    if device.type == "cuda":
+        runs["compiled standard bf16"] = torch.compile(standard_bf16)
+        runs |= libraries(settings)
+    runs["torch.optim.Muon"] = lambda x: [
+        _zeropower_via_newtonschulz(matrix, QUINTIC, STEPS, 1e-7) for matrix in x
     ]
-    found["DeepSpeed standard"] = lambda: [zeropower_via_newtonschulz5(one, STEPS) for one in each]
-    found["DeepSpeed gram"] = lambda: [zeropower_via_gram_newtonschulz(one, STEPS) for one in each]
-    if len(each) > 1:
-        if x.device.type == "cpu":
-            found["DeepSpeed standard, batched"] = lambda: zeropower_via_newtonschulz5(x, STEPS)
-        found["DeepSpeed gram, batched"] = lambda: zeropower_via_gram_newtonschulz(x, STEPS)
-    return found
+    runs["DeepSpeed standard"] = lambda x: [zeropower_via_newtonschulz5(matrix, STEPS) for matrix in x]
+    runs["DeepSpeed gram"] = lambda x: [zeropower_via_gram_newtonschulz(matrix, STEPS) for matrix in x]
+    if batch > 1:
+        if device.type == "cpu":
+            runs["DeepSpeed standard, batched"] = lambda x: zeropower_via_newtonschulz5(x, STEPS)
+        runs["DeepSpeed gram, batched"] = lambda x: zeropower_via_gram_newtonschulz(x, STEPS)
+    return runs
 
 
-def libraries(x: Tensor, settings: NsSettings) -> dict[str, Run]:
+def libraries(settings: NsSettings) -> dict[str, Run]:
     """Return the iteration with the products of each library on this GPU, and ``gram-newton-schulz``, in one call."""
-    found: dict[str, Run] = {"cuBLAS": lambda: orthogonalize(x, settings=settings)}
-    if (products := triton_products()) is not None:
-        found["triton"] = lambda: orthogonalize(x, settings=settings, products=products)
-    if installed("quack"):
-        found["quack"] = lambda: orthogonalize(x, settings=settings, products=quack_products())
+    runs: dict[str, Run] = {"cuBLAS": lambda x: orthogonalize(x, settings=settings)}
+    for name, products in (("triton", triton_products()), ("quack", quack_products())):
+        if products is not None:
+            runs[name] = functools.partial(orthogonalize, settings=settings, products=products)
     if installed("gram_newton_schulz"):
-        found["gram-newton-schulz"] = lambda: gram_newton_schulz()(x)
-    return found
+        runs["gram-newton-schulz"] = lambda x: gram_newton_schulz()(x)
+    return runs
 
 
 def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-@functools.cache
-def quack_products() -> Products:
-    gemm = importlib.import_module("quack.gemm_interface").gemm_symmetric
-
-    def multiply_add(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-        return gemm(a, b, C=c, alpha=float(alpha), beta=float(beta))  # it takes an integer for a tensor
-
-    return Products(lambda x: gemm(x, x.mT), multiply_add)
 
 
 @functools.cache
@@ -124,25 +115,58 @@ def standard_bf16(x: Tensor) -> Tensor:
     return x
 
 
-def milliseconds(runs: dict[str, Run], seconds: float, device: torch.device) -> dict[str, list[float]]:
-    """Return the milliseconds of each implementation in each turn, the device's work included.
+def milliseconds(
+    runs: dict[str, Run], inputs: Sequence[Tensor], seconds: float, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the milliseconds of a call of each implementation in each turn.
 
-    What raises is left out, and a message says why.
+    One that raises is left out, and a message says why.
     """
-
-    def finished(run: Run) -> Run:
-        return lambda: (run(), torch.cuda.synchronize(device))
-
-    if device.type == "cuda":
-        runs = {name: finished(run) for name, run in runs.items()}
     usable = {}
     for name, run in runs.items():
         try:
-            run()
+            run(inputs[0])
             usable[name] = run
-        except Exception as error:  # whatever a peer raises on a GPU or a version that it does not know
+        except Exception as error:  # a peer may raise anything on a GPU or a version that it does not support
             print(f"{name} is left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    return support.timed_in_turn(usable, seconds)
+    if device.type != "cuda":
+        return support.timed_in_turn(
+            {name: functools.partial(run, inputs[0]) for name, run in usable.items()}, seconds
+        )
+    # The first turn compiles, captures graphs and tells how many calls take a tenth of a second.
+    counts = {name: calls_in(0.1, event_milliseconds(run, inputs, 3)) for name, run in usable.items()}
+    times: dict[str, list[float]] = {name: [] for name in usable}
+    started = time.perf_counter()
+    for turn, names in enumerate(support.turns(list(usable), 200) if usable else ()):
+        if turn >= 3 and time.perf_counter() - started > seconds:
+            break
+        for name in names:
+            times[name].append(event_milliseconds(usable[name], inputs, counts[name]))
+    return times
+
+
+def calls_in(seconds: float, ms: float) -> int:
+    """Return how many calls of ``ms`` milliseconds a turn consists of: 20 to 50."""
+    return min(50, max(20, round(1e3 * seconds / max(ms, 1e-3))))
+
+
+def event_milliseconds(run: Run, inputs: Sequence[Tensor], count: int) -> float:
+    """Return the milliseconds of a call, from CUDA events around ``count`` calls that follow each other."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for number in range(count):
+        run(inputs[number % len(inputs)])
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def inputs_like(x: Tensor, device: torch.device) -> list[Tensor]:
+    """Return random tensors like ``x`` on a device: together twice as large as the L2 cache of a GPU, else one."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    count = max(1, -(-2 * cache // (x.numel() * x.element_size())))
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(x.shape, generator=generator).to(device, x.dtype) for _ in range(count)]
 
 
 def iteration_rows(
@@ -153,77 +177,86 @@ def iteration_rows(
     for batch in (1, 8):
         for shape in shapes:
             ours = dispatch.Orthogonalizer("auto", tuner=Tuner(folder))
-            x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0)).to(device)
-            runs: dict[str, Run] = {"ours": lambda ours=ours, x=x: ours(x, settings=settings)}
-            times = milliseconds({**runs, **peers(x, settings)}, seconds, device)
-            own = times.pop("ours")
+            runs: dict[str, Run] = {"ours": functools.partial(ours, settings=settings)}
+            runs |= peers(batch, device, settings)
+            inputs = inputs_like(torch.empty(batch, *shape), device)
+            times = milliseconds(runs, inputs, seconds, device)
+            row = {"batch": batch, "shape": " x ".join(map(str, shape))}
+            if "ours" not in times:
+                yield {**row, "what ran": "nothing: ours raised"}
+                continue
+            ours_ms = times.pop("ours")
             yield {
-                "batch": batch,
-                "shape": " x ".join(map(str, shape)),
-                "ours, ms": statistics.median(own),
+                **row,
+                "ours, ms": statistics.median(ours_ms),
                 "what ran": ours.report()[0]["ran"],
-                **{name: median_ratio(each, own) for name, each in times.items()},
+                **{name: median_ratio(ms, ours_ms) for name, ms in times.items()},
             }
 
 
-def flat_rows(device: torch.device, seconds: float) -> Iterator[Row]:
-    """Yield the GB/s of the flat passes for each dtype of the send buffer."""
-    numel = 1 << (28 if device.type == "cuda" else 25)
+def flat_rows(device: torch.device, numel: int, seconds: float) -> Iterator[Row]:
+    """Yield the GB/s of the flat passes for each dtype of the send buffer; ``numel`` should be larger than a cache."""
     native, plain = (dispatch.flat_passes(backend, device) for backend in ("ops", "torch"))
     buf, grad, target = (torch.randn(numel, device=device) for _ in range(3))
     half, codes = buf.bfloat16(), torch.zeros(numel, dtype=torch.int8, device=device)
-    scales = torch.zeros(numel // 256, device=device)
+    scales = torch.zeros(-(-numel // 256), device=device)
+    # Tables and rates are on the CPU on every device.
     table = torch.tensor([(0, 0, 0, 0, numel, 0)])
-    momentum, rates = (torch.tensor([each], dtype=torch.float64) for each in ((0.95, 1.0), (1e-6, 0.999)))
+    momentum, rates = (torch.tensor([pair], dtype=torch.float64) for pair in ((0.95, 1.0), (1e-6, 0.999)))
     blocks = torch.tensor([(0, 0)])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         out = torch.empty(numel, dtype=dtype, device=device)
-        given, sent = ([grad], [out], table, momentum), out.element_size()
-        runs = {
-            "copy": (8, lambda: target.copy_(grad)),
-            "pack": (12 + sent, lambda given=given: native.momentum_pack([buf], *given)),
-            "pack, bf16": (8 + sent, lambda given=given: native.momentum_pack([half], *given)),
-            "pack, 8 bits": (
+        arguments, sent = ([grad], [out], table, momentum), out.element_size()
+        # Bytes an element, and a call.
+        passes: dict[str, tuple[float, Callable[..., object]]] = {
+            "copy": (8, target.copy_),
+            "pack": (12 + sent, lambda _, a=arguments: native.momentum_pack([buf], *a)),
+            "pack, bf16": (8 + sent, lambda _, a=arguments: native.momentum_pack([half], *a)),
+            "pack, int8": (
                 4 + 2 * (1 + 4 / 256) + sent,
-                lambda given=given: native.momentum_pack_int8([codes], [scales], *given, blocks),
+                lambda _, a=arguments: native.momentum_pack_int8([codes], [scales], *a, blocks),
             ),
-            "apply": (8 + sent, lambda out=out: native.unpack_apply([target], [out], table, rates)),
-            "pack, torch": (12 + sent, lambda given=given: plain.momentum_pack([buf], *given)),
-            "apply, torch": (8 + sent, lambda out=out: plain.unpack_apply([target], [out], table, rates)),
+            "apply": (8 + sent, lambda _, out=out: native.unpack_apply([target], [out], table, rates)),
+            "pack, torch": (12 + sent, lambda _, a=arguments: plain.momentum_pack([buf], *a)),
+            "apply, torch": (8 + sent, lambda _, out=out: plain.unpack_apply([target], [out], table, rates)),
         }
-        times = milliseconds({name: run for name, (_, run) in runs.items()}, seconds, device)
-        bandwidth = {
-            name: numel * moved / statistics.median(times[name]) / 1e6 for name, (moved, _) in runs.items()
-        }
+        times = milliseconds({name: run for name, (_, run) in passes.items()}, [grad], seconds, device)
+        bandwidth = {name: numel * passes[name][0] / statistics.median(times[name]) / 1e6 for name in times}
         yield {"wire dtype": str(dtype).removeprefix("torch."), **bandwidth}
 
 
-def sym_gemm_rows(device: torch.device, seconds: float) -> Iterator[Row]:
-    """Yield TFLOP/s of symmetric products, counting a lower triangle of 128 x 128 tiles, and of cuBLAS's whole one."""
+def sym_gemm_rows(device: torch.device, sizes: Sequence[int], seconds: float) -> Iterator[Row]:
+    """Yield TFLOP/s of symmetric products, counting a lower triangle of 128 x 128 tiles; of cuBLAS the full product."""
     operators = library.load()
-    for m in (1024, 2048, 4096, 8192):
+    runs: dict[str, Run] = {
+        "sym_gemm": lambda a: operators.sym_gemm(a, a, None, 1.0, 0.0, 0.0),
+        "cuBLAS": lambda a: a @ a.mT,
+    }
+    if device.type == "cuda":
+        for name, products in (("triton", triton_products()), ("quack", quack_products())):
+            if products is not None:
+                runs[name] = products.gram
+        if installed("quack"):
+            unmirrored = importlib.import_module("quack.gemm_interface").gemm_symmetric
+            runs["quack, not mirrored"] = lambda a: unmirrored(a, a.mT)
+    for m in sizes:
         for dtype in (torch.bfloat16, torch.float16):
-            a = torch.randn(1, m, m, device=device).to(dtype)
-            runs: dict[str, Run] = {
-                "sym_gemm": lambda a=a: operators.sym_gemm(a, a, None, 1.0, 0.0, 0.0),
-                "cuBLAS": lambda a=a: a @ a.mT,
-            }
-            if installed("quack"):
-                runs["quack"] = lambda a=a: quack_products().gram(a)
-            tiles = m**3 * (1 + 128 / m)
-            flops = {"sym_gemm": tiles, "quack": tiles, "cuBLAS": 2.0 * m**3}
-            times = milliseconds(runs, seconds, device)
+            times = milliseconds(
+                runs, inputs_like(torch.empty(1, m, m, dtype=dtype), device), seconds, device
+            )
+            triangle = m**3 * (1 + 128 / m)
+            flops = {name: 2.0 * m**3 if name == "cuBLAS" else triangle for name in times}
             speeds = {
                 f"{name}, TFLOP/s": flops[name] / statistics.median(times[name]) / 1e9 for name in times
             }
             yield {"m": m, "dtype": str(dtype).removeprefix("torch."), **speeds}
 
 
-def page(found: dict[str, list[Row]], device: torch.device) -> list[str]:
+def page(tables: dict[str, list[Row]], device: torch.device) -> list[str]:
     """Return all tables as Markdown."""
     dtype = str(resolve_ns_dtype("auto", device)).removeprefix("torch.")
     lines = support.heading("Newton-Schulz and the flat passes", f"The iteration runs in {dtype}.")
-    for part, rows in found.items():
+    for part, rows in tables.items():
         lines += [PARTS[part], "", *support.table_of(rows), ""]
     return lines[:-1]
 
@@ -239,31 +272,35 @@ def main() -> None:
     parser.add_argument("--device", choices=list(SHAPES), default="cpu")
     parser.add_argument("--seconds", type=float, default=5.0, help="of all turns of an input")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=None)
     parser.add_argument("--shapes", nargs="+", type=shape, help="of the iteration, such as 2048x5504")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="of sym_gemm")
+    parser.add_argument("--numel", type=int, help="of the flat passes")
     arguments = parser.parse_args()
     device, seconds = torch.device(arguments.device), arguments.seconds
+    only = arguments.only or [part for part in PARTS if part != "sym_gemm" or device.type == "cuda"]
     library.load()
-    found: dict[str, list[Row]] = {}
+    tables: dict[str, list[Row]] = {}
 
     def add(part: str, row: Row) -> None:
-        found.setdefault(part, []).append(row)
+        tables.setdefault(part, []).append(row)
         print(row, flush=True)
-        support.write(arguments.out, found, page(found, device))
+        support.write(arguments.out, tables, page(tables, device))
 
-    if device.type == "cuda" and "sym_gemm" in arguments.only:
-        for row in sym_gemm_rows(device, seconds):
-            add("sym_gemm", row)
     with tempfile.TemporaryDirectory() as folder:
         for threads in arguments.threads:
             torch.set_num_threads(threads)
-            if "iteration" in arguments.only:
+            if "flat" in only:
+                numel = arguments.numel or 1 << (28 if device.type == "cuda" else 25)
+                for row in flat_rows(device, numel, seconds):
+                    add("flat", {"threads": threads, **row})
+            if "sym_gemm" in only:
+                for row in sym_gemm_rows(device, arguments.sizes, seconds):
+                    add("sym_gemm", {"threads": threads, **row})
+            if "iteration" in only:
                 shapes = arguments.shapes or SHAPES[device.type]
                 for row in iteration_rows(device, shapes, seconds, Path(folder)):
                     add("iteration", {"threads": threads, **row})
-            if "flat" in arguments.only:
-                for row in flat_rows(device, seconds):
-                    add("flat", {"threads": threads, **row})
 
 
 if __name__ == "__main__":

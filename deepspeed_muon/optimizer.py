@@ -204,6 +204,8 @@ class Muon(torch.optim.Optimizer):
         self._equal_rates = EqualRates(config.reference_lr)
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
+        # Whether refuse_zero_weights has seen the weights since the optimizer was bound.
+        self._norms_are_checked = False
         # Tensors of the param groups that are in no step set, because their routes say frozen.
         self._frozen: list[Tensor] = []
         # Without DeepSpeed: each parameter with its dtype and device when the optimizer was bound.
@@ -243,8 +245,8 @@ class Muon(torch.optim.Optimizer):
             What ``closure`` returned.
 
         Raises:
-            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound; or if a block of
-                zeros was found under a variant that keeps the norm of blocks.
+            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound; or from
+                :meth:`refuse_zero_weights`, before the first step changes anything.
             NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
                 matrix got no update because it was wrong in fp32 too, at the end of this step on the CPU in a single
                 process without DeepSpeed, else on every rank when the next step begins, before it changes anything.
@@ -275,15 +277,19 @@ class Muon(torch.optim.Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if self.qk_clip is not None:
             self.qk_clip.reduce()  # a collective, so before anything that some of the ranks might skip
-        if self.measure_norm is not None:
-            self._global_grad_norm = float(self.measure_norm()) / (1.0 if scale is None else float(scale))
+        norms = [] if self.measure_norm is None else [self.measure_norm().to(self.exchange_buffers.device)]
 
-        # 2. The flat gradients of each step set, and what all ranks know about them.
+        # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
         current = [
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
         ]
-        reports = [bound.gradient_status[runner].report(grads) for runner, _, grads in current]
+        if any(bound.gradient_status[runner].flags is None for runner, *_ in current):
+            grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
+            norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
+        for norm in norms:
+            self._global_grad_norm = float(norm) / (1.0 if scale is None else float(scale))
+        reports = [bound.gradient_status[runner].report() for runner, *_ in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
         self.overflow = False
@@ -307,8 +313,6 @@ class Muon(torch.optim.Optimizer):
         if not self.managed:
             failed = [name for runner, *_ in current for name in runner.check.take_failed()]
             self.report_failed(failed, "in this step")
-            if not any(runner.check.is_deferred for runner in self.runners):
-                self.refuse_zero_weights()
 
     def _skip(self, nonfinite: Sequence[str]) -> None:
         """Skip the step, or raise, because of gradients that are not finite. All ranks get here together.
@@ -338,17 +342,24 @@ class Muon(torch.optim.Optimizer):
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
 
-    def refuse_zero_weights(self) -> None:
-        """Raise if the last step met a block of zeros, under a variant that keeps the norms of blocks.
+    def refuse_zero_weights(self, swapped: Callable[[], Mapping[int, Tensor]] = dict) -> None:
+        """Raise before the first step if a block has no weights but zeros and the variant keeps the norms of blocks.
 
-        Must be called by all ranks of the engine.
+        Later steps, until the optimizer is bound again, do nothing here: no step changes the norm of a block, and a
+        block of zeros that somebody writes stays zero. Must be called by all ranks of the engine.
+
+        Args:
+            swapped: Returns partition index to this rank's flat weights of the model, where the masters are on NVMe.
 
         Raises:
             BindingError: On all ranks, naming the matrices and the remedy.
         """
-        if VARIANTS[self.config.variant].apply is None:
+        if self._norms_are_checked or VARIANTS[self.config.variant].apply is None:
             return
-        names = [name for runner in self.runners for name in runner.check.take_zero_weights()]
+        names: list[str] = []
+        for runner in self.runners:
+            with runner.step_set.flat_partitions() as flat:
+                names += runner.zero_weights({**flat, **swapped()})
         with raise_on_all_ranks(BindingError, ranks=self.ranks):
             if names:
                 raise BindingError(
@@ -356,6 +367,7 @@ class Muon(torch.optim.Optimizer):
                     f"{', '.join(names[:5])} is 0 in some block, where no step can move it: initialise it with other "
                     f"weights, or send it to AdamW with optimizer.params.exclude"
                 )
+        self._norms_are_checked = True
 
     def warn_of_equal_rates(self) -> None:
         """Warn once if Muon and AdamW train a caller's group with one rate, although they were given different ones."""
@@ -436,6 +448,7 @@ class Muon(torch.optim.Optimizer):
         before, self._bound = self._bound, BoundSteps(step_sets, self.config, resources)
         if before is not None:
             self._bound.take_over(before)
+        self._norms_are_checked = False
         self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
         # Kernels are timed now: in the first step the other ranks would wait for the one that measures.
         with _without_autocast():
@@ -557,11 +570,20 @@ class Muon(torch.optim.Optimizer):
         return frozen
 
     def release_memory(self) -> None:
-        """Free the communication buffers and CUDA graphs between two steps; the next step allocates them again."""
+        """Free the communication buffers and CUDA graphs between two steps.
+
+        The next step allocates the buffers again; :meth:`capture_graphs` captures the graphs.
+        """
         if self._bound is not None:
             self.exchange_buffers.release()
         if self._orthogonalizer is not None:
             self._orthogonalizer.release()
+
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs again that :meth:`release_memory` freed."""
+        if self._orthogonalizer is not None and self._bound is not None:
+            with _without_autocast():
+                self._orthogonalizer.capture(self.exchange_buffers.device)
 
     def attach_qk_clip(self, model: nn.Module) -> None:
         """Find the attention layers that ``qk_clip`` clips, before :meth:`bind`; do nothing without that setting.

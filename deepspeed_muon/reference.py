@@ -87,7 +87,8 @@ class ReferenceMuon:
             v = self.running_mean((*key, "row_second_moment"), self.beta2, o.square().mean(dim=1))  # (rows,)
             o = o.norm() * unit(o / (v.sqrt() + 1e-8)[:, None])
         if self.variant == "hyperball":  # W <- |W| unit(W - lr |W| unit(O)), without decay
-            return (w - w.norm() * unit(w - self.muon_lr * w.norm() * unit(o))) / self.muon_lr
+            moved = w - self.muon_lr * w.norm() * unit(o)
+            return (w - w.norm() * unit(moved if moved.any() else w)) / self.muon_lr
         rows, cols = o.shape
         scale = {
             "original": max(1.0, rows / cols) ** 0.5,

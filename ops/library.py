@@ -64,7 +64,8 @@ def load() -> ModuleType:
                 torch.library.register_fake(f"deepspeed_muon::{name}", fake)
             if torch.cuda.is_available() and (reason := toolchain.cuda_reason()):
                 warn_on_each_machine(
-                    "deepspeed_muon: there is a GPU, but the CUDA kernels are not built (%s); torch's run instead",
+                    "deepspeed_muon: there is a GPU, but the CUDA kernels are not built (%s); torch's kernels run "
+                    "instead",
                     reason,
                 )
         return _operators
@@ -126,8 +127,8 @@ def build_and_load() -> None:
         if not spec.with_cuda:
             raise
         warn_on_each_machine(
-            "deepspeed_muon: the CUDA kernels cannot be built, so torch's run on the GPU, and only the operators for "
-            "the CPU are built. Remove %s to try again.\n%s",
+            "deepspeed_muon: the CUDA kernels cannot be built, so torch's kernels run on the GPU, and only the "
+            "operators for the CPU are built. Remove %s to try again.\n%s",
             build_folder(spec),
             error,
         )

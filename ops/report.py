@@ -81,7 +81,7 @@ def _gpu(operators: ModuleType | None) -> dict[str, Any]:
     kernels = {}
     if has_kernel(operators, "cuda", "sym_gemm"):
         assert operators is not None
-        tiles_of_256 = "in squares of 256 too" if all(operators.sym_gemm_waves(1, 256)) else ""
+        tiles_of_256 = "also in tiles of 256 x 256" if all(operators.sym_gemm_waves(1, 256)) else ""
         kernels["sym_gemm"] = f"{operators.sym_gemm_kernel()} {tiles_of_256}".strip()
         kernels["flat passes"] = operators.flat_passes_missing() or "ops"
     verdict = cached_verdict(0)

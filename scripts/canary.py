@@ -133,17 +133,17 @@ def facts() -> dict[str, Any]:
         import deepspeed_muon  # noqa: F401
     except Exception as error:  # then its modules are there, but not the package
         guard = f"{type(error).__name__}: {error}"
-    modules = ("hooks", "fingerprints", "zero.stages")
-    hooks, fingerprints, stages = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in modules)
-    if hooks is None or fingerprints is None or stages is None:
+    modules = ("hooks", "fingerprints", "zero.views")
+    hooks, fingerprints, views = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in modules)
+    if hooks is None or fingerprints is None or views is None:
         raise SystemExit(guard)
     texts = {
         fingerprints.name_of(*each): fingerprints.source_of(*each) for each in hooks.followed_functions()
     }
-    for wrapper, view in stages.WRAPPERS.items():
+    for wrapper, view in views.WRAPPERS.items():
         classes = (each for each in wrapper.__mro__ if each.__module__.startswith("deepspeed."))
         code = "".join(map(inspect.getsource, classes))
-        for name in (*stages._READ[view], *stages._READ_WITH_OFFLOAD):
+        for name in (*views._READ[view], *views._READ_WITH_OFFLOAD):
             uses = rf".*(?:self\.{name}\b[^=\n()]*=[^=]|def {name}\b).*\n"
             texts[f"{wrapper.__name__}: {name}"] = "".join(sorted(set(re.findall(uses, code))))
     return {"version": deepspeed.__version__, "guard": guard, "facts": texts}

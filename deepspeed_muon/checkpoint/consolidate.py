@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import (
@@ -81,7 +80,8 @@ from deepspeed_muon.checkpoint.parameters import (
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
-from deepspeed_muon.transport.ranks import Ranks, all_ranks, is_first_rank, phase
+from deepspeed_muon.transport.all_to_all import exchange_tensors
+from deepspeed_muon.transport.ranks import Ranks, all_ranks, is_first_rank
 
 DEFAULT_SHARD_BYTES = 2 << 30
 # The largest piece that a rank receives in a round; it bounds the buffers.
@@ -140,7 +140,7 @@ def consolidate(
             save_id = _require_shared_folder(folder, writer)
             # 2. Plan from metadata: the first rank of each data-parallel group describes the group's parameters.
             described = [p.metadata() for p in state.parameters.values() if p.group_rank == 0]
-            gathered = all_ranks().gather(described, purpose="plan of a save").values()
+            gathered = all_ranks().all_gather(described, purpose="plan of a save").values()
             parameters = list(chain.from_iterable(gathered))
             plan = SavePlan(slices_by_name(parameters), shard_bytes, save_id, all_ranks().size)
             _compare_replicas(state, parameters)
@@ -180,7 +180,7 @@ def _require_shared_folder(folder: Path, writer: FolderWriter | None) -> str:
     Must be called by all ranks, by the first one with the ``writer`` of the folder.
     """
     local_id = "" if writer is None else writer.save_id
-    save_id = str(next(iter(all_ranks().gather(local_id, purpose="naming of a save").values())))
+    save_id = str(next(iter(all_ranks().all_gather(local_id, purpose="naming of a save").values())))
     content = b""
     with raise_on_all_ranks(CheckpointError):
         with contextlib.suppress(OSError, CheckpointError):
@@ -216,7 +216,7 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
                 values = state.elements(parameter, "fp32", fragment.partition_offset, numel)
                 local_values[parameter.name] = values.tolist()
     first: dict[str, tuple[int, list[float]]] = {}
-    gathered = all_ranks().gather(local_values, purpose="comparison of replicas")
+    gathered = all_ranks().all_gather(local_values, purpose="comparison of replicas")
     for rank, values_by_name in gathered.items():
         for name, values in values_by_name.items():
             first_rank, expected = first.setdefault(name, (rank, values))
@@ -373,10 +373,7 @@ class PieceExchange:
 
     def __init__(self, state: LiveState, plan: SavePlan) -> None:
         self._state, self._plan = state, plan
-        # Resized in each round: allocating them anew would cost more than the copies.
-        self._send_buffer, self._receive_buffer = (
-            torch.empty(0, dtype=torch.float32, device=state.device) for _ in range(2)
-        )
+        self._empty = torch.empty(0, dtype=torch.float32, device=state.device)
 
     def _elements(self, transfer: Transfer) -> Tensor:
         """Return the elements of a transfer from this rank, ``(numel,)`` fp32."""
@@ -400,30 +397,23 @@ class PieceExchange:
             if piece is not None
             for transfer in self._plan.transfers(piece, writer)
         ]
-        # 2. Copy what stays on this rank.
+        # 2. Copy what stays on this rank; sort the rest by receiver and by sender.
+        sent: list[list[Tensor]] = [[] for _ in pieces]
+        received: list[list[Transfer]] = [[] for _ in pieces]
         for transfer, writer in planned:
             if transfer.source == writer == rank:
                 transfer.write(self._elements(transfer), content)
+            elif transfer.source == rank:
+                sent[writer].append(self._elements(transfer))
+            elif writer == rank:
+                received[transfer.source].append(transfer)
         if all(transfer.source == writer for transfer, writer in planned):
             return
-        # 3. Fill the send buffer: by receiver, then in the order of the list, as the receiver expects.
-        sent = [(t, writer) for t, writer in planned if t.source == rank != writer]
-        received = sorted((t for t, writer in planned if t.source != rank == writer), key=lambda t: t.source)
-        send_splits, receive_splits = [0] * len(pieces), [0] * len(pieces)
-        for transfer, writer in sent:
-            send_splits[writer] += transfer.numel
-        for transfer in received:
-            receive_splits[transfer.source] += transfer.numel
-        send_buffer = self._send_buffer.resize_(sum(send_splits))
-        receive_buffer = self._receive_buffer.resize_(sum(receive_splits))
-        targets = send_buffer.split([transfer.numel for transfer, _ in sent])
-        for (transfer, _), target in zip(sent, targets, strict=True):
-            target.copy_(self._elements(transfer))
-        # 4. Exchange, and write what was received into the piece.
-        with phase("exchange of a checkpoint's pieces", None):
-            dist.all_to_all_single(receive_buffer, send_buffer, receive_splits, send_splits)
-        sources = receive_buffer.split([transfer.numel for transfer in received])
-        for transfer, source in zip(received, sources, strict=True):
+        # 3. Exchange, and write what was received into the piece.
+        numels = [[transfer.numel for transfer in from_rank] for from_rank in received]
+        purpose = "exchange of a checkpoint's pieces"
+        elements = exchange_tensors(sent, numels, like=self._empty, group=None, purpose=purpose)
+        for transfer, source in zip(chain(*received), chain(*elements), strict=True):
             transfer.write(source, content)
 
 
@@ -563,7 +553,7 @@ def write_set(
     with save_failure(outcome if writer is None else untouched):
         agree(error=error, kind=CheckpointError, ranks=ranks)
         _log_progress(folder, "shards written")
-        files_by_rank = ranks.gather(files, purpose="gathering of the index")
+        files_by_rank = ranks.all_gather(files, purpose="gathering of the index")
     if writer is not None:
         try:
             all_files = dict(sorted(chain.from_iterable(files.items() for files in files_by_rank.values())))

@@ -186,7 +186,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     """
     names = sorted(source.parameters)
     is_live = [float(name in state.parameters) for name in names]
-    is_live = all_ranks().reduce(is_live, "max", purpose="check of a checkpoint")
+    is_live = all_ranks().all_reduce(is_live, "max", purpose="check of a checkpoint")
     reason = "is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
     problems = [
         *problems,
@@ -208,7 +208,7 @@ def first_lines(lines: Collection[str]) -> str:
 
 def _refuse_nonfinite(nonfinite: Sequence[str], source: StateSource, allow: bool) -> None:
     """Raise on every rank, or warn if it is allowed, if tensors that any rank verified hold infinities or NaN."""
-    names_by_rank = all_ranks().gather(nonfinite, purpose="check of a checkpoint")
+    names_by_rank = all_ranks().all_gather(nonfinite, purpose="check of a checkpoint")
     names = sorted(chain.from_iterable(names_by_rank.values()))
     if not names:
         return

@@ -34,8 +34,7 @@ from deepspeed_muon.engine.workarounds.checkpoints import (
     load_no_state_into_divided_weights,
     weights_of_tag,
 )
-from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import View, view_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
@@ -221,7 +220,7 @@ def _check_native(
 
 def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) -> None:
     """Raise on every rank if the file of one differs from its engine. Must be called by all ``ranks``."""
-    of_ranks = ranks.gather(difference, purpose="check of a checkpoint").values()
+    of_ranks = ranks.all_gather(difference, purpose="check of a checkpoint").values()
     # The file of a group's first rank describes its parameters, at stage 0 every file.
     saved_names = set().union(*(names for names, *_ in of_ranks))
     missing = {

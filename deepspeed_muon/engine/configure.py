@@ -39,7 +39,7 @@ from deepspeed_muon.engine.topology import (
 )
 from deepspeed_muon.engine.workarounds.experts import LEAF_INPUTS, mark_moe_layers, prepare_inputs
 from deepspeed_muon.engine.workarounds.norm import total_norm
-from deepspeed_muon.engine.zero.stages import Zero12View, require_attributes, view_of
+from deepspeed_muon.engine.zero.views import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
@@ -332,7 +332,7 @@ def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **
     """
     optimizer = engine.basic_optimizer
     unfrozen = optimizer.unfrozen()
-    (on_some_rank,) = optimizer.ranks.reduce(
+    (on_some_rank,) = optimizer.ranks.all_reduce(
         [bool(unfrozen)], "max", purpose="comparison of what was unfrozen"
     )
     if on_some_rank:
@@ -353,7 +353,7 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
     # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.
-    (frozen,) = ranks.reduce([optimizer.has_frozen], "max", purpose="comparison of what is frozen")
+    (frozen,) = ranks.all_reduce([optimizer.has_frozen], "max", purpose="comparison of what is frozen")
     optimizer.frozen_on_some_rank = bool(frozen)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
@@ -392,7 +392,7 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     # The ranks of a data-parallel group have the same routes: one rank of each group is enough.
     across_stages = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
     routes_and_groups = (optimizer.routes, len(optimizer.param_groups))
-    stages = across_stages.gather(routes_and_groups, purpose="comparison of the stages' routes").values()
+    stages = across_stages.all_gather(routes_and_groups, purpose="comparison of the stages' routes").values()
     counts = [count for _, count in stages]
     if len(set(counts)) > 1 and norm_by_group:
         raise ConfigError(

@@ -15,7 +15,7 @@ Changed elsewhere: where there is no wrapper yet, for the length of one call onl
   latter's state: :mod:`deepspeed_muon.engine.offload`;
 - how ZeRO 3 divides scalars (``Init._zero_init_param``): :mod:`deepspeed_muon.engine.configure`;
 - which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.weights_of_tag`;
-- the swapper of NVMe offload, and the ``GradScaler``: :mod:`deepspeed_muon.engine.zero.stages`;
+- the swapper of NVMe offload, and the ``GradScaler``: :mod:`deepspeed_muon.engine.zero.views`;
 - inputs of leaf modules without a gradient: :func:`deepspeed_muon.engine.workarounds.experts.prepare_inputs`.
 """
 
@@ -57,9 +57,18 @@ from deepspeed_muon.engine.workarounds import (
     norm,
     state_links,
 )
-from deepspeed_muon.engine.zero import stages
-from deepspeed_muon.engine.zero.stages import WRAPPERS, Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import Bf16View, Memory, PlainView, View
+from deepspeed_muon.engine.zero import views
+from deepspeed_muon.engine.zero.views import (
+    WRAPPERS,
+    Bf16View,
+    Memory,
+    PlainView,
+    View,
+    Zero3View,
+    Zero12View,
+    ZeroView,
+    view_of,
+)
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.optimizer import Muon
 
@@ -196,7 +205,7 @@ _RELIED_ON = (
     (BF16_Optimizer, ("step",)),
     (FP16_UnfusedOptimizer, ("step",)),
 )  # fmt: skip
-# Of stages.py, where a release may lack them.
+# Of views.py, where a release may lack them.
 _OF_SOME_RELEASES = (
     "_get_sub_group_process_group", "_use_compact_grad_partition_buffer", "_wait_for_offload_copies",
 )  # fmt: skip
@@ -285,7 +294,7 @@ def followed_functions() -> list[fingerprints.Followed]:
     followed += [
         (wrapper, name)
         for wrapper, view in WRAPPERS.items()
-        for name in (*stages._READ[view], *stages._READ_WITH_OFFLOAD, *_OF_SOME_RELEASES)
+        for name in (*views._READ[view], *views._READ_WITH_OFFLOAD, *_OF_SOME_RELEASES)
     ]
     return [pair for pair in dict.fromkeys(followed) if inspect.isroutine(getattr(*pair, None))]
 

@@ -54,8 +54,7 @@ from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.live import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
-from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.errors import CheckpointError, InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
 from deepspeed_muon.optimizer import Muon
@@ -152,7 +151,7 @@ def offload_states(original: Original, view: View, *args: object, **kwargs: obje
 
 
 def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: object) -> None:
-    """Take back what :func:`offload_states` moved."""
+    """Take back what :func:`offload_states` moved, and capture CUDA graphs again."""
     moved = []  # host tensors, which must live until the original has waited for the copies
 
     def reload(*args: object, **kwargs: object) -> None:
@@ -163,6 +162,7 @@ def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: o
         original(*args, **kwargs)
     if isinstance(view, Zero12View) and LOST_LINKS.is_needed:
         view.link_params()
+    view.optimizer.capture_graphs()
 
 
 class CpuAdam:
@@ -282,7 +282,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: obje
 def wait_for_copies(original: Original, view: View, *args: object, **kwargs: object) -> object:
     """Let all ranks end their copies before a save goes on."""
     if host_of(view.optimizer).save_id is not None:
-        view.optimizer.ranks.gather(None, purpose="copies of swap files in a save")
+        view.optimizer.ranks.all_gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)
 
 

@@ -95,10 +95,10 @@ def _follow(engine: DeepSpeedEngine, optimizer: Muon, origins: Sequence[int | No
     count = len(optimizer.param_groups)
     if scheduler is None or None in origins or not _is_supported(scheduler):
         raise RoutingError(
-            f"the learning-rate scheduler was made for {count} param groups, and by the model of deepspeed.initialize "
-            f"and what is frozen now there are {len(origins)}, others at the same positions: pass model=... to "
-            f"deepspeed_muon.Muon, freeze parameters before it is made, and pass the scheduler to "
-            f"deepspeed.initialize, best as a function that makes it: lr_scheduler=lambda optimizer: ..."
+            f"the learning-rate scheduler was made for {count} param groups. With the model of deepspeed.initialize "
+            f"and the parameters that are frozen now there are {len(origins)} groups, and some have moved: "
+            f"pass model=... to deepspeed_muon.Muon, freeze parameters before the optimizer is made, and "
+            f"pass the scheduler to deepspeed.initialize, best as a function: lr_scheduler=lambda optimizer: ..."
         )
     _reorder(scheduler, origins, count)
 

@@ -21,6 +21,7 @@ from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
+from deepspeed_muon.engine.zero.views import view_of
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
@@ -83,7 +84,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     optimizer = engine.basic_optimizer
     optimizer.host.require_restored()
     optimizer.host.step_thread = threading.get_ident()
-    optimizer.refuse_zero_weights()
+    optimizer.refuse_zero_weights(lambda: view_of(engine.optimizer).swapped_weights())
     optimizer.warn_of_equal_rates()
     number = engine.global_steps + 1
     with optimizer.recorder.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:

@@ -26,8 +26,7 @@ from deepspeed_muon.engine.workarounds.loss_scale import (
     UNSCALED_LOSS,
     loss_is_not_scaled,
 )
-from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.engine.zero.views import Bf16View, View
+from deepspeed_muon.engine.zero.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.optimizer import Muon
@@ -166,7 +165,7 @@ def _warn_of_unfrozen(view: View) -> None:
 def _raise_for_failed_updates(optimizer: Muon) -> None:
     """Raise on all ranks for matrices that got no update in the last step, before this one changes any param group."""
     failed = optimizer.bound_steps.take_failed()
-    (on_some_rank,) = optimizer.ranks.reduce([bool(failed)], "max", purpose="report of failed updates")
+    (on_some_rank,) = optimizer.ranks.all_reduce([bool(failed)], "max", purpose="report of failed updates")
     if on_some_rank:
         optimizer.report_failed(failed or ["a matrix of other ranks"], "in the step before")
 

@@ -232,7 +232,7 @@ def with_tensor_parallel(
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
                 fingerprints |= _fingerprints(step_set)
             sets.append(step_set)
-    gathered = ranks.gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
+    gathered = ranks.all_gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
     for name, fingerprint in fingerprints.items():
         of_ranks = [by_name[name] for by_name in gathered if name in by_name]
         if set(of_ranks) == {fingerprint}:

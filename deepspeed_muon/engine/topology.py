@@ -24,8 +24,7 @@ from deepspeed_muon.engine.tensor_parallel import (
     tensor_parallel_group,
     with_tensor_parallel,
 )
-from deepspeed_muon.engine.zero.stages import view_of
-from deepspeed_muon.engine.zero.views import PlainView, View
+from deepspeed_muon.engine.zero.views import PlainView, View, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
@@ -181,7 +180,9 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
     rank = 0
     if group is not None:
         rank = dist.get_rank(group)
-        gathered = Ranks((group,)).gather(shapes_by_rank[0], purpose="comparison of tensor-parallel shapes")
+        gathered = Ranks((group,)).all_gather(
+            shapes_by_rank[0], purpose="comparison of tensor-parallel shapes"
+        )
         shapes_by_rank = list(gathered.values())
     slices: dict[str, TensorSlice | str] = {}
     for param in engine.module.parameters():

@@ -85,7 +85,7 @@ def render(data: Mapping[str, Any]) -> str:
     lines += [f"  {name:<8} {_count(total, data)}" for name, total in data["algorithms"].items()]
     lines.append(f"  {'guessed':<8} {_count(data['guesses'], data)}")
     if data["guesses"]["tensors"]:
-        lines.append("A guess that is wrong is put right by a pattern in include or exclude.")
+        lines.append("Correct a wrong guess with a pattern in include or exclude.")
     return "\n".join(lines)
 
 

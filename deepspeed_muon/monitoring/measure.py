@@ -36,7 +36,7 @@ _LANCZOS_STEPS = 8
 _CONVERT_NUMEL = 1 << 24
 
 
-Sums = dict[str, float]
+MeasuredBlocks = dict[str, float]
 """The result of :func:`measure`: sums over some blocks of a matrix."""
 
 
@@ -133,7 +133,7 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]
     return nodes.clamp(min=0), vectors[..., 0, :] ** 2
 
 
-def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> Sums:
+def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> MeasuredBlocks:
     """Measure orthogonalised blocks of one matrix, all of one shape and scale. Synchronises with the device.
 
     Args:
@@ -171,7 +171,7 @@ def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> S
     }
 
 
-def combine(block_sums: Sequence[Sums]) -> dict[str, float]:
+def combine(block_sums: Sequence[MeasuredBlocks]) -> dict[str, float]:
     """Combine the sums over a matrix's blocks into the measurements of the matrix.
 
     Returns:

@@ -159,9 +159,12 @@ def _health_findings(last: Mapping[str, float]) -> Iterator[Finding]:
         return
     redone, failed = last.get("redone", 0), last.get("failed", 0)
     if failed:
-        yield "bad", f"{failed:.0f} matrices were wrong in fp32 too and got no update."
+        yield "bad", f"{failed:.0f} updates were left out because they were wrong in fp32 too."
     if redone:
-        yield "look", f"{redone:.0f} matrices were computed again in fp32. If it grows, set ns_dtype to fp32."
+        yield (
+            "look",
+            f"{redone:.0f} updates were recomputed in fp32. If the number grows, set ns_dtype to fp32.",
+        )
     if not redone and not failed:
         yield "good", "Every orthogonalised matrix passed its check."
     if not last.get("alignment", 1.0) > 0:  # also true for NaN

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from deepspeed_muon.monitoring.measure import Sums, combine
+from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
 from deepspeed_muon.transport.ranks import Ranks
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
@@ -74,7 +74,7 @@ class StepRecorder:
         self._total = 0
         self._sampled_matrices: frozenset[int] = frozenset()
         self._sample: Sample | None = None
-        self._sums_by_name: dict[str, list[Sums]] = {}
+        self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
     def reset(self, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class StepRecorder:
         """Return whether the matrix with this number is measured in the current step."""
         return self._sample is not None and number in self._sampled_matrices
 
-    def keep(self, name: str, sums: Sums) -> None:
+    def keep(self, name: str, sums: MeasuredBlocks) -> None:
         """Record the sums over some blocks of a matrix."""
         self._sums_by_name.setdefault(name, []).append(sums)
 
@@ -201,9 +201,9 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     }
     for kind in _EXCHANGED:
         local[f"lost {kind}"], local[f"total {kind}"] = sample.losses.get(kind, (0.0, 0.0))
-    sums = dict(zip(local, ranks.reduce(list(local.values()), "sum", purpose=purpose), strict=True))
+    sums = dict(zip(local, ranks.all_reduce(list(local.values()), "sum", purpose=purpose), strict=True))
     sigma = max((health["sigma_max"] for health in measured), default=0.0)
-    seconds, sigma = ranks.reduce([total, sigma], "max", purpose=purpose)
+    seconds, sigma = ranks.all_reduce([total, sigma], "max", purpose=purpose)
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
         summary |= {key: sums[key] / count for key in _MEANS}

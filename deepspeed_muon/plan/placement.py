@@ -266,21 +266,14 @@ class TensorSlice:
     def strided_ranges(self, start: int, stop: int) -> Iterator[StridedRange]:
         """Yield where the rank's elements ``[start, stop)`` are in the full tensor: at most three for each range."""
         inner, local_row, full_row = self._row_numels
-        first_full = min(stop, -(-start // local_row) * local_row)
-        last_full = max(first_full, stop // local_row * local_row)
-        # The end of a row, complete rows, and the beginning of a row.
-        for first, last in ((start, first_full), (first_full, last_full), (last_full, stop)):
-            if first == last:
-                continue
-            count = max(1, (last - first) // local_row)
-            row, last = first // local_row, min(last, (first // local_row + 1) * local_row)
-            range_start = row * local_row
+        for row, count, left, right in row_ranges(start, stop, local_row):
+            range_start = 0  # in the row
             for begin, end in self.ranges:
                 range_stop = range_start + (end - begin) * inner
-                low, high = max(first, range_start), min(last, range_stop)
+                low, high = max(left, range_start), min(right, range_stop)
                 if low < high:
                     offset = row * full_row + begin * inner + low - range_start
-                    yield StridedRange(low, offset, high - low, count, local_row, full_row)
+                    yield StridedRange(row * local_row + low, offset, high - low, count, local_row, full_row)
                 range_start = range_stop
 
     def scaled(self, local_length: int) -> TensorSlice:
@@ -299,6 +292,20 @@ class TensorSlice:
             )
         ranges = tuple((start * factor, stop * factor) for start, stop in self.ranges)
         return TensorSlice(self.name, (self.length * factor,), 0, ranges)
+
+
+def row_ranges(start: int, stop: int, width: int) -> list[tuple[int, int, int, int]]:
+    """Return the end of a row, full rows and the start of a row that elements ``[start, stop)`` consist of.
+
+    Each is given by its first row, the number of rows, its first column, and the column after its last one.
+    """
+    first, last = -(-start // width), stop // width
+    if first > last:
+        return [(last, 1, start % width, stop % width)]
+    ranges = [(first - 1, 1, start % width, width)] if start < first * width else []
+    if last > first:
+        ranges.append((first, last - first, 0, width))
+    return [*ranges, (last, 1, 0, stop % width)] if stop > last * width else ranges
 
 
 def full_slice(name: str, shape: Sequence[int]) -> TensorSlice:

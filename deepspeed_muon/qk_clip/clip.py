@@ -35,7 +35,7 @@ from deepspeed_muon.qk_clip import hugging_face
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRole, QkRecorder, find_recorders
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.step_set import StepSet
-from deepspeed_muon.transport.ranks import gather_tensors, reduce_tensor
+from deepspeed_muon.transport.ranks import all_gather_tensor, all_reduce_tensor
 
 # If no logit of a layer can have exceeded this fraction of the threshold, the next step bounds its logits instead of
 # computing them.
@@ -151,12 +151,13 @@ class QkClip:
         local = []  # of each layer the largest logits and the bounds, (heads,) fp32
         for recorder in self._recorders:
             for recorded in (recorder.largest, recorder.bounds):
-                values = torch.full((recorder.heads,), -math.inf) if recorded is None else recorded
-                local.append(values.to(self._device))
+                if recorded is None:
+                    recorded = torch.full((recorder.heads,), -math.inf, device=self._device)
+                local.append(recorded.to(self._device))
         # A maximum with NaN would differ between ranks.
         flat = torch.cat(local).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:
-            reduce_tensor(flat, self._group, purpose="comparison of attention logits", how="max")
+            all_reduce_tensor(flat, self._group, purpose="comparison of attention logits", how="max")
         reduced = self._of_all_heads(flat, [len(values) for values in local])
         self._largest, bounds = reduced[::2], reduced[1::2]
         self._make_report(self._largest, bounds)
@@ -168,7 +169,7 @@ class QkClip:
         """Return two entries for each layer with the values of all heads, also those on other tensor-parallel ranks."""
         gathered = flat.unsqueeze(0)  # (tensor-parallel ranks, values)
         if self._tensor_group is not None:
-            gathered = gather_tensors(flat, self._tensor_group, purpose="comparison of attention logits")
+            gathered = all_gather_tensor(flat, self._tensor_group, purpose="comparison of attention logits")
         # Ranks that have the same heads computed the same values, perhaps with different rounding.
         return [
             (values.amax(dim=0) if self._divisions[number // 2] == "none" else values.flatten()).tolist()

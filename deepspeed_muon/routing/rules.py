@@ -224,8 +224,9 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
         reason += f", {experts} {'experts' if _is_experts(member) else 'matrices'} separately"
     if stack and member.shards is not None:
         raise RoutingError(
-            f"parameter {member.name} of shape {list(shape)} holds {stack} experts one below the other and is cut over "
-            f"tensor-parallel ranks, so that no rank has whole rows of each; exclude it"
+            f"parameter {member.name} of shape {list(shape)} stacks {stack} experts along dimension 0 and is sharded "
+            f"over tensor-parallel ranks, so that no rank has complete rows of every expert: send it to AdamW with "
+            f"optimizer.params.exclude"
         )
     # 3. Into which blocks does it divide, in the unsharded layer and in this rank's shard?
     blocks, per_head, description = _divide(member, kind, experts, transposed, settings)

@@ -7,13 +7,14 @@
 3. From the sums of each block the variant computes two factors ``a`` and ``b``, equal on all ranks, and a second pass
    over the fragments sets ``W`` to ``a W + b X``.
 
-Nothing here makes the host wait for the device.
+None of these steps makes the host wait for the device. Blocks without a norm are refused before the first step
+(:meth:`BlockSums.zero_matrices`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,14 +22,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.chunks import ExchangePlan
-from deepspeed_muon.plan.layout import MatrixLayout, rectangles_of
+from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.placement import row_ranges
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import StepContext
-from deepspeed_muon.transport.ranks import reduce_tensor
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import Apply
 
-_STACK_NUMEL = 1 << 22
-"""Elements in a stack of rectangles, at most; stacking copies them, a rectangle with more elements is not copied."""
+_CPU_STACK_NUMEL, _GPU_STACK_NUMEL = 1 << 22, 1 << 24
+"""Elements in a stack of rectangles, at most; stacking copies them, a rectangle with more elements is not copied.
+
+Each stack takes some 25 launches on a GPU.
+"""
 
 
 class _Rectangles(NamedTuple):
@@ -97,17 +102,18 @@ class BlockSums:
         def blocks_where(flags: Sequence[bool]) -> Tensor:
             return torch.tensor(flags).repeat_interleave(torch.tensor(counts)).nonzero().view(-1)
 
+        # What is the same in every step is copied to the device once: the host waits for each such copy.
         group = context.tensor_group
         # Where all ranks of a tensor-parallel group have a copy of a matrix, the all-reduce counts its sums that often.
         copies = [
             1 if group is None or m.shards is None or m.is_sharded else dist.get_world_size(group)
             for m in matrices
         ]
-        self._copies = (
-            torch.tensor(copies, dtype=torch.float64).repeat_interleave(torch.tensor(counts)).view(-1, 1)
-        )
-        self._over_data_ranks = blocks_where([_is_divided(matrix) for matrix in matrices])
-        self._over_tensor_ranks = blocks_where([group is not None and m.shards is not None for m in matrices])
+        copies_of_blocks = torch.tensor(copies, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
+        self._copies = copies_of_blocks.view(-1, 1).to(context.device)
+        self._over_data_ranks = blocks_where([_is_divided(m) for m in matrices]).to(context.device)
+        over_tensor_ranks = [group is not None and m.shards is not None for m in matrices]
+        self._over_tensor_ranks = blocks_where(over_tensor_ranks).to(context.device)
         # A matrix on a single data-parallel rank has its sums only there.
         complete = [_is_divided(m) or m.placement.fragment_on(plan.rank) is not None for m in matrices]
         self._complete = blocks_where(complete)
@@ -131,14 +137,32 @@ class BlockSums:
                 offsets = (position, offset + start), (updates, updates_offset + start)
                 rectangles.append(((rows, cols, stride), offsets, self._first_block[index] + block))
         rectangles.sort()
+        most = _CPU_STACK_NUMEL if device.type == "cpu" else _GPU_STACK_NUMEL
         for (rows, cols, stride), members in groupby(rectangles, key=lambda rectangle: rectangle[0]):
-            equal, limit = [*members], max(1, _STACK_NUMEL // (rows * cols))
+            equal, limit = [*members], max(1, most // (rows * cols))
             for batch in (equal[first : first + limit] for first in range(0, len(equal), limit)):
                 in_weights, in_updates = zip(*(offsets for _, offsets, _ in batch), strict=True)
                 blocks = torch.tensor([block for *_, block in batch], device=device)
                 yield _Rectangles((rows, cols), stride, in_weights, in_updates, blocks)
 
-    def apply(self, factors_of: Apply, step: Step, updates: Sequence[Tensor]) -> tuple[list[int], Tensor]:
+    def zero_matrices(self, flat: Sequence[Tensor]) -> list[int]:
+        """Return the matrices with a block of zeros, of those whose sums are complete on this rank.
+
+        Must be called by all ranks of the data-parallel and of the tensor-parallel group; waits for the device.
+
+        Args:
+            flat: The flat weights of each of Muon's partitions, as :attr:`.Step.flat`, on any device.
+        """
+        flat = [weights.to(self._device) for weights in flat]
+        sums = torch.zeros((len(self._matrix_of), 3), dtype=torch.float64, device=self._device)  # (blocks, 3)
+        for group in self._rectangles:
+            weights = group.stacked(flat, group.in_weights)  # (rectangles, rows, cols)
+            sums[:, 0].index_add_(0, group.blocks, weights.square().sum((1, 2)).double())
+        is_zero = self._reduced(sums.to(self._context.device))[:, 0].cpu() == 0
+        zero_blocks = self._complete[is_zero[self._complete]]
+        return sorted({int(index) for index in self._matrix_of[zero_blocks]})
+
+    def apply(self, factors_of: Apply, step: Step, updates: Sequence[Tensor]) -> None:
         """Update this rank's fragments of the active matrices.
 
         Must be called by all ranks of the data-parallel and of the tensor-parallel group.
@@ -147,10 +171,6 @@ class BlockSums:
             factors_of: The variant's ``apply``.
             step: The step, whose weights are mutated.
             updates: The tensors that the table reads updates from: flat, in the communication dtype, on any device.
-
-        Returns:
-            The matrix of each active block whose complete sums are on this rank, and a bool tensor ``(blocks,)`` on the
-            device: whether all weights of that block were zero before the update.
         """
         updates = [tensor.to(self._device) for tensor in updates]
         # 1. sum over this rank's fragments
@@ -163,12 +183,12 @@ class BlockSums:
         # 2. sum over ranks
         sums = self._reduced(sums.to(self._context.device))
         # 3. factors of weights and updates
-        rates = step.rates.apply[self._matrix_of, 0].to(sums.device)
+        rates = copied(step.rates.apply[self._matrix_of, 0], sums.device)
         weight_square, product, update_square = sums.unbind(1)  # (blocks,) each
         factors_by_block = [
             factor.to(self._device) for factor in factors_of((weight_square, product, update_square), rates)
         ]
-        is_active = None if step.mask is None else step.mask[self._matrix_of]
+        is_active = None if step.mask is None else copied(step.mask[self._matrix_of], self._device)
         # 4. update this rank's fragments
         for group in self._rectangles:
             weights = group.stacked(step.flat, group.in_weights)  # (rectangles, rows, cols)
@@ -177,23 +197,53 @@ class BlockSums:
             factors = [factor[group.blocks].view(shape).to(weights.dtype) for factor in factors_by_block]
             new = weights * factors[0] + update * factors[1]
             if is_active is not None:  # the update of an inactive matrix is uninitialised memory
-                new = torch.where(is_active.to(self._device)[group.blocks].view(shape), new, weights)
+                new = torch.where(is_active[group.blocks].view(shape), new, weights)
             torch._foreach_copy_(group.views(step.flat, group.in_weights), new.unbind())
-        complete = self._complete if is_active is None else self._complete[is_active[self._complete]]
-        return self._matrix_of[complete].tolist(), (weight_square == 0)[complete.to(weight_square.device)]
 
     def _reduced(self, sums: Tensor) -> Tensor:
         """Return the sums over entire blocks, ``(blocks, 3)``, from those over this rank's fragments."""
         context = self._context
         if len(self._over_data_ranks) and context.world_size > 1:
             divided = sums[self._over_data_ranks]
-            sums[self._over_data_ranks] = reduce_tensor(divided, context.group, purpose="sums over blocks")
+            sums[self._over_data_ranks] = all_reduce_tensor(
+                divided, context.group, purpose="sums over blocks"
+            )
             context.stats.count_exchange(self.sent_bytes)
         if len(self._over_tensor_ranks):
-            shared = (sums / self._copies.to(sums.device))[self._over_tensor_ranks]
+            shared = (sums / self._copies)[self._over_tensor_ranks]
             purpose = "sums over blocks of tensor-parallel ranks"
-            sums[self._over_tensor_ranks] = reduce_tensor(shared, context.tensor_group, purpose=purpose)
+            sums[self._over_tensor_ranks] = all_reduce_tensor(shared, context.tensor_group, purpose=purpose)
         return sums
+
+
+def copied(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device; the host does not wait for the copy, which is from pinned memory."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the rectangles that elements ``[start, stop)`` of a stored matrix consist of.
+
+    Each is given by the number of its block, row by row of the grid (a matrix that is sharded over a group is one
+    block); its first element, counted from ``start``; its rows and columns; and the elements from a row to the next.
+    """
+    row_blocks, col_blocks = ((matrix.rows,), (matrix.cols,)) if matrix.is_sharded else matrix.grid
+    width = matrix.cols
+    for block_row, (top, bottom) in enumerate(pairwise(accumulate(row_blocks, initial=0))):
+        low, high = max(start, top * width), min(stop, bottom * width)
+        if low >= high:
+            continue
+        if len(col_blocks) == 1:  # contiguous
+            yield block_row, low - start, 1, high - low, high - low
+            continue
+        for row, count, first_col, end_col in row_ranges(low, high, width):
+            for number, (left, right) in enumerate(pairwise(accumulate(col_blocks, initial=0))):
+                left, right = max(left, first_col), min(right, end_col)
+                if left < right:
+                    block = block_row * len(col_blocks) + number
+                    yield block, row * width + left - start, count, right - left, width
 
 
 def _is_divided(matrix: MatrixLayout) -> bool:

@@ -21,7 +21,7 @@ from deepspeed_muon.math.coefficients import SMALLEST_NORM, band_of
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
-    Sums,
+    MeasuredBlocks,
     check_failure,
     measure,
     norm_bounds,
@@ -30,8 +30,8 @@ from deepspeed_muon.monitoring.measure import (
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.ranks import gather_tensors, phase
-from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.step.row_state import OwnedRows
+from deepspeed_muon.transport.ranks import all_gather_tensor, phase
 
 Member = tuple[int, int]
 """Matrix index and number of its block."""
@@ -68,25 +68,28 @@ class Result:
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         scales: Factor of the scale rule for each block of each matrix of the plan.
-        finish: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the updates.
+        row_state: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the
+            updates.
+        dtype: The dtype of updates that :attr:`row_state` makes.
         distributed: The ranks that have the other shards of the blocks; ``None`` for complete blocks.
         updates: The updates to apply.
-        rows: The new row state of the entries, ``(entries, outputs)`` for each key, which is stored once it is right.
+        new_rows: The new row state of the entries, ``(entries, outputs)`` for each key, stored once it is right.
     """
 
     members: Sequence[Member]
     inputs: Tensor
     blocks: Tensor
     scales: Sequence[tuple[float, ...]]
-    finish: OwnedRows | None = None
+    row_state: OwnedRows | None = None
+    dtype: torch.dtype = torch.float32
     distributed: DistributedIteration | None = None
     updates: Tensor = field(init=False)
-    rows: dict[str, Tensor] = field(init=False)
+    new_rows: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.updates, self.rows = self.blocks, {}
-        if self.finish is not None:
-            self.updates, self.rows = self.finish.finish(self.members, self.blocks)
+        self.updates, self.new_rows = self.blocks, {}
+        if self.row_state is not None:
+            self.updates, self.new_rows = self.row_state.updates(self.members, self.blocks, self.dtype)
 
 
 class ResultCheck:
@@ -94,8 +97,6 @@ class ResultCheck:
 
     Attributes:
         left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
-        zero_weights: Whether the weights of blocks are all zero, where the variant needs their norm; since
-            :meth:`take_zero_weights` was last called.
         is_deferred: Whether a verdict remains on the device until the next step, so that the host never waits for it,
             and a wrong result is left out instead of computed again.
     """
@@ -123,7 +124,6 @@ class ResultCheck:
         """
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
-        self.zero_weights: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
         self._uncounted: list[tuple[list[int], Tensor]] = []
         self._fp32_only: set[int] = set()
@@ -153,8 +153,8 @@ class ResultCheck:
             self._settle_now(result)
         if self.recorder.sampling and result.distributed is None:
             self._sample(result)
-        if result.finish is not None:
-            result.finish.write(result.members, result.rows, wrong)
+        if result.row_state is not None:
+            result.row_state.write(result.members, result.new_rows, wrong)
 
     def read_verdicts(self, positions: Collection[int]) -> list[str]:
         """Record the matrices that some rank left out in the previous step, and drop this rank's verdicts.
@@ -186,6 +186,16 @@ class ResultCheck:
         """Return what :meth:`read_verdicts` will return."""
         return self._names(self._fp32_only.intersection(positions) if self.is_deferred else positions)
 
+    def failing(self, count: int, device: torch.device) -> Tensor:
+        """Return of which of ``count`` parameters :meth:`failed` reports a flag, ``(count,)`` uint8 on the device.
+
+        The host waits for the device only if some matrices are computed in fp32.
+        """
+        if not self.is_deferred or not self._fp32_only:
+            return torch.full((count,), int(not self.is_deferred), dtype=torch.uint8, device=device)
+        flags = [position in self._fp32_only for position in range(count)]
+        return torch.tensor(flags, dtype=torch.uint8, device=device)
+
     def take_failed(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and drop the verdicts.
 
@@ -196,18 +206,6 @@ class ResultCheck:
         failed = {number for numbers, _ in self.left_out for number in numbers}
         self.left_out.clear()
         return self._names(failed)
-
-    def add_zero_weights(self, indices: Sequence[int], is_zero: Tensor) -> None:
-        """Record which blocks of matrices of the plan have no weights but zeros, a flag for each on the device."""
-        self.zero_weights.append(([self._origin[index] for index in indices], is_zero))
-
-    def take_zero_weights(self) -> list[str]:
-        """Return the names of the matrices with a block of zeros, and drop the record; waits for the device."""
-        zeros: set[int] = set()
-        for numbers, is_zero in self.zero_weights:
-            zeros.update(n for n, flag in zip(numbers, is_zero.tolist(), strict=True) if flag)
-        self.zero_weights.clear()
-        return self._names(zeros)
 
     def _names(self, numbers: Collection[int]) -> list[str]:
         """Return the names of some matrices of the step set, in its order."""
@@ -232,7 +230,7 @@ class ResultCheck:
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # so is NaN
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
-        if result.finish is not None and self.recorder.sampling:
+        if result.row_state is not None and self.recorder.sampling:
             result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         indices = [index for index, _ in result.members]
         self.left_out.append(([self._origin[index] for index in indices], wrong))
@@ -265,9 +263,9 @@ class ResultCheck:
         """Compute an entry again in fp32, and zero it if it is wrong again."""
         update = self._in_fp32(result, position)
         failure = self._failure(result, update)
-        if failure is not None and result.finish is not None:
+        if failure is not None and result.row_state is not None:
             # The row state may be the cause.
-            why += "; its row moments start anew"
+            why += "; the state of its rows was reset"
             update = self._in_fp32(result, position, anew=True)
             failure = self._failure(result, update)
         self._replace(result, position, update, why, failure)
@@ -290,17 +288,17 @@ class ResultCheck:
             block = orthogonalize_carefully(direction.unsqueeze(0), self._ns, largest=largest, run=iterate)
         result.blocks = result.blocks.float()
         result.blocks[position].copy_(block[0])
-        if result.finish is None:
+        if result.row_state is None:
             return block[0]
-        updates, rows = result.finish.finish([member], block, anew=anew)
+        updates, rows = result.row_state.updates([member], block, result.dtype, anew=anew)
         for key, new in rows.items():
-            result.rows[key][position].copy_(new[0])
+            result.new_rows[key][position].copy_(new[0])
         return updates[0]
 
     def _replace(self, result: Result, position: int, update: Tensor, why: str, failure: str | None) -> None:
         """Write an update that was computed again, or zeros if it is wrong again; count and report it."""
         index = result.members[position][0]
-        if result.finish is None:
+        if result.row_state is None:
             result.updates = result.blocks
         else:
             result.updates = result.updates.float()
@@ -308,9 +306,9 @@ class ResultCheck:
         if failure is not None:
             result.blocks[position].zero_()
             result.updates[position].zero_()
-            if result.finish is not None:
-                for key, before in result.finish.stored([result.members[position]]).items():
-                    result.rows[key][position].copy_(before[0])
+            if result.row_state is not None:
+                for key, before in result.row_state.stored([result.members[position]]).items():
+                    result.new_rows[key][position].copy_(before[0])
         if result.distributed is not None and not result.distributed.counts:
             return
         if failure is None:
@@ -363,7 +361,7 @@ class ResultCheck:
                     sums = self._measured(result, positions)
                 self.recorder.keep(self._matrices[index].name, sums)
 
-    def _measured(self, result: Result, positions: list[int]) -> Sums:
+    def _measured(self, result: Result, positions: list[int]) -> MeasuredBlocks:
         index, number = result.members[positions[0]]
         scale = result.scales[index][number]
         return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)
@@ -376,7 +374,7 @@ def _gathered(local: Tensor, distributed: DistributedIteration | None) -> Tensor
     """
     if distributed is None:
         return local.unsqueeze(0)
-    return gather_tensors(local, distributed.group, purpose="check of results")
+    return all_gather_tensor(local, distributed.group, purpose="check of results")
 
 
 def _full_norms(local: Tensor, distributed: DistributedIteration | None) -> list[float]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from deepspeed_muon.ops.candidates import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.check import Member, Result, ResultCheck
+from deepspeed_muon.step.row_state import before_iteration
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import StepContext
-from deepspeed_muon.transport.row_state import before_iteration
 
 Orthogonalize = Callable[..., Tensor]
 """``(batch, rows, cols)`` to the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``."""
@@ -35,8 +35,7 @@ def batches(
     members_of: dict[object, list[int]] = {}
     for index in indices:
         matrix = matrices[index]
-        sharding = matrix.shards if by_shards else matrix.is_sharded
-        kind = matrix.logical_shape, matrix.block_shapes, matrix.transposed, sharding
+        kind = matrix.batch_key, matrix.shards if by_shards else None
         members_of.setdefault(kind, []).append(index)
     grouped: list[list[int]] = []
     for members in members_of.values():
@@ -113,7 +112,8 @@ class LocalOrthogonalizer:
         for batch in self._batches(tuple(owned)):
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
-                yield torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
+                directions = torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
+                yield before_iteration(self.context.variant, directions, self.matrices[members[0][0]])
 
     def _planned(self, owned: Sequence[int]) -> list[_Batch]:
         planned = []
@@ -139,12 +139,13 @@ class LocalOrthogonalizer:
         """Return the updates of ``(matrices, rows, cols)`` whose blocks follow each other in memory."""
         stack = directions.view(-1, *batch.shapes[0])  # (blocks of all matrices, block rows, block cols)
         if len(batch.calls) == 1:
-            return self._checked(batch.calls[0], stack, step).to(directions.dtype).contiguous()
+            updates = self._checked(batch.calls[0], stack, step, directions.dtype)
+            return updates.to(directions.dtype).contiguous()
         update = torch.empty_like(stack)
         lengths = [len(members) for members in batch.calls]
         slices = zip(batch.calls, stack.split(lengths), update.split(lengths), strict=True)
         for members, inputs, target in slices:
-            target.copy_(self._checked(members, inputs, step))
+            target.copy_(self._checked(members, inputs, step, target.dtype))
         return update
 
     def _grids(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
@@ -156,7 +157,7 @@ class LocalOrthogonalizer:
         for members in batch.calls:
             views = [sources[number][position[index]] for index, number in members]
             inputs = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
-            blocks = self._checked(members, inputs, step)  # (blocks, block rows, block cols)
+            blocks = self._checked(members, inputs, step, torch.float32)  # (blocks, block rows, block cols)
             for (index, number), block in zip(members, blocks, strict=True):
                 # The rate that is applied has the scale of the first block already.
                 relative = scales[index][number] / scales[index][0]
@@ -164,12 +165,15 @@ class LocalOrthogonalizer:
                 target.copy_(block if relative == 1.0 else block.mul_(relative))
         return update
 
-    def _checked(self, members: list[Member], inputs: Tensor, step: Step) -> Tensor:
-        """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``."""
+    def _checked(self, members: list[Member], inputs: Tensor, step: Step, dtype: torch.dtype) -> Tensor:
+        """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``.
+
+        They are in ``dtype`` if row state scales them, else in that of the iteration; in fp32 if one was redone.
+        """
         inputs = before_iteration(self.context.variant, inputs, self.matrices[members[0][0]])
         with self.check.recorder.span("newton_schulz"):
             blocks = self._orthogonalize(inputs, settings=self.context.ns_settings)
-        result = Result(members, inputs, blocks, step.rates.scales, step.finish)
+        result = Result(members, inputs, blocks, step.rates.scales, step.row_state, dtype)
         self.check.settle(result)
         return result.updates
 

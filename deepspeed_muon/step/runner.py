@@ -38,6 +38,7 @@ from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
+from deepspeed_muon.step.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
@@ -50,7 +51,6 @@ from deepspeed_muon.transport.all_to_all import (
     StepContext,
     StepStats,
 )
-from deepspeed_muon.transport.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.variants import VARIANTS
 
 
@@ -85,7 +85,7 @@ class StepRunner:
         context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
-        rows: Where the row state of the variant is stored; ``None`` if it has none.
+        row_storage: Where the row state of the variant is stored; ``None`` if it has none.
         check: Checks and samples the results.
         adam: Updates the parameters that are not Muon's.
     """
@@ -134,9 +134,9 @@ class StepRunner:
             wire=config.wire_format,
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
-        self.rows: RowStorage | None = None
-        if context.variant.finish is not None:
-            self.rows = RowStorage(self.plan, self.assignment.row_fragments(), context)
+        self.row_storage: RowStorage | None = None
+        if context.variant.row_factors is not None:
+            self.row_storage = RowStorage(self.plan, self.assignment.row_fragments(), context)
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
         norms = matrix_norms(config.ns_backend, device)
@@ -183,7 +183,7 @@ class StepRunner:
     @property
     def row_fragments(self) -> Sequence[Fragment]:
         """Where the row state of each matrix of the plan is stored; empty where the variant has none."""
-        return () if self.rows is None else self.rows.fragments
+        return () if self.row_storage is None else self.row_storage.fragments
 
     @functools.cached_property
     def blocks(self) -> dict[int, Int8Blocks]:
@@ -201,6 +201,18 @@ class StepRunner:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
         for chunk in self.plan.chunks:
             yield from self._strategy.inputs(chunk.owned)
+
+    def zero_weights(self, weights: Mapping[int, Tensor]) -> list[str]:
+        """Return the names of matrices with a block of zeros, under a variant that keeps the norms of blocks.
+
+        Must be called by all ranks of the set. The host waits for the device.
+
+        Args:
+            weights: Partition index to this rank's flat weights.
+        """
+        flat = [weights[partition.index] for partition in self._muon]
+        indices = [index for sums in self._sums for index in sums.zero_matrices(flat)]
+        return [self.plan.matrices[index].name for index in sorted(indices)]
 
     @property
     def wire_bytes_per_step(self) -> int:
@@ -276,7 +288,10 @@ class StepRunner:
         rates = self._rates.of({index: groups[index] for index in indices})
         states = [state_of(partition, state, self._policy) for partition in self._muon]
         # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
-        variant, row_counts = self.context.variant, {} if self.rows is None else self.rows.counts
+        variant, row_counts = (
+            self.context.variant,
+            {} if self.row_storage is None else self.row_storage.counts,
+        )
         row_vectors = {
             partition.index: row_state_of(partition, state, variant, row_counts.get(partition.index, 0))
             for partition in self._muon
@@ -288,16 +303,16 @@ class StepRunner:
                 for partition_state, partition in zip(states, self._muon, strict=True)
             ]
         with contextlib.ExitStack() as opened:
-            rows = None
-            if any(matrix_flags) and self.rows is not None:
-                rows = opened.enter_context(self.rows.opened(row_vectors, rates.settings))
+            row_state = None
+            if any(matrix_flags) and self.row_storage is not None:
+                row_state = opened.enter_context(self.row_storage.opened(row_vectors, rates.settings))
             yield Step(
                 mask,
                 rates,
                 flat=[flat[index] for index in indices],
                 momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
                 grads=self.step_set.gradients(grads, flat, matrix_flags),
-                finish=rows,
+                row_state=row_state,
                 passes=self._passes,
                 scales=scales,
             )
@@ -338,8 +353,8 @@ class StepRunner:
                     fragments.copy_(codec.read(sent, segment.shape[2]))
             for segment in batch.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
-        if step.finish is not None and flight.chunk.copies:
-            step.finish.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
+        if step.row_state is not None and flight.chunk.copies:
+            step.row_state.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
@@ -366,9 +381,9 @@ class StepRunner:
     def _apply(self, flight: InFlight, step: Step) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
         table, context = self._tables[flight.number], self.context
-        if step.finish is not None and flight.chunk.copies:
+        if step.row_state is not None and flight.chunk.copies:
             active = step.active(flight.chunk.matrices)
-            step.finish.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
+            step.row_state.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         updates = flight.send_buffer
         if not context.codec.is_uncompressed:
             updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
@@ -377,11 +392,9 @@ class StepRunner:
                     decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
                     segment.in_matrices(updates).copy_(decoded)
         if context.variant.apply is None:
-            apply(step.active_rows(table.apply_table), step, [flight.directions, updates])
+            apply(step.active_fragments(table.apply_table), step, [flight.directions, updates])
         else:
-            sums = self._sums[flight.number]
-            zero_weights = sums.apply(context.variant.apply, step, [flight.directions, updates])
-            self.check.add_zero_weights(*zero_weights)
+            self._sums[flight.number].apply(context.variant.apply, step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns
 
     def _update_local(self, numbers: Sequence[int], step: Step) -> None:

@@ -23,7 +23,7 @@ from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
 
 COLUMNS = 6
@@ -307,7 +307,7 @@ class Step:
         flat: The weights; mutated.
         momentum: The momentum, or its int8 codes; mutated.
         grads: The gradients.
-        finish: The variant's ``finish`` with the row state of owned matrices; ``None`` if it has none.
+        row_state: The variant's ``row_factors`` with the row state of owned matrices; ``None`` if it has none.
         passes: The native or torch implementation of the elementwise passes.
         scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
     """
@@ -317,7 +317,7 @@ class Step:
     flat: Sequence[Tensor]
     momentum: Sequence[Tensor]
     grads: Sequence[Tensor]
-    finish: OwnedRows | None
+    row_state: OwnedRows | None
     passes: FlatPasses
     scales: Sequence[Tensor] | None = None
 
@@ -327,8 +327,8 @@ class Step:
             return indices
         return [index for index, flag in zip(indices, self.mask[list(indices)].tolist(), strict=True) if flag]
 
-    def active_rows(self, table: Tensor) -> Tensor:
-        """Return the rows of a table whose matrix is active, ``(active fragments, 6)``."""
+    def active_fragments(self, table: Tensor) -> Tensor:
+        """Return the fragments in a table whose matrix is active, ``(active fragments, 6)``."""
         return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
 
 
@@ -342,12 +342,16 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
             device of the momentum.
         send: Output for directions that are sent: ``(sent_numel,)``, of the same dtype and device.
     """
-    rows, outputs, rates = step.active_rows(table.pack_table), [directions, send], step.rates.momentum
+    fragments, outputs, rates = (
+        step.active_fragments(table.pack_table),
+        [directions, send],
+        step.rates.momentum,
+    )
     if step.scales is None:
-        step.passes.momentum_pack(step.momentum, step.grads, outputs, rows, rates)
+        step.passes.momentum_pack(step.momentum, step.grads, outputs, fragments, rates)
         return
     blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
-    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outputs, rows, rates, blocks)
+    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outputs, fragments, rates, blocks)
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:

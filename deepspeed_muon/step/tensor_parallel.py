@@ -7,7 +7,7 @@ they orthogonalise it:
 * ``gather``: one rank receives the shards, orthogonalises the matrix and sends the shards of the update back. The
   matrices of a chunk are assigned to the ranks by their cost, so that all ranks work at the same time.
 * ``distributed``: the matrix remains sharded, and all ranks iterate together
-  (:func:`deepspeed_muon.transport.sharded.orthogonalize_sharded`).
+  (:func:`deepspeed_muon.step.sharded.orthogonalize_sharded`).
 
 Of a matrix that tensor parallelism does not shard, every rank of the group has a copy. In both modes one rank
 orthogonalises it and sends the update to the remaining ranks, so that the copies are equal bit for bit even where ranks
@@ -32,11 +32,11 @@ from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.check import DistributedIteration, Result
 from deepspeed_muon.step.orthogonalize import Directions, LocalOrthogonalizer, Updates, batches
+from deepspeed_muon.step.row_state import before_iteration
+from deepspeed_muon.step.sharded import orthogonalize_sharded
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import phase
-from deepspeed_muon.transport.row_state import before_iteration
-from deepspeed_muon.transport.sharded import orthogonalize_sharded
 
 
 class _WorkPlan(NamedTuple):
@@ -136,7 +136,7 @@ class OverTensorGroup:
         dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
         matrices = self._assembled(by_rank, {index: directions([index])[0] for index in indices}, dims, dtype)
-        local_rows = {} if step.finish is None else step.finish.rows
+        local_rows = {} if step.row_state is None else step.row_state.rows
         row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in indices}
         rows = {
             key: self._assembled(
@@ -144,8 +144,8 @@ class OverTensorGroup:
             )
             for key, stored in local_rows.items()
         }
-        if step.finish is not None:
-            step = replace(step, finish=step.finish.with_assembled(rows))
+        if step.row_state is not None:
+            step = replace(step, row_state=step.row_state.with_assembled(rows))
         # 2. orthogonalise the matrices assigned to this rank
         results = {
             index: update.view(self._matrices[index].logical_shape)
@@ -254,7 +254,13 @@ class OverTensorGroup:
         self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
         distributed = DistributedIteration(self._group, dim, sizes, iterate, counts)
         return Result(
-            [(index, 0) for index in batch], inputs, blocks, step.rates.scales, step.finish, distributed
+            [(index, 0) for index in batch],
+            inputs,
+            blocks,
+            step.rates.scales,
+            step.row_state,
+            self._context.comm_dtype,
+            distributed,
         )
 
     def _shards(self, index: int) -> tuple[int | None, tuple[int, ...]]:

@@ -98,11 +98,11 @@ def agree(
     compared = RankFacts() if error is not None or facts is None else facts
     facts_of = {scope or every_rank: sorted(texts.items()) for scope, texts in compared.items()}
     checksums = [int(error is not None), *_checksums(facts_of)]
-    failed, *sums = ranks.reduce(checksums, "sum", purpose=purpose)
+    failed, *sums = ranks.all_reduce(checksums, "sum", purpose=purpose)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     if failed:
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failures = ranks.gather(text, purpose=purpose)
+        failures = ranks.all_gather(text, purpose=purpose)
         if error is not None:
             raise error
         lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
@@ -110,9 +110,9 @@ def agree(
     if not any(sums):
         return
     by_scope = {scope.name: dict(texts) for scope, texts in facts_of.items()}
-    differences = _differences(ranks.gather(by_scope, purpose=purpose))
+    differences = _differences(ranks.all_gather(by_scope, purpose=purpose))
     if not differences:
-        scopes = ranks.gather([(scope.name, scope.size) for scope in facts_of], purpose=purpose)
+        scopes = ranks.all_gather([(scope.name, scope.size) for scope in facts_of], purpose=purpose)
         differences = [f"the groups of rank {rank}: {names}" for rank, names in scopes.items()]
     more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []
     raise kind("the ranks do not agree:\n" + "\n".join(differences[:_LINES] + more))

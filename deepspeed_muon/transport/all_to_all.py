@@ -347,7 +347,7 @@ def exchange_tensors(
     numels: Sequence[Sequence[int]],
     *,
     like: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     purpose: str,
 ) -> list[Sequence[Tensor]]:
     """Send tensors to every rank of a group in one all-to-all; return what each rank sent, flat.
@@ -357,11 +357,11 @@ def exchange_tensors(
     Args:
         tensors: For each rank, the tensors to send to it.
         numels: For each rank, the elements of each tensor that it sends.
-        like: Has the dtype of all tensors, and the device to send from.
-        group: The process group.
+        like: Has the dtype in which they are sent, and the device to send from.
+        group: The process group; ``None`` for all ranks.
         purpose: For the error if a rank does not take part.
     """
-    vectors = [tensor.reshape(-1).to(like.device) for to_rank in tensors for tensor in to_rank]
+    vectors = [tensor.reshape(-1).to(like) for to_rank in tensors for tensor in to_rank]
     sent = torch.cat(vectors) if vectors else like.new_empty(0)
     sent_splits = [sum(tensor.numel() for tensor in to_rank) for to_rank in tensors]
     received_splits = [sum(from_rank) for from_rank in numels]

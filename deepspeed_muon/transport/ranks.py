@@ -89,7 +89,7 @@ class Ranks:
             stride *= dist.get_world_size(group)
         return position
 
-    def reduce(self, numbers: Sequence[float], how: Reduction, *, purpose: str) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float], how: Reduction, *, purpose: str) -> list[float]:
         """Return the sums, maxima or minima over all ranks, in float64. Must be called by all of them.
 
         Args:
@@ -101,7 +101,7 @@ class Ranks:
         for group in self.groups:
             # Where torch puts the objects that it gathers: a GPU where the group reaches no other memory.
             reduced = reduced.to(c10d._get_object_coll_device(group))
-            reduced = reduce_tensor(reduced, group, purpose=purpose, how=how)
+            reduced = all_reduce_tensor(reduced, group, purpose=purpose, how=how)
         return list(reduced.tolist())
 
     def collect(self, items: Sequence[Any], *, most: int, purpose: str) -> list[tuple[int, Any]]:
@@ -118,7 +118,7 @@ class Ranks:
         collected: list[tuple[int, Any]] = []
         is_waiting = bool(local)
         while len(collected) < most:
-            (first,) = self.reduce([self.position if is_waiting else self.size], "min", purpose=purpose)
+            (first,) = self.all_reduce([self.position if is_waiting else self.size], "min", purpose=purpose)
             if int(first) == self.size:
                 break
             is_waiting = is_waiting and self.position != int(first)
@@ -131,7 +131,7 @@ class Ranks:
             collected += message[0]
         return collected[:most]
 
-    def gather(self, item: Any, *, purpose: str) -> dict[int, Any]:
+    def all_gather(self, item: Any, *, purpose: str) -> dict[int, Any]:
         """Return the item of every rank, by global rank. Must be called by all of them.
 
         Args:
@@ -163,7 +163,7 @@ class Ranks:
             _barrier(dist.get_process_group_ranks(group))
 
 
-def gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
+def all_gather_tensor(tensor: Tensor, group: dist.ProcessGroup, *, purpose: str) -> Tensor:
     """Return the tensors of all ranks of a group, ``(ranks, ...)``; the host does not wait for the device.
 
     Must be called by all of them, with tensors of one shape and dtype. ``purpose`` is for the error if a rank does not
@@ -175,10 +175,10 @@ def gather_tensors(tensor: Tensor, group: dist.ProcessGroup, *, purpose: str) ->
     return torch.stack(gathered)
 
 
-def reduce_tensor(
+def all_reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup | None, *, purpose: str, how: Reduction = "sum"
 ) -> Tensor:
-    """All-reduce ``tensor`` in place over a group, and return it. Called as :func:`gather_tensors`."""
+    """All-reduce ``tensor`` in place over a group, and return it. Called as :func:`all_gather_tensor`."""
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
     with phase(purpose, group):
         dist.all_reduce(tensor, op=operation, group=group)

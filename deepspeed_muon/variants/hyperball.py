@@ -5,11 +5,13 @@ With the orthogonalised direction ``O`` and ``N(X) = X / |X|_F``::
     W <- |W| * N(W - lr * |W| * N(O))
 
 So ``lr`` is the size of a step relative to the weights, whatever their shape: there is neither a scale rule nor weight
-decay. Each block (head, expert, slice of a fused weight) has its own norm. A block whose update is zero is unchanged.
+decay. Each block (head, expert, slice of a fused weight) has its own norm. A block whose update is zero, or that the
+step would bring to zero, is unchanged.
 
 The paper's radius is the norm of the initial weights. A step does not change the norm, so the norm of the current
 weights is the same radius (rounding changes it by 1e-7 a step in fp32, without a trend), and nothing is stored. Weights
-that are loaded or replaced during a run keep their own norm. A block of zeros has no direction to move in: an error.
+that are loaded or replaced during a run keep their own norm. A block of zeros can never move: it is refused before the
+first step (:meth:`deepspeed_muon.optimizer.Muon.refuse_zero_weights`), and a later one stays zero.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch import Tensor
 from deepspeed_muon.variants.variant import Variant
 
 _TINY = torch.finfo(torch.float64).tiny
+_ROUNDING = torch.finfo(torch.float32).eps
+"""Relative error of the sums; a block whose square norm falls below it would be brought back from mere rounding."""
 
 
 def apply(products: tuple[Tensor, Tensor, Tensor], lr: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,9 +31,9 @@ def apply(products: tuple[Tensor, Tensor, Tensor], lr: Tensor) -> tuple[Tensor, 
     w_w, w_o, o_o = products  # |W|^2, <W, O>, |O|^2: (blocks,) each
     norm = w_w.sqrt()
     step = lr * norm / o_o.sqrt().clamp(min=_TINY)  # W - step * O is what is brought back to the norm
-    moved = (w_w - 2 * step * w_o + step.square() * o_o).clamp(min=0).sqrt()
-    shrink = norm / moved.clamp(min=_TINY)
-    moves = (o_o > 0) & (w_w > 0)
+    moved_square = w_w - 2 * step * w_o + step.square() * o_o
+    shrink = norm / moved_square.clamp(min=_TINY).sqrt()
+    moves = (o_o > 0) & (moved_square > _ROUNDING * w_w)
     return torch.where(moves, shrink, 1.0), torch.where(moves, -shrink * step, 0.0)
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
-from deepspeed_muon.variants.variant import Sums, Variant
+from deepspeed_muon.variants.variant import ShardedSums, Variant
 
 
-def before_iteration(directions: Tensor, sums: Sums) -> Tensor:
+def before_iteration(directions: Tensor, sums: ShardedSums) -> Tensor:
     """Bring the rows of a batch of directions to unit norm; see :data:`.variant.BeforeIteration`.
 
     Returns:

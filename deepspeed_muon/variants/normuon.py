@@ -18,21 +18,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import RowState, Setting, Sums, Variant
+from deepspeed_muon.variants.variant import RowState, Setting, ShardedSums, Variant
 
 MOMENTS = "row_second_moment"
 _EPS = 1e-8
 """Added to the root of the second moment, so that a row that was always zero stays zero and does not become NaN."""
 
 
-def finish(
-    blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: Sums
+def row_factors(
+    blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: ShardedSums
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Normalise the rows of a batch of orthogonalised matrices; see :data:`.variant.Finish`.
-
-    Returns:
-        A new fp32 tensor, and the new moments. An all-zero matrix gives zeros.
-    """
+    """Return the factors that normalise rows, ``(batch, rows)`` fp32, and the moments; see :data:`.RowFactors`."""
     dtype = torch.promote_types(blocks.dtype, torch.float32)
     squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype).square_())  # (batch, rows)
     squares = squares.div_(sums.cols or blocks.shape[-1]).float()
@@ -42,7 +38,7 @@ def finish(
     norms = sums.over_rows(torch.stack((squares, squares * factors.square()), dim=-1))
     before, after = norms.split(1, dim=-1)
     factors *= (before / after.clamp_(min=torch.finfo(torch.float32).tiny)).sqrt_()
-    return blocks * factors.unsqueeze(-1), {MOMENTS: moments}
+    return factors, {MOMENTS: moments}
 
 
 VARIANT = Variant(
@@ -50,5 +46,5 @@ VARIANT = Variant(
     description="rows of the update are normalised by a running second moment",
     state=(RowState(MOMENTS, "row moments of NorMuon"),),
     settings=(Setting("beta2", 0.95, Field(ge=0, lt=1), "Decay of NorMuon's second moment of each row."),),
-    finish=finish,
+    row_factors=row_factors,
 )

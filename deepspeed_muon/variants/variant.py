@@ -4,22 +4,22 @@ A variant is a file of this folder with a :class:`Variant`, an entry in :data:`d
 branch in :meth:`deepspeed_muon.reference.ReferenceMuon.update_of`, with which the tests compare it. This one keeps one
 number for each row, and shrinks the rows that have become smaller than it::
 
-    def finish(blocks, state, settings, sums):  # blocks: (batch, rows, cols), orthogonalised
+    def row_factors(blocks, state, settings, sums):  # blocks: (batch, rows, cols), orthogonalised
         squares = sums.of_rows(blocks.float().square().sum(-1))  # (batch, rows), over the columns on all ranks
         size = squares.div(sums.cols or blocks.shape[-1]).sqrt()
         peak = torch.maximum(settings["peak_decay"] * state["row_peak"], size)
-        return blocks * (size / peak.clamp(min=1e-8)).unsqueeze(-1), {"row_peak": peak}
+        return size / peak.clamp(min=1e-8), {"row_peak": peak}
 
     VARIANT = Variant(
         "peaks",
         description="rows are scaled by their size over the largest that they had, which decays",
         state=(RowState("row_peak", "row peaks"),),
         settings=(Setting("peak_decay", 0.99, Field(ge=0, le=1), "Decay of the largest size of each row."),),
-        finish=finish,
+        row_factors=row_factors,
     )
 
 An update may be at most about as large as an orthogonalised matrix: the check of every result leaves out what exceeds
-its bound (:mod:`deepspeed_muon.step.check`). State needs a ``finish``; names of settings and keys of state
+its bound (:mod:`deepspeed_muon.step.check`). State needs ``row_factors``; names of settings and keys of state
 belong to one variant each. The keys of the configuration and their documentation, the memory plan, checkpoints for any
 number of ranks and the tests of all these follow from the declaration.
 """
@@ -33,19 +33,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BeforeIteration = Callable[[Tensor, "Sums"], Tensor]
+BeforeIteration = Callable[[Tensor, "ShardedSums"], Tensor]
 """``(directions, sums)`` to the matrices that are orthogonalised instead, in a new tensor.
 
 Both are ``(batch, rows, cols)`` with a row for each output of the layer, ``directions`` in the communication dtype.
 """
 
-Finish = Callable[
-    [Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "Sums"], tuple[Tensor, dict[str, Tensor]]
+RowFactors = Callable[
+    [Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "ShardedSums"], tuple[Tensor, dict[str, Tensor]]
 ]
-"""``(blocks, state, settings, sums)`` to the updates, of the shape of ``blocks``, and the new state; all new tensors.
+"""``(blocks, state, settings, sums)`` to the factor of each row, ``(batch, rows)``, and the new state; all new tensors.
 
-``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row for each output of the layer. The state has
-``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each name.
+The updates are the rows times their factors. ``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row
+for each output of the layer. The state has ``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each
+name.
 """
 
 Apply = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
@@ -100,7 +101,7 @@ class Variant:
         state: The entries of the optimizer state beside the momentum.
         settings: The keys that only this variant reads.
         before_iteration: Changes the directions before they are orthogonalised.
-        finish: Turns orthogonalised blocks into updates, to which scale rule, learning rate and decay apply.
+        row_factors: Scales the rows of orthogonalised blocks, before scale rule, learning rate and decay apply.
         apply: Replaces scale rule and weight decay: the learning rate is relative to the norm of the weights.
         refuses: Keys that must keep their default, with the reason and what to do instead.
     """
@@ -110,13 +111,13 @@ class Variant:
     state: tuple[RowState, ...] = ()
     settings: tuple[Setting, ...] = ()
     before_iteration: BeforeIteration | None = None
-    finish: Finish | None = None
+    row_factors: RowFactors | None = None
     apply: Apply | None = None
     refuses: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class ShardedSums:
     """Sums over rows and over matrices, which tensor parallelism may shard.
 
     Attributes:

@@ -1,8 +1,13 @@
-"""The owner of a matrix stores its row state: NorMuon sends what Muon sends, and starts as many kernels."""
+"""What variants cost in a step beside Muon: messages, bytes, kernels and reads by the host.
+
+The owner of a matrix stores its row state, so that NorMuon sends nothing more. Hyperball sends the sums of a chunk.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,16 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_muon
 from benchmarks.sent_bytes import counting
-from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.errors import BindingError
+from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.variants import normuon
 from tests.support import training
+from tests.support.contract import params_of
+from tests.support.models import build
 from tests.support.thinning import full
 
 
 class Launches(TorchDispatchMode):
     """Counts the operators that compute or copy something: on an accelerator each is a kernel or more.
 
-    Those in a variant's own formula do not count, nor do views and new memory.
+    Those of a variant's formula and its product with the blocks do not count, nor do views and new memory.
     """
 
     def __init__(self) -> None:
@@ -41,27 +49,57 @@ class Launches(TorchDispatchMode):
     def formula(self, *args: Any, **kwargs: Any) -> Any:
         self.batches, self.in_formula = self.batches + 1, True
         try:
-            return normuon.finish(*args, **kwargs)
+            return _scale_rows(*args, **kwargs)
         finally:
             self.in_formula = False
 
 
+_scale_rows = OwnedRows.updates
+
+
+@contextlib.contextmanager
+def counting_reads() -> Iterator[Counter[str]]:
+    """Count the calls by which the host reads a tensor."""
+    reads: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            reads[name] += 1
+            return original(*args, **kwargs)
+
+        return read
+
+    with contextlib.ExitStack() as patched:
+        for name in ("tolist", "item", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+            patched.enter_context(mock.patch.object(torch.Tensor, name, counted(name)))
+        yield reads
+
+
 def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any]) -> dict[str, Any]:
     """Train two steps; count what the optimizer does in the second one."""
-    engine = training.make_engine(training.ds_config(stage, params={"ns_backend": "torch", **params}))
+    engine = training.make_engine(
+        training.ds_config(
+            stage, params={"ns_backend": "torch", "ns_dtype": "bf16", "wire_dtype": "bf16", **params}
+        )
+    )
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    launches, finish = Launches(), OwnedRows.finish
+    launches = Launches()
 
-    def counted_finish(rows: OwnedRows, *args: Any, **kwargs: Any) -> Any:
-        formula = mock.patch.object(type(rows._variant), "finish", launches.formula)
-        with formula:
-            return finish(rows, *args, **kwargs)
+    def scale_rows(*args: Any, **kwargs: Any) -> Any:
+        return launches.formula(*args, **kwargs)
 
     training.run_step(engine, 0, rank, world_size, 1)
     optimizer.stats.reset()
     tokens, targets = training.batch(1, rank)
     engine.backward(engine(tokens, targets))
-    with mock.patch.object(OwnedRows, "finish", counted_finish), counting() as sent, launches:
+    with (
+        mock.patch.object(OwnedRows, "updates", scale_rows),
+        counting_reads() as reads,
+        counting() as sent,
+        launches,
+    ):
         engine.step()
     rows = sum(own[normuon.MOMENTS].numel() for own in optimizer.state.values() if normuon.MOMENTS in own)
     owned = [
@@ -74,6 +112,9 @@ def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any
         "exchanged": (optimizer.stats.exchanges, optimizer.stats.bytes_sent),
         "launches": launches.total,
         "reads": launches.scalar_reads,
+        "read by": reads,
+        "chunks": sum(chunk.gathers for r in optimizer.runners for chunk in r.plan.chunks),
+        "sums": sum(sums.sent_bytes for r in optimizer.runners for sums in r._sums),
         "batches": launches.batches,
         "rows": rows,
         "owned": sum(owned),
@@ -91,7 +132,55 @@ def test_normuon_sends_what_muon_sends(ranks: Any, stage: int, world: int) -> No
             assert own[key] == plain[key], key
         assert 0 <= own["launches"] - plain["launches"] <= own["batches"]
         assert own["rows"] == own["owned"]
-    assert all(own["batches"] for own in rows)
+    assert any(own["batches"] for own in rows)
+    assert all(bool(own["batches"]) == bool(own["owned"]) for own in rows)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "chunk_numel", "chunks"), [(3, 2, 1 << 26, 1), (3, 2, 300, 3), full(3, 4, 1 << 26, 1)]
+)
+def test_hyperball_sends_one_all_reduce_more_for_each_chunk(
+    ranks: Any, stage: int, world: int, chunk_numel: int, chunks: int
+) -> None:
+    """No rank waits for another one, nor the host for the device, to find out whether weights are zero."""
+    muon, hyperball = (
+        ranks(world).run(
+            second_step, stage=stage, params={**params_of(variant), "exchange_chunk_numel": chunk_numel}
+        )
+        for variant in ("muon", "hyperball")
+    )
+    for plain, measured in zip(muon, hyperball, strict=True):
+        calls = Counter(plain["calls"]) + Counter({"all-reduce": measured["chunks"]})
+        assert measured["calls"] == calls and measured["chunks"] >= chunks
+        assert measured["bytes"] - plain["bytes"] == measured["sums"]
+        assert measured["exchanged"][0] - plain["exchanged"][0] == measured["chunks"]
+        assert measured["exchanged"][1] - plain["exchanged"][1] == measured["sums"]
+        assert measured["reads"] == plain["reads"]
+        assert not Counter(measured["read by"]) - Counter(plain["read by"])
+
+
+def step_with_zeros(rank: int, world_size: int, *, stage: int, **config: Any) -> list[str]:
+    """Set the second row block of a matrix to zero before DeepSpeed takes the model; return what two steps raise."""
+    model = build("toy", seed=0)
+    with torch.no_grad():
+        model.get_parameter("blocks.1.up.weight").zero_()
+    engine = training.initialize(model, training.ds_config(stage, params=params_of("hyperball"), **config))
+    before = training.full_masters(engine)
+    raised = []
+    for step in range(2):
+        try:
+            training.run_step(engine, step, rank, world_size, 1)
+        except BindingError as error:
+            raised.append(str(error))
+    training.assert_same_bits({"params": training.full_masters(engine)}, {"params": before}, "params")
+    return raised
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (3, 2), full(2, 4), full(3, 4)])
+def test_zero_weights_are_refused_on_all_ranks(ranks: Any, stage: int, world: int) -> None:
+    """Before the first step, which changes nothing."""
+    for raised in ranks(world).run(step_with_zeros, stage=stage):
+        assert len(raised) == 2 and all("that of blocks.1.up.weight is 0" in text for text in raised)
 
 
 @pytest.mark.parametrize("world", [2, full(4)])

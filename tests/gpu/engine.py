@@ -1,12 +1,13 @@
 """Real engines on one GPU, ZeRO 0 to 3, against the float64 reference.
 
 ``DS_ACCELERATOR=cuda python -m tests.gpu.engine`` runs every case and tells how it went; the status says whether all
-were right. With ``DS_ACCELERATOR=cpu`` it is rehearsed on a CPU.
+were right. Arguments choose cases by name. With ``DS_ACCELERATOR=cpu`` it runs on a CPU.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,9 @@ def main() -> int:
     deepspeed.init_distributed("nccl" if on_gpu else "gloo")
     print(f"deepspeed_muon {deepspeed_muon.__version__}, deepspeed {deepspeed.__version__}")
     wrong = 0
-    for name, settings in CASES:
+    chosen = sys.argv[1:] or [name for name, _ in CASES]
+    for name in chosen:
+        settings = dict(CASES)[name]
         try:
             print(f"ok      {name}: {check(settings)}", flush=True)
         except Exception:  # every case is worth its own line

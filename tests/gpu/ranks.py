@@ -249,6 +249,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[])
     arguments = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = arguments.device
@@ -256,7 +257,7 @@ def main() -> int:
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     dist.init_process_group(arguments.backend)
-    lines = check_all(rank, world_size, device=device)
+    lines = check_all(rank, world_size, device=device, cases=arguments.cases)
     dist.destroy_process_group()
     return 1 if any(line.startswith("FAILED") for line in lines) else 0
 

@@ -1,4 +1,4 @@
-"""Every CUDA kernel on the device at hand, against float64. Run by scripts/gpu_session.py; skipped without a GPU."""
+"""Every CUDA kernel on the device at hand, against float64. Run by `make gpu`; skipped without a GPU."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.step import tensor_parallel as strategy
 from deepspeed_muon.step.check import DistributedIteration, Result, ResultCheck
-from deepspeed_muon.transport.sharded import orthogonalize_sharded
+from deepspeed_muon.step.sharded import orthogonalize_sharded
 from tests.support import tensor_parallel
 from tests.support.comparisons import relative, within
 from tests.support.contract import reference

@@ -19,7 +19,7 @@ from deepspeed.utils.nvtx import instrument_w_nvtx
 import deepspeed_muon
 from deepspeed_muon.engine.hooks import ENGINE_HOOKS, HOOKS
 from deepspeed_muon.engine.patching import Hook
-from deepspeed_muon.engine.zero import stages, views
+from deepspeed_muon.engine.zero import views
 
 
 @pytest.fixture(autouse=True)
@@ -109,15 +109,15 @@ def test_a_deepspeed_with_other_functions_is_refused_before_anything_is_replaced
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("view", stages._READ, ids=lambda view: view.__name__)
+@pytest.mark.parametrize("view", views._READ, ids=lambda view: view.__name__)
 def test_all_that_a_view_reads_is_looked_for(view: type[views.View]) -> None:
     """What is missing in the table would be missed in the middle of a training."""
     read = (
-        {"overflow"} if view in (stages.Zero12View, stages.Zero3View, views.HalfView) else set()
+        {"overflow"} if view in (views.Zero12View, views.Zero3View, views.HalfView) else set()
     )  # by the hooks
     for kind in view.__mro__[:-1]:
         nodes = ast.walk(ast.parse(inspect.getsource(kind)))
         uses = [each for each in nodes if isinstance(each, ast.Attribute)]
         read |= {each.attr for each in uses if ast.unparse(each.value) in ("wrapper", "self.wrapper")}
-    optional = {"optimizer", "_wait_for_offload_copies", *stages._READ_WITH_OFFLOAD}
-    assert set(stages._READ[view]) == read - optional
+    optional = {"optimizer", "_wait_for_offload_copies", *views._READ_WITH_OFFLOAD}
+    assert set(views._READ[view]) == read - optional

@@ -49,7 +49,7 @@ def test_a_gpu_names_the_kernels_that_it_runs(monkeypatch: pytest.MonkeyPatch, w
         flat_passes_missing=lambda: "no code for this device",
     )
     found = report._gpu(operators)
-    assert found["sym_gemm"] == ("sm90 in squares of 256 too" if wide else "sm90")
+    assert found["sym_gemm"] == ("sm90 also in tiles of 256 x 256" if wide else "sm90")
     assert found["flat passes"] == "no code for this device"
     assert "it hangs" in found["tested before first use"]
     assert "sym_gemm" not in report._gpu(None)

@@ -21,8 +21,8 @@ def told(rank: int, world_size: int, *, grid: bool, most: int) -> Any:
         groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
         own = Ranks.of([group for ranks, group in groups.items() if rank in ranks])
     collected = own.collect(ITEMS[rank], most=most, purpose="test")
-    numbers = [own.reduce([float(rank), -0.5], how, purpose="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
-    result = [own.position, collected, numbers, own.reduce([1, rank], "sum", purpose="test")]
+    numbers = [own.all_reduce([float(rank), -0.5], how, purpose="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
+    result = [own.position, collected, numbers, own.all_reduce([1, rank], "sum", purpose="test")]
     if grid:
         for group in groups.values():
             if dist.get_rank(group) >= 0:
@@ -42,7 +42,7 @@ def test_items_numbers_and_sums(ranks: Any, grid: bool, most: int) -> None:
 def test_a_single_rank() -> None:
     alone = Ranks()
     assert alone.collect(["a", "b"], most=1, purpose="test") == [(0, "a")]
-    assert alone.reduce([2.0], "max", purpose="test") == [2.0] and alone.reduce(
+    assert alone.all_reduce([2.0], "max", purpose="test") == [2.0] and alone.all_reduce(
         [3], "sum", purpose="test"
     ) == [3]
 

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import flat_placement
-from deepspeed_muon.transport.row_state import OwnedRows
+from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.normuon import MOMENTS
 
@@ -27,7 +27,7 @@ def test_wrong_blocks_keep_their_rows(adjacent: bool) -> None:
     vector, blocks = before.clone(), [(0, 0), (1, 0)]
     rows = two_matrices(vector, adjacent=adjacent)
     results = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
-    _, new = rows.finish(blocks, results)
+    _, new = rows.updates(blocks, results, torch.float32)
     assert torch.equal(vector, before), "nothing is stored before the result was checked"
     rows.write(blocks, new, torch.tensor([True, False]))
     stored = rows.rows[MOMENTS]
@@ -41,7 +41,7 @@ def test_wrong_blocks_keep_their_rows(adjacent: bool) -> None:
 def test_blocks_may_begin_anew() -> None:
     rows = two_matrices(torch.full((10,), 7.0), adjacent=True)
     results = torch.ones(1, 4, 3)
-    _, new = rows.finish([(1, 0)], results, anew=True)
+    _, new = rows.updates([(1, 0)], results, torch.float32, anew=True)
     assert torch.equal(new[MOMENTS], torch.full((1, 4), 1 - BETA2))
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
-from deepspeed_muon.plan.layout import MatrixLayout, rectangles_of
+from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.reference import ReferenceMuon
+from deepspeed_muon.step.block_sums import rectangles_of
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.hyperball import apply
 from tests.support.comparisons import close, relative, within
@@ -44,17 +45,20 @@ def test_rectangles_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple
 
 
 def test_sums_give_the_factors_of_the_formula() -> None:
-    """Also where the update is zero, and where the weights are."""
+    """Also where the update is zero, where the weights are, and where the step would make them zero."""
     generator = torch.Generator().manual_seed(3)
-    weights, updates = torch.randn(2, 4, 4, 5, generator=generator, dtype=torch.float64)
+    weights, updates = torch.randn(2, 6, 4, 5, generator=generator, dtype=torch.float64)
     updates[1] = 0
     weights[3] = 0
+    updates[4] = 7 * weights[4]
+    weights[5], updates[5] = 0, 0
+    weights[5, 0, 0], updates[5, 0, 0] = 2, 1
     sums = tuple((a * b).sum((1, 2)) for a, b in ((weights, weights), (weights, updates), (updates, updates)))
-    rates = torch.tensor([0.1, 0.1, 0.3, 0.1], dtype=torch.float64)
+    rates = torch.tensor([0.1, 0.1, 0.3, 0.1, 1.0, 1.0], dtype=torch.float64)
     keep, move = apply(sums, rates)  # type: ignore[arg-type]
-    for unmoved in (1, 3):
+    for unmoved in (1, 3, 4, 5):
         assert (keep[unmoved], move[unmoved]) == (1, 0)
-    for i in (0, 2):
+    for i in (0, 2, 3, 5):
         reference = ReferenceMuon({}, variant="hyperball", muon_lr=float(rates[i]))
         with mock.patch("deepspeed_muon.reference.newton_schulz", return_value=updates[i]):
             expected = weights[i] - rates[i] * reference.update_of(weights[i], updates[i])
@@ -158,14 +162,19 @@ def test_state_of_other_variants_is_dropped() -> None:
 
 
 def test_weights_of_zero_are_refused() -> None:
-    """At the end of the step that met them; a matrix without a gradient is not asked for."""
+    """Before the first step; zeros that are written later stay, and nobody is asked again."""
     model = model_of(0.0)
     optimizer = Muon(model, **SETTINGS)
-    check_that_a_zero_gradient_changes_nothing(model, optimizer)
-    with pytest.raises(
-        BindingError, match=r"'hyperball' keeps the norm .* layer\.weight is 0 in some block, .*exclude"
-    ):
-        train(model, optimizer, 1)
+    for _ in range(2):
+        with pytest.raises(
+            BindingError, match=r"'hyperball' keeps the norm .* layer\.weight is 0 in some block, .*exclude"
+        ):
+            train(model, optimizer, 1)
+    assert not model.layer.weight.any() and not optimizer.state
+    nn.init.ones_(model.layer.weight)
+    train(model, optimizer, 1)
+    nn.init.zeros_(model.layer.weight)
+    train(model, optimizer, 1)
     assert not model.layer.weight.any()
 
 

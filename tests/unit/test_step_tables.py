@@ -139,7 +139,7 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     step = step_of(momentum, grad, rates_of(3, momentum=0.0), active=active, param=param)
     directions = torch.zeros(96)
     pack(table, step, directions, torch.empty(0))
-    apply(step.active_rows(table.pack_table), step, [directions])
+    apply(step.active_fragments(table.pack_table), step, [directions])
     for each, changed in ((momentum, 1.0), (param, 0.0)):
         assert (each[:32] == changed).all() and (each[64:] == changed).all()
         assert (each[32:64] == 1.0 - changed).all()

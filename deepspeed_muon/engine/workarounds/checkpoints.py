@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.stages import Zero12View
+from deepspeed_muon.engine.zero.views import Zero12View
 
 
 def load_weights(

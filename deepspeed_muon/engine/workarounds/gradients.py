@@ -30,8 +30,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.stages import Zero3View, Zero12View
-from deepspeed_muon.engine.zero.views import View
+from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View
 
 
 def partition_grads(

@@ -29,8 +29,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.stages import ZeroView
-from deepspeed_muon.engine.zero.views import HalfView, View
+from deepspeed_muon.engine.zero.views import HalfView, View, ZeroView
 
 
 def lower_scale(original: Original, view: View, *args: object, **kwargs: object) -> None:

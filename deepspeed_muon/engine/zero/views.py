@@ -1,23 +1,46 @@
-"""What the wrappers of all ZeRO stages have in common; those of ZeRO 0, and ``BF16_Optimizer``."""
+"""The only module that reads and writes attributes of the wrappers that DeepSpeed puts around an optimizer.
+
+Every class of wrapper has a view, which calls the same thing by the same name. A view refers to its wrapper strongly:
+make one with :func:`view_of` where it is needed, and do not keep it.
+
+| ZeRO | wrapper | view | its partitions |
+|---|---|---|---|
+| 0, fp32 | none | ``PlainView`` | all parameters, whole on every rank |
+| 0, half precision | ``FP16_UnfusedOptimizer`` | ``HalfView`` | whole fp32 copies of all parameters |
+| 1 with fp32 gradients of bf16 weights | ``BF16_Optimizer`` | ``Bf16View`` | as at stages 1 and 2 |
+| 1, 2 | ``DeepSpeedZeroOptimizer`` | ``Zero12View`` | for each param group, one of equal slices of its flat buffer |
+| 3 | ``DeepSpeedZeroOptimizer_Stage3`` | ``Zero3View`` | for each sub-group, the shards of its parameters |
+
+The names of the methods that are replaced are also in :mod:`deepspeed_muon.engine.hooks`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.errors import BindingError
+from deepspeed_muon.errors import BindingError, ConfigError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import Placement, flat_placement, replicated_placement
+from deepspeed_muon.plan.placement import Placement, flat_placement, replicated_placement, sharded_placement
 from deepspeed_muon.routing.shapes import true_shape
+from deepspeed_muon.step.state import STATE_TENSORS
 
 # Elements of the weights that the ranks gather at once after a restore.
 _GATHERED = 1 << 18
@@ -105,6 +128,10 @@ class View:
         """Return the number of the param group of every partition."""
         groups = self.optimizer.param_groups
         return [number for number, group in enumerate(groups) for _ in group["params"]]
+
+    def swapped_weights(self) -> dict[int, Tensor]:
+        """Return this rank's weights of the forward pass, flat, of the partitions whose masters are on NVMe."""
+        return {}
 
     def refresh_weights(self) -> None:
         """Round the masters into the weights of the forward pass. Must be called by all ranks."""
@@ -232,3 +259,430 @@ class Bf16View(FlatView):
     def count_all_gradients(self) -> None:
         """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
         self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
+
+
+class ZeroView(View):
+    """ZeRO 1, 2 or 3: gradients are reduced into partitions."""
+
+    is_one_call = False
+
+    @property
+    def in_last_micro_step(self) -> bool:
+        """Whether the last micro-step of an accumulation is running."""
+        boundary = self.wrapper.is_gradient_accumulation_boundary  # an attribute in DeepSpeed 0.19.2
+        return bool(boundary() if callable(boundary) else boundary)
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The data-parallel ranks of everything that is no expert."""
+        return self.wrapper.dp_process_group
+
+    def wait_for_copies(self) -> None:
+        """Wait for copies of gradients to the CPU."""
+        if hasattr(self.wrapper, "_wait_for_offload_copies"):  # DeepSpeed 0.19.2 copies at once
+            self.wrapper._wait_for_offload_copies()
+
+    def gradients(self) -> dict[int, list[Tensor]]:
+        """Return this rank's gradient of each partition that has one, as flat tensors that follow each other."""
+        self.wait_for_copies()
+        gradients = {index: self.gradient(index) for index in range(len(self.masters))}
+        return {index: tensors for index, tensors in gradients.items() if tensors}
+
+    def gradient(self, index: int) -> list[Tensor]:
+        """Return this rank's gradient of a partition as in :meth:`gradients`, an empty list if it has none."""
+        stored = self.masters[index].grad if self.offloads else self.wrapper.averaged_gradients.get(index)
+        tensors = [stored] if isinstance(stored, Tensor) else stored or []
+        # A view costs as much as all else that is done for a small parameter.
+        return [
+            tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
+            for tensor in tensors
+        ]
+
+    def norms(self) -> list[Tensor]:
+        """Return the norms that ``step`` computes; with offload they are on the CPU. Must be called by all ranks."""
+        if self.offloads or not getattr(self.wrapper, "compute_grad_norm", True):  # 0.19.2 has no choice
+            return []
+        return self.norms_on_device()
+
+    def norms_on_device(self) -> list[Tensor]:
+        """Let DeepSpeed compute them; they are one number at ZeRO 1 and 2, and one for each sub-group at ZeRO 3."""
+        raise NotImplementedError
+
+    def is_true_of_any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any model-parallel rank, all of which must call this.
+
+        Without others nothing waits for the device.
+        """
+        group = self.wrapper.model_parallel_group
+        if group is None or dist.get_world_size(group) == 1:
+            return flag
+        reduced = torch.tensor([flag], dtype=torch.uint8, device=self.optimizer.exchange_buffers.device)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+        return bool(reduced.item())
+
+    @contextlib.contextmanager
+    def in_micro_step(self, *, first: bool) -> Iterator[None]:
+        """Let DeepSpeed copy gradients as in the first micro-step, or add them as in later ones."""
+        number = self.wrapper.micro_step_id
+        self.wrapper.micro_step_id = 0 if first else max(1, number)
+        try:
+            yield
+        finally:
+            self.wrapper.micro_step_id = number
+
+    def holds_sums(self) -> bool:
+        """Return whether gradients of earlier micro-steps are where ``zero_grad`` does not reach them."""
+        return False
+
+    def is_undelivered(self, param: Tensor) -> bool:
+        """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
+        return self.wrapper.get_param_id(param) not in self.wrapper.norm_for_param_grads
+
+    def fill_up(self) -> None:
+        """Give what was not reduced in this step a gradient of zero, also in the gradients of offloaded masters."""
+        raise NotImplementedError
+
+    def forget_gradients(self) -> None:
+        """Forget what was reduced, and what remains of a step that overflowed or raised."""
+        self.memory.reduced.clear()
+        if self.offloads:
+            # Also the record of what has reached the gradients of the masters.
+            self.wrapper.reset_cpu_buffers()
+
+    def dynamic_scaler(self) -> Any:
+        return self.wrapper.loss_scaler if self.wrapper.dynamic_loss_scale else None
+
+    def replace_grad_scaler(self, *, autocast: bool) -> None:
+        """Let a dynamic loss scale with the same start, growth and backoff take the place of a ``GradScaler``.
+
+        Args:
+            autocast: Whether the engine uses ``torch_autocast``. Otherwise the scaler is left over from another engine
+                of the process, and the loss scale stays the engine's own.
+        """
+        scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
+        if scaler is None or not autocast:
+            return
+        self.wrapper.dynamic_loss_scale = True
+        self.wrapper.loss_scaler = DynamicLossScaler(
+            init_scale=scaler.get_scale(),
+            scale_window=scaler.get_growth_interval(),
+            min_scale=1.0,
+            delayed_shift=1,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=torch.float16,
+        )
+
+
+class Zero12View(FlatView, ZeroView):
+    """ZeRO 1 and 2."""
+
+    def __init__(self, wrapper: DeepSpeedZeroOptimizer) -> None:
+        super().__init__(wrapper, wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups)
+        self.flats, self.cut_flats = wrapper.bit16_groups_flat, wrapper.parallel_partitioned_bit16_groups
+        self.offloads = self.keeps_gradients = bool(wrapper.cpu_offload)
+
+    def norms_on_device(self) -> list[Tensor]:
+        return [type(self.wrapper).scaled_global_norm(self.wrapper)]
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        # fp32 sums of gradients in half precision.
+        self.wrapper.averaged_gradients = dict.fromkeys(self.wrapper.averaged_gradients)
+
+    def prepare(self) -> None:
+        # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
+        self.wrapper.check_grad_overflow = True
+
+    def holds_sums(self) -> bool:
+        return any(grads is not None for grads in self.wrapper.all_grad_tensors.values())
+
+    def begin_backward(self) -> None:
+        """Separate a backward pass from the last one: DeepSpeed does so in forward passes only."""
+        if self.is_later_phase:
+            self.wrapper.clear_backward_seen_flag()
+
+    @property
+    def is_later_phase(self) -> bool:
+        """Whether the running backward pass has several phases, and one has ended (reentrant checkpointing).
+
+        The next phase ends with the gradients of the full pass.
+        """
+        return bool(self.wrapper._epilogue_ran_this_backward)
+
+    def finished_gradients(self) -> dict[int, Any]:
+        """Return the gradients of each partition that earlier backward passes left for the step."""
+        return {index: grads for index, grads in self.wrapper.averaged_gradients.items() if grads is not None}
+
+    def add_gradients(self, earlier: Mapping[int, Any]) -> None:
+        """Add what :meth:`finished_gradients` returned before the backward pass, or the phase of it, that has ended."""
+        for index, earlier_grads in earlier.items():
+            grads = self.wrapper.averaged_gradients[index]
+            # Gradients that are accumulated in fp32 have a buffer, which has the sum already.
+            for grad, earlier_grad in (
+                zip(grads, earlier_grads, strict=True) if grads is not earlier_grads else ()
+            ):
+                grad.add_(earlier_grad)
+
+    def delivered(self, param: Tensor) -> Tensor | None:
+        """Return the sum of an offloaded parameter's gradients in this rank's gradient of its master.
+
+        ``None`` before a backward pass has written it, and where DeepSpeed's own buffer has the sum.
+        """
+        wrapper = self.wrapper
+        # Of 0.19.8 and later.
+        has_buffer = getattr(wrapper, "_use_compact_grad_partition_buffer", lambda group: False)
+        if self.is_undelivered(param):
+            return None
+        group, _, offset, numel = wrapper.grad_position[wrapper.get_param_id(param)]
+        if has_buffer(group):
+            return None
+        self.wait_for_copies()
+        grad: Tensor = self.masters[group].grad
+        return grad.view(-1).narrow(0, int(offset), int(numel))
+
+    def add_delivered(self, param: Tensor, delivered: Tensor, earlier: Tensor) -> None:
+        """Add earlier gradients to what :meth:`delivered` returned, and correct the norm that DeepSpeed keeps of it."""
+        self.wait_for_copies()
+        delivered.add_(earlier)
+        norms, number = self.wrapper.norm_for_param_grads, self.wrapper.get_param_id(param)
+        norms[number] = delivered.to(norms[number]).norm(2)
+
+    @property
+    def reduces_every_backward(self) -> bool:
+        """Whether gradients are reduced and divided after every micro-step (stage 2), not after the last one."""
+        return bool(self.wrapper.partition_gradients)
+
+    @property
+    def reduces_last_only(self) -> bool:
+        """Whether only gradients that the last micro-step adds to are reduced (stage 1 with ``overlap_comm``)."""
+        return bool(self.wrapper.overlap_comm) and not self.reduces_every_backward
+
+    def has_gradient(self, param: Tensor) -> bool:
+        """Return whether a parameter has a gradient that can be reduced."""
+        return self.wrapper.get_gradient_for_reduction(param) is not None
+
+    def fill_up(self) -> None:
+        # With ignore_unused_parameters false DeepSpeed itself reports parameters that have no gradient.
+        reduced, ignores_unused = self.memory.reduced, self.wrapper.ignore_unused_parameters
+        for param in chain(*self.wrapper.params_in_partition) if self.in_last_micro_step else ():
+            if (ignores_unused or id(param) in reduced) and self.is_undelivered(param):
+                self.zero_gradient(param)
+                self.wrapper.copy_grads_in_partition(param)
+                setattr(param, "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad", None)
+
+    def zero_gradient(self, param: Any) -> None:
+        """Give a parameter a gradient of zero, where DeepSpeed looks for it."""
+        if self.wrapper.use_grad_accum_attribute:
+            param.grad_accum = torch.zeros_like(param, dtype=self.wrapper.gradient_accumulation_dtype)
+        else:
+            param.grad = torch.zeros_like(param)
+
+    def reduce(self, param: Tensor, group_number: int) -> None:
+        """Reduce a gradient that DeepSpeed does not reduce by itself."""
+        self.wrapper.reduce_independent_p_g_buckets_and_remove_grads(param, group_number)
+
+
+class Zero3View(ZeroView):
+    """ZeRO 3: every parameter is divided over the ranks, in partitions of several parameters (sub-groups)."""
+
+    keeps_gradients = True
+
+    def __init__(self, wrapper: DeepSpeedZeroOptimizer_Stage3) -> None:
+        super().__init__(wrapper, wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat)
+        self.offloads = bool(wrapper.offload_optimizer)
+        self.swapper = wrapper.optimizer_swapper
+        self.swap_folder = None if self.swapper is None else Path(self.swapper.swap_folder)
+
+    def prepare(self) -> None:
+        if self.swapper is not None:
+            # DeepSpeed would swap rows of variants with the length of the partition, and a bf16 momentum as fp32. After
+            # a load it would swap no state at all.
+            self.swapper.swap_out_gradients = lambda *_, **__: None
+            self.swapper._get_state_tensors = functools.partial(_state_to_swap, self.optimizer)
+
+    def release(self, index: int) -> None:
+        """Let master and state of a sub-group that was swapped out refer to no buffer of the swapper."""
+        master: Any = self.masters[index]
+        self.swapper.swap_params_info[master.ds_id].release_memory()
+
+    def master_files(self) -> set[str]:
+        """Return the names of the swap files with masters."""
+        return {Path(info.tensors[0].swap_path).name for info in self.swapper.swap_params_info.values()}
+
+    def is_swapped(self, index: int) -> bool:
+        """Return whether master and state of a sub-group are on NVMe between steps; small ones are not."""
+        return bool(self.wrapper._swappable_optimizer_subgroup(index))
+
+    def swapped_weights(self) -> dict[int, Tensor]:
+        weights = self.wrapper.fp16_partitioned_groups_flat
+        return {index: weights[index] for index in range(len(self.masters)) if self.is_swapped(index)}
+
+    def gradient(self, index: int) -> list[Tensor]:
+        # One tensor, however many parameters there are. The masters of swapped sub-groups have theirs in the step only.
+        if self.is_swapped(index) or (not self.offloads and self.wrapper.averaged_gradients.get(index)):
+            return [self.accumulated(index)]
+        return super().gradient(index)
+
+    def accumulated(self, index: int) -> Tensor:
+        """Return the gradient of a sub-group in the buffer that gradients are accumulated in, one after the other."""
+        numels = self.wrapper.fp16_partitioned_groups_flat_numel
+        gradient: Tensor = self.wrapper.grad_partitions_flat_buffer.narrow(
+            0, sum(numels[:index]), numels[index]
+        )
+        return gradient
+
+    def norms_on_device(self) -> list[Tensor]:
+        return list(type(self.wrapper)._get_norm_groups(self.wrapper))
+
+    def look_for_overflow(self) -> None:
+        """Set ``overflow`` of the wrapper. Must be called by all ranks."""
+        self.wrapper.check_overflow()
+
+    def group(self, index: int) -> dist.ProcessGroup | None:
+        # Up to 0.19.2 one process group divides all sub-groups.
+        of_sub_group = getattr(self.wrapper, "_get_sub_group_process_group", None)
+        group: dist.ProcessGroup = of_sub_group(index) if of_sub_group else self.data_parallel_group
+        return group
+
+    def placements(self, index: int, ranks: int) -> Iterator[tuple[Tensor, Placement]]:
+        offset = 0
+        params: Any = self.params[index]  # with the attributes that ZeRO 3 gives them
+        for param in params:
+            if param.ds_numel:
+                yield param, sharded_placement(offset, param.ds_numel, param.partition_numel())
+            offset += param.partition_numel()
+
+    def group_numbers(self) -> list[int]:
+        return [int(self.wrapper.sub_group_to_group_id[index]) for index in range(len(self.params))]
+
+    def refresh_weights(self) -> None:
+        # Persistent parameters are divided meanwhile, and gathered again afterwards.
+        self.wrapper.checkpoint_event_prologue()
+        for index, master in enumerate(self.masters):
+            weights = self.wrapper.fp16_partitioned_groups_flat[index]
+            if master.numel() and weights is not None:
+                weights.data.copy_(master.data)
+                self.wrapper._unflatten_partitioned_parameters(index)
+        self.end_of_load()
+
+    def end_of_load(self) -> None:
+        self.wrapper.checkpoint_event_epilogue()
+
+    @property
+    def module(self) -> Any:
+        """The model."""
+        return self.wrapper.parameter_offload.module
+
+    def fill_up(self) -> None:
+        reduced, delivers = self.memory.reduced, self.offloads and self.in_last_micro_step
+        params = [
+            param
+            for param in chain(*self.params)
+            if id(param) not in reduced or (delivers and self.is_undelivered(param))
+        ]
+        if not params:
+            return
+        accelerator, stream = get_accelerator(), self.wrapper.reduce_and_partition_stream
+        device, dtype = accelerator.current_device_name(), self.wrapper.gradient_accumulation_dtype
+        with accelerator.stream(stream):  # on which DeepSpeed reduces, and looks for infinities
+            numels = [param.partition_numel() for param in params]  # type: ignore[attr-defined]
+            zeros = [torch.zeros(numel, dtype=dtype, device=device) for numel in numels]
+            self.wrapper.partition_grads(params, zeros)
+        if not accelerator.resolves_data_dependency():
+            stream.synchronize()
+
+
+def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
+    """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
+
+    Everything else stays in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
+    compared: between two steps all that is swapped is empty. A load makes another dict of all states.
+    """
+    state = optimizer.state.get(master, {})
+    swapped = {key: state[key] for key in STATE_TENSORS if key in state and state[key].dtype == master.dtype}
+    for key, tensor in swapped.items():
+        tensor.ds_id = f"{key}-{master.ds_id}"  # the name of its file
+    return list(swapped.values())
+
+
+WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
+    DeepSpeedZeroOptimizer_Stage3: Zero3View,
+    DeepSpeedZeroOptimizer: Zero12View,
+    BF16_Optimizer: Bf16View,
+    FP16_UnfusedOptimizer: HalfView,
+}
+
+
+_READ_OF_ZERO = (
+    "averaged_gradients", "dp_process_group", "dynamic_loss_scale", "get_param_id", "gradient_accumulation_dtype",
+    "is_gradient_accumulation_boundary", "loss_scaler", "micro_step_id", "model_parallel_group", "overflow",
+    "reset_cpu_buffers", "torch_autocast_gradscaler",
+)  # fmt: skip
+_READ_OF_FLAT = ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state", "_link_all_hp_params")
+_READ_WITH_OFFLOAD = ("grad_position", "norm_for_param_grads")
+
+# What each view reads or calls of its wrapper.
+_READ: dict[type[View], tuple[str, ...]] = {
+    PlainView: (),
+    HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
+    Bf16View: (
+        *_READ_OF_FLAT,
+        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clear_lp_grads", "clip_grad",
+        "fp32_groups_flat_partition", "fp32_groups_has_gradients", "real_dp_process_group",
+    ),
+    Zero12View: (
+        *_READ_OF_FLAT, *_READ_OF_ZERO,
+        "_epilogue_ran_this_backward", "all_grad_tensors", "bit16_groups", "bit16_groups_flat",
+        "check_grad_overflow", "clear_backward_seen_flag", "clip_grad", "copy_grads_in_partition", "cpu_offload",
+        "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm", "parallel_partitioned_bit16_groups",
+        "params_in_partition", "partition_gradients", "real_dp_process_group",
+        "reduce_independent_p_g_buckets_and_remove_grads", "single_partition_of_fp32_groups",
+        "use_grad_accum_attribute",
+    ),
+    Zero3View: (
+        *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters", "check_overflow",
+        "checkpoint_event_epilogue", "checkpoint_event_prologue", "fp16_groups", "fp16_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
+        "offload_optimizer", "optimizer_swapper", "parameter_offload", "partition_grads", "reduce_and_partition_stream",
+        "sub_group_to_group_id",
+    ),
+}  # fmt: skip
+
+
+def view_of(wrapper: DeepSpeedOptimizer) -> View:
+    """Return the view of what an engine has as its ``optimizer``.
+
+    Raises:
+        ConfigError: If it is of an unknown class.
+    """
+    if isinstance(wrapper, Muon):
+        return PlainView(wrapper)
+    if type(wrapper) not in WRAPPERS:  # a subclass may keep everything elsewhere
+        names = ", ".join(wrapper_class.__name__ for wrapper_class in WRAPPERS)
+        raise ConfigError(
+            f"DeepSpeed wrapped the optimizer in {type(wrapper).__name__}, which deepspeed_muon does not know. Known "
+            f"are {names}: remove the key of zero_optimization that asks for another one"
+        )
+    return WRAPPERS[type(wrapper)](wrapper)
+
+
+def require_attributes(wrapper: DeepSpeedOptimizer) -> None:
+    """Look for all that the view of a wrapper reads, before anything is read.
+
+    Args:
+        wrapper: What an engine has as its ``optimizer``.
+
+    Raises:
+        ConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the message has
+            all of them.
+    """
+    kind = WRAPPERS.get(type(wrapper), PlainView)
+    missing = [name for name in _READ[kind] if not hasattr(wrapper, name)]
+    if not missing and view_of(wrapper).offloads:
+        missing = [name for name in _READ_WITH_OFFLOAD if not hasattr(wrapper, name)]
+    if missing:
+        raise ConfigError(
+            f"{type(wrapper).__name__} of this DeepSpeed has no {', '.join(missing)}, where deepspeed_muon looks for "
+            f"weights, gradients and scales. Install a DeepSpeed that docs/usage.md lists, or a newer deepspeed_muon"
+        )

@@ -19,14 +19,14 @@ from deepspeed_muon.plan.chunks import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.transport.all_to_all import StepContext
-from deepspeed_muon.transport.ranks import reduce_tensor
-from deepspeed_muon.variants.variant import Sums, Variant
+from deepspeed_muon.transport.ranks import all_reduce_tensor
+from deepspeed_muon.variants.variant import ShardedSums, Variant
 
 ROW_BYTES = torch.float32.itemsize
 """Bytes of the number that belongs to a row, in the dtype of the arithmetic and of the broadcast."""
 
 
-def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
+def sharded_sums(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> ShardedSums:
     """Return the sums over rows and over a matrix, across the ranks that shard it.
 
     Args:
@@ -35,13 +35,13 @@ def sums_of(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Sums:
             matrices.
     """
     if group is None or not matrix.is_sharded:
-        return Sums()
+        return ShardedSums()
     assert matrix.shards is not None
 
-    add_up = functools.partial(reduce_tensor, group=group, purpose="sums of rows")
+    add_up = functools.partial(all_reduce_tensor, group=group, purpose="sums of rows")
     if matrix.shards_outputs:
-        return Sums(add_rows=add_up)
-    return Sums(cols=sum(matrix.shards.sizes), add_columns=add_up)
+        return ShardedSums(add_rows=add_up)
+    return ShardedSums(cols=sum(matrix.shards.sizes), add_columns=add_up)
 
 
 def before_iteration(
@@ -55,12 +55,12 @@ def before_iteration(
         variant: The variant.
         directions: Of blocks that are stored and sharded as those of ``matrix`` are.
         matrix: One of their matrices.
-        group: As for :func:`sums_of`.
+        group: As for :func:`sharded_sums`.
     """
     if variant.before_iteration is None:
         return directions
     oriented = directions.mT if matrix.transposed else directions
-    changed = variant.before_iteration(oriented, sums_of(matrix, group))
+    changed = variant.before_iteration(oriented, sharded_sums(matrix, group))
     return changed.mT if matrix.transposed else changed
 
 
@@ -78,7 +78,7 @@ class RowStorage:
         Args:
             plan: The exchange plan.
             fragments: Of its matrices.
-            context: Of the step set; its variant has ``finish``.
+            context: Of the step set; its variant has ``row_factors``.
         """
         self.fragments = fragments
         self.counts = {matrix.partition: 0 for matrix in plan.matrices}
@@ -117,7 +117,7 @@ class RowStorage:
 
 
 class OwnedRows:
-    """A variant's ``finish`` with the row state of the matrices, or shards of matrices, that this rank owns.
+    """A variant's ``row_factors`` with the row state of the matrices, or shards of matrices, that this rank owns.
 
     Attributes:
         rows: Key of the state and index of the matrix to one number for each row, one-dimensional fp32.
@@ -136,10 +136,10 @@ class OwnedRows:
 
         Args:
             matrices: Of the exchange plan.
-            variant: One with ``finish``.
+            variant: One with ``row_factors``.
             settings: As :attr:`.Rates.settings`.
             rows: See the class. Mutated by :meth:`write`.
-            group: As for :func:`sums_of`.
+            group: As for :func:`sharded_sums`.
         """
         self.rows = rows
         self._matrices = matrices
@@ -151,22 +151,23 @@ class OwnedRows:
         """Return the same for matrices whose shards were gathered on this rank."""
         return OwnedRows(self._matrices, self._variant, self._settings, rows, group=None)
 
-    def finish(
-        self, blocks: Sequence[tuple[int, int]], results: Tensor, *, anew: bool = False
+    def updates(
+        self, blocks: Sequence[tuple[int, int]], results: Tensor, dtype: torch.dtype, *, anew: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Turn orthogonalised blocks into updates; the stored state does not change.
+        """Scale the rows of orthogonalised blocks; the stored state does not change.
 
         For shards of matrices it must be called by all ranks of the tensor-parallel group.
 
         Args:
             blocks: The block of each result: index of the matrix and number of the block. All are transposed, or none.
             results: ``(blocks, rows, cols)``.
+            dtype: Of the updates; the product is rounded once.
             anew: Begin with the state of a first step.
 
         Returns:
             The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)`` for each key.
         """
-        assert self._variant.finish is not None
+        assert self._variant.row_factors is not None
         state = self.stored(blocks)
         if anew:
             state = {
@@ -180,7 +181,11 @@ class OwnedRows:
         }
         first = self._matrices[blocks[0][0]]
         oriented = results.mT if first.transposed else results
-        updates, state = self._variant.finish(oriented, state, settings, sums_of(first, self._group))
+        factors, state = self._variant.row_factors(
+            oriented, state, settings, sharded_sums(first, self._group)
+        )
+        updates = torch.empty_like(oriented, dtype=dtype)
+        torch.mul(oriented, factors.unsqueeze(-1), out=updates)
         return updates.mT if first.transposed else updates, state
 
     def stored(self, blocks: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
@@ -199,7 +204,7 @@ class OwnedRows:
 
         Args:
             blocks: The blocks.
-            state: From :meth:`finish`.
+            state: From :meth:`updates`.
             wrong: Blocks that keep their stored state, ``(blocks,)`` bool on the device; ``None`` for none.
         """
         for key, new in state.items():

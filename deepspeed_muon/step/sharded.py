@@ -22,7 +22,7 @@ from deepspeed_muon.math.coefficients import SMALLEST_NORM
 from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.all_to_all import exchange_tensors
-from deepspeed_muon.transport.ranks import Ranks, gather_tensors
+from deepspeed_muon.transport.ranks import Ranks, all_gather_tensor
 
 
 def orthogonalize_sharded(
@@ -109,7 +109,7 @@ def _checked(
             facts.record("matrices", x.shape[:-2].numel())
             facts.record("length of the other side", x.shape[-3 - dim])
             facts.record("settings", settings)
-        lengths = ranks.gather(x.shape[dim], purpose="comparison of shards")
+        lengths = ranks.all_gather(x.shape[dim], purpose="comparison of shards")
         return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
     dim, rank, count = _matrix_dim(x, shard_dim), dist.get_rank(group), dist.get_world_size(group)
     if len(shard_sizes) != count or shard_sizes[rank] != x.shape[dim]:
@@ -142,7 +142,7 @@ def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Te
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
-    gathered = gather_tensors(norms, group, purpose="norms of sharded matrices")
+    gathered = all_gather_tensor(norms, group, purpose="norms of sharded matrices")
     norm: Tensor = torch.linalg.vector_norm(gathered, dim=0).clamp_(min=SMALLEST_NORM)
     return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
 

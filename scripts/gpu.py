@@ -1,0 +1,686 @@
+#!/usr/bin/env python3
+"""Checks, times and trains on this machine's GPU, and writes one page about it; ``make gpu`` runs it.
+
+    make gpu                          # all parts, in the order of the list below; again: what is not "ok" yet
+    make gpu PARTS="check time"       # some parts
+    make gpu DRY_RUN=1                # all parts on a CPU, with tiny shapes, to the page
+
+    check     the kernels, the optimizer and several ranks against float64
+    time      TFLOP/s and GB/s of the kernels, and milliseconds of the iteration and of a step, beside the peers
+    train     losses and milliseconds of whole steps beside FusedAdam and DeepSpeed's Muon
+    sanitize  memcheck and racecheck of every kernel
+
+It needs Linux, an NVIDIA GPU (80 GB for the 1.3B model) and a CUDA build of torch; without nvcc or compute-sanitizer
+(pip has both) the steps that need them are left out. Every step is a process, so a step that fails, takes too long or
+leaves the GPU in a bad state does not affect the next one. No setting of the card is changed. The results are
+``gpu-CARD-DATE.md`` and ``.json`` in ``--out``, beside the log of every step.
+
+Where a GPU is available for some minutes at a time, ``--limit 560`` ends a call after that many seconds, and the next
+call continues from the files in ``--out``, which are less than 64 MiB. A machine without a network takes the packages
+from a folder; nothing is installed into its interpreter:
+
+    python scripts/gpu.py wheels FOLDER --python 3.12 --mib 64       # where packages can be downloaded
+    python scripts/gpu.py check --wheels FOLDER [FOLDER ...]         # on the machine with the GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = Path(tempfile.gettempdir()) / "deepspeed_muon_gpu"
+"""Builds and unpacked wheels."""
+OUT = ROOT / "runs" / "gpu"
+PARTS = ("check", "time", "train", "sanitize")
+LOG_BYTES = 512 << 10
+"""Of the log of a step, of which beginning and end are stored."""
+
+WHEELS = [
+    "deepspeed==0.19.8",
+    "hjson",
+    "annotated-types",
+    "typing-inspection",
+    # pydantic needs one very version of its core.
+    "pydantic==2.14.4",
+    "pydantic-core==2.50.5",
+    "pytest-xdist",
+    "execnet",
+]
+"""What DeepSpeed and the tests need beside torch, pytest and what comes with them."""
+
+PEERS = [
+    "gram-newton-schulz==0.1.6",
+    "quack-kernels==0.5.0",
+    "apache-tvm-ffi>=0.1.6,<0.2",
+    "torch-c-dlpack-ext",
+    "nvidia-cutlass-dsl-libs-cu13==4.5.2",  # replaces all of nvidia-cutlass-dsl-libs-base
+]
+"""quack and gram-newton-schulz, and what they need."""
+
+PYTHON = sys.executable
+LIBRARY = WORK / "libmuon_cuda.so"
+BUILD = f"""
+from pathlib import Path
+import shutil, subprocess, torch
+from tests.support.cuda_library import build
+major, minor = torch.cuda.get_device_capability()
+library = build(Path({str(WORK)!r}), (f"{{major}}{{minor}}" + ("a" if major >= 9 else ""),))
+if program := shutil.which("cuobjdump"):
+    sass = subprocess.run([program, "--dump-sass", str(library)], capture_output=True, text=True).stdout
+    for name in ("HGMMA", "UTMALDG", "HMMA", "LDSM", "STG.E.128", "STG.E.64", "STG.E ", "LDL", "STL"):
+        print(name, sass.count(name))
+"""
+BINDING = "from deepspeed_muon.ops import library; library.load()"
+MACHINE = """
+import json, platform, subprocess, torch
+from importlib import metadata
+facts = {"card": platform.processor() or platform.machine(), "gpus": torch.cuda.device_count()}
+if torch.cuda.is_available():
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    facts |= {
+        "card": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory, GiB": round(properties.total_memory / 2**30),
+        "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()[:1],
+    }
+facts |= {"python": platform.python_version(), "torch": torch.__version__, "CUDA of torch": torch.version.cuda}
+for name in ("deepspeed", "triton", "quack-kernels", "gram-newton-schulz"):
+    try:
+        facts[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        facts[name] = None
+print(json.dumps(facts))
+"""
+"""Prints what a page says about its machine."""
+
+ADAM, THEIRS = "DeepSpeed AdamW", "DeepSpeed Muon, standard"
+OPTIMIZERS = ("ours", ADAM, THEIRS)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command and the seconds that it may take.
+
+    Attributes:
+        name: For the page.
+        command: Run in the repository.
+        seconds: After them it is ended.
+        environment: Variables.
+        needs: What it is left out without: keys of :func:`available`.
+        dry: What runs in its place in a dry run; ``None`` leaves it out.
+        dry_note: What the page says of that.
+        prepares: Whether later steps need what it builds. A call that continues an earlier one repeats it.
+        result: Name of the JSON in ``--out`` that it writes, for the page.
+    """
+
+    name: str
+    command: list[str]
+    seconds: float
+    environment: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ("a CUDA GPU",)
+    dry: list[str] | None = None
+    dry_note: str = ""
+    prepares: bool = False
+    result: str = ""
+
+
+def python(*arguments: str) -> list[str]:
+    return [PYTHON, *arguments]
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *arguments)
+
+
+def steps_of(out: Path) -> dict[str, list[Step]]:
+    """Return the steps of each part, in order."""
+    cuda = (("DS_ACCELERATOR", "cuda"),)
+    library = (("MUON_CUDA_LIBRARY", str(LIBRARY)),)
+    needs_library = ("a CUDA GPU", "nvcc")
+    binding = Step("native operators", python("-c", BINDING), 300, cuda, (), python("-c", BINDING), True)
+    kernels = Step("kernels as a library", python("-c", BUILD), 240, (), needs_library, prepares=True)
+    return {
+        "check": [
+            kernels,
+            *(
+                against_float64(name, [f"tests/gpu/{file}.py", *selection], library, needs)
+                for name, file, selection, needs in (
+                    (
+                        "flat passes",
+                        "test_cuda_kernels",
+                        ["-k", "momentum or unpack or divide"],
+                        needs_library,
+                    ),
+                    ("symmetric products, sm_80", "test_cuda_kernels", ["-k", "sm80"], needs_library),
+                    ("symmetric products, sm_90", "test_cuda_kernels", ["-k", "sm90"], needs_library),
+                    ("symmetric products in Triton", "test_triton", [], ("a CUDA GPU",)),
+                )
+            ),
+            binding,
+            against_float64(
+                "registered operators", ["tests/gpu/test_cuda_kernels.py", "-k", "registered"], library
+            ),
+            against_float64("CUDA graphs", ["tests/gpu/test_graphs.py"], cuda),
+            Step(
+                "self-test",
+                python("-m", "deepspeed_muon", "report", "--selftest"),
+                200,
+                cuda,
+                dry=python("-m", "deepspeed_muon", "report", "--selftest"),
+            ),
+            Step("self-test before the first use", python("-m", "deepspeed_muon.ops.gate", "0"), 200, cuda),
+            Step(
+                "an engine at every stage",
+                python("-m", "tests.gpu.engine"),
+                240,
+                cuda,
+                dry=python("-m", "tests.gpu.engine", "stage 3 fp32"),
+            ),
+            Step(
+                "four ranks on one GPU",
+                torchrun(4, "-m", "tests.gpu.ranks", "--device", "cuda"),
+                200,
+                cuda,
+                dry=torchrun(2, "-m", "tests.gpu.ranks", "--cases", "fragments, row state"),
+            ),
+            Step(
+                "two ranks on two GPUs, NCCL",
+                torchrun(2, "-m", "tests.gpu.ranks", "--device", "cuda", "--backend", "nccl"),
+                120,
+                cuda,
+                ("two GPUs",),
+            ),
+        ],
+        "time": [binding, *timings(out, cuda)],
+        "train": [binding, *trainings(out, cuda)],
+        "sanitize": [
+            kernels,
+            *(
+                Step(
+                    tool,
+                    [
+                        *[
+                            "compute-sanitizer",
+                            "--tool",
+                            tool,
+                            "--error-exitcode",
+                            "9",
+                            "--kernel-name",
+                            "kns=muon",
+                        ],
+                        *python("-m", "tests.gpu.sanitized", "--seconds", "90"),
+                    ],
+                    120,
+                    # Otherwise a block of torch's allocator holds several tensors, and hides accesses past their ends.
+                    (*library, ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")),
+                    (*needs_library, "compute-sanitizer"),
+                )
+                for tool in ("memcheck", "racecheck")
+            ),
+        ],
+    }
+
+
+def against_float64(
+    name: str,
+    tests: list[str],
+    environment: tuple[tuple[str, str], ...],
+    needs: tuple[str, ...] = ("a CUDA GPU",),
+) -> Step:
+    """Return the step that runs tests of ``tests/gpu`` in six processes; in a dry run they are only collected."""
+    pytest = python("-m", "pytest", "-p", "no:cacheprovider", *tests)
+    return Step(
+        f"{name} against float64",
+        [*pytest, "-v", "-n", "6"],
+        120,
+        environment,
+        needs,
+        dry=[*pytest, "--co", "-q"],
+        dry_note="the tests were only collected",
+    )
+
+
+def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
+    """Return the steps of the part ``time``: flat passes, products, iteration, optimizer steps."""
+    common = python("benchmarks/newton_schulz.py", "--threads", "1")
+    tiny = ["--seconds", "0.05", "--shapes", "32x64", "--sizes", "64", "--numel", "4096"]
+    shapes = ["--shapes", "1024x2816", "2048x5504", "4096x4096"]
+    steps = []
+    for name, part, seconds, options in (
+        ("flat passes", "flat", 60, ["--seconds", "0.5"]),
+        ("symmetric products", "sym_gemm", 120, ["--seconds", "1"]),
+        ("iteration at three shapes", "iteration", 240, ["--seconds", "1", *shapes]),
+    ):
+        command = [*common, "--only", part, "--out", str(out / part)]
+        cuda = [*command, "--device", "cuda", *options]
+        steps.append(Step(name, cuda, seconds, environment, dry=command + tiny, result=part))
+    step = python("benchmarks/optimizer_step.py", "--no-memory", "--accumulation", "1", "--optimizers")
+    step += [*OPTIMIZERS, "--out", str(out / "optimizer_step")]
+    cuda = [*step, "--device", "cuda", "--stages", "1", "3", "--model", "350M", "--tokens", "8192"]
+    dry = [*step, "--ranks", "1", "--stages", "1", "--model", "tiny", "--tokens", "16", "--repeats", "2"]
+    return [*steps, Step("step and backward", cuda, 200, environment, dry=dry, result="optimizer_step")]
+
+
+def trainings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
+    """Return a step for each model and optimizer: a process each, which frees all its memory at its end."""
+    order = [("1.3B", "ours"), ("1.3B", ADAM), *(("350M", name) for name in OPTIMIZERS), ("1.3B", THEIRS)]
+    steps = []
+    for model, name in order:
+        command = python(
+            "benchmarks/gpu_losses.py", "--out", str(out / f"losses-{model}"), "--optimizers", name
+        )
+        dry = [*command, "--model", "tiny", "--steps", "3", "--length", "32"] if model == "350M" else None
+        cuda = [*command, "--device", "cuda", "--model", model]
+        result = f"losses-{model}"
+        steps.append(Step(f"{model}, {name}", cuda, 150, environment, dry=dry, result=result))
+    return steps
+
+
+def available() -> set[str]:
+    """Return which of the things that steps need this machine has."""
+    machine = machine_facts(None)
+    programs = {name for name in ("nvcc", "compute-sanitizer") if shutil.which(name, path=search_path())}
+    gpus = {"a CUDA GPU"} if machine["gpus"] else set()
+    return programs | gpus | ({"two GPUs"} if machine["gpus"] > 1 else set())
+
+
+def search_path() -> str:
+    """Return PATH with the folders of CUDA's programs: those of pip, and the usual one."""
+    packages = Path(sysconfig.get_path("platlib"), "nvidia")
+    folders = [packages / name / "bin" for name in ("cu13", "cu12", "cuda_nvcc")]
+    path = [os.environ.get("PATH", os.defpath), *map(str, folders), "/usr/local/cuda/bin"]
+    return os.pathsep.join([str(Path(PYTHON).parent), *path])
+
+
+def environment_of(step: Step, site: Path | None) -> dict[str, str]:
+    """Return the environment of a step's process."""
+    # quack's compiler is in a folder that a .pth file names, which Python does not read from PYTHONPATH.
+    packages = [str(site), str(site / "nvidia_cutlass_dsl" / "python_packages")] if site else []
+    paths = [str(ROOT), *packages, os.environ.get("PYTHONPATH", "")]
+    return {
+        "TORCH_EXTENSIONS_DIR": str(WORK / "extensions"),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "4",
+        "DS_MUON_CACHE_DIR": str(WORK / "cache"),
+        "PATH": search_path(),
+        **dict(step.environment),
+    }
+
+
+def run_step(step: Step, log: Path, *, site: Path | None = None) -> str:
+    """Run one step in a session of its own, which ends with it; return how it ended."""
+    with log.open("wb") as output:
+        output.write(f"==== {step.name}: {' '.join(step.command)[:500]}\n".encode())
+        output.flush()
+        try:
+            child = subprocess.Popen(
+                step.command,
+                cwd=ROOT,
+                env=environment_of(step, site),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"did not start: {error}"
+        try:
+            code = child.wait(timeout=step.seconds)
+            ended = "ok" if code == 0 else f"failed with {code}"
+        except subprocess.TimeoutExpired:
+            ended = "took too long"
+        finally:
+            # What it has started, too: otherwise it would keep the memory of the GPU.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    text = log.read_bytes()
+    if len(text) > LOG_BYTES:
+        half = LOG_BYTES // 2
+        log.write_bytes(text[:half] + b"\n[...]\n" + text[-half:])
+    return ended
+
+
+def machine_facts(site: Path | None) -> dict[str, Any]:
+    """Return card and versions, read in a process of its own, which leaves no CUDA context here."""
+    environment = environment_of(Step("machine", [], 120), site)
+    run = subprocess.run(
+        python("-c", MACHINE), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    if run.returncode:
+        raise SystemExit(f"{PYTHON} cannot import torch, or the GPU does not answer:\n{run.stderr[-2000:]}")
+    facts: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return facts
+
+
+def revision() -> str:
+    """Return the commit of the sources, marked if they were changed, or ``unknown``."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    run = subprocess.run(git, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
+
+
+class Session:
+    """The outcomes and results of one card and revision, in a folder; several calls add to them.
+
+    Attributes:
+        state: What the JSON of the page has: ``machine``, ``revision``, ``dry run``, ``started``, ``steps`` and
+            ``results``.
+    """
+
+    def __init__(self, out: Path, *, dry_run: bool, facts: dict[str, Any], fresh: bool = False) -> None:
+        self.out, self.dry_run = out, dry_run
+        self.logs = out / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        identity = {"machine": facts, "revision": revision(), "dry run": dry_run}
+        self._file = out / "state.json"
+        self.state: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        if fresh or any(self.state.get(key) != value for key, value in identity.items()):
+            if self.state:
+                print("another card, version or commit than in the results there: all steps run", flush=True)
+            started = time.strftime("%Y-%m-%d")
+            self.state = {**identity, "started": started, "steps": {}, "results": {}}
+            for step in (step for steps in steps_of(out).values() for step in steps if step.result):
+                for ending in (".json", ".md"):
+                    (out / f"{step.result}{ending}").unlink(missing_ok=True)
+
+    @property
+    def page(self) -> Path:
+        """The page."""
+        card = re.sub(r"[^a-z0-9]+", "-", self.state["machine"]["card"].lower()).strip("-")
+        dry = "dry-run-" if self.dry_run else ""
+        return self.out / f"gpu-{dry}{card}-{self.state['started']}.md"
+
+    def outcome(self, part: str, step: Step) -> dict[str, Any]:
+        """Return what became of a step in earlier calls or in this one."""
+        found: dict[str, Any] = self.state["steps"].setdefault(part, {}).setdefault(step.name, {})
+        return found
+
+    def run(
+        self,
+        parts: dict[str, list[Step]],
+        has: Iterable[str],
+        *,
+        limit: float = math.inf,
+        site: Path | None = None,
+    ) -> bool:
+        """Run the steps that are not "ok" yet one after the other; return whether none failed.
+
+        After ``limit`` seconds no step is running.
+        """
+        has, deadline = set(has), time.monotonic() + limit
+        built: set[str] = set()
+        for part, steps in parts.items():
+            left = [step for step in steps if self.outcome(part, step).get("ended") != "ok"]
+            is_finished = all(step.prepares for step in left)
+            for step in steps:
+                outcome = self.outcome(part, step)
+                is_repeated = step.prepares and not is_finished and step.name not in built
+                if outcome.get("ended") == "ok" and not is_repeated:
+                    continue
+                chosen = self._chosen(step, has)
+                if isinstance(chosen, str):
+                    outcome |= {"ended": chosen}
+                elif (seconds := min(step.seconds, deadline - time.monotonic())) < 5:
+                    outcome.setdefault("ended", "not started: no time left")
+                elif step.name in built:
+                    outcome |= {"ended": "ok", "seconds": 0}
+                else:
+                    print(f"== {part}: {step.name} (at most {seconds:.0f} s)", flush=True)
+                    log = self.logs / f"{re.sub('[^A-Za-z0-9]+', '-', f'{part}-{step.name}')}.log"
+                    started = time.monotonic()
+                    ended = run_step(
+                        Step(step.name, chosen, seconds, self._environment(step)), log, site=site
+                    )
+                    outcome |= {
+                        "ended": ended,
+                        "seconds": round(time.monotonic() - started, 1),
+                        "log": log.name,
+                    }
+                    print(f"   {ended}, {outcome['seconds']} s", flush=True)
+                    if step.prepares and ended == "ok":
+                        built.add(step.name)
+                self.save(step)
+        ended = [self.outcome(part, step)["ended"] for part, steps in parts.items() for step in steps]
+        return all(end == "ok" or end.startswith("left out") for end in ended)
+
+    def _chosen(self, step: Step, has: set[str]) -> list[str] | str:
+        """Return the command that runs, or why none does."""
+        if self.dry_run:
+            return step.dry or "left out: needs a GPU"
+        missing = [need for need in step.needs if need not in has]
+        return f"left out: needs {' and '.join(missing)}" if missing else step.command
+
+    def _environment(self, step: Step) -> tuple[tuple[str, str], ...]:
+        if not self.dry_run:
+            return step.environment
+        return (*step.environment, ("DS_ACCELERATOR", "cpu"), ("OMP_NUM_THREADS", "1"))
+
+    def save(self, step: Step | None = None) -> None:
+        """Write state and page, after every step so that a call that is stopped loses nothing."""
+        result = self.out / f"{step.result}.json" if step and step.result else None
+        if result and step and result.exists():
+            self.state["results"][step.result] = json.loads(result.read_text())
+        text = json.dumps(self.state, indent=1) + "\n"
+        self._file.write_text(text)
+        self.page.with_suffix(".json").write_text(text)
+        self.page.write_text("\n".join(page_of(self.state, self.logs)) + "\n")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table; numbers have four digits."""
+
+    def cell(value: object) -> str:
+        return (
+            f"{float(f'{value:.4g}'):g}" if isinstance(value, float) else str("" if value is None else value)
+        )
+
+    lines = [f"| {' | '.join(map(cell, row))} |" for row in rows]
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines, ""]
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table with a column for each key of the rows."""
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    return table(heads, ([row.get(head) for head in heads] for row in rows))
+
+
+def page_of(state: dict[str, Any], logs: Path) -> list[str]:
+    """Return the page: machine, outcomes, speeds, whole steps, losses, and the ends of the logs of what failed."""
+    facts, results = state["machine"], state["results"]
+    lines = [f"# deepspeed_muon on {facts['card']}, {state['started']}", ""]
+    if state["dry run"]:
+        lines += ["A dry run on a CPU, with tiny shapes: the numbers say nothing about any GPU.", ""]
+    versions = {**facts, "deepspeed_muon": state["revision"]}
+    lines += table(
+        ("machine", ""),
+        ((key, ", ".join(value) if isinstance(value, list) else value) for key, value in versions.items()),
+    )
+    lines += ["## Parts", ""]
+    outcomes = [
+        (part, name, described(outcome), outcome.get("seconds"), outcome.get("log"))
+        for part, steps in state["steps"].items()
+        for name, outcome in steps.items()
+    ]
+    lines += table(("part", "step", "outcome", "seconds"), (row[:4] for row in outcomes))
+    lines += ["## Speed", ""]
+    for name, title in (
+        (
+            "flat",
+            "Flat passes, GB/s, by the dtype of the send buffer. The momentum is fp32 unless its dtype is named.",
+        ),
+        (
+            "sym_gemm",
+            "Symmetric products, TFLOP/s. Only the lower triangle counts, for cuBLAS the full product.",
+        ),
+        ("iteration", "Newton-Schulz: milliseconds of ours, and how many times as long each peer takes."),
+    ):
+        if rows := results.get(name, {}).get(name):
+            lines += [title, "", *table_of(rows)]
+    if rows := results.get("optimizer_step", {}).get("rows"):
+        lines += ["Backward and step, seconds (best of the repetitions).", ""]
+        lines += table(
+            ("model", "stage", "optimizer", "backward and step, s", "step, s"),
+            (
+                (
+                    row["model"],
+                    row["stage"],
+                    row["optimizer"],
+                    *(float(min(row[key])) if key in row else None for key in ("total_s", "step_s")),
+                )
+                for row in rows
+            ),
+        )
+    lines += losses_of(results)
+    failed = [row for row in outcomes if row[4] and not row[2].startswith("ok")]
+    if failed:
+        lines += ["## What failed", ""]
+    for part, name, ended, _, log in failed:
+        path = logs / log
+        end = path.read_text(errors="replace").splitlines()[-25:] if path.exists() else []
+        lines += [f"{part}, {name}: {ended}", "", "```text", *(line[:300] for line in end), "```", ""]
+    return [
+        *lines,
+        "Please attach this page and the JSON beside it to an issue, with the form *A GPU ran it*.",
+    ]
+
+
+def described(outcome: dict[str, Any]) -> str:
+    """Return how a step ended, in words."""
+    note = outcome.get("note")
+    return str(outcome.get("ended", "not started")) + (f" ({note})" if note else "")
+
+
+def losses_of(results: dict[str, Any]) -> list[str]:
+    """Return whole steps and losses step by step of every model that was trained."""
+    lines = []
+    for name in sorted(name for name in results if name.startswith("losses-")):
+        rows = results[name]["rows"]
+        later = {row["optimizer"]: sorted(row["ms"])[len(row["ms"]) // 2] for row in rows}
+        lines += [f"## Whole steps, {name.removeprefix('losses-')}", ""]
+        lines += table(
+            ("optimizer", "first step, ms", "median, ms", "x FusedAdam"),
+            (
+                (
+                    row["optimizer"],
+                    row["ms"][0],
+                    later[row["optimizer"]],
+                    later[row["optimizer"]] / later[ADAM] if ADAM in later else None,
+                )
+                for row in rows
+            ),
+        )
+        lines += ["Loss of each step:", ""]
+        longest = max(len(row["losses"]) for row in rows)
+        lines += table(
+            ("step", *(row["optimizer"] for row in rows)),
+            (
+                (step + 1, *(row["losses"][step] if step < len(row["losses"]) else None for row in rows))
+                for step in range(longest)
+            ),
+        )
+        kernels = {kernel["ran"] for row in rows for kernel in row.get("kernels", [])}
+        lines += [f"Kernels that ran: {', '.join(sorted(kernels)) or 'none'}.", ""]
+    return lines
+
+
+def download(names: list[str], folder: Path, version: str, mib: float) -> None:
+    """Put the wheels of packages (Linux on x86-64, CPython of that version) into a folder, as many as fit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tags = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1")
+    binary = ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp"]
+    binary += [f"--platform=manylinux{tag}_x86_64" for tag in tags]
+    for name in names:
+        with tempfile.TemporaryDirectory() as temporary:
+            command = [PYTHON, "-m", "pip", "download", "-q", "--no-deps", "-d", temporary, *binary]
+            tried = subprocess.run([*command, name], check=False, stderr=subprocess.DEVNULL)
+            if tried.returncode:
+                # Only as source, and pure Python. DeepSpeed's set-up asks for torch: this environment has it.
+                options = ["-q", "--no-deps", "--no-build-isolation", "-w", temporary]
+                subprocess.run([PYTHON, "-m", "pip", "wheel", *options, name], check=True)
+            wheels = [*Path(temporary).glob("*.whl")]
+            stored = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
+            if stored + sum(wheel.stat().st_size for wheel in wheels) > mib * 2**20:
+                print(f"{name} is left out: with it the wheels would take more than {mib:g} MiB")
+                continue
+            for wheel in wheels:
+                shutil.move(wheel, folder / wheel.name)
+
+
+def unpack(folders: list[Path], site: Path) -> None:
+    """Unpack the wheels of some folders into one, those that are not there yet."""
+    for wheel in sorted(wheel for folder in folders for wheel in folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+            if not (site / record).exists():
+                archive.extractall(site)
+
+
+def site_folder() -> Path:
+    """Return where wheels are unpacked for this interpreter: a wheel with C++ code is for one version of Python."""
+    return WORK / f"site-{sys.implementation.cache_tag}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; or: wheels FOLDER")
+    parser.add_argument("--dry-run", action="store_true", help="walk the parts on a CPU")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"results ({OUT.relative_to(ROOT)})")
+    parser.add_argument("--fresh", action="store_true", help="run also what is ok in the results there")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="of this call")
+    parser.add_argument("--wheels", type=Path, nargs="+", metavar="FOLDER", help="wheels to use")
+    parser.add_argument("--python", default="3.12", help="for wheels: the version of the interpreter (3.12)")
+    parser.add_argument("--mib", type=float, default=math.inf, help="for wheels: the most that they take")
+    arguments = parser.parse_args()
+    if arguments.parts[:1] == ["wheels"]:
+        if len(arguments.parts) != 2:
+            parser.error("wheels needs a folder")
+        download([*WHEELS, *PEERS], Path(arguments.parts[1]), arguments.python, arguments.mib)
+        return 0
+    if unknown := [part for part in arguments.parts if part not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    out = arguments.out.resolve()
+    # By an exception, so that the step that is running is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    WORK.mkdir(parents=True, exist_ok=True)
+    site = None
+    if arguments.wheels:
+        site = site_folder()
+        unpack(arguments.wheels, site)
+    facts, has = machine_facts(site), available()
+    if not arguments.dry_run and "a CUDA GPU" not in has:
+        print("torch finds no CUDA GPU; DRY_RUN=1 (--dry-run) walks the parts on a CPU", file=sys.stderr)
+        return 2
+    session = Session(out, dry_run=arguments.dry_run, facts=facts, fresh=arguments.fresh)
+    steps = steps_of(out)
+    all_right = session.run(
+        {part: steps[part] for part in arguments.parts or PARTS}, has, limit=arguments.limit, site=site
+    )
+    print(f"{session.page}\nPlease attach this page and the JSON beside it to an issue.")
+    return 0 if all_right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
