@@ -277,15 +277,19 @@ class Muon(torch.optim.Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if self.qk_clip is not None:
             self.qk_clip.reduce()  # a collective, so before anything that some of the ranks might skip
-        if self.measure_norm is not None:
-            self._global_grad_norm = float(self.measure_norm()) / (1.0 if scale is None else float(scale))
+        norms = [] if self.measure_norm is None else [self.measure_norm().to(self.exchange_buffers.device)]
 
-        # 2. The flat gradients of each step set, and what all ranks know about them.
+        # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
         current = [
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
         ]
-        reports = [bound.gradient_status[runner].report(grads) for runner, _, grads in current]
+        if any(bound.gradient_status[runner].flags is None for runner, *_ in current):
+            grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
+            norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
+        for norm in norms:
+            self._global_grad_norm = float(norm) / (1.0 if scale is None else float(scale))
+        reports = [bound.gradient_status[runner].report() for runner, *_ in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
         self.overflow = False
@@ -566,11 +570,20 @@ class Muon(torch.optim.Optimizer):
         return frozen
 
     def release_memory(self) -> None:
-        """Free the communication buffers and CUDA graphs between two steps; the next step allocates them again."""
+        """Free the communication buffers and CUDA graphs between two steps.
+
+        The next step allocates the buffers again; :meth:`capture_graphs` captures the graphs.
+        """
         if self._bound is not None:
             self.exchange_buffers.release()
         if self._orthogonalizer is not None:
             self._orthogonalizer.release()
+
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs again that :meth:`release_memory` freed."""
+        if self._orthogonalizer is not None and self._bound is not None:
+            with _without_autocast():
+                self._orthogonalizer.capture(self.exchange_buffers.device)
 
     def attach_qk_clip(self, model: nn.Module) -> None:
         """Find the attention layers that ``qk_clip`` clips, before :meth:`bind`; do nothing without that setting.

@@ -7,10 +7,10 @@ and read the choices of earlier ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,20 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.reference import newton_schulz
 
-from .candidates import BATCH_NUMEL, Candidate, Problem
+from .candidates import BATCH_NUMEL, Candidate, Problem, Replayed
+from .gate import SECONDS
 from .machine import file_for, hardware_name, locked, read_json, write_json
 
 # Budget in seconds of one problem, and of all problems of a process. A choice saves a few percent of every step, so it
 # must not cost more than a step or two.
 PROBLEM_SECONDS = 2.0
 PROCESS_SECONDS = 20.0
+
+# How long a process waits for others that measure: as long as for the self-test, since one that gave up would choose
+# other kernels than the one that measures.
+LOCK_SECONDS = 2 * SECONDS + 30
+
+_T = TypeVar("_T")
 
 # Timed repetitions of a candidate whose first timing does not rule it out.
 REPETITIONS = 5
@@ -38,8 +45,8 @@ RULED_OUT = 1.5
 # follows noise would change the rounding from run to run for nothing.
 WORTH_CHANGING = 0.97
 
-# Bound of the relative error against float64, for any spectrum, by the dtype of the iteration. Low-rank and
-# ill-conditioned matrices come close to it; a Gaussian one has a tenth of it.
+# Bound of the relative error against float64, for any spectrum, by the dtype whose rounding the products have. Low-rank
+# and ill-conditioned matrices come close to it; a Gaussian one has a tenth of it.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1, torch.float64: 1e-4}
 
 # Up to this many FLOPs the reference is float64 on the CPU (tenths of a second), above that it is torch's code.
@@ -118,21 +125,19 @@ class Tuner:
             return choice
         if self._seconds_spent >= PROCESS_SECONDS:
             return Choice(names[0], f"expected; {PROCESS_SECONDS:g} s of measuring were used up")
-        started = time.perf_counter()
-        try:
-            with locked(self._file.parent / ".measuring", 3 * PROBLEM_SECONDS) as acquired:
-                # Another process may have measured this problem while this one waited for the lock.
-                if choice := self._cached(key, names):
-                    return choice
-                if acquired is False:
-                    return Choice(names[0], "expected; other processes were measuring for too long")
-                choice = measure(problem, candidates, device)
-                if choice.reason == "measured":
-                    choices = {**self._read(), key: {**asdict(choice), "candidates": names}}
-                    write_json(self._file, {"identity": self._identity, "choices": choices})
+        with locked(self._file.parent / ".measuring", LOCK_SECONDS) as acquired:
+            # Another process may have measured this problem while this one waited for the lock.
+            if choice := self._cached(key, names):
                 return choice
-        finally:
+            if acquired is False:
+                return Choice(names[0], f"expected; another process was measuring for {LOCK_SECONDS:g} s")
+            started = time.perf_counter()
+            choice = measure(problem, candidates, device)
             self._seconds_spent += time.perf_counter() - started
+            if choice.reason == "measured":
+                choices = {**self._read(), key: {**asdict(choice), "candidates": names}}
+                write_json(self._file, {"identity": self._identity, "choices": choices})
+            return choice
 
     def _read(self) -> dict[str, Any]:
         choices = read_json(self._file).get("choices")
@@ -174,8 +179,10 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
         # first process, which compiles, would choose among fewer candidates than the second. The next run warms up the
         # rest (oneDNN's kernels, page faults) and gives the result for the cross-check.
         try:
-            deadline += sum(_timed(candidate, x, sample.settings)[0] for _ in range(candidate.warm_calls))
-            first, result = _timed(candidate, x, sample.settings)
+            deadline += sum(_timed(candidate.run, x, sample.settings)[0] for _ in range(candidate.warm_calls))
+            if isinstance(candidate.run, Replayed):
+                deadline += _timed(candidate.run.capture, x, sample.settings)[0]
+            first, result = _timed(candidate.run, x, sample.settings)
         except Exception as error:  # Triton's errors are not RuntimeErrors
             message = str(error).strip() or type(error).__name__
             choice.rejected[candidate.name] = f"failed: {message.splitlines()[0]}"
@@ -185,7 +192,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
                 return Choice(candidate.name, "expected; one run takes too long to measure others")
             expected = _expected(sample, x)
         relative_error = error_of(result, expected)
-        if relative_error <= TOLERANCE[sample.settings.dtype]:
+        if relative_error <= TOLERANCE[sample.rounds_as]:
             times[candidate.name] = [first]
         else:
             choice.rejected[candidate.name] = f"relative error {relative_error:.2g}"
@@ -224,7 +231,7 @@ def _repeat(
                 continue
             # The first timing warmed up, so every candidate gets a second one even after the deadline.
             if time.perf_counter() < deadline or len(seconds) == 1:
-                seconds.append(_timed(candidate, x, settings)[0])
+                seconds.append(_timed(candidate.run, x, settings)[0])
 
 
 def error_of(result: Tensor, expected: Tensor) -> float:
@@ -243,12 +250,12 @@ def _expected(problem: Problem, x: Tensor) -> Tensor:
     return orthogonalize(x, settings=replace(problem.settings, method="standard")).float()
 
 
-def _timed(candidate: Candidate, x: Tensor, settings: NsSettings) -> tuple[float, Tensor]:
+def _timed(run: Callable[[Tensor, NsSettings], _T], x: Tensor, settings: NsSettings) -> tuple[float, _T]:
     """Return the seconds that one run takes, kernels included, and its result."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     started = time.perf_counter()
-    result = candidate.run(x, settings)
+    result = run(x, settings)
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter() - started, result

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -31,6 +30,8 @@ _GRAM_TRIED_FROM = 1.3
 # Up to this many FLOPs a CUDA graph is tried: 1.5 ms of an H200, about what the host needs to launch an iteration.
 # Above, the GPU takes longer than the host, and a graph would only cost memory.
 _GRAPH_UP_TO = 1e12
+
+_GRAPH = "+graph"  # ends the name of a candidate that replays CUDA graphs
 
 # The symmetric CUDA kernels need m and k to be multiples of this (include/muon_cuda.h); cuBLAS runs other shapes.
 _CUDA_MULTIPLE = 8
@@ -81,8 +82,7 @@ class Problem:
     @property
     def flops(self) -> float:
         """Multiplications and additions of the standard iteration over the batch."""
-        m, n = self.short, max(self.rows, self.cols)
-        return float(self.batch * len(self.settings.coefficients) * (4 * m * m * n + 2 * m**3))
+        return self.batch * _standard_flops(self.rows, self.cols, self.settings)
 
     def key(self) -> str:
         """Return a readable text that identifies the problem; it is the key in the cache of choices."""
@@ -91,7 +91,39 @@ class Problem:
         return (
             f"{self.device} {names[0]}->{names[1]} {self.batch}x{self.rows}x{self.cols} "
             f"{settings.method}{len(settings.coefficients)} threads{self.threads}"
+            f"{'' if self.rounds_as == settings.dtype else f' products in {self.rounds_as}'}"
         )
+
+    @property
+    def rounds_as(self) -> torch.dtype:
+        """The dtype with the rounding of the iteration's products: fp16 for fp32 where torch may multiply in TF32."""
+        if self.settings.dtype != torch.float32:
+            return self.settings.dtype
+        backend = (
+            torch.backends.cuda.matmul
+            if self.device == "cuda"
+            else getattr(torch.backends.mkldnn, "matmul", None)
+        )
+        # Before torch 2.9 there is only one setting for all devices.
+        precision = getattr(backend, "fp32_precision", None) or torch.get_float32_matmul_precision()
+        by_name = {
+            "high": torch.float16,
+            "tf32": torch.float16,
+            "medium": torch.bfloat16,
+            "bf16": torch.bfloat16,
+        }
+        return by_name.get(str(precision), torch.float32)
+
+
+def _standard_flops(rows: int, cols: int, settings: NsSettings) -> float:
+    m, n = min(rows, cols), max(rows, cols)
+    return float(len(settings.coefficients) * (4 * m * m * n + 2 * m**3))
+
+
+def graph_batch(rows: int, cols: int, settings: NsSettings) -> int:
+    """Return how many matrices of this shape, at most, are iterated in one CUDA graph; 0 where no graph is tried."""
+    stacked = max(1, BATCH_NUMEL // max(1, rows * cols))
+    return min(stacked, int(_GRAPH_UP_TO // max(1.0, _standard_flops(rows, cols, settings))))
 
 
 def problem_of(x: Tensor, settings: NsSettings, device: torch.device | None = None) -> Problem:
@@ -116,12 +148,19 @@ class Candidate:
     Attributes:
         name: ``torch standard``, ``ops gram+symmetric``, ``ops gram+sm90+graph`` and the like.
         run: Called like :func:`deepspeed_muon.math.newton_schulz.orthogonalize`.
-        warm_calls: How many first calls with a shape compile or record, and so take longer than later ones.
+        warm_calls: How many first calls with a shape compile, and so take longer than later ones.
     """
 
     name: str
     run: Callable[[Tensor, NsSettings], Tensor]
     warm_calls: int = 0
+
+    @property
+    def without_graph(self) -> Candidate:
+        """The candidate that launches the same kernels one by one."""
+        if not isinstance(self.run, Replayed):
+            return self
+        return Candidate(self.name.removesuffix(_GRAPH), self.run.run)
 
 
 def has_kernel(operators: ModuleType | None, device: str, name: str = "orthogonalize") -> bool:
@@ -202,8 +241,7 @@ def candidates_for(
     if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO or "graphs" in without:
         return candidates
     return candidates + [
-        Candidate(f"{candidate.name}+graph", Replayed(candidate.run), warm_calls=candidate.warm_calls + 1)
-        for candidate in candidates
+        Candidate(candidate.name + _GRAPH, Replayed(candidate.run)) for candidate in candidates
     ]
 
 
@@ -293,10 +331,7 @@ def _torch(method: str, name: Literal["torch", "triton", "quack"] = "torch") -> 
 
 Run = Callable[[Tensor, NsSettings], Tensor]
 Replay = Callable[[Tensor], Tensor]
-_Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, NsSettings]
-
-# Graphs of one candidate; the oldest is dropped. A model has a handful of shapes, times the batch sizes of its chunks.
-MAX_GRAPHS = 32
+_Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, bool, NsSettings]
 
 _pools: dict[torch.device, Any] = {}
 # One stream for all captures on a device: cuBLAS allocates a workspace for every stream that it has seen.
@@ -304,7 +339,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Replayed:
-    """Wraps a function and replays a CUDA graph of it from the second call with a shape on.
+    """Wraps a function, captures CUDA graphs of it, and replays them.
 
     An iteration of five steps launches some thirty kernels. For matrices up to about 2048 the host takes longer to
     launch them than the GPU to run them (the authors of DMuon measured 2.5 ms against 26 us). A graph uses fixed
@@ -312,8 +347,12 @@ class Replayed:
     All graphs of a device share one memory pool: they run one after another on the caller's stream, so their workspaces
     may overlap.
 
-    The first call with a shape runs without a graph, because libraries create handles and workspaces in it, which is
-    not allowed during a capture. While the caller itself captures the current stream, no call uses a graph.
+    A shape is captured by :meth:`capture`, when the optimizer is bound, and never by a call: a capture waits for the
+    device and returns free memory to it, and in a step it could run out of memory on some of the ranks. Other shapes
+    run without a graph, and so do all while the caller itself captures the current stream.
+
+    Attributes:
+        run: The wrapped function.
     """
 
     def __init__(self, run: Run) -> None:
@@ -322,36 +361,43 @@ class Replayed:
         Args:
             run: Computes on the current stream without synchronising; deterministic.
         """
-        self._run = run
-        self._replays: OrderedDict[_Shape, Replay | None] = OrderedDict()
+        self.run = run
+        self._replays: dict[_Shape, Replay] = {}
 
     def __call__(self, x: Tensor, settings: NsSettings) -> Tensor:
-        """Return ``run(x, settings)`` in a new tensor; without a graph if neither ``x`` nor ``x.mT`` is contiguous."""
-        dense = x.is_contiguous() or x.mT.is_contiguous()
-        if not dense or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._run(x, settings)
-        key = (x.device, x.dtype, tuple(x.shape), x.is_contiguous(), settings)
-        if key not in self._replays:
-            self._replays[key] = None
-            if len(self._replays) > MAX_GRAPHS:
-                self._replays.popitem(last=False)
-            return self._run(x, settings)
-        self._replays.move_to_end(key)
-        replay = self._replays[key]
-        if replay is None:
-            replay = self._replays[key] = capture_cuda(self._run, x, settings)
+        """Return ``run(x, settings)`` in a new tensor."""
+        replay = self._replays.get(_shape_of(x, settings))
+        if replay is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.run(x, settings)
         return replay(x)
 
+    def capture(self, x: Tensor, settings: NsSettings) -> None:
+        """Capture a graph for tensors like ``x``, unless there is one; ``x`` or ``x.mT`` is contiguous.
+
+        Raises:
+            Exception: What ``run`` raises, or the capture: the device is out of memory, or ``run`` does something that
+                cannot be captured. The shape runs without a graph then.
+        """
+        shape = _shape_of(x, settings)
+        if shape not in self._replays:
+            # Libraries create handles and workspaces in their first call, which is not allowed during a capture.
+            self.run(x, settings)
+            self._replays[shape] = capture_cuda(self.run, x, settings)
+
     def release(self) -> None:
-        """Free the graphs and their memory; the next call with a shape captures it again.
+        """Free the graphs and their memory.
 
         The memory pool is dropped too, because torch cannot capture into a pool whose graphs are all destroyed.
         """
-        for device in {key[0] for key, replay in self._replays.items() if replay is not None}:
+        for device in {shape[0] for shape in self._replays}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             _pools.pop(device, None)
-        self._replays = OrderedDict.fromkeys(self._replays)
+        self._replays.clear()
+
+
+def _shape_of(x: Tensor, settings: NsSettings) -> _Shape:
+    return (x.device, x.dtype, tuple(x.shape), x.is_contiguous(), x.mT.is_contiguous(), settings)
 
 
 def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
@@ -363,20 +409,26 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
         settings: Polynomial, method and dtype of the iteration.
 
     Raises:
-        RuntimeError: If ``run`` does something that cannot be captured.
+        RuntimeError: If ``run`` does something that cannot be captured, or the device is out of memory.
     """
     if x.device not in _pools:
         _pools[x.device] = torch.cuda.graph_pool_handle()
     if x.device not in _streams:
         _streams[x.device] = torch.cuda.Stream(x.device)
-    pool, stream = _pools[x.device], _streams[x.device]
+    pool, stream, current = _pools[x.device], _streams[x.device], torch.cuda.current_stream(x.device)
     graph_input = x.clone()
-    stream.wait_stream(torch.cuda.current_stream(x.device))
+    stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
-    # thread_local, because NCCL's watchdog thread queries events at any time, which is an error in a global capture.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        result = run(graph_input, settings)
-    torch.cuda.current_stream(x.device).wait_stream(stream)
+    try:
+        # thread_local: NCCL's watchdog thread queries events at any time, which is an error in a global capture.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            result = run(graph_input, settings)
+    except BaseException:
+        # torch leaves its own stream current if the capture cannot be ended, and the pool in an unknown state.
+        torch.cuda.set_stream(current)
+        del _pools[x.device], _streams[x.device]
+        raise
+    current.wait_stream(stream)
 
     def replay(x: Tensor) -> Tensor:
         graph_input.copy_(x)

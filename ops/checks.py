@@ -12,9 +12,9 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, restart_steps
 from deepspeed_muon.reference import newton_schulz
 
-from . import library, torch_operators
+from . import gate, library, torch_operators
 from .autotune import TOLERANCE, error_of
-from .candidates import candidates_for, has_kernel, problem_of, quack_products, triton_products
+from .candidates import Replayed, candidates_for, has_kernel, problem_of, quack_products, triton_products
 from .torch_operators import BLOCK
 
 Checks = list[dict[str, Any]]
@@ -28,6 +28,8 @@ _HALF = (torch.float16, torch.bfloat16)
 def self_test() -> Checks:
     """Compare each operator with its reference on every device that has kernels; build the library if necessary.
 
+    A GPU is tested in another process, as before its first use: what crashes or hangs there is a failed check.
+
     Returns:
         One entry for each check: ``op``, ``device``, ``error``, ``bound``, ``ok``.
 
@@ -35,7 +37,7 @@ def self_test() -> Checks:
         InstallationError: If the library can be neither loaded nor built.
     """
     checks = _test_operators(library.load(), "cpu", _TESTS)
-    return checks + cuda_checks() if torch.cuda.is_available() else checks
+    return checks + gate.checks_of(torch.cuda.current_device()) if torch.cuda.is_available() else checks
 
 
 def cuda_checks(
@@ -50,17 +52,22 @@ def cuda_checks(
 
     Returns:
         Checks as of :func:`self_test`, with ``component``, and ``raised`` where the test raised an exception.
+
+    Raises:
+        BrokenContextError: If a test left the CUDA context broken, so that nothing more can be tested in this process.
     """
     operators = library.try_load()
+    failed = set(skipped)
     tests: dict[str, Callable[[], Checks]] = {}
-    if triton_products() is not None:
-        tests["triton"] = _test_triton
-    tests["graphs"] = lambda: _test_graphs(operators)
     if operators is not None:
         tests["native"] = lambda: _test_operators(
             operators, "cuda", [name for name in _TESTS if name != _INT8]
         )
         tests["int8"] = lambda: _test_operators(operators, "cuda", [_INT8])
+    if triton_products() is not None:
+        tests["triton"] = _test_triton
+    # After the products, so that one that is wrong or crashes costs no graphs but its own.
+    tests["graphs"] = lambda: _test_graphs(operators, failed)
     if quack_products() is not None:
         tests["quack"] = lambda: (
             _test_quack() + ([] if "graphs" in skipped else _test_graphs(None, of_quack=True))
@@ -75,9 +82,31 @@ def cuda_checks(
             torch.cuda.synchronize()
         except Exception as error:  # a library may raise anything on a GPU that it does not support
             message = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-            results = [{**_check(component, "cuda", float("inf"), 0.0), "raised": message}]
+            if context_is_broken():
+                raise BrokenContextError(message) from error
+            results = [failed_check(component, message)]
+        if not all(check["ok"] for check in results):
+            failed.add(component)
         checks += [{**check, "component": component} for check in results]
     return checks
+
+
+class BrokenContextError(RuntimeError):
+    """An error such as an illegal address, after which every call of CUDA in this process fails."""
+
+
+def context_is_broken() -> bool:
+    """Return whether CUDA reports an error of an earlier kernel, as it will from then on in this process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def failed_check(component: str, why: str) -> dict[str, Any]:
+    """Return the entry of a component whose test could not be finished."""
+    return {**_check(component, "cuda", float("inf"), 0.0), "raised": why}
 
 
 def _test_operators(operators: ModuleType, device: str, names: Iterable[str]) -> Checks:
@@ -262,18 +291,26 @@ _TESTS: dict[str, Callable[[ModuleType, str, torch.dtype], Iterator[_Compared]]]
 }
 
 
-def _test_graphs(operators: ModuleType | None, *, of_quack: bool = False) -> Checks:
+def _test_graphs(
+    operators: ModuleType | None, without: Collection[str] = (), *, of_quack: bool = False
+) -> Checks:
     """Compare replayed CUDA graphs with direct calls, bit for bit: those with quack's products, or all others."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     inputs = [torch.randn(2, 256, 640, device="cuda") for _ in range(3)]
     problem = problem_of(inputs[0], settings)
-    candidates = {candidate.name: candidate for candidate in candidates_for(problem, operators)}
+    offered = candidates_for(problem, operators, without=without)
+    candidates = {candidate.name: candidate for candidate in offered}
     checks = []
     graphs = [name for name in candidates if name.endswith("+graph")]
     for name in [name for name in graphs if name.startswith("quack") == of_quack]:
-        # The first call with a shape runs without a graph, the second captures one, and both later calls replay it.
-        replayed, direct = candidates[name], candidates[name.removesuffix("+graph")]
-        equal = [torch.equal(replayed.run(x, settings), direct.run(x, settings)) for x in inputs]
+        replayed = candidates[name]
+        assert isinstance(replayed.run, Replayed)
+        replayed.run.capture(inputs[0], settings)
+        results = [
+            replayed.run(x, settings) for x in inputs
+        ]  # a later replay must not change an earlier result
+        direct = [replayed.without_graph.run(x, settings) for x in inputs]
+        equal = [torch.equal(*pair) for pair in zip(results, direct, strict=True)]
         checks.append(_check(f"orthogonalize {name}", "cuda", 0.0 if all(equal) else float("inf"), 0.0))
     return checks
 

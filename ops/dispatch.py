@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.errors import InstallationError
+from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsSettings
 
 from . import library, torch_operators
@@ -56,6 +57,7 @@ class Orthogonalizer:
         self._tuner = tuner
         self._measure = measure
         self._chosen: dict[Problem, _Chosen] = {}
+        self._warned = False  # that a graph could not be captured
 
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
@@ -73,12 +75,17 @@ class Orthogonalizer:
         Raises:
             InstallationError: If the backend is ``ops`` and the library has no kernel for this device.
         """
-        chosen = self.prepare(x, settings=settings, device=x.device)
+        problem = problem_of(x, settings)
+        chosen = self._chosen.get(problem)
+        if chosen is None:
+            chosen = self._chosen[problem] = self._unprepared(problem, x.device)
         chosen.calls += 1
         return chosen.candidate.run(x, settings)
 
     def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> _Chosen:
-        """Choose what will run tensors like ``x`` on ``device``, unless that is chosen already; see :meth:`__call__`.
+        """Choose what will run tensors like ``x`` on ``device``, and capture its CUDA graph, if it has one.
+
+        A graph that cannot be captured is left out: the same kernels are launched one by one, and a warning says so.
 
         Args:
             x: Only its shape and dtype are used; it may be on the meta device.
@@ -89,7 +96,44 @@ class Orthogonalizer:
         chosen = self._chosen.get(problem)
         if chosen is None:
             chosen = self._chosen[problem] = _Chosen(*self._choose(problem, device))
+            self._capture(problem, chosen, device)
         return chosen
+
+    def capture(self, device: torch.device) -> None:
+        """Capture the CUDA graphs on ``device`` again that :meth:`release` freed."""
+        for problem, chosen in self._chosen.items():
+            self._capture(problem, chosen, device)
+
+    def _capture(self, problem: Problem, chosen: _Chosen, device: torch.device) -> None:
+        if not isinstance(chosen.candidate.run, Replayed):
+            return
+        shape = (problem.batch, problem.rows, problem.cols)
+        try:
+            zeros = torch.zeros(shape, dtype=problem.input_dtype, device=device)
+            chosen.candidate.run.capture(zeros, problem.settings)
+        except Exception as error:  # a library may raise anything in a capture
+            message = (str(error).strip() or type(error).__name__).splitlines()[0]
+            chosen.candidate = chosen.candidate.without_graph
+            chosen.choice = replace(chosen.choice, reason=f"its graph could not be captured: {message}")
+            if not self._warned:
+                logger.warning(
+                    "deepspeed_muon: no CUDA graph of %s could be captured for %s, so its kernels are launched one by "
+                    "one, with the same results: %s",
+                    chosen.candidate.name,
+                    problem.key(),
+                    message,
+                )
+            self._warned = True
+
+    def _unprepared(self, problem: Problem, device: torch.device) -> _Chosen:
+        """Choose for a call in a step, in which nothing is captured: as for a prepared batch of another size."""
+        for prepared, chosen in self._chosen.items():
+            is_replayed = isinstance(chosen.candidate.run, Replayed)
+            if is_replayed and replace(prepared, batch=problem.batch) == problem:
+                candidate = chosen.candidate.without_graph
+                return _Chosen(candidate, Choice(candidate.name, "as in a batch of another size"))
+        candidate, choice = self._choose(problem, device)
+        return _Chosen(candidate.without_graph, choice)
 
     def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Choice]:
         if self.backend == "torch":
@@ -124,7 +168,7 @@ class Orthogonalizer:
         return (self._tuner or process_tuner()).choose(problem, candidates, device)
 
     def release(self) -> None:
-        """Free the memory of CUDA graphs but keep the choices; the next call with a shape captures its graph again."""
+        """Free the memory of CUDA graphs but keep the choices; until :meth:`capture` the kernels run one by one."""
         for chosen in self._chosen.values():
             if isinstance(chosen.candidate.run, Replayed):
                 chosen.candidate.run.release()

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,7 +80,11 @@ def cuda_verdict(device: int) -> Verdict:
     """
     if os.environ.get(_IN_SELF_TEST):
         return Verdict()
-    return decide(_identity(device), [sys.executable, "-m", "deepspeed_muon.ops.gate", str(device)])
+    return decide(_identity(device), _command(device))
+
+
+def _command(device: int) -> list[str]:
+    return [sys.executable, "-m", "deepspeed_muon.ops.gate", str(device)]
 
 
 def cached_verdict(device: int) -> Verdict | None:
@@ -102,7 +107,7 @@ def decide(
     Args:
         identity: What the verdict is valid for: GPU, driver, torch and digest of the library.
         command: The self-test; components to skip are appended. The last line that it prints is a JSON object:
-            component to what is wrong, and ``transient``.
+            component to what is wrong, ``transient``, and ``checks``.
         folder: Where verdicts are cached; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
         seconds: Time limit of one run of ``command``.
     """
@@ -111,7 +116,7 @@ def decide(
     with locked(file.parent / ".testing", 2 * seconds + 30):
         verdict = _cached(file)
         if verdict is None:
-            verdict = _self_test(command, seconds)
+            verdict, _ = _self_test(command, seconds)
             until = time.time() + _TRANSIENT_SECONDS if verdict.transient else None
             write_json(file, {"identity": list(identity), "failed": verdict.failed, "until": until})
     if verdict.failed:
@@ -135,18 +140,34 @@ def _cached(file: Path) -> Verdict | None:
     return Verdict(failed, transient=until is not None)
 
 
-def _self_test(command: Sequence[str], seconds: float) -> Verdict:
-    """Run the self-test, and again without every component that crashes or hangs, for at most twice ``seconds``."""
+def checks_of(device: int) -> list[dict[str, Any]]:
+    """Run the self-test of a GPU, cached or not; return its checks as :func:`.checks.cuda_checks` does."""
+    from .checks import failed_check
+
+    verdict, checks = _self_test(_command(device), SECONDS)
+    for component, why in verdict.failed.items():
+        if all(check["component"] != component or check["ok"] for check in checks):
+            checks.append({**failed_check(component, why), "component": component})
+    return checks
+
+
+def _self_test(command: Sequence[str], seconds: float) -> tuple[Verdict, list[dict[str, Any]]]:
+    """Run the self-test, and again without every component that crashes or hangs, for at most twice ``seconds``.
+
+    Returns:
+        The verdict, and the checks of the last run.
+    """
     ended: dict[str, str] = {}  # component to how the self-test ended in it
     limit = time.monotonic() + 2 * seconds
     while True:
         failures, why, running = _run([*command, *ended], min(seconds, limit - time.monotonic()))
         if failures is not None:
             transient = bool(failures.pop("transient", False) or ended)
+            checks = failures.pop("checks", [])
             failed = {component: str(text) for component, text in failures.items()}
-            return Verdict({**ended, **failed}, transient)
+            return Verdict({**ended, **failed}, transient), checks if isinstance(checks, list) else []
         if running not in COMPONENTS or running in ended or time.monotonic() >= limit:
-            return Verdict(dict.fromkeys(COMPONENTS, why), transient=True)
+            return Verdict(dict.fromkeys(COMPONENTS, why), transient=True), []
         ended[running] = why
 
 
@@ -198,14 +219,24 @@ def _run(command: Sequence[str], seconds: float) -> tuple[dict[str, object] | No
     return None, f"{how}: {'; '.join(lines[-3:]) or 'no output'}", running
 
 
-def _failures(device: int, skipped: Sequence[str] = ()) -> dict[str, str | bool]:
-    """Compare all CUDA code with the reference; return component to what is wrong, and ``transient``."""
-    from .checks import cuda_checks
+def _failures(device: int, skipped: Sequence[str] = ()) -> dict[str, object]:
+    """Compare all CUDA code with the reference; return component to what is wrong, ``transient``, and ``checks``.
+
+    A component that leaves the CUDA context broken ends the process, as a crash does: it is the last one announced, and
+    the self-test is repeated without it.
+    """
+    from .checks import BrokenContextError, cuda_checks
 
     torch.cuda.set_device(device)
     failed: dict[str, list[str]] = {}
     transient = False
-    for check in cuda_checks(_announce, skipped):
+    try:
+        checks = cuda_checks(_announce, skipped)
+    except BrokenContextError as error:
+        sys.stdout.write(f"{error}\n")
+        sys.stdout.flush()
+        os._exit(1)  # nothing is torn down: that would call CUDA, too
+    for check in checks:
         if "raised" in check:
             transient = True
             failed.setdefault(check["component"], []).append(check["raised"])
@@ -215,6 +246,7 @@ def _failures(device: int, skipped: Sequence[str] = ()) -> dict[str, str | bool]
     return {
         **{component: "; ".join(texts[:3]) for component, texts in failed.items()},
         "transient": transient,
+        "checks": checks,
     }
 
 
@@ -224,5 +256,8 @@ def _announce(component: str) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # TF32, which an environment variable may set, is no wrong kernel
     signal.alarm(math.ceil(SECONDS) + 1)  # ends the self-test even if the process that started it was killed
     sys.stdout.write("\n" + json.dumps(_failures(int(sys.argv[1]), sys.argv[2:])) + "\n")

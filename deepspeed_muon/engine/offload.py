@@ -151,7 +151,7 @@ def offload_states(original: Original, view: View, *args: object, **kwargs: obje
 
 
 def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: object) -> None:
-    """Take back what :func:`offload_states` moved."""
+    """Take back what :func:`offload_states` moved, and capture CUDA graphs again."""
     moved = []  # host tensors, which must live until the original has waited for the copies
 
     def reload(*args: object, **kwargs: object) -> None:
@@ -162,6 +162,7 @@ def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: o
         original(*args, **kwargs)
     if isinstance(view, Zero12View) and LOST_LINKS.is_needed:
         view.link_params()
+    view.optimizer.capture_graphs()
 
 
 class CpuAdam:

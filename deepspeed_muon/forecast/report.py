@@ -30,6 +30,7 @@ from deepspeed_muon.forecast.model_shapes import (
 )
 from deepspeed_muon.forecast.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
 from deepspeed_muon.monitoring.page import pyplot_for
+from deepspeed_muon.ops.candidates import graph_batch
 from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.placement import Floats, Ints
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
@@ -172,7 +173,30 @@ def _buffers(
         "directions": settings.direction_bytes * local,
         "exchange_buffers": float(int(2 * (SLOTS if exchange.overlap else 1) * settings.wire_bytes * chunk)),
         "iteration": float(settings.iteration.dtype.itemsize * largest + waiting),
+        "CUDA_graphs": _graph_bytes(muon, settings, exchange),
     }
+
+
+def _graph_bytes(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange) -> float:
+    """Return an upper bound on the bytes of the CUDA graphs, which exist from the start of the training to its end.
+
+    Each shape has an input and an output, twice: a chunk may have fewer matrices than the others. All graphs share the
+    memory of one iteration. On a CPU there are none.
+    """
+    if settings.device.type != "cuda":
+        return 0.0
+    blocks_by_owner: dict[tuple[int, int], dict[int, int]] = {}
+    for route, owner in zip(muon, exchange.owners, strict=True):
+        for count, rows, cols in route.kinds_of_blocks():
+            owned = blocks_by_owner.setdefault((rows, cols), {})
+            owned[owner] = owned.get(owner, 0) + count
+    result_bytes = settings.iteration.dtype.itemsize
+    buffers = workspace = 0
+    for (rows, cols), owned in blocks_by_owner.items():
+        batch = min(max(owned.values()), graph_batch(rows, cols, settings.iteration))
+        buffers += 2 * (settings.direction_bytes + result_bytes) * batch * rows * cols
+        workspace = max(workspace, result_bytes * batch * predict.iteration_numel(rows, cols))
+    return float(buffers + workspace)
 
 
 def report(

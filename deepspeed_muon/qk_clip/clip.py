@@ -151,8 +151,9 @@ class QkClip:
         local = []  # of each layer the largest logits and the bounds, (heads,) fp32
         for recorder in self._recorders:
             for recorded in (recorder.largest, recorder.bounds):
-                values = torch.full((recorder.heads,), -math.inf) if recorded is None else recorded
-                local.append(values.to(self._device))
+                if recorded is None:
+                    recorded = torch.full((recorder.heads,), -math.inf, device=self._device)
+                local.append(recorded.to(self._device))
         # A maximum with NaN would differ between ranks.
         flat = torch.cat(local).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         if self._group is not None and dist.get_world_size(self._group) > 1:

@@ -29,8 +29,11 @@ from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import Apply
 
-_STACK_NUMEL = 1 << 22
-"""Elements in a stack of rectangles, at most; stacking copies them, a rectangle with more elements is not copied."""
+_CPU_STACK_NUMEL, _GPU_STACK_NUMEL = 1 << 22, 1 << 24
+"""Elements in a stack of rectangles, at most; stacking copies them, a rectangle with more elements is not copied.
+
+Each stack takes some 25 launches on a GPU.
+"""
 
 
 class _Rectangles(NamedTuple):
@@ -99,17 +102,18 @@ class BlockSums:
         def blocks_where(flags: Sequence[bool]) -> Tensor:
             return torch.tensor(flags).repeat_interleave(torch.tensor(counts)).nonzero().view(-1)
 
+        # What is the same in every step is copied to the device once: the host waits for each such copy.
         group = context.tensor_group
         # Where all ranks of a tensor-parallel group have a copy of a matrix, the all-reduce counts its sums that often.
         copies = [
             1 if group is None or m.shards is None or m.is_sharded else dist.get_world_size(group)
             for m in matrices
         ]
-        self._copies = (
-            torch.tensor(copies, dtype=torch.float64).repeat_interleave(torch.tensor(counts)).view(-1, 1)
-        )
-        self._over_data_ranks = blocks_where([_is_divided(matrix) for matrix in matrices])
-        self._over_tensor_ranks = blocks_where([group is not None and m.shards is not None for m in matrices])
+        copies_of_blocks = torch.tensor(copies, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
+        self._copies = copies_of_blocks.view(-1, 1).to(context.device)
+        self._over_data_ranks = blocks_where([_is_divided(m) for m in matrices]).to(context.device)
+        over_tensor_ranks = [group is not None and m.shards is not None for m in matrices]
+        self._over_tensor_ranks = blocks_where(over_tensor_ranks).to(context.device)
         # A matrix on a single data-parallel rank has its sums only there.
         complete = [_is_divided(m) or m.placement.fragment_on(plan.rank) is not None for m in matrices]
         self._complete = blocks_where(complete)
@@ -133,8 +137,9 @@ class BlockSums:
                 offsets = (position, offset + start), (updates, updates_offset + start)
                 rectangles.append(((rows, cols, stride), offsets, self._first_block[index] + block))
         rectangles.sort()
+        most = _CPU_STACK_NUMEL if device.type == "cpu" else _GPU_STACK_NUMEL
         for (rows, cols, stride), members in groupby(rectangles, key=lambda rectangle: rectangle[0]):
-            equal, limit = [*members], max(1, _STACK_NUMEL // (rows * cols))
+            equal, limit = [*members], max(1, most // (rows * cols))
             for batch in (equal[first : first + limit] for first in range(0, len(equal), limit)):
                 in_weights, in_updates = zip(*(offsets for _, offsets, _ in batch), strict=True)
                 blocks = torch.tensor([block for *_, block in batch], device=device)
@@ -178,12 +183,12 @@ class BlockSums:
         # 2. sum over ranks
         sums = self._reduced(sums.to(self._context.device))
         # 3. factors of weights and updates
-        rates = step.rates.apply[self._matrix_of, 0].to(sums.device)
+        rates = copied(step.rates.apply[self._matrix_of, 0], sums.device)
         weight_square, product, update_square = sums.unbind(1)  # (blocks,) each
         factors_by_block = [
             factor.to(self._device) for factor in factors_of((weight_square, product, update_square), rates)
         ]
-        is_active = None if step.mask is None else step.mask[self._matrix_of]
+        is_active = None if step.mask is None else copied(step.mask[self._matrix_of], self._device)
         # 4. update this rank's fragments
         for group in self._rectangles:
             weights = group.stacked(step.flat, group.in_weights)  # (rectangles, rows, cols)
@@ -192,7 +197,7 @@ class BlockSums:
             factors = [factor[group.blocks].view(shape).to(weights.dtype) for factor in factors_by_block]
             new = weights * factors[0] + update * factors[1]
             if is_active is not None:  # the update of an inactive matrix is uninitialised memory
-                new = torch.where(is_active.to(self._device)[group.blocks].view(shape), new, weights)
+                new = torch.where(is_active[group.blocks].view(shape), new, weights)
             torch._foreach_copy_(group.views(step.flat, group.in_weights), new.unbind())
 
     def _reduced(self, sums: Tensor) -> Tensor:
@@ -203,10 +208,17 @@ class BlockSums:
             sums[self._over_data_ranks] = all_reduce_tensor(divided, context.group, purpose=purpose)
             context.stats.count_exchange(self.sent_bytes)
         if len(self._over_tensor_ranks):
-            shared = (sums / self._copies.to(sums.device))[self._over_tensor_ranks]
+            shared = (sums / self._copies)[self._over_tensor_ranks]
             purpose = "sums over blocks of tensor-parallel ranks"
             sums[self._over_tensor_ranks] = all_reduce_tensor(shared, context.tensor_group, purpose=purpose)
         return sums
+
+
+def copied(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device; the host does not wait for the copy, which is from pinned memory."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:

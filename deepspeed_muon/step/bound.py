@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.step.gradient_status import (
+    FLAGS_PURPOSE,
     NOT_FINITE,
     Gradients,
     GradientStatus,
@@ -23,6 +25,7 @@ from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.all_to_all import overlap_fits
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 
 
 class BoundSteps:
@@ -133,8 +136,10 @@ class BoundSteps:
             current.append((runner, {p.index: group_of[id(p.tensor)] for p in partitions}))
         return current
 
-    def exchange_flags(self, grads: Gradients, norms: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce the gradient flags of all step sets over their ranks, with one all-reduce for each process group.
+    def exchange_flags(
+        self, grads: Gradients, norms: Sequence[Tensor] = (), runners: Sequence[StepRunner] | None = None
+    ) -> list[Tensor]:
+        """Reduce the gradient flags of step sets over their ranks, with one all-reduce for each process group.
 
         Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets. The host waits
         for the device once.
@@ -142,19 +147,39 @@ class BoundSteps:
         Args:
             grads: Partition index to this rank's gradient; a missing one counts as zero.
             norms: More tensors to copy from the device in the same synchronisation.
+            runners: Those of the step sets; by default all.
 
         Returns:
             ``norms`` on the CPU.
         """
+        # 1. Over the ranks that update a parameter together.
         by_groups: dict[tuple[dist.ProcessGroup | None, ...], list[GradientStatus]] = {}
-        for status in self.gradient_status.values():
+        for runner in self.runners if runners is None else runners:
+            status = self.gradient_status[runner]
             by_groups.setdefault(tuple(status.groups), []).append(status)
         reduced = [GradientStatus.reduce(statuses, grads) for statuses in by_groups.values()]
+        # 2. Over the ranks that must skip the same steps: two flags for each step set.
+        counts_of = [[len(status.names) for status in statuses] for statuses in by_groups.values()]
+        by_wider_group: dict[dist.ProcessGroup, list[tuple[GradientStatus, Tensor]]] = {}
+        for statuses, flags, counts in zip(by_groups.values(), reduced, counts_of, strict=True):
+            for status, of_set in zip(statuses, flags.split(counts, dim=1), strict=True):
+                if status.wider_group is not None:
+                    wrong = status.any_wrong(of_set)
+                    by_wider_group.setdefault(status.wider_group, []).append((status, wrong))
+        for group, members in by_wider_group.items():
+            flags = torch.cat([wrong for _, wrong in members])
+            reduced.append(all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max"))
+        # 3. To the CPU.
         on_cpu = read_together([*norms, *reduced])
-        for statuses, joint in zip(by_groups.values(), on_cpu[len(norms) :], strict=True):
-            parameters = [len(status.names) for status in statuses]
-            for status, flags in zip(statuses, joint.split(parameters, dim=1), strict=True):
+        copies = iter(on_cpu[len(norms) :])
+        for statuses, counts in zip(by_groups.values(), counts_of, strict=True):
+            for status, flags in zip(statuses, next(copies).split(counts, dim=1), strict=True):
                 status.flags = flags
+        for members in by_wider_group.values():
+            for (status, _), (nonfinite, failed) in zip(
+                members, next(copies).view(-1, 2).tolist(), strict=True
+            ):
+                status.wider_flags = (bool(nonfinite), bool(failed))
         return on_cpu[: len(norms)]
 
     def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
@@ -191,7 +216,7 @@ class BoundSteps:
     def forget_flags(self) -> None:
         """Drop the flags of :meth:`exchange_flags`, at the end of a step."""
         for status in self.gradient_status.values():
-            status.flags = None
+            status.flags, status.wider_flags = None, (False, False)
 
     def facts(self) -> RankFacts:
         """Return the facts about the plans that must be equal on all ranks."""

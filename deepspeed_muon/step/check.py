@@ -186,6 +186,16 @@ class ResultCheck:
         """Return what :meth:`read_verdicts` will return."""
         return self._names(self._fp32_only.intersection(positions) if self.is_deferred else positions)
 
+    def failing(self, count: int, device: torch.device) -> Tensor:
+        """Return of which of ``count`` parameters :meth:`failed` reports a flag, ``(count,)`` uint8 on the device.
+
+        The host waits for the device only if some matrices are computed in fp32.
+        """
+        if not self.is_deferred or not self._fp32_only:
+            return torch.full((count,), int(not self.is_deferred), dtype=torch.uint8, device=device)
+        flags = [position in self._fp32_only for position in range(count)]
+        return torch.tensor(flags, dtype=torch.uint8, device=device)
+
     def take_failed(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and drop the verdicts.
 

@@ -1,12 +1,13 @@
 """Which gradients are zero on all ranks or not finite on any: what all ranks must know before a step changes anything.
 
 Two bytes of each parameter are max-reduced over the ranks that update it together: the status of its gradient, and
-whether the previous step left its update out (:mod:`.check`). DeepSpeed's wrappers exchange them once for all step sets
-(:meth:`.BoundSteps.exchange_flags`), other callers in :meth:`GradientStatus.report`.
+whether the previous step left its update out (:mod:`.check`). They are exchanged once for all step sets of an
+optimizer, and the host waits for the device only there (:meth:`.BoundSteps.exchange_flags`).
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 
-_PHASE = "exchange of gradient flags"
+FLAGS_PURPOSE = "exchange of gradient flags"
 
 # Gradient status, max-reduced over fragments and ranks: 0 all zero, 1 finite, 2 inf or NaN. The limits are for
 # torch.bucketize, which sorts NaN above all numbers.
@@ -54,6 +55,8 @@ class GradientStatus:
         groups: The process groups over which the flags are reduced, one after the other.
         flags: The reduced flags of this step on the CPU, ``(2, parameters)`` uint8: gradient status, and whether the
             update was left out. ``None`` until they are reduced.
+        wider_group: See :class:`.StepSet`.
+        wider_flags: Whether on some rank of it a gradient is not finite, and whether a matrix got no update.
     """
 
     def __init__(self, runner: StepRunner) -> None:
@@ -67,6 +70,10 @@ class GradientStatus:
         self._parameter_of_row = torch.empty(0, dtype=torch.int64)
         self.names = [layout.name for layout in step_set.layouts]
         self.flags: Tensor | None = None
+        self.wider_group, self.wider_flags = step_set.wider_group, (False, False)
+        self._positions = functools.lru_cache(maxsize=64)(
+            functools.partial(torch.tensor, device=self._device)
+        )
         self.groups = [step_set.group] if step_set.world_size > 1 else []
         # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
         # stack that is stored on several ranks: what a step does may not depend on where ZeRO or a parallelism cuts.
@@ -88,30 +95,36 @@ class GradientStatus:
         local = [status._local_flags(grads) for status in statuses]
         flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
         for group in statuses[0].groups if flags.numel() else ():
-            flags = all_reduce_tensor(flags, group, purpose=_PHASE, how="max")
+            flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
         return flags
 
-    def report(self, grads: Mapping[int, Tensor]) -> GradientReport:
-        """Return what all ranks know of this step, and pass :attr:`.StepRunner.check` the matrices that were left out.
-
-        Must be called by all ranks of the group.
+    def any_wrong(self, flags: Tensor) -> Tensor:
+        """Return whether any gradient is not finite, and whether any matrix was wrong in fp32 too.
 
         Args:
-            grads: Partition index to its gradient, flat and contiguous; a missing one counts as zero.
+            flags: The reduced flags of this step set, on the device.
+
+        Returns:
+            ``(2,)`` uint8 on the device.
         """
-        if self.flags is None:
-            self.flags = self.reduce([self], {index: [grad] for index, grad in grads.items()}).cpu()
-        active, left_out = self.flags.tolist()
-        self.flags = None
+        failed = flags[1] * self._check.failing(flags.shape[1], flags.device)
+        wrong = torch.stack(((flags[0] == NOT_FINITE).any(), failed.any()))
+        return wrong.to(torch.uint8)
+
+    def report(self) -> GradientReport:
+        """Return what all ranks know of this step, and pass :attr:`.StepRunner.check` the matrices that were left out.
+
+        Call it after :meth:`.BoundSteps.exchange_flags`, whose flags it drops; nothing is sent.
+        """
+        assert self.flags is not None
+        (active, left_out), (is_nonfinite, is_failed) = self.flags.tolist(), self.wider_flags
+        self.flags, self.wider_flags = None, (False, False)
         nonfinite: tuple[str, ...] = ()
         if NOT_FINITE in active:
             nonfinite = tuple(n for n, status in zip(self.names, active, strict=True) if status == NOT_FINITE)
         failed = tuple(self._check.read_verdicts(set_positions(left_out)))
-        if (group := self._step_set.wider_group) is not None:
-            bad = torch.tensor([bool(nonfinite), bool(failed)], dtype=torch.uint8, device=self._device)
-            is_nonfinite, is_failed = all_reduce_tensor(bad, group, purpose=_PHASE, how="max").tolist()
-            nonfinite = nonfinite or ("a parameter of other ranks",) * is_nonfinite
-            failed = failed or ("a matrix of other ranks",) * is_failed
+        nonfinite = nonfinite or ("a parameter of other ranks",) * is_nonfinite
+        failed = failed or ("a matrix of other ranks",) * is_failed
         return GradientReport(active, nonfinite, failed)
 
     def _local_flags(self, grads: Gradients) -> Tensor:
@@ -122,7 +135,8 @@ class GradientStatus:
         """
         flags = torch.zeros((2, len(self.names)), dtype=torch.uint8, device=self._device)
         if left_out := self._check.left_out:
-            matrices = torch.tensor([n for numbers, _ in left_out for n in numbers], device=self._device)
+            # Almost always the same matrices as in the step before: the host would wait for a copy of their positions.
+            matrices = self._positions(tuple(n for numbers, _ in left_out for n in numbers))
             wrong = torch.cat([verdicts.to(self._device) for _, verdicts in left_out])
             flags[1].scatter_reduce_(0, matrices, wrong.view(torch.uint8), "amax")
         tensors = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
@@ -165,6 +179,7 @@ def set_positions(flags: Sequence[int]) -> set[int]:
 
 def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of one device on the CPU, copied as one; wider types must come first, for alignment."""
-    raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+    in_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    raw = (torch.cat(in_bytes) if len(in_bytes) > 1 else in_bytes[0]).cpu()
     copies = raw.split([tensor.nbytes for tensor in tensors])
     return [copy.view(tensor.dtype).view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]

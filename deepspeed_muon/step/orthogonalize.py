@@ -112,7 +112,8 @@ class LocalOrthogonalizer:
         for batch in self._batches(tuple(owned)):
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
-                yield torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
+                directions = torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
+                yield before_iteration(self.context.variant, directions, self.matrices[members[0][0]])
 
     def _planned(self, owned: Sequence[int]) -> list[_Batch]:
         planned = []

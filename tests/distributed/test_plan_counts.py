@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from deepspeed_muon.step import bound
-from deepspeed_muon.step.gradient_status import read_together
-from tests.support import training
 from tests.support.counting import count_a_step, counted
+from tests.support.host_waits import count_waits
 from tests.support.thinning import full, pairwise, usual
 
 
@@ -101,46 +95,24 @@ def test_collectives_are_counted_by_any_name(ranks: Any) -> None:
     assert ranks(4).run(call_collectives) == [expected] * 4
 
 
-class ScalarReads(TorchDispatchMode):
-    """Counts the numbers that Python reads from the device: on a GPU the host waits for each.
-
-    Without a GPU all is on the CPU. What would be there on a GPU too is what ``engine.step()`` has read together, and
-    what is computed of nothing else.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.copies, self.on_cpu = 0, 0, list[Tensor]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        known = bool(given) and all(any(each is other for other in self.on_cpu) for each in given)
-        self.count += not known and func.overloadpacket.__name__ == "_local_scalar_dense"
-        result = func(*args, **(kwargs or {}))
-        self.on_cpu += [each for each in tree_leaves(result) if known and isinstance(each, Tensor)]
-        return result
-
-    def read_together(self, tensors: Any) -> list[Tensor]:
-        self.copies += 1
-        found = read_together(tensors)
-        self.on_cpu += found
-        return found
+STAGES_AND_DTYPES = [
+    (0, "fp32"),
+    (0, "bf16"),
+    (1, "bf16"),
+    (1, "fp16"),
+    (2, "fp16"),
+    (3, "bf16"),
+    (3, "fp16"),
+]
 
 
-def waits_of_a_step(rank: int, world_size: int, *, stage: int, precision: str) -> list[int]:
-    """Count the copies of several tensors to the CPU in ``engine.step()``, and the numbers it reads besides."""
-    engine = training.make_engine(training.ds_config(stage, clipping=1.0, precision=precision))
-    training.run_step(engine, 0, rank, world_size, 1)
-    tokens, targets = training.batch(1, rank)
-    engine.backward(engine(tokens, targets))
-    with ScalarReads() as reads, mock.patch.object(bound, "read_together", reads.read_together):
-        engine.step()
-    return [reads.copies, reads.count]
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(1, "bf16"), (1, "fp16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
-)
-def test_the_host_waits_once_before_a_step(ranks: Any, stage: int, dtype: str) -> None:
-    """Flags, overflow and norm are read at once; DeepSpeed looks at the norm, at ZeRO 1 and 2 again for each group."""
-    assert ranks(2).run(waits_of_a_step, stage=stage, precision=dtype) == [[1, 0]] * 2
+@pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq", "hyperball"])
+@pytest.mark.parametrize(("stage", "dtype"), STAGES_AND_DTYPES)
+def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
+    """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
+    params: dict[str, Any] = {"ns_backend": "torch", "variant": variant, "health": 1000}
+    if variant == "hyperball":
+        params["muon_weight_decay"] = 0.0
+    for counts in ranks(2).run(count_waits, stage=stage, clipping=1.0, precision=dtype, params=params):
+        waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
+        assert sum(waits.values()) == 1, counts

@@ -128,6 +128,7 @@ class Kernels:
         pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self.library.muon_momentum_pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
         self.library.muon_unpack_apply.argtypes = [pointer, int64, int32, int32, pointer]
+        self.library.muon_divide_transposed.argtypes = [ctypes.POINTER(DivideTransposed), pointer]
         for name in ("sm90", "sm90_wide"):
             waves = getattr(self.library, f"muon_sym_gemm_{name}_waves")
             waves.argtypes, waves.restype = [int64, int64], int64

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.ops import autotune, dispatch, library, torch_operators
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
+from deepspeed_muon.ops.machine import locked, write_json
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import within
 from tests.support.kernels import forced_kernel
@@ -137,6 +140,55 @@ def test_a_process_keeps_a_choice_that_it_could_not_store(
         ]
         candidate, choice = tuner.choose(PROBLEM, candidates, CPU)
         assert (candidate.name, choice.reason) == ("second", "measured in part")
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_products_in_tf32_are_no_broken_kernel(
+    tmp_path: Path, precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With torch's TF32 every candidate in fp32 was outside of the bound of fp32, and reported as wrong."""
+
+    def in_tf32(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x.half(), settings=replace(settings, dtype=torch.float16)).float()
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        offered = [Candidate("torch gram", in_tf32), Candidate("torch standard", in_tf32)]
+        rejected = Tuner(tmp_path).choose(PROBLEM, offered, CPU)[1].rejected
+        assert bool(rejected) == bool(caplog.records) == (precision == "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_process_waits_for_the_one_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three times the budget of a problem it gave up, and ran other kernels than the process that measured."""
+    monkeypatch.setattr(autotune, "PROBLEM_SECONDS", 0.01)
+    monkeypatch.setattr(autotune, "PROCESS_SECONDS", 0.02)
+
+    def run(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x, settings=settings)
+
+    candidates = [Candidate("expected", run), Candidate("other", run)]
+    waiting, measuring = Tuner(tmp_path), threading.Event()
+
+    def measures() -> None:
+        with locked(tmp_path / ".measuring", 60.0):
+            measuring.set()
+            time.sleep(1.0)
+            entry = {"name": "other", "reason": "measured", "milliseconds": {}, "rejected": {}}
+            entry["candidates"] = ["expected", "other"]
+            write_json(waiting._file, {"choices": {PROBLEM.key(): entry}})
+
+    thread = threading.Thread(target=measures)
+    thread.start()
+    measuring.wait()
+    candidate, choice = waiting.choose(PROBLEM, candidates, CPU)
+    thread.join()
+    assert (candidate.name, choice.reason) == ("other", "remembered")
+    # What it waited for is not time that it measured.
+    second = replace(PROBLEM, rows=10)
+    assert "measured" in waiting.choose(second, candidates, CPU)[1].reason
 
 
 @pytest.mark.parametrize(

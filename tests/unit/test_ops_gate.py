@@ -263,10 +263,53 @@ def test_what_raises_is_a_failure_of_its_part_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checks.library, "try_load", lambda: None)
     monkeypatch.setattr(checks, "triton_products", lambda: 1)
     monkeypatch.setattr(checks, "_test_triton", broken)
-    monkeypatch.setattr(checks, "_test_graphs", lambda operators: [dict(right)])
+    monkeypatch.setattr(checks, "_test_graphs", lambda *_: [dict(right)])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert gate._failures(0) == {"triton": "ImportError: no driver", "transient": True}
+    failures = gate._failures(0)
+    assert failures.pop("checks") and failures == {"triton": "ImportError: no driver", "transient": True}
+
+
+def ends_with(component: str, ending: str) -> list[str]:
+    """Return a self-test whose native operators end in some way, without a GPU."""
+    return command(f"""
+        import os, sys, torch
+        from deepspeed_muon.ops import checks, gate
+
+        broken = False
+        def synchronize():
+            if broken:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        def test_{component}(*_):
+            global broken
+            {ending}
+
+        def right(*arguments):
+            if arguments and arguments[0] is not None and "native" not in arguments[1]:
+                test_native()  # graphs replay the native operators too
+            return [checks._check("product", "cuda", 0.0, 0.0)]
+
+        torch.cuda.synchronize, torch.cuda.set_device = synchronize, lambda device: None
+        checks.library.try_load = lambda: 1
+        checks.triton_products = lambda: 1
+        checks.quack_products = lambda: None
+        checks._test_triton, checks._test_graphs = lambda: right(), right
+        checks._test_operators = lambda *given: right() if given[2] == ["momentum_pack_int8_"] else test_native()
+        print("\\n" + gate.json.dumps(gate._failures(0, sys.argv[1:])))
+    """)
+
+
+@pytest.mark.parametrize("ending", ["broken = True; raise RuntimeError('illegal address')", "os.abort()"])
+def test_a_broken_context_costs_its_part_alone(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An illegal address made every later call fail, and so kept all parts out; a crash of a kernel cost the graphs."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    verdict, tested = gate._self_test(ends_with("native", ending), 120.0)
+    assert verdict.failed.keys() == {"native"} and verdict.transient, verdict.why
+    # The report of the self-test lists the others, too.
+    monkeypatch.setattr(gate, "_self_test", lambda *_: (verdict, tested))
+    listed = {check["component"]: check["ok"] for check in gate.checks_of(0)}
+    assert listed == {"native": False, "int8": True, "triton": True, "graphs": True}
 
 
 def test_only_wrong_numbers_are_remembered_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +14,9 @@ from torch import Tensor
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.ops import candidates
-from deepspeed_muon.ops.candidates import Problem, Replay, Replayed, Run, candidates_for
+from deepspeed_muon.ops import candidates, dispatch
+from deepspeed_muon.ops.autotune import Choice, Tuner
+from deepspeed_muon.ops.candidates import Candidate, Problem, Replay, Replayed, Run, candidates_for
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 
@@ -20,7 +25,7 @@ class Recorder:
     """Stands for a GPU's graphs: fixed buffers, as they have, and a count of captures."""
 
     def __init__(self) -> None:
-        self.captures = 0
+        self.captures = self.replays = 0
 
     def __call__(self, run: Run, x: Tensor, settings: NsSettings) -> Replay:
         self.captures += 1
@@ -28,6 +33,7 @@ class Recorder:
         result = torch.empty_like(run(x, settings))
 
         def replay(x: Tensor) -> Tensor:
+            self.replays += 1
             held.copy_(x)
             result.copy_(run(held, settings))
             return result.clone()
@@ -46,11 +52,15 @@ def plain(x: Tensor, settings: NsSettings) -> Tensor:
     return orthogonalize(x, settings=settings)
 
 
-def test_a_shape_is_captured_at_its_second_call_and_replayed_from_then_on(record: Recorder) -> None:
+def test_a_captured_shape_is_replayed_and_no_call_captures(record: Recorder) -> None:
     run = Replayed(plain)
     inputs = [torch.randn(2, 6, 9) for _ in range(4)]
-    kept = [run(x, SETTINGS) for x in inputs]
+    assert torch.equal(run(inputs[0], SETTINGS), plain(inputs[0], SETTINGS)) and record.captures == 0
+    for _ in range(2):
+        run.capture(torch.zeros(2, 6, 9), SETTINGS)
     assert record.captures == 1
+    kept = [run(x, SETTINGS) for x in inputs]
+    assert record.captures == 1 and record.replays == 4
     for x, result in zip(inputs, kept, strict=True):
         assert torch.equal(result, plain(x, SETTINGS)), "a later replay must not change an earlier result"
 
@@ -58,34 +68,129 @@ def test_a_shape_is_captured_at_its_second_call_and_replayed_from_then_on(record
 def test_shape_dtype_storage_order_and_settings_have_graphs_of_their_own(record: Recorder) -> None:
     run = Replayed(plain)
     x = torch.randn(6, 6)
-    other = NsSettings(resolve_schedule("quintic", 3))
+    run.capture(x, SETTINGS)
     for given, settings in (
-        (x, SETTINGS),
         (x.mT, SETTINGS),
         (x.double(), SETTINGS),
         (x[:4], SETTINGS),
-        (x, other),
+        (x, NsSettings(resolve_schedule("quintic", 3))),
+        (x[:, 1:5], SETTINGS),
     ):
-        for _ in range(3):
-            assert torch.equal(run(given, settings), plain(given, settings))
-    assert record.captures == 5
+        assert torch.equal(run(given, settings), plain(given, settings))
+    assert record.captures == 1 and record.replays == 0
+
+
+class FakeGraph:
+    """Stands for a CUDA graph of ``doubled``: a replay computes from the input's buffer into the result's."""
+
+    buffers: tuple[Tensor, Tensor]
+
+    def replay(self) -> None:
+        self.buffers[1].copy_(2 * self.buffers[0])
+
+
+def doubled(x: Tensor, settings: NsSettings) -> Tensor:
+    FakeGraph.buffers = x, 2 * x
+    return FakeGraph.buffers[1]
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Give torch.cuda what a capture calls; return the streams that were made current and the captures' arguments."""
+    calls: list[Any] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def graph(graph: FakeGraph, **arguments: Any) -> Iterator[None]:
+        calls.append(arguments)
+        yield
+
+    fakes = {"graph": graph, "CUDAGraph": FakeGraph, "graph_pool_handle": lambda: "pool"}
+    fakes |= {
+        "Stream": lambda device: stream,
+        "current_stream": lambda device: stream,
+        "set_stream": calls.append,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(candidates, "_pools", {})
+    monkeypatch.setattr(candidates, "_streams", {})
+    return calls
+
+
+def test_a_replay_returns_a_tensor_of_its_own_and_other_threads_may_call_cuda(cuda_calls: list[Any]) -> None:
+    replay = candidates.capture_cuda(doubled, torch.zeros(3), SETTINGS)
+    # NCCL's watchdog queries events at any time, which would end a capture in the mode "global".
+    assert [call["capture_error_mode"] for call in cuda_calls] == ["thread_local"]
+    first, second = (replay(torch.full((3,), value)) for value in (1.0, 5.0))
+    assert first.tolist() == [2.0] * 3 and second.tolist() == [10.0] * 3
+
+
+def test_a_failed_capture_leaves_the_streams_as_they_were(cuda_calls: list[Any]) -> None:
+    def fails(x: Tensor, settings: NsSettings) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        candidates.capture_cuda(fails, torch.zeros(3), SETTINGS)
+    assert cuda_calls[-1] is torch.cuda.current_stream(torch.device("cpu"))
+    assert not candidates._pools and not candidates._streams
+
+
+@pytest.fixture
+def with_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dispatch.Orthogonalizer:
+    """Return an orthogonalizer that remembers a candidate with a graph."""
+
+    def offered(*_: Any, **__: Any) -> list[Candidate]:
+        return [Candidate("torch standard", plain), Candidate("torch standard+graph", Replayed(plain))]
+
+    monkeypatch.setattr(dispatch, "candidates_for", offered)
+    monkeypatch.setattr(Tuner, "_cached", lambda *_: Choice("torch standard+graph", "remembered"))
+    return dispatch.Orthogonalizer("auto", Tuner(tmp_path))
+
+
+def test_a_remembered_choice_is_captured_when_it_is_prepared(
+    with_graph: dispatch.Orthogonalizer, record: Recorder
+) -> None:
+    """Captures were in the second step, at the peak of memory."""
+    x = torch.randn(2, 24, 36)
+    with_graph.prepare(x.to("meta"), settings=SETTINGS, device=torch.device("cpu"))
+    assert record.captures == 1
     for _ in range(3):
-        run(x[:, 1:5], SETTINGS)  # not dense: no buffer has its strides
-    assert record.captures == 5
+        assert torch.equal(with_graph(x, settings=SETTINGS), plain(x, SETTINGS))
+    assert record.captures == 1 and record.replays == 3
+    # A step in which a matrix has no gradient: a smaller batch, which nothing has prepared.
+    assert torch.equal(with_graph(x[:1], settings=SETTINGS), plain(x[:1], SETTINGS))
+    assert record.captures == 1 and [entry["ran"] for entry in with_graph.report()] == [
+        "torch standard+graph",
+        "torch standard",
+    ]
+    # engine.offload_states and reload_states
+    with_graph.release()
+    assert torch.equal(with_graph(x, settings=SETTINGS), plain(x, SETTINGS)) and record.replays == 3
+    with_graph.capture(torch.device("cpu"))
+    with_graph(x, settings=SETTINGS)
+    assert record.captures == 2 and record.replays == 4
 
 
-def test_the_least_used_graph_goes_first(monkeypatch: pytest.MonkeyPatch, record: Recorder) -> None:
-    monkeypatch.setattr(candidates, "MAX_GRAPHS", 2)
-    run = Replayed(plain)
-    first, second, third = (torch.randn(4, 4 + extra) for extra in range(3))
-    for x in (first, first, second, second, first, third, third):
-        run(x, SETTINGS)
-    assert record.captures == 3
-    run(first, SETTINGS)
-    assert record.captures == 3, "the first was used after the second, so it is still there"
-    run(second, SETTINGS)
-    run(second, SETTINGS)
-    assert record.captures == 4
+def test_a_capture_that_fails_costs_the_graph_and_nothing_else(
+    with_graph: dispatch.Orthogonalizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It raised in the second step on the rank that was out of memory, while the others waited for it."""
+    attempts = []
+
+    def fails(run: Run, x: Tensor, settings: NsSettings) -> Replay:
+        attempts.append(x.shape)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(candidates, "capture_cuda", fails)
+    inputs = [torch.randn(2, 24, 36), torch.randn(3, 24, 36)]
+    for x in inputs:
+        with_graph.prepare(x.to("meta"), settings=SETTINGS, device=torch.device("cpu"))
+    for x in 2 * inputs:
+        assert torch.equal(with_graph(x, settings=SETTINGS), plain(x, SETTINGS))
+    assert len(attempts) == 2 and len(caplog.records) == 1 and "out of memory" in caplog.text
+    for entry in with_graph.report():
+        assert entry["ran"] == "torch standard" and "out of memory" in entry["reason"]
 
 
 def gpu_names(
@@ -139,7 +244,9 @@ def test_released_graphs_are_captured_anew_and_give_the_same(
     monkeypatch.setattr(candidates, "_pools", {torch.device("cpu"): "handle"})
     run = Replayed(plain)
     x = torch.randn(2, 6, 9)
-    before = [run(x, SETTINGS) for _ in range(2)]
+    run.capture(x, SETTINGS)
+    before = run(x, SETTINGS)
     run.release()
-    assert all(replay is None for replay in run._replays.values()) and not candidates._pools
-    assert torch.equal(run(x, SETTINGS), before[1]) and record.captures == 2
+    assert not candidates._pools and torch.equal(run(x, SETTINGS), before)
+    run.capture(x, SETTINGS)
+    assert torch.equal(run(x, SETTINGS), before) and (record.captures, record.replays) == (2, 2)

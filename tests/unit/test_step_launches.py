@@ -2,8 +2,10 @@
 
 The step of one rank of ZeRO 3 runs with all tensors on the meta device. An operation on a tensor counts as one launch
 unless it only makes a view. Of what needs several launches, the number is that of the kernels: the flat passes take 72
-fragments a launch, torch's concatenation 128 tensors, its multi-tensor norm 320 blocks of 65,536 elements. A copy to
-the host is a wait of the host. A recorded CUDA graph of the iteration takes three launches: two copies and the graph.
+fragments a launch, torch's concatenation 128 tensors, its multi-tensor norm 320 blocks of 65,536 elements. A copy
+between host and device is a wait of the host (all that waits is counted on real ranks, in
+:mod:`tests.distributed.test_plan_counts`). A captured CUDA graph of the iteration takes three launches: two copies and
+the graph. The norm that DeepSpeed computes is not counted.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +27,8 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.check import ResultCheck
-from deepspeed_muon.step.gradient_status import GradientStatus
 from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
@@ -57,13 +59,16 @@ class Launches(TorchDispatchMode):
             each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
         ]
         name = func.overloadpacket.__name__
-        if not any(each.device == META for each in tensors):
+        if name in ("is_pinned", "_pin_memory"):  # without an accelerator torch cannot answer
+            return False if name == "is_pinned" else args[0]
+        if name == "_to_copy" and {args[0].device, kwargs.get("device")} == {META, torch.device("cpu")}:
+            self.waits += not kwargs.get("non_blocking")
+        elif not any(each.device == META for each in tensors):
             return func(*args, **kwargs)
         if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
-            self.waits += 1
             self.counts[self.part] += 1
             flags = torch.zeros(args[0].shape, dtype=args[0].dtype)
-            flags[0] = 1  # all matrices have a finite gradient, none was left out
+            flags[: len(flags) // 2] = 1  # all matrices have a finite gradient, none was left out
             return flags
         if not (func.is_view or "empty" in name or name == "detach"):
             self.counts[self.part] += launches_of(name, tensors)
@@ -91,17 +96,19 @@ def launches_of(name: str, tensors: list[Tensor]) -> int:
     return 1
 
 
-def runner_of(model: str, ranks: int, rank: int, launches: Launches, variant: str) -> StepRunner:
-    """Return the runner of one rank at ZeRO 3, on the meta device and in bf16, whose messages and passes only count."""
+def bound_of(model: str, ranks: int, rank: int, launches: Launches, variant: str, sets: int) -> BoundSteps:
+    """Return the step sets of one rank at ZeRO 3, on the meta device and in bf16; messages and passes only count."""
     config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant})
     routes = [each for each in route_parameters(load_model(model), config) if each.algorithm == "muon"]
-    layouts, offset = [], 0
-    for route in routes:
-        shard = -(-route.numel // ranks)
-        layouts.append(route.layout(0, sharded_placement(offset, route.numel, shard)))
-        offset += shard
-    partition = BoundPartition(0, torch.empty(offset, device=META), True)
-    step_set = StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16)
+    step_sets = []
+    for index in range(sets):
+        layouts, offset = [], 0
+        for route in routes[index::sets]:
+            shard = -(-route.numel // ranks)
+            layouts.append(route.layout(index, sharded_placement(offset, route.numel, shard)))
+            offset += shard
+        partition = BoundPartition(index, torch.empty(offset, device=META), True)
+        step_sets.append(StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16))
     iterate = launches.during("iteration", orthogonalize)
 
     def count_call(*args: Any, **kwargs: Any) -> Tensor:
@@ -118,32 +125,35 @@ def runner_of(model: str, ranks: int, rank: int, launches: Launches, variant: st
         StatePolicy(),
         overlap=True,
     )
-    runner = StepRunner(step_set, config, resources, load=np.zeros(ranks))
+    bound = BoundSteps(step_sets, config, resources)
 
     def count_pass(*args: Any) -> None:
         launches.counts["passes"] += -(-len(args[-2]) // FRAGMENTS)
 
-    runner._passes = FlatPasses("counted", count_pass, count_pass, count_pass)
-    return runner
+    for runner in bound.runners:
+        runner._passes = FlatPasses("counted", count_pass, count_pass, count_pass)
+    return bound
 
 
-def counted(model: str, ranks: int, variant: str = "muon") -> tuple[StepRunner, Launches]:
-    """Return the runner of the rank that owns most matrices, and what its second step launches."""
+def counted(
+    model: str, ranks: int, variant: str = "muon", sets: int = 1
+) -> tuple[list[StepRunner], Launches]:
+    """Return the runners of the rank that owns most matrices, and what its third step launches."""
     launches = Launches()
-    owners = Counter(runner_of(model, ranks, 0, launches, variant).plan.owners)
-    runner = runner_of(model, ranks, owners.most_common(1)[0][0], launches, variant)
-    group = {**MuonConfig().group_defaults("muon"), "lr": 0.02}
-    partition = runner.step_set.partitions[0].tensor
-    state: dict[Tensor, dict[str, Any]] = {partition: {}}
-    grads = {0: torch.empty_like(partition)}
+    owners = Counter(bound_of(model, ranks, 0, launches, variant, sets).runners[0].plan.owners)
+    bound = bound_of(model, ranks, owners.most_common(1)[0][0], launches, variant, sets)
+    group = {**MuonConfig(variant=variant).group_defaults("muon"), "lr": 0.02}
+    partitions = [runner.step_set.partitions[0].tensor for runner in bound.runners]
+    state: dict[Tensor, dict[str, Any]] = {partition: {} for partition in partitions}
+    grads = {index: torch.empty_like(partition) for index, partition in enumerate(partitions)}
 
     def send(*_: Any) -> list[Any]:
         launches.counts["all-to-all"] += 1
         return []
 
-    def reduce(flags: Tensor, *_: Any, **__: Any) -> Tensor:
-        launches.counts["flags"] += 1
-        return flags
+    def reduce(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        launches.counts["all-reduce"] += 1
+        return tensor
 
     settle = launches.during("check", ResultCheck.settle)
     scale_rows = launches.during("formula", OwnedRows.updates)
@@ -151,27 +161,45 @@ def counted(model: str, ranks: int, variant: str = "muon") -> tuple[StepRunner, 
         mock.patch.object(OwnedRows, "updates", lambda *args, **kwargs: scale_rows(*args, **kwargs)),
         mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
         mock.patch("deepspeed_muon.step.gradient_status.all_reduce_tensor", reduce),
+        mock.patch("deepspeed_muon.step.block_sums.all_reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
-        for _ in range(2):  # the first step makes the momentum
+        for _ in range(
+            3
+        ):  # the first step makes the momentum, the second copies the positions of its verdicts
             launches.counts.clear()
             launches.waits = launches.calls = 0
             with launches:
-                flags = launches.during("flags", GradientStatus(runner).report)(grads)
-                runner.run(flags.active, grads, {0: group}, state)
-    return runner, launches
+                exchange = launches.during("flags", bound.exchange_flags)
+                exchange({index: [grad] for index, grad in grads.items()})
+                for index, runner in enumerate(bound.runners):
+                    report = bound.gradient_status[runner].report()
+                    runner.run(report.active, {index: grads[index]}, {index: group}, state)
+    return bound.runners, launches
 
 
 def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
     """Llama-7b on 64 ranks: a rank holds fragments of all 224 matrices, and owns four of them."""
-    runner, launches = counted("llama-7b", 64)
+    (runner,), launches = counted("llama-7b", 64)
     assert (len(runner.plan.matrices), max(Counter(runner.plan.owners).values())) == (224, 4)
     assert launches.waits == 1, "the host waits for the flags of the gradients alone"
     assert launches.counts["all-to-all"] == 2 * len(runner.plan.chunks)
     with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
     # Before there were tables, 448 of the passes alone, and copies.
     assert launches.counts["passes"] <= 12 and with_graphs <= 79 and launches.counts.total() <= 147
+
+
+def test_step_sets_read_their_flags_together() -> None:
+    """ZeRO 3 has as many sub-groups as sub_group_size makes."""
+    runners, launches = counted("llama-7b", 64, sets=3)
+    assert len(runners) == 3 and launches.waits == 1
+
+
+@pytest.mark.parametrize(("variant", "most"), [("muon_eq", 167), ("normuon", 219), ("hyperball", 431)])
+def test_variants_wait_as_rarely_as_muon(variant: str, most: int) -> None:
+    _, launches = counted("llama-7b", 64, variant)
+    assert launches.waits == 1 and launches.counts.total() <= most
 
 
 def test_row_state_takes_one_launch_a_batch() -> None:
