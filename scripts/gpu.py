@@ -74,6 +74,9 @@ PEERS = [
 ]
 """quack and gram-newton-schulz, and what they need."""
 
+DRY_RUN_FACTOR = 10
+"""The seconds of a step are for a machine with a GPU; a CPU that is busy may compile for minutes."""
+
 PYTHON = sys.executable
 LIBRARY = WORK / "libmuon_cuda.so"
 BUILD = f"""
@@ -351,14 +354,40 @@ def run_step(step: Step, log: Path, *, site: Path | None = None) -> str:
             ended = "took too long"
         finally:
             # What it has started, too: otherwise it would keep the memory of the GPU.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            kill_session(child.pid)
+            child.poll()
     text = log.read_bytes()
     if len(text) > LOG_BYTES:
         half = LOG_BYTES // 2
         log.write_bytes(text[:half] + b"\n[...]\n" + text[-half:])
     return ended
+
+
+def kill_session(session: int) -> None:
+    """Kill the processes of a session, in any process group: ninja gives every compiler one of its own.
+
+    One that waits for a GPU inside the driver may not react; it is left behind after some seconds.
+    """
+    for _ in range(200):
+        stats = map(read_stat, Path("/proc").glob("[0-9]*"))
+        processes = [
+            process for process, its_session, has_ended in stats if its_session == session and not has_ended
+        ]
+        if not processes:
+            return
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def read_stat(folder: Path) -> tuple[int, int, bool]:
+    """Return a process, its session, and whether it has ended; (0, 0, True) if it is gone."""
+    try:
+        state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return 0, 0, True
+    return int(folder.name), int(session), state in "ZX"
 
 
 def machine_facts(site: Path | None) -> dict[str, Any]:
@@ -429,6 +458,7 @@ class Session:
         After ``limit`` seconds no step is running.
         """
         has, deadline = set(has), time.monotonic() + limit
+        factor = DRY_RUN_FACTOR if self.dry_run else 1
         built: set[str] = set()
         for part, steps in parts.items():
             left = [step for step in steps if self.outcome(part, step).get("ended") != "ok"]
@@ -441,7 +471,7 @@ class Session:
                 chosen = self._chosen(step, has)
                 if isinstance(chosen, str):
                     outcome |= {"ended": chosen}
-                elif (seconds := min(step.seconds, deadline - time.monotonic())) < 5:
+                elif (seconds := min(step.seconds * factor, deadline - time.monotonic())) < 5:
                     outcome.setdefault("ended", "not started: no time left")
                 elif step.name in built:
                     outcome |= {"ended": "ok", "seconds": 0}

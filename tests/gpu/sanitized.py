@@ -19,9 +19,9 @@ from tests.support import cuda_cases as cases
 from tests.support.cuda_library import OK, Kernels
 
 
-def kernels_of(kernels: Kernels) -> dict[str, Callable[[], None]]:
+def kernels_of(kernels: Kernels, device: str = "cuda") -> dict[str, Callable[[], None]]:
     """Return a call of each kernel that this GPU can run."""
-    inputs, half = cases.Inputs("cuda"), (torch.float32, torch.bfloat16)
+    inputs, half = cases.Inputs(device), (torch.float32, torch.bfloat16)
     lengths, offsets = [1, 8, 4099], (3, 7, 5)
     calls: dict[str, Callable[[], None]] = {
         "momentum_pack": lambda: cases.momentum_pack(

@@ -38,7 +38,7 @@ def ended(session: Any, part: str) -> list[str]:
 def test_a_step_that_fails_hangs_or_crashes_costs_that_step_only(gpu: ModuleType, tmp_path: Path) -> None:
     hangs = f"""
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], preexec_fn=os.setpgrp)  # as ninja does
 open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
 time.sleep(600)
 """

@@ -16,6 +16,7 @@ import torch
 from deepspeed_muon.ops.checks import product_shapes
 from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.reference import newton_schulz
+from tests.gpu import sanitized
 from tests.support import cuda_bench
 from tests.support import cuda_cases as cases
 from tests.support.comparisons import close, within
@@ -52,6 +53,14 @@ def test_operands_that_are_views_or_the_output(
 ) -> None:
     bench.configure(major=MAJOR[kernel], processors=2)
     case(bench, kernel, Inputs("cpu"))
+
+
+def test_what_the_sanitizers_run(bench: Bench) -> None:
+    bench.configure(major=9, processors=2)
+    calls = sanitized.kernels_of(bench, "cpu")
+    assert {"sym_gemm sm80", "sym_gemm sm90", "momentum_pack_int8", "divide_transposed"} <= calls.keys()
+    for call in calls.values():
+        call()
 
 
 @pytest.mark.parametrize("kernel", MAJOR)
