@@ -128,8 +128,9 @@ class Orthogonalizer:
     def _unprepared(self, problem: Problem, device: torch.device) -> _Chosen:
         """Choose for a call in a step, in which nothing is captured: as for a prepared batch of another size."""
         for prepared, chosen in self._chosen.items():
-            is_replayed = isinstance(chosen.candidate.run, Replayed)
-            if is_replayed and replace(prepared, batch=problem.batch) == problem:
+            # On a CPU nothing is ever captured, and every size is measured.
+            may_capture = problem.device == "cuda" or isinstance(chosen.candidate.run, Replayed)
+            if may_capture and replace(prepared, batch=problem.batch) == problem:
                 candidate = chosen.candidate.without_graph
                 return _Chosen(candidate, Choice(candidate.name, "as in a batch of another size"))
         candidate, choice = self._choose(problem, device)

@@ -204,10 +204,8 @@ class BlockSums:
         """Return the sums over entire blocks, ``(blocks, 3)``, from those over this rank's fragments."""
         context = self._context
         if len(self._over_data_ranks) and context.world_size > 1:
-            divided = sums[self._over_data_ranks]
-            sums[self._over_data_ranks] = all_reduce_tensor(
-                divided, context.group, purpose="sums over blocks"
-            )
+            divided, purpose = sums[self._over_data_ranks], "sums over blocks"
+            sums[self._over_data_ranks] = all_reduce_tensor(divided, context.group, purpose=purpose)
             context.stats.count_exchange(self.sent_bytes)
         if len(self._over_tensor_ranks):
             shared = (sums / self._copies)[self._over_tensor_ranks]

@@ -194,16 +194,19 @@ def test_at_zero_0_the_broadcast_of_an_update_has_its_rows(ranks: Any, world: in
         assert own["rows"] == sum(each["owned"] for each in rows)
 
 
-def stored_rows(rank: int, world_size: int, *, params: dict[str, Any]) -> list[torch.Tensor]:
+def rows_and_masters(rank: int, world_size: int, *, params: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
     engine = training.make_engine(training.ds_config(0, params={"variant": "normuon", **params}), "mixed")
     training.train_steps(engine, 2, rank, world_size)
     state = deepspeed_muon.muon_optimizer(engine).state
-    return [own[normuon.MOMENTS] for own in state.values() if normuon.MOMENTS in own]
+    rows = [entry[normuon.MOMENTS] for entry in state.values() if normuon.MOMENTS in entry]
+    return {"rows": rows, "masters": [param.detach() for param in engine.module.parameters()]}
 
 
 @pytest.mark.parametrize("params", [{}, {"wire_dtype": "int8"}, {"wire_dtype": "bf16"}])
 def test_every_rank_has_the_rows_of_replicated_matrices(ranks: Any, params: dict[str, Any]) -> None:
-    first, *others = ranks(3).run(stored_rows, params=params)
-    assert first and all(rows.any() for rows in first)
-    for found in others:
-        assert all(torch.equal(rows, expected) for rows, expected in zip(found, first, strict=True))
+    """And the updates before them in the buffer: the weights agree too."""
+    first, *others = ranks(3).run(rows_and_masters, params=params)
+    assert first["rows"] and all(rows.any() for rows in first["rows"])
+    for result in others:
+        for key, expected in first.items():
+            assert all(map(torch.equal, result[key], expected)), key

@@ -72,6 +72,24 @@ def test_autocast_does_not_change_a_step(autocast: torch.dtype, ns_dtype: Any, v
     assert error < {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[ns_dtype]
 
 
+@pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq", "hyperball"])
+def test_what_runs_in_a_step_was_prepared_when_the_optimizer_was_bound(variant: Any) -> None:
+    """MuonEq iterates on fp32, whatever is sent: its kernels were chosen, and would have been captured, in a step."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((24, 40), (24, 40), (40, 24))]
+    optimizer = Muon(
+        [(str(number), param) for number, param in enumerate(params)],
+        lr=0.1,
+        include=["*"],
+        variant=variant,
+        wire_dtype="bf16",
+        ns_backend="torch",
+    )
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert [entry["calls"] for entry in optimizer.kernel_report()] == [1, 1]
+
+
 def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     optimizer = Muon(model, lr=0.1, weight_decay=0.5)

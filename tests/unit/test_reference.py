@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed_muon import MuonConfig
 from deepspeed_muon.math.coefficients import resolve_schedule
@@ -17,6 +18,7 @@ from deepspeed_muon.reference import ReferenceMuon, newton_schulz
 from deepspeed_muon.variants import VARIANTS
 from tests.support.comparisons import close
 from tests.support.matrices import matrix
+from tests.support.oracle import Oracle
 from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,20 @@ def test_adamw_is_torchs() -> None:
         reference.step(weights, {"w": param.grad})
         optimizer.step()
     close(weights["w"], param.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("clipping", [0.5, 1e3])
+def test_the_oracle_clips_as_torch_does(clipping: float) -> None:
+    """Gradients whose norm is below the limit are left alone: their size is in the moments."""
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    oracle = Oracle({}, clipping=clipping)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    assert oracle.update(model) == pytest.approx(math.sqrt(8), rel=1e-12)
+    nn.utils.clip_grad_norm_(model.parameters(), clipping)
+    for name, param in model.named_parameters():
+        # 1 - beta1 is 0.1; both add 1e-6, DeepSpeed to the norm before it is divided and torch after it.
+        close(oracle.state[name, "exp_avg"], 0.1 * param.grad, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

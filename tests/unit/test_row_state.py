@@ -43,3 +43,24 @@ def test_blocks_may_begin_anew() -> None:
     results = torch.ones(1, 4, 3)
     _, new = rows.updates([(1, 0)], results, torch.float32, anew=True)
     assert torch.equal(new[MOMENTS], torch.full((1, 4), 1 - BETA2))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_block_of_a_grid_has_rows_of_its_own(transposed: bool) -> None:
+    """Blocks of unequal size, two below and two beside each other: rows are those of outputs in either orientation."""
+    heights, widths = (2, 4), (3, 5)
+    matrix = MatrixLayout(
+        "w", 6, 8, 0, flat_placement(0, 48, 48), row_blocks=heights, col_blocks=widths, transposed=transposed
+    )
+    vector = torch.zeros(matrix.output_count)
+    rows = OwnedRows([matrix], VARIANTS["normuon"], [(BETA2,) * 4], {MOMENTS: {0: vector}}, group=None)
+    for number in range(4):
+        row, col = divmod(number, 2)
+        outputs = widths[col] if transposed else heights[row]
+        assert not rows.stored([(0, number)])[MOMENTS].any(), "another block has written there"
+        rows.write([(0, number)], {MOMENTS: torch.full((1, outputs), number + 1.0)})
+    # As inputs x outputs, each row block has a number for every column, else each row one for every column block.
+    expected = (
+        [1.0] * 3 + [2.0] * 5 + [3.0] * 3 + [4.0] * 5 if transposed else [1.0, 2.0] * 2 + [3.0, 4.0] * 4
+    )
+    assert vector.tolist() == expected
