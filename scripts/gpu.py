@@ -298,12 +298,11 @@ def trainings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]
     return steps
 
 
-def available() -> set[str]:
+def available(facts: dict[str, Any]) -> set[str]:
     """Return which of the things that steps need this machine has."""
-    machine = machine_facts(None)
     programs = {name for name in ("nvcc", "compute-sanitizer") if shutil.which(name, path=search_path())}
-    gpus = {"a CUDA GPU"} if machine["gpus"] else set()
-    return programs | gpus | ({"two GPUs"} if machine["gpus"] > 1 else set())
+    gpus = {"a CUDA GPU"} if facts["gpus"] else set()
+    return programs | gpus | ({"two GPUs"} if facts["gpus"] > 1 else set())
 
 
 def search_path() -> str:
@@ -699,7 +698,8 @@ def main() -> int:
     if arguments.wheels:
         site = site_folder()
         unpack(arguments.wheels, site)
-    facts, has = machine_facts(site), available()
+    facts = machine_facts(site)
+    has = available(facts)
     if not arguments.dry_run and "a CUDA GPU" not in has:
         print("torch finds no CUDA GPU; DRY_RUN=1 (--dry-run) walks the parts on a CPU", file=sys.stderr)
         return 2

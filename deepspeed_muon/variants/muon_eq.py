@@ -25,9 +25,8 @@ def before_iteration(directions: Tensor, sums: ShardedSums) -> Tensor:
         A new fp32 tensor (float64 for float64 directions).
     """
     dtype = torch.promote_types(directions.dtype, torch.float32)
-    # (batch, rows)
-    squares = sums.of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=dtype).square_())
-    return directions / squares.sqrt_().clamp_(min=SMALLEST_NORM).unsqueeze(-1)
+    norms = sums.norms_of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=dtype))  # (batch, rows)
+    return directions / norms.clamp_(min=SMALLEST_NORM).unsqueeze(-1)
 
 
 VARIANT = Variant(

@@ -134,6 +134,10 @@ class ShardedSums:
         """Return the sums ``(batch, rows)`` of complete rows from those of this rank's columns."""
         return local if self.add_columns is None else self.add_columns(local)
 
+    def norms_of_rows(self, local: Tensor) -> Tensor:
+        """Return the norms ``(batch, rows)`` of complete rows from those of this rank's columns; may mutate them."""
+        return local if self.add_columns is None else self.add_columns(local.square_()).sqrt_()
+
     def over_rows(self, values: Tensor) -> Tensor:
         """Return the sums ``(batch, n)`` over the rows of all ranks from this rank's ``(batch, rows, n)``."""
         local = values.sum(dim=-2)
