@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed_muon import MuonError, NsSettings, orthogonalize, orthogonalize_sharded
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.reference import newton_schulz
-from deepspeed_muon.transport import sharded
+from deepspeed_muon.step import sharded
 from tests.support.comparisons import within
 from tests.support.matrices import matrix
 from tests.support.rounding import iteration_limit
