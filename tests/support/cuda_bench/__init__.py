@@ -221,9 +221,7 @@ def build(
         if beside is not None and (_equal(source, folder, beside) or only not in (None, source.stem)):
             return beside / target.name
         command = ["g++", *_FLAGS, f"-I{MACHINE}", "-x", "c++", "-c", str(source), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-4000:])  # no AssertionError, which would count as a defect found
+        _compile(command)
         return target
 
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -271,12 +269,15 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
     include = [MACHINE, csrc, csrc / "cuda", *cpp_extension.include_paths()]
     command = ["g++", standard, "-O1", "-fPIC", "-shared", "-w", str(source), "-o", str(library)]
     command += [f"-I{path}" for path in include] + [f"-L{path}" for path in cpp_extension.library_paths()]
-    command += [str(bench.folder / LIBRARY), f"-Wl,-rpath,{bench.folder}", "-ltorch_cpu", "-lc10"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
+    _compile([*command, str(bench.folder / LIBRARY), f"-Wl,-rpath,{bench.folder}", "-ltorch_cpu", "-lc10"])
     torch.ops.load_library(str(library))
     return Binding(bench, getattr(torch.ops, namespace))
+
+
+def _compile(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])  # no AssertionError, which would count as a defect found
 
 
 def _equal(source: Path, folder: Path, beside: Path) -> bool:
