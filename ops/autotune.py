@@ -21,8 +21,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.reference import newton_schulz
 
 from .candidates import BATCH_NUMEL, Candidate, Problem, Replayed
-from .gate import SECONDS
-from .machine import file_for, hardware_name, locked, read_json, write_json
+from .machine import SELF_TEST_SECONDS, file_for, hardware_name, locked, read_json, write_json
 
 # Budget in seconds of one problem, and of all problems of a process. A choice saves a few percent of every step, so it
 # must not cost more than a step or two.
@@ -31,7 +30,7 @@ PROCESS_SECONDS = 20.0
 
 # How long a process waits for others that measure: as long as for the self-test, since one that gave up would choose
 # other kernels than the one that measures.
-LOCK_SECONDS = 2 * SECONDS + 30
+LOCK_SECONDS = 2 * SELF_TEST_SECONDS + 30
 
 _T = TypeVar("_T")
 

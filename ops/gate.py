@@ -3,9 +3,8 @@
 A kernel that is wrong, hangs or crashes on some GPU would spoil or end a training run. So before the first use all of
 them run in a separate process with a time limit, ``python -m deepspeed_muon.ops.gate``. The processes of a machine
 share the verdict in :func:`~deepspeed_muon.ops.machine.cache_folder`, for this GPU, driver, torch, quack and source
-code.
-Wrong numbers are cached for good. What raised, crashed or hung may be due to the state of the machine, so it is cached
-for some minutes. torch's code replaces the components that failed, and one warning reports it.
+code. Wrong numbers are cached for good. What raised, crashed or hung may be due to the state of the machine, so it is
+cached for some minutes. torch's code replaces the components that failed, and one warning reports it.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ import torch
 from deepspeed_muon.logs import warn_on_each_machine
 
 from . import library
-from .machine import file_for, installed_version, locked, read_json, write_json
-
-SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
-"""Time limit of one run of the self-test, with the import of torch and a CUDA context; with retries twice as long."""
+from .checks import BrokenContextError, Checks, cpu_checks, cuda_checks, failed_check
+from .machine import SELF_TEST_SECONDS, file_for, installed_version, locked, read_json, write_json
 
 _IN_SELF_TEST = "DS_MUON_IN_SELF_TEST"
 
@@ -100,7 +97,11 @@ def _identity(device: int) -> list[str]:
 
 
 def decide(
-    identity: Sequence[str], command: Sequence[str], *, folder: Path | None = None, seconds: float = SECONDS
+    identity: Sequence[str],
+    command: Sequence[str],
+    *,
+    folder: Path | None = None,
+    seconds: float = SELF_TEST_SECONDS,
 ) -> Verdict:
     """Return the cached verdict for ``identity``; without one run ``command`` and cache its verdict.
 
@@ -140,11 +141,25 @@ def _cached(file: Path) -> Verdict | None:
     return Verdict(failed, transient=until is not None)
 
 
-def checks_of(device: int) -> list[dict[str, Any]]:
-    """Run the self-test of a GPU, cached or not; return its checks as :func:`.checks.cuda_checks` does."""
-    from .checks import failed_check
+def self_test() -> Checks:
+    """Compare each operator with its reference on every device that has kernels; build the library if necessary.
 
-    verdict, checks = _self_test(_command(device), SECONDS)
+    A GPU is tested in another process, as before its first use: what crashes or hangs there is a failed check.
+
+    Returns:
+        One entry for each check: ``op``, ``device``, ``error``, ``bound``, ``ok``.
+
+    Raises:
+        InstallationError: If the library can be neither loaded nor built.
+    """
+    return (
+        cpu_checks() + checks_of(torch.cuda.current_device()) if torch.cuda.is_available() else cpu_checks()
+    )
+
+
+def checks_of(device: int) -> Checks:
+    """Run the self-test of a GPU, cached or not; return its checks as :func:`.checks.cuda_checks` does."""
+    verdict, checks = _self_test(_command(device), SELF_TEST_SECONDS)
     for component, why in verdict.failed.items():
         if all(check["component"] != component or check["ok"] for check in checks):
             checks.append({**failed_check(component, why), "component": component})
@@ -225,8 +240,6 @@ def _failures(device: int, skipped: Sequence[str] = ()) -> dict[str, object]:
     A component that leaves the CUDA context broken ends the process, as a crash does: it is the last one announced, and
     the self-test is repeated without it.
     """
-    from .checks import BrokenContextError, cuda_checks
-
     torch.cuda.set_device(device)
     failed: dict[str, list[str]] = {}
     transient = False
@@ -259,5 +272,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision(
         "highest"
     )  # TF32, which an environment variable may set, is no wrong kernel
-    signal.alarm(math.ceil(SECONDS) + 1)  # ends the self-test even if the process that started it was killed
+    signal.alarm(
+        math.ceil(SELF_TEST_SECONDS) + 1
+    )  # ends the self-test even if the process that started it was killed
     sys.stdout.write("\n" + json.dumps(_failures(int(sys.argv[1]), sys.argv[2:])) + "\n")

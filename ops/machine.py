@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+SELF_TEST_SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
+"""Time limit of one run of the self-test, with the import of torch and a CUDA context; with retries twice as long."""
+
 # Seconds between two attempts to take a lock, doubled up to the maximum: on a network file system every attempt is a
 # request to its server.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0

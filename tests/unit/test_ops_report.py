@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import InstallationError
-from deepspeed_muon.ops import checks, library, report
+from deepspeed_muon.ops import gate, library, report
 from deepspeed_muon.ops.gate import Verdict
 from tests.support.harness import run_command
 
@@ -61,7 +61,7 @@ def test_a_failed_check_is_a_failed_command(
     failed: list[dict[str, Any]] = [
         {"op": "sym_gemm", "device": "cpu", "error": 1.0, "bound": 1e-4, "ok": False}
     ]
-    monkeypatch.setattr(checks, "self_test", lambda: failed)
+    monkeypatch.setattr(gate, "self_test", lambda: failed)
     assert main(["report", "--selftest"]) == 1
     assert "FAILED cpu   sym_gemm" in capsys.readouterr().out
 
@@ -72,7 +72,7 @@ def test_ops_that_cannot_be_built_are_one_line(
     def fail() -> None:
         raise InstallationError("no C++ compiler")
 
-    monkeypatch.setattr(checks, "self_test", fail)
+    monkeypatch.setattr(gate, "self_test", fail)
     assert main(["report", "--selftest"]) == 2
     assert capsys.readouterr().err == "deepspeed_muon report: no C++ compiler\n"
 
