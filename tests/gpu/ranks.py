@@ -183,10 +183,14 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
     with torch.no_grad():
         for step in range(STEPS):
             grads = partitions_of(step + 1)
-            report = status.report(grads)
+            status.flags = GradientStatus.reduce(
+                [status], {index: (grad,) for index, grad in grads.items()}
+            ).cpu()
+            report = status.report()
             assert not report.nonfinite and not report.failed, report
             runner.run(report.active, grads, groups, state)
-    assert not status.report({}).failed
+    status.flags = GradientStatus.reduce([status], {}).cpu()
+    assert not status.report().failed
 
     # 3. This rank's fragments.
     result = {}

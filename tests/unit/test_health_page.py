@@ -75,8 +75,8 @@ def test_losses_by_step_and_samples_of_health_have_one_axis(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "level", "word"),
     [
-        ("Train_Muon_failed", 2.0, "bad", "2 matrices were wrong"),
-        ("Train_Muon_redone", 3.0, "look", "3 matrices were computed again"),
+        ("Train_Muon_failed", 2.0, "bad", "2 updates were left out"),
+        ("Train_Muon_redone", 3.0, "look", "3 updates were recomputed in fp32"),
         ("Train_Muon_alignment", -0.1, "bad", "alignment"),
         ("Train_Muon_alignment", math.nan, "bad", "alignment"),
         ("Train_Muon_time_scatter", 0.7, "look", "exchanges take 80%"),
@@ -94,7 +94,7 @@ def test_failures_before_a_restart_count(tmp_path):
     failed = {"Train_Muon_failed": lambda x: 2.0 * (x < 800), "Train_Muon_redone": lambda x: 3.0 * (x < 800)}
     found = levels(write_run(tmp_path / "run", **failed))
     assert found["2 updates were left out because they were wrong in fp32 too."] == "bad"
-    assert any(text.startswith("3 matrices were computed again") for text in found)
+    assert any(text.startswith("3 updates were recomputed in fp32") for text in found)
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
