@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import hypothesis
 import pytest
 
 from tests.support.comparisons import NEAR, Comparison, take_nearest
@@ -24,6 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TESTS_EXPECTED_KERNELS", "1")
 # The ninja of this environment, as in every rank: another version finds all commands changed and builds anew.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+# No test depends on how fast a busy machine makes its inputs.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds for one test with its fixtures' calls; ``@pytest.mark.time_limit(seconds)`` sets another."""

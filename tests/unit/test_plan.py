@@ -74,7 +74,7 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> l
     return content[sum(splits[:peer]) :][: splits[peer]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     dims=shapes,
     world=st.integers(1, 5),
@@ -100,7 +100,7 @@ def test_what_one_rank_sends_another_receives_in_the_same_order(
                 assert held == owned or (a == b and not held and chunks[b].copies)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(dims=shapes, world=st.integers(1, 5), kind=st.sampled_from(sorted(MAKERS)))
 def test_every_owner_gets_every_element_once_and_every_holder_its_update(
     dims: list[tuple[int, int]], world: int, kind: str
@@ -135,7 +135,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(dims=shapes, world=st.integers(2, 6))
 def test_a_matrix_on_one_rank_never_moves(dims: list[tuple[int, int]], world: int) -> None:
     layouts = flat_layouts(dims, world)
@@ -150,7 +150,7 @@ def test_a_matrix_on_one_rank_never_moves(dims: list[tuple[int, int]], world: in
             assert owners[index] == matrix.placement.only_rank
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(dims=shapes, world=st.integers(1, 5), kind=st.sampled_from(sorted(MAKERS)), chunk=st.integers(1, 90))
 def test_chunks_are_bounded(dims: list[tuple[int, int]], world: int, kind: str, chunk: int) -> None:
     """What a rank owns, sends and receives is no more than asked, but for one matrix that is larger.
@@ -194,7 +194,7 @@ def test_all_ranks_work_in_every_chunk() -> None:
     assert serial <= 1.1 * max(total)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(offset=st.integers(0, 40), numel=st.integers(1, 40), partition=st.integers(1, 15))
 def test_placements_are_those_of_the_elements(offset: int, numel: int, partition: int) -> None:
     """In a flat buffer that is cut into partitions, and at stage 3, where each rank's shard begins at one offset."""
@@ -265,7 +265,7 @@ def test_a_stack_is_cut_only_between_blocks_of_int8_momentum() -> None:
     assert aligned == split_blocks(9, 256, flat_placement(0, 9 * 256, 600), cost=1.0, limit=1.0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     blocks=st.integers(2, 7),
     rows=st.integers(1, 4),

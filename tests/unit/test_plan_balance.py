@@ -32,7 +32,7 @@ def divisible(draw: st.DrawFn) -> tuple[list[float], int]:
     return draw(st.permutations(costs)), world
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(case=divisible(), seed=st.integers(0, 99))
 def test_longest_first_is_within_four_thirds_of_the_best(case: tuple[list[float], int], seed: int) -> None:
     """Graham's bound, 4/3 - 1/(3 W), where an assignment with ratio 1 exists; the same on every rank."""
@@ -104,7 +104,7 @@ def owners_by_definition(costs: list[float], placements: list[Placement], load: 
     return owners
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     dims=st.one_of(
         st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=12),

@@ -19,7 +19,7 @@ from tests.support.thinning import full
 pytest.importorskip("transformers")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     dims=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=20),
     world=st.integers(1, 7),

@@ -35,7 +35,7 @@ def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=20), st.integers(-60, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_values_of_codes_have_the_same_codes(numbers: list[float], exponent: int) -> None:
     largest = torch.finfo(torch.float32).max
     values = (torch.tensor(numbers) * 2.0**exponent).clamp(-largest, largest)
@@ -146,7 +146,7 @@ def test_blocks_start_where_a_matrix_of_the_plan_starts() -> None:
     st.lists(st.tuples(st.integers(0, 600), st.integers(1, 700), st.integers(0, 9)), min_size=1, max_size=4),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_range_of_a_partition_decodes_alike(
     sizes: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
