@@ -86,19 +86,31 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     optimizer.host.step_thread = threading.get_ident()
     optimizer.refuse_zero_weights(lambda: view_of(engine.optimizer).swapped_weights())
     optimizer.warn_of_equal_rates()
+    optimizer.record_norms({})
     number = engine.global_steps + 1
-    with optimizer.recorder.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:
+    with (
+        optimizer.recorder.step(number, ranks=optimizer.ranks) as sample,
+        contextlib.ExitStack() as waiting,
+    ):
         for group in optimizer.bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: at stages 1 and 2 it gathers the weights.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)
+        if sample is not None:
+            sample.grad_norms = _grad_norms(optimizer)
     if engine.monitor.enabled:
-        current = rates(optimizer).items()
-        events = [(f"Train/Samples/{key}", rate, engine.global_samples) for key, rate in current]
+        current = {**rates(optimizer), **_grad_norms(optimizer)}
+        events = [(f"Train/Samples/{key}", value, engine.global_samples) for key, value in current.items()]
         if optimizer.recorder.due(number):
             events += monitor_events(optimizer.health(), engine.global_samples)
         engine.monitor.write_events(events)
     return result
+
+
+def _grad_norms(optimizer: Muon) -> dict[str, float]:
+    """Return the norms of Muon's and of AdamW's raw gradients in the last step, as far as they were measured."""
+    norms = optimizer.norms_by_algorithm or {}
+    return {f"grad_norm_{algorithm}": float(norm) for algorithm, norm in norms.items()}
 
 
 def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ class Sample:
         failed: Blocks that got no update since the start of the process.
         losses: With int8 communication, for the directions and the updates that this rank sent: the sum of squares of
             the quantisation error, and that of the values.
+        grad_norms: ``grad_norm_muon`` and ``grad_norm_adamw``: the norms of the raw gradients on all ranks.
     """
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Sample:
     redone: int = 0
     failed: int = 0
     losses: dict[Exchanged, tuple[float, float]] = field(default_factory=dict)
+    grad_norms: dict[str, float] = field(default_factory=dict)
 
 
 class StepRecorder:
@@ -218,9 +220,16 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, purpose=purpose):
         # Different expert-parallel ranks can have different matrices of one name.
         matrices[name if name not in matrices else f"{name} (rank {rank})"] = health
-    return {**summary, "matrices": matrices}
+    return {**summary, **sample.grad_norms, "matrices": matrices}
 
 
 def monitor_events(summary: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:
-    """Return a summary as events of DeepSpeed's monitor: (name, value, training samples consumed)."""
-    return [(_PREFIX + name, float(value), samples) for name, value in summary.items() if name != "matrices"]
+    """Return a summary as events of DeepSpeed's monitor: (name, value, training samples consumed).
+
+    The norms of gradients are left out: they are written in every step, beside the rates.
+    """
+    return [
+        (_PREFIX + name, float(value), samples)
+        for name, value in summary.items()
+        if name != "matrices" and not name.startswith("grad_norm_")
+    ]
