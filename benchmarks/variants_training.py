@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -149,7 +150,9 @@ def trained(run: Run, points: int) -> Row:
         "loss": round(last, 5) if math.isfinite(last) else None,
         "train_loss": round(sum(losses[-20:]) / len(losses[-20:]), 5),
         "curve": curve,
-        "clipped": [round(sum(norm > MAX_NORM for norm in of_set) / len(of_set), 4) for of_set in zip(*norms, strict=True)],
+        "clipped": [
+            round(fmean(norm > MAX_NORM for norm in of_set), 4) for of_set in zip(*norms, strict=True)
+        ],
         "largest_norm": [float(f"{max(of_set):.4g}") for of_set in zip(*norms, strict=True)],
         "seconds": round(seconds, 1),
         "optimizer_ms": round(1e3 * in_optimizer / len(losses), 2),
