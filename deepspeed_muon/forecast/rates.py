@@ -280,7 +280,7 @@ def expected_size(route: Route, config: MuonConfig) -> float:
         # All min(rows, cols) singular values are 1, so that is the squared Frobenius norm before scaling.
         out, into = (cols, rows) if route.transposed else (rows, cols)
         square += count * shape_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
-    return math.sqrt(square / route.numel)
+    return config.update_scale * math.sqrt(square / route.numel)
 
 
 def measured_sizes(
