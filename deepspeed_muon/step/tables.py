@@ -96,6 +96,8 @@ class ChunkTable:
             self._received.setdefault(index, []).append(segment)
 
         # 1. directions that are not sent
+        # Those that this rank owns come first, in the order of the batches, so that a batch is a view. Directions of
+        # replicated matrices that another rank owns are computed too, for the momentum, and never read.
         unsent = {} if chunk.gathers else self._fragments
         owned = [index for batch in batches for index in batch if index in unsent]
         local = owned + [index for index in unsent if plan.owners[index] != plan.rank]
@@ -136,6 +138,7 @@ class ChunkTable:
         return self._batch(tuple(indices))
 
     def _copies(self, indices: tuple[int, ...]) -> Batch:
+        # 1. the segments of every matrix, as if the matrices followed each other in one tensor
         numel = self._matrices[indices[0]].numel
         local: list[Segment] = []
         received: list[list[Segment]] = []  # [i]: the i-th segment of each matrix
@@ -147,8 +150,10 @@ class ChunkTable:
                 if position == len(received):
                     received.append([])
                 received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
+        # 2. joined where they are at equal distances: one strided copy each
         local_joined = tuple(_joined(local, numel))
         received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
+        # 3. whether a single segment is all of the batch: then the buffer itself is read
         in_order = any(  # there is no segment if this rank's shards of the matrices are empty
             math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
             for segment in (local_joined or received_joined)[:1]
@@ -242,6 +247,7 @@ class RateTable:
             groups: Partition index to its param group.
             steps: Partition index to the number of the step, counted from 1 in the partition's state.
         """
+        # A group may own many partitions (sub-groups): it is read once for each step number among them.
         warmup_steps = 0 if self._warmup is None else self._warmup.steps
         numbers: dict[tuple[int, int], tuple[Any, ...]] = {}
         read = []
@@ -292,7 +298,7 @@ class RateTable:
             self._positions
         ]  # (matrices, columns)
         rows[:, 0] *= first
-        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
+        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])  # (partitions,)
         return Rates(
             rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
@@ -410,5 +416,5 @@ def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tu
     ]
     moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
     table = table.clone()
-    table[:, 2], table[:, 3] = torch.arange(len(table)), 0
+    table[:, 2], table[:, 3] = torch.arange(len(table)), 0  # fragment i is the i-th tensor, from its start
     return table, moved
