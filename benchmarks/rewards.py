@@ -339,7 +339,7 @@ def setting_page(setting: Setting, rows: Sequence[Row]) -> list[str]:
     }
     rows_of_table.append(
         [
-            "each at its best",
+            "both at their best",
             *(f"{difference(name, best_of[name], best)} (at {best_of[name]:g})" for name in others),
         ]
     )

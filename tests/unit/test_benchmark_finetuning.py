@@ -21,13 +21,13 @@ CELL = Cell("1M", "code", "much", "full")
 def test_every_run_comes_once_and_after_what_it_starts_from(study):
     runs = list(study.runs())
     assert max(Counter(runs).values()) == 1
-    first = [run for run in runs if isinstance(run, (Pretraining, Start))]
+    position = {run: index for index, run in enumerate(runs)}
     for run in runs:
         if isinstance(run, FineTuning):
-            assert runs.index(Pretraining(run.size, run.old)) < runs.index(run)
+            assert position[Pretraining(run.size, run.old)] < position[run]
         if isinstance(run, Reinforcement):
-            assert runs.index(Start(run.success)) < runs.index(run)
-    assert len(first) == {finetuning: 4, rewards: 2}[study]
+            assert position[Start(run.success)] < position[run]
+    assert sum(isinstance(run, (Pretraining, Start)) for run in runs) == {finetuning: 4, rewards: 2}[study]
 
 
 def test_seven_rates_and_five_seeds_at_the_smaller_size():
@@ -167,9 +167,9 @@ def test_clipping_stops_the_gradient_and_the_penalty_pulls_back():
 def test_prose_has_no_markup():
     page = (
         ".TH TOOL 1\n.SH NAME\n"
-        "The \\fB\\-\\-verbose\\fR option makes the program say what it does while it copies the files that were given\n"
-        "to it, one after the other, into the folder.\n.PP\nToo short.\n\n  $ indented code is no prose, even where it\n"
-        "is as long as all of the sentences of this page taken together are, and ends with a full stop too.\n"
+        "The \\fB\\-\\-verbose\\fR option makes the program say what it does while it copies the files that were\n"
+        "given to it, one after the other, into the folder.\n.PP\nToo short.\n\n  $ indented code is no prose\n"
+        "even if it is as long as all of the sentences of this page taken together are and ends as one.\n"
     )
     paragraphs = list(finetuning.paragraphs_of_prose(page))
     assert [text[:24] for text in paragraphs] == ["The --verbose option mak"]
