@@ -67,7 +67,7 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
 AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
 
 
-def update_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
+def shape_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
     """Return the factor of the update ``lr * factor * orthogonalize(u)``.
 
     Args:
