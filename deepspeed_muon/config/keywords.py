@@ -15,6 +15,7 @@ class MuonKeywords(TypedDict, total=False):
     beta2: float
     muon_lr: Tensor | float | None
     adam_lr: Tensor | float | None
+    tuned_width: int | None
     momentum: float
     nesterov: bool
     weight_decay: float
