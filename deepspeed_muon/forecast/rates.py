@@ -21,7 +21,7 @@ from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.config.values import RENAMED, shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
-from deepspeed_muon.math.updates import update_scale
+from deepspeed_muon.math.updates import shape_scale
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route, summarize_routes
@@ -279,7 +279,7 @@ def expected_size(route: Route, config: MuonConfig) -> float:
     for count, rows, cols in route.kinds_of_blocks():
         # All min(rows, cols) singular values are 1, so that is the squared Frobenius norm before scaling.
         out, into = (cols, rows) if route.transposed else (rows, cols)
-        square += count * update_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
+        square += count * shape_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
     return math.sqrt(square / route.numel)
 
 

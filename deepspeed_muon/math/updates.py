@@ -74,7 +74,7 @@ contain the root of the width, which the best rate has to cancel: -0.5 of the ex
 """
 
 
-def update_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
+def shape_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
     """Return the factor of the update ``lr * factor * orthogonalize(u)``.
 
     Args:

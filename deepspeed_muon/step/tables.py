@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
+from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, shape_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
@@ -287,7 +287,7 @@ class RateTable:
             if self._variant.apply is not None:
                 scales.append((1.0,) * len(shapes))
             else:
-                scales.append(tuple(update_scale(rules[position], *shape) for shape in shapes))
+                scales.append(tuple(shape_scale(rules[position], *shape) for shape in shapes))
         return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64)
 
 

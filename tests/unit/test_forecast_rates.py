@@ -163,7 +163,7 @@ def test_check_fails_on_a_wrong_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**TINY_LLAMA, **ADAMW}))
-    monkeypatch.setattr("deepspeed_muon.forecast.rates.update_scale", lambda *_: 1.0)
+    monkeypatch.setattr("deepspeed_muon.forecast.rates.shape_scale", lambda *_: 1.0)
     assert main(["rates", str(file), "--model", str(file), "--check"]) == 1
 
 
