@@ -24,7 +24,16 @@ from deepspeed_muon.config.settings import DEFAULT_ADAM_LR, DEFAULT_MUON_LR, Muo
 from deepspeed_muon.config.values import RENAMED, shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
-from deepspeed_muon.forecast.size_laws import LAWS, MEASURED, MEASURED_ON, SIZES, UNKNOWN, Sizes, read_sizes
+from deepspeed_muon.forecast.size_laws import (
+    LAWS,
+    MEASURED,
+    MEASURED_ON,
+    ROOT_OF_WIDTH,
+    SIZES,
+    UNKNOWN,
+    Sizes,
+    read_sizes,
+)
 from deepspeed_muon.math.updates import shape_scale
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import rate_warning, width_exponent
@@ -167,8 +176,14 @@ def _text(report: Mapping[str, Any], applied: str | None) -> str:
     if before and after:
         lines.append(f"from {sizes(before)} to {sizes(after)}")
         lines += _wrapped("  measured here   ", f"{report['measured']}. Measured on {MEASURED_ON}.")
-        title = "  published, not applied (--apply NAME carries muon_lr by one of them)"
-        lines.append(title if applied is None else f"  published; {applied} is applied")
+        status = (
+            f"{applied} is applied" if applied else "not applied: --apply NAME carries muon_lr by one of them"
+        )
+        lines.append(f"  published ({status})")
+        if settings.get("adjust_lr_fn") in ROOT_OF_WIDTH:
+            lines.append(
+                f"    for 'original'; {settings['adjust_lr_fn']} contains the root of the width: also width^-0.5"
+            )
         for law in report["published"]:
             rate = "" if law["muon_lr"] is None else f" = {law['muon_lr']:g}"
             without = f" (without {', '.join(law['without'])})" if law["without"] else ""

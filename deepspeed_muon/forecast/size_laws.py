@@ -28,8 +28,8 @@ MEASURED = {
     "layers at twice the width, and 0.002 from 300 to 1,200 steps (with normuon 0.007)",
     "match_rms_adamw": "width^-0.65 cost 0.001 nats from width 128 to 512; the kept rate cost 0.02 at twice the width "
     "and 0.09 at four times. Not measured: other depths and numbers of steps under this rule",
-    "spectral": "width^-0.65 (fitted to match_rms_adamw) cost 0.012 nats from width 128 to 512; the kept rate cost 0.04 "
-    "at twice the width and 0.09 at four times. Not measured: other depths and numbers of steps under this rule",
+    "spectral": "width^-0.65, fitted to match_rms_adamw, cost 0.012 nats from width 128 to 512; the kept rate cost "
+    "0.04 at twice the width and 0.09 at four times. Not measured: other depths and numbers of steps under this rule",
     "hyperball": "the best rate fell with the width, with an exponent of -0.9 that is uncertain, so none is applied; "
     "the kept rate cost 0.01 nats at twice the width and 0.04 at four times",
 }
@@ -44,6 +44,10 @@ UNKNOWN = (
     "how weight decay and AdamW's rate should follow a size",
 )
 """What none of these runs says."""
+
+
+ROOT_OF_WIDTH = ("match_rms_adamw", "spectral")
+"""The scale rules that contain the root of the width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +71,13 @@ class Law:
     def factor(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> float:
         """Return by what the rate changes, over the sizes that ``before`` and ``after`` both have.
 
-        The laws are for updates that do not grow with the width beyond what ``original`` has. ``match_rms_adamw`` and
-        ``spectral`` contain the root of the width, which is divided out.
+        The laws are for updates that grow with the width as those of ``original`` do. The root of the width that other
+        rules contain is divided out.
         """
-        root = -0.5 if rule in ("match_rms_adamw", "spectral") else 0.0
+        root = -0.5 if rule in ROOT_OF_WIDTH else 0.0
         powers = {**self.exponents, "width": self.exponents.get("width", 0.0) + root}
-        return math.prod(
-            (after[size] / before[size]) ** power
-            for size, power in powers.items()
-            if size in before and size in after
-        )
+        given = [size for size in powers if size in before and size in after]
+        return math.prod(float((after[size] / before[size]) ** powers[size]) for size in given)
 
     def missing(self, before: Sizes, after: Sizes) -> list[str]:
         """Return the sizes of the law that ``before`` or ``after`` lacks."""
