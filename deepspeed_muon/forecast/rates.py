@@ -85,8 +85,9 @@ def add_subcommand(subparsers: Any) -> None:
         choices=LAWS,
         help="carry muon_lr by this published law instead of what was measured in this repository",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument(
         "--check",
         action="store_true",
         help="with --model: measure the updates of one step with random gradients at two widths; the exit status is 1 "
@@ -102,8 +103,8 @@ def _rates(arguments: argparse.Namespace) -> int:
     kind, translation = translate(read_object(Path(arguments.config), hjson.loads))
     routes = route_parameters(load_model(arguments.model), translation.config()) if arguments.model else []
     before, after = read_sizes("--from", arguments.before), read_sizes("--to", arguments.after)
-    if "tuned_width" in translation.settings:
-        before.setdefault("width", translation.settings["tuned_width"])
+    if (tuned_width := translation.config().tuned_width) is not None:
+        before.setdefault("width", tuned_width)
     after = {**_sizes_of_model(routes), **after}
     # 2. The rate at the other size, beside what others publish.
     published = _published(translation, before, after)
@@ -146,9 +147,10 @@ def _published(translation: Translation, before: Sizes, after: Sizes) -> list[di
     rows = []
     for name, law in LAWS.items():
         factor = law.factor(before, after, config.adjust_lr_fn)
-        row = {"name": name, "formula": law.formula(), "factor": _three_digits(factor)}
+        row: dict[str, Any] = {"name": name, "formula": law.formula(), "factor": _three_digits(factor)}
         row["muon_lr"] = None if rate is None else _three_digits(rate * factor)
-        rows.append({**row, "without": law.missing(before, after), "setup": law.setup, "source": law.source})
+        row["without"] = law.missing(before, after, config.adjust_lr_fn)
+        rows.append({**row, "setup": law.setup, "source": law.source})
     return rows
 
 
@@ -229,7 +231,7 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
     exponent, tuned, width = width_exponent(config), before.get("width"), after.get("width")
     if law_name is not None:
         law = LAWS[law_name]
-        if missing := law.missing(before, after):
+        if missing := law.missing(before, after, config.adjust_lr_fn):
             raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
         factor = law.factor(before, after, config.adjust_lr_fn)
         _multiply_rate(
@@ -425,10 +427,9 @@ def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> Non
     if translation.source.pop("per_head_muon", False):
         translation.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
     translation.take_rest()
-    rates = {"muon_lr": DEFAULT_MUON_LR, "adam_lr": DEFAULT_ADAM_LR}
-    if "lr" not in translation.settings:
-        for key, default in rates.items():
-            if key not in translation.settings:
+    if translation.settings.get("lr") is None:
+        for key, default in (("muon_lr", DEFAULT_MUON_LR), ("adam_lr", DEFAULT_ADAM_LR)):
+            if translation.settings.get(key) is None:
                 translation.put(key, default, "the default, chosen by nobody: tune it, by factors of two")
     if (warning := _warning(translation.config())) is not None:
         translation.notes.append(warning)

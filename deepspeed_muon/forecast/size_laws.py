@@ -68,20 +68,24 @@ class Law:
         """Return the law as text, as in ``width^-0.15 batch^0.5``."""
         return " ".join(f"{size}^{power:g}" for size, power in self.exponents.items()) or "constant"
 
-    def factor(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> float:
-        """Return by what the rate changes, over the sizes that ``before`` and ``after`` both have.
+    def powers(self, rule: AdjustLrName) -> Sizes:
+        """Return the exponents under a scale rule.
 
         The laws are for updates that grow with the width as those of ``original`` do. The root of the width that other
         rules contain is divided out.
         """
-        root = -0.5 if rule in ROOT_OF_WIDTH else 0.0
-        powers = {**self.exponents, "width": self.exponents.get("width", 0.0) + root}
-        given = [size for size in powers if size in before and size in after]
-        return math.prod(float((after[size] / before[size]) ** powers[size]) for size in given)
+        if rule not in ROOT_OF_WIDTH:
+            return self.exponents
+        return {**self.exponents, "width": self.exponents.get("width", 0.0) - 0.5}
 
-    def missing(self, before: Sizes, after: Sizes) -> list[str]:
+    def factor(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> float:
+        """Return by what the rate changes, over the sizes that ``before`` and ``after`` both have."""
+        given = {size: power for size, power in self.powers(rule).items() if size in before and size in after}
+        return math.prod(float((after[size] / before[size]) ** power) for size, power in given.items())
+
+    def missing(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> list[str]:
         """Return the sizes of the law that ``before`` or ``after`` lacks."""
-        return [size for size in self.exponents if size not in before or size not in after]
+        return [size for size in self.powers(rule) if size not in before or size not in after]
 
 
 LAWS = {

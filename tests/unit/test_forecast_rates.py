@@ -251,18 +251,20 @@ def test_published_laws_are_applied_only_if_asked_for(
             ["--from", "width=1", "tokens=1", "--to", "width=2", "--apply", "marin"],
             "--apply marin: needs tokens and batch in --from and in --to",
         ),
+        (["--from", "batch=1", "--to", "batch=2", "--apply", "nanochat"], "--apply nanochat: needs width in"),
     ],
 )
 def test_sizes_that_cannot_be_read(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = written(tmp_path, {"muon_lr": 0.02, "adam_lr": 1e-3})
+    file = written(tmp_path, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"})
     assert main(["rates", str(file), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_rates_that_nobody_chose_are_written_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = printed(capsys, written(tmp_path, {"muon_lr": 0.04}))
+    report = printed(capsys, written(tmp_path, {"muon_lr": 0.04, "adam_lr": None, "tuned_width": None}))
+    assert report["optimizer"]["params"].pop("tuned_width") is None
     assert report["optimizer"]["params"] == {"muon_lr": 0.04, "adam_lr": 3e-4}
     assert "chosen by nobody" in report["reasons"]["adam_lr"] and not report["notes"]
     report = printed(capsys, written(tmp_path, {"lr": 3e-4}))
