@@ -95,6 +95,8 @@ class ChunkTable:
             self._received.setdefault(index, []).append(segment)
 
         # 1. directions that are not sent
+        # Those that this rank owns come first, in the order of the batches, so that a batch is a view. Directions of
+        # replicated matrices that another rank owns are computed too, for the momentum, and never read.
         unsent = {} if chunk.gathers else self._fragments
         owned = [index for batch in batches for index in batch if index in unsent]
         local = owned + [index for index in unsent if plan.owners[index] != plan.rank]
@@ -135,6 +137,7 @@ class ChunkTable:
         return self._batch(tuple(indices))
 
     def _copies(self, indices: tuple[int, ...]) -> Batch:
+        # 1. the segments of every matrix, as if the matrices followed each other in one tensor
         numel = self._matrices[indices[0]].numel
         local: list[Segment] = []
         received: list[list[Segment]] = []  # [i]: the i-th segment of each matrix
@@ -146,8 +149,10 @@ class ChunkTable:
                 if position == len(received):
                     received.append([])
                 received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
+        # 2. joined where they are at equal distances: one strided copy each
         local_joined = tuple(_joined(local, numel))
         received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
+        # 3. whether a single segment is all of the batch: then the buffer itself is read
         in_order = any(  # there is no segment if this rank's shards of the matrices are empty
             math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
             for segment in (local_joined or received_joined)[:1]
@@ -231,6 +236,7 @@ class RateTable:
 
     def of(self, groups: Mapping[int, Mapping[str, Any]]) -> Rates:
         """Return the rates by the param groups, which are given by partition index."""
+        # A group may own many partitions (sub-groups): it is read once. Then one tuple for each partition.
         of_group = {id(group): self._numbers(group) for group in {id(g): g for g in groups.values()}.values()}
         read = [of_group[id(groups[index])] for index in self._position_of]
         if read != self._read or self._rates is None:
@@ -270,7 +276,7 @@ class RateTable:
             self._positions
         ]  # (matrices, columns)
         rows[:, 0] *= first
-        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
+        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])  # (partitions,)
         return Rates(
             rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
@@ -381,5 +387,5 @@ def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tu
     ]
     moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
     table = table.clone()
-    table[:, 2], table[:, 3] = torch.arange(len(table)), 0
+    table[:, 2], table[:, 3] = torch.arange(len(table)), 0  # fragment i is the i-th tensor, from its start
     return table, moved
