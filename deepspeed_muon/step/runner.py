@@ -154,7 +154,7 @@ class StepRunner:
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
         position_of = {partition.index: position for position, partition in enumerate(self._muon)}
-        self._rates = RateTable(matrices, context.variant, position_of)
+        self._rates = RateTable(matrices, context.variant, position_of, config.momentum_warmup)
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
         self._tables = [
@@ -288,7 +288,8 @@ class StepRunner:
         mask = None
         if not all(matrix_flags):
             mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])  # (matrices,)
-        rates = self._rates.of({index: groups[index] for index in indices})
+        steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
+        rates = self._rates.of({index: groups[index] for index in indices}, steps)
         states = [state_of(partition, state, self._policy) for partition in self._muon]
         # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
         variant = self.context.variant
