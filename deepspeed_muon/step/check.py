@@ -67,7 +67,7 @@ class Result:
         members: Index of the matrix, and number of its block, of each entry.
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
-        scales: Factor of the scale rule for each block of each matrix of the plan.
+        scales: Factor of the update before the learning rate, for each block of each matrix of the plan.
         row_state: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the
             updates.
         dtype: The dtype of updates that :attr:`row_state` makes.
