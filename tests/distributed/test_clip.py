@@ -447,7 +447,7 @@ def refused(rank: int, world_size: int, **settings: Any) -> str:
         ({"stage": 2, "params": {"clip": "separate"}}, "clip other than all, with gradient_clipping 0"),
         (
             {"stage": 0, "clipping": 1.0, "params": {"clip": "adamw_only"}},
-            "optimizer.params.clip: must be one of all, adamw, separate (got 'adamw_only')",
+            "optimizer.params.clip: Input should be 'all', 'adamw' or 'separate' (got 'adamw_only')",
         ),
     ],
 )
