@@ -6,9 +6,9 @@ the concatenated shards are the same matrix with its rows in another order. But 
 Where the sub-parameters of a fused matrix are blocks that are orthogonalised by themselves, the layer must say whether
 each of them is sharded: see :attr:`Sharding.sub_params`.
 
-Layers describe that by one of two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and keeps
-the record in an attribute of the weights. Megatron-style models set ``tensor_model_parallel`` and ``partition_dim`` on parameters
-and pass DeepSpeed an ``mpu`` object.
+Layers describe that by one of two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and
+describes the shards in an attribute of their weights. Megatron-style models set ``tensor_model_parallel`` and
+``partition_dim`` on parameters and pass DeepSpeed an ``mpu`` object.
 """
 
 from __future__ import annotations
