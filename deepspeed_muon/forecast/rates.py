@@ -395,7 +395,11 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
             }[kind](translation)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"optimizer: a value of the wrong type: {error}") from error
-    translation.config()  # validates
+    config = translation.config()  # validates
+    # What an engine would warn of, if its param groups have no rates of their own.
+    rates = {"muon": {config.muon_defaults()["lr"]}, "adamw": {config.adam_defaults()["lr"]}}
+    if (warning := rate_warning(config, rates)) is not None:
+        translation.notes.append(warning)
     return kind, translation
 
 
@@ -447,15 +451,6 @@ def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> Non
         for key, default in (("muon_lr", DEFAULT_MUON_LR), ("adam_lr", DEFAULT_ADAM_LR)):
             if translation.settings.get(key) is None:
                 translation.put(key, default, "the default, chosen by nobody: tune it, by factors of two")
-    if (warning := _warning(translation.config())) is not None:
-        translation.notes.append(warning)
-
-
-def _warning(config: MuonConfig) -> str | None:
-    """Return what an engine would warn of, whose param groups have no rates of their own."""
-    return rate_warning(
-        config, {"muon": {config.muon_defaults()["lr"]}, "adamw": {config.adam_defaults()["lr"]}}
-    )
 
 
 def _from_torch(translation: Translation) -> None:

@@ -281,14 +281,17 @@ def rate_warning(config: MuonConfig, rates: Mapping[str, Collection[float]]) -> 
     # 2. One rate is set for both, under a rule other than the one that makes it serve both.
     if config.muon_lr is not None or config.adam_lr is not None or not lr or lr not in muon_rates:
         return None
-    if rule == "adjust_lr_fn 'match_rms_adamw'":
+    # Updates over AdamW's usual ones at the same rate, 0.2; the rules without an entry depend on the shape.
+    ratio = {"match_rms_adamw": 1.0, "spectral": 5.0}.get(config.adjust_lr_fn, 0.0) * config.update_scale
+    if "adjust_lr_fn" in rule and 0.5 <= ratio <= 2.0:
         return None
-    if rule == "adjust_lr_fn 'spectral'":
+    if "adjust_lr_fn" in rule and ratio:
         return (
-            f"the matrices train with lr {lr:g} under {rule}, which makes their updates 5 times as large as AdamW's "
-            f"usually are at that rate: set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr ({lr / 5:g} is as much)"
+            f"the matrices train with lr {lr:g} under {rule}, which makes their updates {ratio:g} times as large as "
+            f"AdamW's usually are at that rate: set adjust_lr_fn to 'match_rms_adamw' without update_scale; else set "
+            f"muon_lr ({lr / ratio:g} for the size of AdamW's)"
         )
-    if lr < SMALL_MUON_LR and "adjust_lr_fn" in rule:
+    if "adjust_lr_fn" in rule and lr * config.update_scale < SMALL_MUON_LR:
         return (
             f"the matrices train with lr {lr:g} under {rule}, where {DEFAULT_MUON_LR:g} is usual, so their updates are "
             f"far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn to 'match_rms_adamw'; else set "
@@ -333,10 +336,11 @@ def width_exponent(config: MuonConfig) -> float | None:
 
 
 def _rule(config: MuonConfig) -> str:
-    """Return the setting that decides the size of Muon's updates."""
+    """Return the settings that decide the size of Muon's updates."""
     if VARIANTS[config.variant].apply is not None:
         return f"variant {config.variant!r}"
-    return f"adjust_lr_fn {config.adjust_lr_fn!r}"
+    factor = "" if config.update_scale == 1.0 else f" and update_scale {config.update_scale:g}"
+    return f"adjust_lr_fn {config.adjust_lr_fn!r}{factor}"
 
 
 def order_for_partitions(

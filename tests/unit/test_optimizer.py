@@ -431,7 +431,8 @@ def test_schedules_that_keep_the_ratio_are_none(write: str, caplog: pytest.LogCa
         ({"adam_lr": 1e-3}, "Muon trains the matrices at its default, 0.02, under adjust_lr_fn 'original'"),
         ({"lr": 0.02}, "with one lr, 0.02; under adjust_lr_fn 'original' one rate does not serve both"),
         ({"lr": 1e-3, "adjust_lr_fn": "unit_rms_norm"}, "far smaller than AdamW's would be"),
-        ({"lr": 1e-3, "adjust_lr_fn": "spectral"}, "5 times as large .* set muon_lr .0.0002 is as much"),
+        ({"lr": 1e-3, "adjust_lr_fn": "spectral"}, "5 times as large .* set muon_lr .0.0002 for the"),
+        ({"lr": 1e-3, "adjust_lr_fn": "spectral", "update_scale": 0.2}, None),
         ({"lr": 0.01, "variant": "hyperball"}, "under variant 'hyperball' one rate does not serve both"),
         # 1e-3 * (16 / 8)^-0.65
         (
