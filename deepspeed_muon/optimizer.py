@@ -41,7 +41,7 @@ from deepspeed_muon.routing.param_groups import (
     PortableRoutes,
     RoutedGroups,
     build_groups,
-    warn_of_adamw_rate,
+    warn_of_rates,
 )
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
 
         buf <- momentum * buf + (1 - momentum) * g
         u   <- g + momentum * (buf - g)   if nesterov else buf
-        W   <- W * (1 - lr * weight_decay) - lr * scale(rows, cols) * orthogonalize(u)
+        W   <- W * (1 - lr * weight_decay) - lr * update_scale * scale(rows, cols) * orthogonalize(u)
 
     A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
     ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.updates`).
@@ -180,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         if not routed.partial:
             warn_without_muon(self.routes)
             warn_of_large_guesses(self.routes)
-        warn_of_adamw_rate(config, self.param_groups)
+        warn_of_rates(config, self.param_groups, self.routes)
 
     def _reset(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         """Set every attribute but groups and state to that of an optimizer that is not bound and took no step."""

@@ -85,7 +85,7 @@ class StepRunner:
         context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
-        row_storage: Where the row state of the variant is stored; ``None`` if it has none.
+        row_fragments: Where the row state of each matrix of the plan is stored; empty where the variant has none.
         check: Checks and samples the results.
         adam: Updates the parameters that are not Muon's.
     """
@@ -124,6 +124,7 @@ class StepRunner:
             VARIANTS[config.variant],
             step_set.tensor_group,
         )
+        # 1. who owns what, and what is sent in which chunk
         self.assignment = assign(step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor)
         self.plan = build_exchange_plan(
             self.assignment.matrices,
@@ -134,9 +135,12 @@ class StepRunner:
             wire=config.wire_format,
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
-        self.row_storage: RowStorage | None = None
+        self.row_fragments: Sequence[Fragment] = ()
+        self._row_storage: RowStorage | None = None
         if context.variant.row_factors is not None:
-            self.row_storage = RowStorage(self.plan, self.assignment.row_fragments(), context)
+            self.row_fragments = self.assignment.row_fragments()
+            self._row_storage = RowStorage(self.plan, self.row_fragments, context)
+        # 2. what sends, orthogonalises and checks
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
         norms = matrix_norms(config.ns_backend, device)
@@ -146,10 +150,11 @@ class StepRunner:
         local = LocalOrthogonalizer(matrices, context, resources.orthogonalize, self.check)
         group = step_set.tensor_group
         self._strategy = local if group is None else OverTensorGroup(local, config, group)
+        # 3. what reads and writes the partitions
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
         position_of = {partition.index: position for position, partition in enumerate(self._muon)}
-        self._rates = RateTable(matrices, context.variant, position_of)
+        self._rates = RateTable(matrices, context.variant, position_of, config.momentum_warmup)
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
         self._tables = [
@@ -164,6 +169,7 @@ class StepRunner:
         ]
         if self._policy.quantizes_momentum:
             for table in self._tables:
+                # Where the first block of each fragment starts and which scale it has: (fragments, 2) int64.
                 fragments = table.pack_table[:, :2].tolist()
                 blocks = [self.blocks[self._muon[position].index].row(start) for position, start in fragments]
                 table.blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
@@ -179,11 +185,6 @@ class StepRunner:
                 )
                 for chunk, table in zip(self.plan.chunks, self._tables, strict=True)
             ]
-
-    @property
-    def row_fragments(self) -> Sequence[Fragment]:
-        """Where the row state of each matrix of the plan is stored; empty where the variant has none."""
-        return () if self.row_storage is None else self.row_storage.fragments
 
     @functools.cached_property
     def blocks(self) -> dict[int, Int8Blocks]:
@@ -239,6 +240,7 @@ class StepRunner:
             state: The optimizer's state. Mutated; missing entries are created.
         """
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
+            # All ranks have the same flags, so they skip the same chunks.
             active = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
             exchanged = [number for number in active if self.plan.chunks[number].scatters]
             local = [number for number in active if not self.plan.chunks[number].scatters]
@@ -281,17 +283,17 @@ class StepRunner:
         """Read the rates, momentum and row state of this step; write row state back that was copied to the device."""
         self.convert_momentum(state)
         indices = [partition.index for partition in self._muon]
+        # The flags are those of the step set; slices of one stack have one of them.
         matrix_flags = flags[: len(self.step_set.matrices)]
         mask = None
         if not all(matrix_flags):
-            mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])
-        rates = self._rates.of({index: groups[index] for index in indices})
+            mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])  # (matrices,)
+        steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
+        rates = self._rates.of({index: groups[index] for index in indices}, steps)
         states = [state_of(partition, state, self._policy) for partition in self._muon]
         # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
-        variant, row_counts = (
-            self.context.variant,
-            {} if self.row_storage is None else self.row_storage.counts,
-        )
+        variant = self.context.variant
+        row_counts = {} if self._row_storage is None else self._row_storage.counts
         row_vectors = {
             partition.index: row_state_of(partition, state, variant, row_counts.get(partition.index, 0))
             for partition in self._muon
@@ -304,8 +306,8 @@ class StepRunner:
             ]
         with contextlib.ExitStack() as opened:
             row_state = None
-            if any(matrix_flags) and self.row_storage is not None:
-                row_state = opened.enter_context(self.row_storage.opened(row_vectors, rates.settings))
+            if any(matrix_flags) and self._row_storage is not None:
+                row_state = opened.enter_context(self._row_storage.opened(row_vectors, rates.settings))
             yield Step(
                 mask,
                 rates,
@@ -322,12 +324,13 @@ class StepRunner:
         table, context, send = self._tables[flight.number], self.context, flight.send_buffer
         device, dtype = step.momentum[0].device, context.comm_dtype
         # The buffers are not written for matrices without a gradient: nothing reads their old content.
-        directions = torch.empty(table.local_numel, dtype=dtype, device=device)
+        directions = torch.empty(table.local_numel, dtype=dtype, device=device)  # those that are not sent
+        # Offloaded partitions pack on the CPU, and int8 is coded from the uncompressed directions: both need a copy.
         is_direct = context.codec.is_uncompressed and device == send.device
         sent = send if is_direct else torch.empty(table.sent_numel, dtype=dtype, device=device)
         pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
-        if is_direct or not flight.chunk.gathers:
+        if is_direct or not flight.chunk.gathers:  # in the send buffer already, or nothing is sent
             return
         sent = sent.to(context.device)
         if context.codec.is_uncompressed:
@@ -361,6 +364,7 @@ class StepRunner:
 
         They are a view of the buffer where they follow each other in it.
         """
+        # 1. where the fragments of these matrices are: in what the holders sent, or on this rank alone
         first, batch = self.plan.matrices[indices[0]], self._tables[flight.number].batch(indices)
         shape, read = (len(indices), first.rows, first.cols), self.context.codec.read
         if flight.chunk.gathers:
@@ -371,6 +375,7 @@ class StepRunner:
         else:
             segments = batch.local
             fragments = (segment.in_buffer(flight.directions) for segment in segments)
+        # 2. as one tensor
         if batch.in_order:
             return next(fragments).contiguous().view(shape)
         directions = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
@@ -384,13 +389,14 @@ class StepRunner:
         if step.row_state is not None and flight.chunk.copies:
             active = step.active(flight.chunk.matrices)
             step.row_state.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
-        updates = flight.send_buffer
+        updates = flight.send_buffer  # scatter brought them where gather took the directions from
         if not context.codec.is_uncompressed:
             updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
             for matrix, segment in table.int8_segments:
                 if step.mask is None or step.mask[matrix]:
                     decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
                     segment.in_matrices(updates).copy_(decoded)
+        # The table says for each fragment in which of the two tensors its update is.
         if context.variant.apply is None:
             apply(step.active_fragments(table.apply_table), step, [flight.directions, updates])
         else:
