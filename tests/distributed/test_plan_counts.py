@@ -108,12 +108,17 @@ STAGES_AND_DTYPES = [
 CASES = [(*case, variant) for case in STAGES_AND_DTYPES for variant in VARIANTS]
 
 
-@pytest.mark.parametrize(("stage", "dtype", "variant"), pairwise(CASES))
-def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
-    """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
+def waiting_settings(variant: str, stage: int, dtype: str) -> dict[str, Any]:
+    """Return the arguments with which the waits of a variant are counted."""
     params: dict[str, Any] = {"ns_backend": "torch", "variant": variant, "health": 1000}
     if variant == "hyperball":
         params["muon_weight_decay"] = 0.0
-    for counts in ranks(2).run(count_waits, stage=stage, clipping=1.0, precision=dtype, params=params):
+    return {"stage": stage, "clipping": 1.0, "precision": dtype, "params": params}
+
+
+@pytest.mark.parametrize(("stage", "dtype", "variant"), pairwise(CASES))
+def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
+    """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
+    for counts in ranks(2).run(count_waits, **waiting_settings(variant, stage, dtype)):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts
