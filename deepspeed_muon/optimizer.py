@@ -221,6 +221,12 @@ class Muon(torch.optim.Optimizer):
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
         return self.recorder.summary()
 
+    @property
+    def muon_lr(self) -> float:
+        """Muon's rate in the last step, that of its first group; 0 without matrices."""
+        groups = (group for group in self.param_groups if group["algorithm"] == "muon")
+        return next((self.rates_of_step.get(id(group), 0.0) for group in groups), 0.0)
+
     def run_facts(self) -> dict[str, float]:
         """Return what the diagnosis of a run needs beside the samples, of this rank's groups and routes.
 
@@ -232,12 +238,12 @@ class Muon(torch.optim.Optimizer):
         """
         facts = {"muon_numel": 0.0, "adamw_numel": 0.0}
         for group in reversed(self.param_groups):  # of several groups the first one's rate counts
-            lr = self.rates_of_step.get(id(group), float(group["lr"]))
             if group["algorithm"] == "muon":
-                facts |= {"muon_lr": lr, "configured_lr": group["lr_ratio"] * self.config.reference_lr}
+                configured = group["lr_ratio"] * self.config.reference_lr
+                facts |= {"muon_lr": self.muon_lr, "configured_lr": configured}
             else:
-                # Of gradients that are noise (arXiv 2502.16982 measures 0.2 to 0.4).
-                beta = group["betas"][0]
+                lr, beta = self.rates_of_step.get(id(group), float(group["lr"])), group["betas"][0]
+                # Of gradients that are noise; arXiv 2502.16982 measured 0.2 to 0.4 times the rate.
                 facts |= {"adam_lr": lr, "adam_rms": lr * math.sqrt((1 - beta) / (1 + beta))}
         for route in self.routes:
             if route.algorithm != "frozen":
@@ -297,7 +303,7 @@ class Muon(torch.optim.Optimizer):
             with self.recorder.span("step"):
                 self._step_current_sets()
             if not self.managed:
-                self.recorder.record_outcome(skipped=self.skipped_steps > skipped_before)
+                self.recorder.record_outcome(lr=self.muon_lr, skipped=self.skipped_steps > skipped_before)
         return loss
 
     def _step_current_sets(self) -> None:

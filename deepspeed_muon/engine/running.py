@@ -97,6 +97,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)
         recorder.record_outcome(
+            lr=optimizer.muon_lr,
             skipped=engine.skipped_steps > skipped_before,
             norm=engine.get_global_grad_norm(),
             clipping=engine.gradient_clipping(),

@@ -77,8 +77,8 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "clip_coefficient": Quantity(
         (1e-4, math.inf),
-        "The run is frozen: clipped in {clipped:.0%} of the steps at a coefficient of {value:.1g}. The gradient is not "
-        "what you think (a loss that is summed, one layer that explodes), or gradient_clipping is far too small.",
+        "Gradients are clipped to nothing: in {clipped:.0%} of the steps, at a coefficient of {value:.1g}. They are "
+        "not what you think (a loss that is summed, one layer that explodes), or gradient_clipping is far too small.",
         level="bad",
         good=(0.05, 1),
         label="median coefficient of clipping {}",
@@ -136,7 +136,7 @@ QUANTITIES: dict[str, Quantity] = {
         unit=".2f",
     ),
     "time_optimizer": Quantity(
-        (0, 0.5),
+        (0, 0.75),
         too_high="The optimizer takes {value:.0%} of the time between two samples: docs/measured.md says how long it "
         "should take. Compare time_gather and time_newton_schulz, and accumulate more micro-batches.",
         label="share of the optimizer in the time {}",

@@ -126,7 +126,7 @@ class StepRecorder:
         # Of each step since the last sample: whether it was skipped, the norm of its gradients, and the clipping norm.
         self._outcomes: deque[tuple[bool, Any, float]] = deque(maxlen=_MOST_OUTCOMES)
         self._last_sample: tuple[int, float] | None = None  # step, and time in seconds
-        self._last_lr = self._peak_lr = 0.0
+        self._is_rising, self._last_lr, self._peak_lr = False, 0.0, 0.0
         # Keys of the findings that were logged; None before the first report.
         self._logged: set[str] | None = None
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
@@ -151,15 +151,17 @@ class StepRecorder:
         """Return whether step ``number``, counted from 1, is sampled."""
         return self.every > 0 and number % self.every == 0
 
-    def record_outcome(self, *, skipped: bool, norm: Any = None, clipping: float = 0.0) -> None:
-        """Record how a step ended.
+    def record_outcome(self, *, lr: float, skipped: bool, norm: Any = None, clipping: float = 0.0) -> None:
+        """Record how a step ended, before :meth:`step` ends.
 
         Args:
+            lr: Muon's rate; 0 without matrices.
             skipped: Whether it was skipped.
             norm: The norm of the gradients, a number or a tensor, which is read in the next sampled step; ``None`` if
                 it is unknown.
             clipping: The norm to which the gradients are clipped; 0 for no clipping.
         """
+        self._is_rising, self._last_lr, self._peak_lr = lr > self._last_lr, lr, max(self._peak_lr, lr)
         if self.every:
             self._outcomes.append((skipped, norm, clipping))
 
@@ -223,10 +225,9 @@ class StepRecorder:
         facts, lr = sample.facts, sample.facts.get("muon_lr", 0.0)
         if lr <= 0:
             return
-        self._peak_lr = max(self._peak_lr, lr)
         # While the rate rises, it is expected to reach the configured one.
-        is_rising, self._last_lr = lr > self._last_lr, lr
-        to_peak = (max(self._peak_lr, facts["configured_lr"]) if is_rising else self._peak_lr) / lr
+        peak = max(self._peak_lr, facts["configured_lr"]) if self._is_rising else self._peak_lr
+        to_peak = peak / lr
         facts |= {key: facts[key] * to_peak for key in ("adam_rms", "adamw_over_weight") if key in facts}
         sizes = []
         for name, measured in sample.matrices.items():

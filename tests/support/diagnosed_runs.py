@@ -78,8 +78,8 @@ BAD = {
     "a router given to Muon": Run(
         1, params={**_ORIGINAL, "include": ["*router*"]}, mixture=True, finding="routers"
     ),
-    "AdamW's rate * 5 under spectral": Run(
-        1, params={**_MATCHED, "lr": 3e-2, "adjust_lr_fn": "spectral"}, finding="update_over_weight"
+    "AdamW's rate * 10 under spectral": Run(
+        1, params={**_MATCHED, "lr": 6e-2, "adjust_lr_fn": "spectral"}, finding="update_over_weight"
     ),
     "matrices at the rate of embeddings": Run(
         0, params={**_ORIGINAL, "adam_lr": 0.3, "exclude": ["*mlp*"]}, finding="adamw_over_weight"
