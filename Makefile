@@ -77,7 +77,7 @@ nvcc-check: ## compile the CUDA sources for all architectures; needs no GPU
 	scripts/nvcc_check.sh
 
 kernel-defects: $(VENV)/.ready ## plant the defects of the CUDA kernels that `make test` leaves out on the CPU bench, which must find all
-	$(BIN)/python -m pytest -q -m full tests/unit/test_ops_kernels_on_bench.py
+	$(BIN)/python -m pytest -q -m full -n 2 --dist worksteal tests/unit/test_ops_kernels_on_bench.py
 
 wheel-check: ## build the wheel, install it into an empty environment and train there, with and without a compiler
 	scripts/wheel_check.sh $(DEEPSPEED_VERSION)

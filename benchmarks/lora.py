@@ -92,13 +92,18 @@ def adapted(weights: dict[str, Tensor], rank: int, seed: int) -> GPT:
     """Return the frozen base with adapters on every projection of its layers."""
     model = GPT(SIZES)
     model.load_state_dict(weights)
+    return with_adapters(model, rank, seed)
+
+
+def with_adapters(model: GPT, rank: int, seed: int) -> GPT:
+    """Freeze a model and put adapters on every projection of its layers, in place; return it."""
     model.requires_grad_(False)
     torch.manual_seed(seed)
     for block in model.layers:
-        for part in (block.attn, block.mlp):
-            for name, child in list(part.named_children()):
+        for layer in (block.attn, block.mlp):
+            for name, child in list(layer.named_children()):
                 if isinstance(child, nn.Linear):
-                    setattr(part, name, Adapter(child, rank))
+                    setattr(layer, name, Adapter(child, rank))
     return model
 
 

@@ -86,6 +86,12 @@ class Run:
     decay: float
     rest: float
     seed: int = 0
+    tokens: int = SEQUENCES * LENGTH
+    """Tokens a step."""
+    clip: str = "all"
+    """A key of ``variants_training.CLIPPED``."""
+    momentum_warmup: int = 0
+    """Steps over which the momentum rises from 0.85 to 0.95; with 0 it is 0.95 from the first step."""
 
     def muon_settings(self) -> dict[str, Any]:
         """The arguments of ``deepspeed_muon.Muon``."""
@@ -94,14 +100,19 @@ class Run:
         return {**rates, **decay, **OPTIMIZERS[self.optimizer], "health": False}
 
 
+def read_rows(path: Path) -> dict[Run, Row]:
+    """Return the finished runs of a file of JSON lines, an empty dictionary if there is no file."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    names = [field.name for field in fields(Run)]
+    return {Run(**{name: row[name] for name in names if name in row}): row for row in rows}
+
+
 class Results:
     """The finished runs of a file of JSON lines; a run that is not there is trained, or ends a search."""
 
     def __init__(self, path: Path, *, train: bool = False) -> None:
         self.path, self.train = path, train
-        lines = path.read_text().splitlines() if path.exists() else []
-        rows = [json.loads(line) for line in lines]
-        self.rows = {Run(**{field.name: row[field.name] for field in fields(Run)}): row for row in rows}
+        self.rows = read_rows(path)
 
     def row(self, run: Run) -> Row:
         """Return the finished run."""

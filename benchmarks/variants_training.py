@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,15 @@ from deepspeed_muon.ops.machine import hardware_name
 POINTS = 12
 """How often a run measures itself."""
 CURVE_BATCHES, LAST_BATCHES = 8, 64
+MAX_NORM = 1.0
+FIRST_MOMENTUM, MOMENTUM = 0.85, 0.95
+CLIPPED: dict[str, tuple[str, ...]] = {
+    "all": ("all",),
+    "adamw": ("adamw",),
+    "separate": ("muon", "adamw"),
+    "none": (),
+}
+"""Clipping policy to the sets of gradients that it clips, each by the norm of that set."""
 
 
 def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
@@ -75,16 +85,31 @@ def sizes(before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
     return {key: float(f"{value:.4g}") for key, value in found.items()}
 
 
-def train(run: Run) -> Row:
-    """Trains once. ``loss`` is ``None`` if the run diverged."""
+def clip(model: GPT, optimizer: torch.optim.Optimizer, policy: str) -> list[float]:
+    """Clip the gradients in place; return the norm of each set of ``CLIPPED[policy]`` before."""
+    sets: dict[str, list[torch.nn.Parameter]] = {"all": [*model.parameters()], "muon": [], "adamw": []}
+    for group in optimizer.param_groups:
+        sets["muon" if group.get("use_muon") else "adamw"] += group["params"]
+    return [float(torch.nn.utils.clip_grad_norm_(sets[name], MAX_NORM)) for name in CLIPPED[policy]]
+
+
+def warm_momentum(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
+    """Set the momentum of Muon's groups for a step, which rises linearly and stays from step ``steps`` on."""
+    for group in optimizer.param_groups:
+        if group.get("use_muon"):
+            group["momentum"] = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * min(1.0, step / steps)
+
+
+def train(run: Run, *, curve: bool = True) -> Row:
+    """Trains once. ``loss`` is ``None`` if the run diverged; without ``curve`` only its end is measured."""
     if run.optimizer.endswith("after row sums"):
         with mock.patch.object(newton_schulz, "_normalized", row_sums):
-            return trained(run)
-    return trained(run)
+            return trained(run, points=POINTS if curve else 0)
+    return trained(run, points=POINTS if curve else 0)
 
 
-def trained(run: Run) -> Row:
-    """Trains once with the preconditioning that is in place."""
+def trained(run: Run, points: int) -> Row:
+    """Trains once with the preconditioning that is in place, and measures ``points`` times on the way."""
     torch.set_num_threads(1)
     text = load_tokens(standard_library(), max_bytes=16_000_000)
     torch.manual_seed(run.seed)
@@ -92,21 +117,24 @@ def trained(run: Run) -> Row:
     optimizer = optimizer_of(run, model)
     hidden = [weight for weight in model.layers.parameters() if weight.dim() == 2]
     rates = schedule(optimizer, run.steps)
-    batches = Batches(text.train, SEQUENCES, LENGTH, 0, 1)
+    batches = Batches(text.train, run.tokens // LENGTH, LENGTH, 0, 1)
     validation = Batches(text.validation, SEQUENCES, LENGTH, 0, 1)
     curve: list[list[Any]] = []
     losses: list[float] = []
+    norms: list[list[float]] = []
     in_optimizer = 0.0
     started = time.process_time()
     for step in range(run.steps):
         loss = model(*batches.draw(run.seed, step, 0, 1))
         model.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(clip(model, optimizer, run.clip))
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
-        measured = (step + 1) % max(1, run.steps // POINTS) == 0
+        if run.momentum_warmup:
+            warm_momentum(optimizer, step, run.momentum_warmup)
+        measured = points > 0 and (step + 1) % max(1, run.steps // points) == 0
         before = [weight.detach().clone() for weight in hidden] if measured else []
         clock = time.process_time()
         optimizer.step()
@@ -122,6 +150,10 @@ def trained(run: Run) -> Row:
         "loss": round(last, 5) if math.isfinite(last) else None,
         "train_loss": round(sum(losses[-20:]) / len(losses[-20:]), 5),
         "curve": curve,
+        "clipped": [
+            round(fmean(norm > MAX_NORM for norm in of_set), 4) for of_set in zip(*norms, strict=True)
+        ],
+        "largest_norm": [float(f"{max(of_set):.4g}") for of_set in zip(*norms, strict=True)],
         "seconds": round(seconds, 1),
         "optimizer_ms": round(1e3 * in_optimizer / len(losses), 2),
         "hardware": hardware_name(),

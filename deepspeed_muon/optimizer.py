@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 
         buf <- momentum * buf + (1 - momentum) * g
         u   <- g + momentum * (buf - g)   if nesterov else buf
-        W   <- W * (1 - lr * weight_decay) - lr * scale(rows, cols) * orthogonalize(u)
+        W   <- W * (1 - lr * weight_decay) - lr * update_scale * scale(rows, cols) * orthogonalize(u)
 
     A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
     ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.updates`).

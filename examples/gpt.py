@@ -145,6 +145,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean loss of predicting ``targets`` from ``tokens``; both int64 of shape ``[batch, length]``."""
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Fp32 logits of the next token at every position, ``[batch, length, vocab_size]``."""
         # The tables are made here and not kept as buffers: DeepSpeed casts a model's buffers to bf16 or fp16
         # along with its weights, which would blur the angles of far positions.
         width = self.config.dim // self.config.heads
@@ -152,5 +156,4 @@ class GPT(nn.Module):
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        logits = self.lm_head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.lm_head(self.norm(x)).float()

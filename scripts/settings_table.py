@@ -50,7 +50,8 @@ def table() -> str:
         rows.append(f"| `{name}` | {shown(default)} | {field.description} |\n")
         for section in (field.annotation, *get_args(field.annotation)):
             if isinstance(section, type) and issubclass(section, BaseModel):
-                for key, inner in section.model_fields.items():
+                for field_name, inner in section.model_fields.items():
+                    key = inner.alias or field_name
                     value = None if inner.is_required() else inner.default
                     rows.append(f"| `{name}.{key}` | {shown(value)} | {inner.description} |\n")
     return "| key | default | meaning |\n|---|---|---|\n" + "".join(rows)

@@ -31,10 +31,10 @@ pip install "${hold[@]}" "deepspeed==$1"
 
 say "source archive and wheel"
 pip install -q build twine
-# From a copy without what earlier builds have left, which setuptools would pack too.
+# From a copy without what earlier builds have left, which setuptools would pack too, and which other checks may be
+# changing meanwhile.
 mkdir "$work/tree"
-tar c --exclude-vcs --exclude=./.venv* --exclude=./.cache --exclude=./build --exclude=./dist --exclude=./runs \
-    --exclude=*.egg-info --exclude=__pycache__ . | tar x -C "$work/tree"
+git ls-files -z --cached --others --exclude-standard --deduplicate | tar c --null --files-from - | tar x -C "$work/tree"
 "$python" -m build -q --no-isolation --outdir "$work/dist" "$work/tree"  # the wheel is made from the archive
 "$python" -m build -q --no-isolation --wheel --outdir "$work/of_tree" "$work/tree"
 "$python" -m twine check --strict "$work"/dist/*

@@ -1,4 +1,18 @@
-"""What a program may ask of an engine: its optimizer, its routes, its plan, its health."""
+"""What a program may ask of an engine: its optimizer, its routes, its plan, its health.
+
+All that replaces or reads parts of DeepSpeed is in this layer:
+
+* :mod:`.hooks`: the table of the functions of DeepSpeed that are replaced, each with the reason. Start here.
+* :mod:`.configure`: ``deepspeed.initialize``, from the comparison of the ranks to the bound optimizer; with
+  :mod:`.supported` (what is refused), :mod:`.regroup` (param groups), :mod:`.topology` and :mod:`.tensor_parallel`
+  (which rank has which slice of a tensor), and :mod:`.offload`.
+* :mod:`.running` and :mod:`.step`: backward passes and steps.
+* :mod:`.checkpointing`: DeepSpeed's own checkpoints. Those that do not depend on the number of ranks have a layer of
+  their own, :mod:`deepspeed_muon.checkpoint`.
+* :mod:`.zero.views`: the only module that reads attributes of ZeRO's wrappers.
+* :mod:`.workarounds`: defects of DeepSpeed that concern every optimizer, with the releases that have them.
+* :mod:`.patching` and :mod:`.fingerprints`: how functions are replaced, and how a changed DeepSpeed is noticed.
+"""
 
 from __future__ import annotations
 

@@ -90,11 +90,13 @@ def save_checkpoint(
     The consolidated set comes before, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that it
     never names a tag whose set is not complete.
     """
+    # 1. the consolidated set, and the folder of the tag
     optimizer = engine.basic_optimizer
     optimizer.host.require_restored()
     folder = Path(save_dir or "", f"global_step{engine.global_steps}" if tag is None else str(tag))
     if optimizer.config.consolidate_on_save and save_dir:
         consolidate(engine, folder / CONSOLIDATED_FOLDER)
+    # 2. the id of this save, from the first rank
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, purpose="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     optimizer.host.save_id = save_id
@@ -103,6 +105,7 @@ def save_checkpoint(
             # Where it cannot be made DeepSpeed's first rank raises, and the others wait for it.
             make_folder(folder)
         prepare_save(engine, folder, save_id)
+    # 3. DeepSpeed's save
     try:
         return original(save_dir, tag, client_state, *args, **kwargs)
     finally:
@@ -114,10 +117,12 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
 
     DeepSpeed sets counters and schedule first: they are put back if a universal checkpoint is refused.
     """
+    # 1. what is asked for, whether by position or by name
     call = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs)
     given = call.arguments
     with_state = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
     universal = bool(engine.load_universal_checkpoint())
+    # 2. all ranks look at their files before DeepSpeed changes anything
     saved: SavedTag | None = None
     if universal:
         with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks):
@@ -126,6 +131,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
         saved = _check_native(engine, given["load_dir"], given.get("tag"), with_state=with_state)
     if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
         load_no_state_into_divided_weights(engine, given)
+    # 3. DeepSpeed's load
     before = SettingsSnapshot(engine)
     optimizer = optimizer_of(engine)
     load_state_dict = optimizer.load_state_dict
@@ -149,6 +155,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
             if isinstance(error, CheckpointError):  # all ranks are here: they agreed to refuse
                 view_of(engine.optimizer).end_of_load()
         raise
+    # 4. report the settings that it replaced
     if client_state is not None:
         client_state.pop(SAVE_KEY, None)
     remedy = "restore a consolidated set with hyperparameters=False"
@@ -206,6 +213,7 @@ def _check_native(
                     f"all files of the save into the folder, or load another tag"
                 )
             difference = _difference(engine, saved)
+        # Files of different saves have equal names and shapes: only the id tells them apart.
         if tag is not None:
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)

@@ -195,6 +195,7 @@ def _admitted(
 
     Unsupported settings, and settings that differ between the ranks, are refused before DeepSpeed communicates.
     """
+    # 1. make the optimizer, or take the client's, and find what has to be equal on all ranks; nothing is sent
     error: Exception | None = None
     client = None if client_optimizer is None else f"client {type(client_optimizer).__name__}"
     facts = {"optimizer": client or str(engine.optimizer_name())}
@@ -215,7 +216,9 @@ def _admitted(
         facts.update(_facts(engine, optimizer))
     except Exception as caught:
         error = caught
+    # 2. compare it
     _agree(ranks_of(engine), RankFacts({Scope.of(engine.seq_data_parallel_group): facts}), error=error)
+    # 3. prepare what DeepSpeed is about to wrap; wrapping undoes the replacements once it has
     adopt(engine, optimizer, wrapping)
     for param in engine.module.parameters():
         for tag in _TAGS:
@@ -242,6 +245,7 @@ def _refuse_foreign(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     if not engine.zero_optimization_stage():
         return
     of_model = {id(param) for param in engine.module.parameters()}
+    # A frozen parameter has no gradient to reduce, so that one of another module does no harm.
     params = (param for group in optimizer.param_groups for param in group["params"])
     foreign = [p for p in params if p.requires_grad and id(p) not in of_model]
     if foreign:
@@ -270,7 +274,7 @@ def _configured(engine: DeepSpeedEngine, model_parameters: Any) -> Muon:
                 {"name": f"dense-params-{number}", CALLER_GROUP: number, **group}
                 for number, group in enumerate(params)
             ]
-        params = configure_moe_param_groups(params)
+        params = configure_moe_param_groups(params)  # adds a group for each set of ranks that share experts
     return Muon.from_config(params, config, model=engine.module, shards=tensor_shards(engine))
 
 

@@ -1,31 +1,32 @@
-"""Offload and masters in half precision, and what DeepSpeed's offload to NVMe leaves out.
+"""Offload and master weights in half precision, and what DeepSpeed's offload to NVMe gets wrong.
 
-**To the CPU.** ZeRO's wrappers would take DeepSpeed's own optimizers alone. Twin-flow (``ratio``) and
+**To the CPU.** ZeRO's wrappers accept DeepSpeed's own optimizers only. Twin-flow (``ratio``) and
 ``bf16_master_weights_and_grads`` need an optimizer that updates partitions on the CPU and in half precision. Ours does,
-but the wrappers compare its class with ``DeepSpeedCPUAdam``. AdamW on the CPU is DeepSpeed's native operator, checked
-against a reference before its use.
+but the wrappers compare its class with ``DeepSpeedCPUAdam``. AdamW on the CPU is DeepSpeed's native operator, which is
+compared with a reference before it is used.
 
-**Steps with NVMe** (stage 3). DeepSpeed swaps one sub-group in, calls the optimizer, and swaps it out again. Sub-groups
-hold whole parameters, so nothing of ours needs two of them at once. Two things go wrong:
+**Steps with NVMe** (stage 3). DeepSpeed swaps one sub-group in, calls the optimizer, and swaps the sub-group out again.
+Sub-groups consist of complete parameters, so a step never needs two of them at once. Two things go wrong:
 
-- Gradients of a parameter that does not begin at a multiple of 128 elements in its partition are not read, and nobody
-  is told: the disk is read without a cache, into places that must be aligned. Here no gradient is swapped: all are in
-  the buffer that they were accumulated in anyway, and a sub-group gets a copy of its own when it is swapped in.
-- With pipelines masters and state still refer to buffers of the swapper, which hold another sub-group by then; a save
-  would write them into its files, and a load would read them.
+- The gradient of a parameter that does not begin at a multiple of 128 elements of its partition is not read back, and
+  no error says so: the disk is read without a cache, which needs aligned buffers. So no gradient is swapped here. All
+  of them are in the buffer in which they were accumulated anyway, and a sub-group that is swapped in gets a copy.
+- With pipelining, masters and state keep referring to buffers of the swapper, which contain another sub-group by then.
+  A save would write that one to its files, and a load would read it.
 
-**Checkpoints with NVMe.** Beside its usual files DeepSpeed saves a copy of each rank's swap files, and copies them
-back. Four things go wrong:
+**Checkpoints with NVMe.** Beside its usual files DeepSpeed saves a copy of each rank's swap files, and a load copies
+them back. Four things go wrong:
 
-- A save into a folder with such a copy raises: a killed run could not save a tag again that it had begun.
-- The first rank names the save in ``latest`` while others still copy.
-- Of a copy that was cut short, or is of another save than the usual files, nobody is told.
-- A load ignores the usual files of the optimizer: counts of steps, settings of the param groups, and all that is in
-  memory (small sub-groups, rows of variants, a momentum of less than 32 bits) begin anew. Swapped state is never read.
+- A save into a folder that has such a copy raises, so that a killed run could never save the same tag again.
+- The first rank writes the tag to ``latest`` while other ranks are still copying.
+- A copy that is incomplete, or that belongs to another save than the usual files do, is loaded without an error.
+- A load ignores the usual files of the optimizer: step counts, settings of the param groups, and all state that is in
+  memory (small sub-groups, row state of variants, momentum of less than 32 bits) start anew. Swapped state is never
+  read.
 
-So here a save first removes an earlier copy, and writes a list of the swap files among them, which is copied too. The
-ranks wait for each other before ``latest`` is written. A load checks that list before anything is changed, and loads
-the usual files afterwards.
+So here a save first removes an earlier copy and writes a list of the swap files beside them, which is copied too. The
+ranks wait for each other before ``latest`` is written. A load checks the list before it changes anything, and reads the
+usual files afterwards.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def offload_device(engine: DeepSpeedEngine, section: str = "offload_optimizer") 
 
 
 def master_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the dtype that the configuration asks the master weights to be kept in."""
+    """Return the dtype of the master weights according to the configuration."""
     if engine.bf16_master_weights_and_gradients():
         return torch.bfloat16
     return torch.float16 if engine.fp16_master_weights_and_gradients() else torch.float32
@@ -97,7 +98,7 @@ def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitSta
     for group in optimizer.param_groups:
         # BF16_Optimizer plans an exchange of its own for groups with this key. Binding puts it back.
         group.pop("use_muon", None)
-    # DeepSpeed demands its CPU Adam of client optimizers. Ours runs it by itself.
+    # DeepSpeed requires its CPU Adam of client optimizers. Ours calls the operator behind it.
     engine.zero_force_ds_cpu_optimizer = lambda: False
     if engine.bf16_optimizer_states():
         optimizer.use_bf16_states()
@@ -140,7 +141,7 @@ def offload_states(original: Original, view: View, *args: object, **kwargs: obje
     def mapping(_: Any) -> Any:
         return get_mapping_to_flat_buffer([param.ds_tensor for group in view.params for param in group])  # type: ignore[attr-defined]
 
-    # First, because the original ends by returning free memory to the device.
+    # Before the original, which returns free memory to the device at its end.
     view.optimizer.release_memory()
     with (
         mock.patch.object(fused_adam, "FusedAdam", type(view.optimizer)),
@@ -152,7 +153,7 @@ def offload_states(original: Original, view: View, *args: object, **kwargs: obje
 
 def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: object) -> None:
     """Take back what :func:`offload_states` moved, and capture CUDA graphs again."""
-    moved = []  # host tensors, which must live until the original has waited for the copies
+    moved = []  # host tensors, which must not be freed before the original has waited for the copies
 
     def reload(*args: object, **kwargs: object) -> None:
         moved.append(reload_optimizer_states(*args, **kwargs))
@@ -184,7 +185,7 @@ class CpuAdam:
             from deepspeed.ops.op_builder import CPUAdamBuilder
 
             self._op: Any = CPUAdamBuilder().load()
-            # The operator keeps one object for each number, and the class counts them.
+            # The operator stores its settings under a number, and the class counts the numbers.
             self._number = DeepSpeedCPUAdam.optimizer_id
             DeepSpeedCPUAdam.optimizer_id += 1
         except Exception as error:
@@ -195,8 +196,9 @@ class CpuAdam:
     def __call__(self, tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
         """Update parameters and both moments in place; see :func:`deepspeed_muon.math.updates.adam_step_`."""
         numbers = (settings.lr, *settings.betas, settings.eps, settings.weight_decay)
-        # A new object computes the powers of the betas from the step's number. One that is kept multiplies those of its
-        # last step once more, which rounds differently: a resumed run would differ in its last bits.
+        # Settings that are stored anew get the powers of the betas from the number of the step. Otherwise the operator
+        # multiplies those of its last step once more, which rounds differently: a resumed run would differ in its last
+        # bits.
         self._op.create_adam(self._number, *numbers, settings.decoupled, False)
         for of_param in tensors:
             assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in of_param)
@@ -266,7 +268,7 @@ def swap_in(original: Original, view: Zero3View, sub_group_id: int, *args: objec
 def write_back(
     original: Original, view: Zero3View, sub_group_id: int, write_opt_state: bool, write_gradients: bool
 ) -> None:
-    """Take over a gradient that the program has set."""
+    """Use a gradient that the program has set (``safe_set_full_grad``)."""
     grad = view.masters[sub_group_id].grad
     if write_gradients and grad is not None:
         view.accumulated(sub_group_id).copy_(grad)
@@ -280,7 +282,7 @@ def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: obje
 
 
 def wait_for_copies(original: Original, view: View, *args: object, **kwargs: object) -> object:
-    """Let all ranks end their copies before a save goes on."""
+    """Wait until all ranks have copied their swap files, before a save continues."""
     if host_of(view.optimizer).save_id is not None:
         view.optimizer.ranks.all_gather(None, purpose="copies of swap files in a save")
     return original(*args, **kwargs)

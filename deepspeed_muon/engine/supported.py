@@ -141,6 +141,7 @@ _REFUSED: dict[str, _Row] = {
         "DeepSpeed compares it with norms. Write a number (0 for no clipping), or leave the key out for DeepSpeed's "
         "default",
     ),
+    # Offload
     "zero_optimization.offload_optimizer.super_offload": (
         lambda engine, _: getattr(engine._config.zero_config.offload_optimizer, "super_offload", False),
         "it steps AdamW in worker processes that see one rank's slice of a matrix, while Muon needs whole matrices of "
@@ -174,6 +175,7 @@ _REFUSED: dict[str, _Row] = {
         "it updates the columns with the largest gradients every step and the others later, and orthogonalisation "
         "needs all columns of a matrix at once. Remove zenflow; offload_optimizer.device cpu works",
     ),
+    # Dtypes of weights and gradients
     "fp16.fp16_master_weights_and_grads without offload": (
         lambda engine, _: _keeps_masters(engine, torch.float16),
         "DeepSpeed keeps fp16 masters on the CPU only. Add zero_optimization.offload_optimizer.device cpu, or remove "
@@ -202,6 +204,7 @@ _REFUSED: dict[str, _Row] = {
         _has_sparse_gradients,
         "ZeRO divides dense gradients only, and AdamW's moments are dense. Make the embedding with sparse=False",
     ),
+    # Features that assume one optimizer for all groups, or another engine
     "zero_optimization.elastic_checkpoint": (
         lambda engine, _: engine.zero_optimization_stage() in (1, 2) and engine.zero_elastic_checkpoint(),
         "it reads the state of every param group by the first one's keys, and Muon's and AdamW's differ; remove it and "
@@ -212,6 +215,7 @@ _REFUSED: dict[str, _Row] = {
         "it replaces ZeRO's gradient reduction by compiled passes that exist for CUDA only, with which no result has "
         "been compared with the reference; remove it (engine.compile() without it works)",
     ),
+    # Kinds of parallelism, and pairs of them
     "DualPipeVModule": (
         lambda engine, _: type(engine).__name__ == "DualPipeVEngine",
         "a rank holds two stages of the model; use deepspeed.pipe.PipelineModule",
@@ -258,6 +262,7 @@ _REFUSED: dict[str, _Row] = {
         "DeepSpeed's norm has the experts of one tensor-parallel rank only, so that it clips by the wrong norm; use "
         "stage 3",
     ),
+    # Settings of this optimizer
     "optimizer.params.qk_clip with sequence parallelism": (
         lambda engine, config: config.qk_clip is not None and _shares_sequences(engine),
         _DIVIDED_ATTENTION,

@@ -67,7 +67,7 @@ class Sharding:
         """
         if not self.is_legible:
             raise ValueError("AutoTP's record of its shards is of an unknown kind")
-        if self.widths:
+        if self.widths:  # recorded, so they may be unequal
             return [list(widths) for widths in self.widths]
         sub_params = self.sub_params or 1
         if sub_params == 1:
@@ -133,7 +133,7 @@ def read_sharding(param: Tensor) -> Sharding:
         ValueError: Saying what the marks lack.
     """
     meta = getattr(param, _META, None)
-    if not meta:
+    if not meta:  # Megatron's marks
         dim = getattr(param, "partition_dim", None)
         if dim is None:
             raise ValueError("it is marked as a shard without the dimension that is cut (partition_dim)")
@@ -218,6 +218,7 @@ def with_tensor_parallel(
     sets: list[StepSet] = []
     fingerprints: dict[str, tuple[tuple[int, int], str]] = {}
     with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans"):
+        # 1. what the layers say of each matrix; one without a mark is a copy
         shards_of = {
             routes[key].name: shards for key, shards in tensor_shards(engine, routes).items() if key in routes
         }
@@ -232,6 +233,8 @@ def with_tensor_parallel(
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
                 fingerprints |= _fingerprints(step_set)
             sets.append(step_set)
+    # 2. compare it: shards must have equal shapes, copies equal values. A shard without a mark would pass as a matrix,
+    # and train to a wrong result without an error.
     gathered = ranks.all_gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
     for name, fingerprint in fingerprints.items():
         of_ranks = [by_name[name] for by_name in gathered if name in by_name]

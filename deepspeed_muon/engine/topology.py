@@ -124,6 +124,7 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
         group = view.group(index)
         if group is None:
             group, *_ = groups_of(params[0], data_parallel)
+        # The inner step of ZeRO 1 to 3 is called for each partition.
         call = 0 if view.is_one_call else index
         sets.setdefault((call, id(group)), (group, []))[1].append(index)
     # At stage 0 DeepSpeed does not exchange the gradient status between the stages of a pipeline.
@@ -146,6 +147,7 @@ def _step_set(
     stages: dist.ProcessGroup | None,
 ) -> StepSet:
     _, wider_group, stack_group = groups_of(view.params[indices[0]][0], data_parallel)
+    # A wider group that is no wider (one expert-parallel rank) would only repeat the exchange of flags.
     ranks = dist.get_world_size(group)
     if wider_group is None or dist.get_world_size(wider_group) <= ranks:
         wider_group = stages
@@ -174,6 +176,7 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
     Returns:
         Name of each parameter to its slice, or to the reason why it is unknown.
     """
+    # 1. the shapes on all tensor-parallel ranks: shards may be unequal
     expert_numbers = _expert_numbers(engine.module)
     group = tensor_parallel_group(engine)
     shapes_by_rank = [{route.name: route.shape for route in routes.values()}]
@@ -184,6 +187,7 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
             shapes_by_rank[0], purpose="comparison of tensor-parallel shapes"
         )
         shapes_by_rank = list(gathered.values())
+    # 2. each parameter: first its experts, then its shard
     slices: dict[str, TensorSlice | str] = {}
     for param in engine.module.parameters():
         route = routes.get(id(param))
@@ -231,6 +235,7 @@ def _slice_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[in
     if stack is None:
         raise ValueError("it belongs to experts, and nothing says to which of all ranks' experts")
     ranges = tuple((number, number + 1) for number in stack[_EXPERTS])
+    # Consecutive experts are one range, which describes the same slice in one way only.
     if ranges == tuple((number, number + 1) for number in range(ranges[0][0], ranges[-1][1])):
         ranges = ((ranges[0][0], ranges[-1][1]),)
     return TensorSlice(route.name, (route.shape[0] * size, *route.shape[1:]), 0, ranges)
@@ -264,6 +269,7 @@ def _slice_of_shard(
         (base + of_ranks[rank], base + of_ranks[rank + 1])
         for base, of_ranks in zip(bases, starts, strict=False)
     )
+    # Example: query, key and value of 8, 4 and 4 rows on two ranks; the second one has (4, 8), (10, 12) and (14, 16).
     length = sharding.shape[dim] if sharding.shape else sum(lengths)
     shard = TensorSlice(full.name, (*full.shape[:dim], length, *full.shape[dim + 1 :]), dim, ranges)
     if shard.local_shape != full.shape:

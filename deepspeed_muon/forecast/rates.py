@@ -20,8 +20,9 @@ import torch
 from deepspeed_muon.config.settings import DEFAULT_MUON_LR, MuonConfig
 from deepspeed_muon.config.values import RENAMED, shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.forecast.frameworks import framework_settings
 from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
-from deepspeed_muon.math.updates import update_scale
+from deepspeed_muon.math.updates import shape_scale
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route, summarize_routes
@@ -29,12 +30,20 @@ from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.variants import VARIANTS
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam")
-_MEGATRON = {"adam_beta1", "adam_beta2", "muon_momentum", "muon_scale_mode", "muon_extra_scale_factor"}
+_MEGATRON = {
+    "adam_beta1",
+    "adam_beta2",
+    "muon_momentum",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_match_adamw_update_rms",
+}
 _KINDS = {
     "adamw": "AdamW",
     "deepspeed": "DeepSpeed's Muon, whose keys are those of this one",
     "torch": "torch.optim.Muon",
     "megatron": "Megatron-LM's Muon",
+    "dion": "Dion's Muon or xtuner's",
 }
 _QUINTIC = [3.4445, -4.775, 2.0315]
 _ADAM_HALF = "AdamW's half; written out because the default here differs"
@@ -158,7 +167,12 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
         if kind == "deepspeed":
             _from_deepspeed(translation, content)
         else:
-            {"adamw": _from_adamw, "torch": _from_torch, "megatron": _from_megatron}[kind](translation)
+            {
+                "adamw": _from_adamw,
+                "torch": _from_torch,
+                "megatron": _from_megatron,
+                "dion": _from_dion,
+            }[kind](translation)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"optimizer: a value of the wrong type: {error}") from error
     translation.config()  # validates
@@ -172,11 +186,13 @@ def _kind(type_name: str, params: Mapping[str, Any]) -> str:
         return "adamw"
     if "ns_coefficients" in params:
         return "torch"
+    if "adjust_lr" in params:
+        return "dion"
     if type_name.lower() == "muon":
         return "deepspeed"
     raise ConfigError(
-        f"optimizer.type: {type_name!r} has no counterpart here; rates reads AdamW, DeepSpeed's or torch's Muon, and "
-        f"Megatron-LM's arguments"
+        f"optimizer.type: {type_name!r} has no counterpart here; rates reads AdamW, the Muon of DeepSpeed, torch, Dion "
+        f"and xtuner, and Megatron-LM's arguments"
     )
 
 
@@ -237,27 +253,31 @@ def _from_megatron(translation: Translation) -> None:
     translation.source = source
     extra, mode = source.get("extra_scale_factor", 1.0), source.get("scale_mode", "spectral")
     rate, decay = source.get("lr", 1e-3), source.get("weight_decay", 0.01)
+    factor = f"extra scale factor {extra!r}"
     if extra <= 0:
         raise ConfigError(f"muon_extra_scale_factor: must be positive, got {shown(extra)}")
-    if (mode, extra) == ("spectral", 0.2):
-        translation.put("lr", rate, "the rate of both halves, as there")
-        translation.put(
-            "adjust_lr_fn", "match_rms_adamw", "spectral with an extra factor of 0.2 is this rule"
-        )
-    else:
-        translation.put(
-            "adjust_lr_fn", {"shape_scaling": "original"}.get(mode, mode), f"the formula of its {mode}"
-        )
-        translation.put("muon_lr", rate * extra, f"lr times the extra scale factor {extra:g}")
-        translation.put("adam_lr", rate, "lr")
-        if extra != 1.0:
-            translation.put("muon_weight_decay", decay / extra, "so that its product with the rate stays")
+    if source.get("match_adamw_update_rms"):  # verl derives the factor from AdamW's first beta
+        beta1 = (source.get("betas") or (0.9,))[0]
+        extra = math.sqrt((1 - beta1) / (1 + beta1))
+        factor = f"sqrt((1 - {beta1:g}) / (1 + {beta1:g})), as muon_match_adamw_update_rms says"
+    row = framework_settings("Megatron-LM", muon_scale_mode=mode, muon_extra_scale_factor=extra)
+    row = row or framework_settings("Megatron-LM", muon_scale_mode=mode)
+    if row is None:
+        raise ConfigError(f"muon_scale_mode: {shown(mode)} is none of Megatron-LM's modes")
+    scale = {"update_scale": extra, **row.ours}
+    translation.put("lr", rate, "the rate of both halves, as there")
+    translation.put("adjust_lr_fn", scale["adjust_lr_fn"], f"the formula of its {mode}")
+    if scale["adjust_lr_fn"] == "match_rms_adamw":
+        translation.reasons["adjust_lr_fn"] += f" with the {factor}"
+    elif extra != 1.0:
+        translation.put("update_scale", scale["update_scale"], f"the {factor}")
     translation.put("weight_decay", decay, "times the rate, as there")
     translation.take("momentum", 0.95, "the same")
     translation.take("use_nesterov", False, "off there unless asked for", key="nesterov")
     translation.take("nesterov", translation.settings["nesterov"], "off there unless asked for")
     translation.take("num_ns_steps", 5, "the same", key="ns_steps")
-    betas = [source.get("adam_beta1", 0.9), source.get("adam_beta2", 0.999)]
+    first, second = source.get("betas") or (0.9, 0.999)
+    betas = [source.get("adam_beta1", first), source.get("adam_beta2", second)]
     translation.put("betas", betas, _ADAM_HALF)
     translation.take("adam_eps", 1e-8, _ADAM_HALF, key="eps")
     schedule = source.get("coefficient_type", "quintic")
@@ -273,14 +293,31 @@ def _from_megatron(translation: Translation) -> None:
         translation.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
 
 
+def _from_dion(translation: Translation) -> None:
+    rule = translation.source.pop("adjust_lr")
+    row = framework_settings("Dion", adjust_lr=rule)
+    if row is None:
+        raise ConfigError(
+            f"adjust_lr: {shown(rule)} has no counterpart: every rule here depends on the shape"
+        )
+    translation.take("lr", 0.01, "the rate of both halves, as there")
+    translation.put("adjust_lr_fn", row.ours["adjust_lr_fn"], f"the formula of its {rule}")
+    translation.take("mu", 0.95, "a sum of gradients there, which has the same direction", key="momentum")
+    translation.take("nesterov", False, "off there unless asked for")
+    translation.take("weight_decay", 0.01, "times the rate, as there")
+    translation.take("betas", [0.9, 0.95], "the same")
+    translation.take("epsilon", 1e-8, _ADAM_HALF, key="eps")
+    translation.take_rest()
+
+
 def expected_size(route: Route, config: MuonConfig) -> float:
     """Return the RMS of an update divided by the rate, as the scale rule gives it for exact orthogonalisation."""
     square = 0.0
     for count, rows, cols in route.kinds_of_blocks():
         # All min(rows, cols) singular values are 1, so that is the squared Frobenius norm before scaling.
         out, into = (cols, rows) if route.transposed else (rows, cols)
-        square += count * update_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
-    return math.sqrt(square / route.numel)
+        square += count * shape_scale(config.adjust_lr_fn, out, into) ** 2 * min(rows, cols)
+    return config.update_scale * math.sqrt(square / route.numel)
 
 
 def measured_sizes(

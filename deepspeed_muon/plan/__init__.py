@@ -1,1 +1,9 @@
-"""Pure data: who holds, owns and sends which fragment of which matrix. No communication, no DeepSpeed."""
+"""Pure data: who holds, owns and sends which fragment of which matrix. No communication, no DeepSpeed.
+
+In the order in which to read them; docs/architecture.md follows an example through all four:
+
+* :mod:`.placement`: which rank holds which elements of a parameter, as a rule of a few numbers;
+* :mod:`.layout`: a matrix with its shape, its blocks and its placement;
+* :mod:`.owners`: which rank orthogonalises which matrix;
+* :mod:`.chunks`: what is sent together, and where in the send and receive buffers each fragment is.
+"""

@@ -115,6 +115,7 @@ class Segment(NamedTuple):
             matrix_numel: Elements from the start of a matrix to that of the next one.
         """
         matrices, gap = self.shape[0], following.buffer_offset - self.buffer_offset
+        # Two matrices set the distance of all that follow.
         expected_gap = gap if matrices == 1 else self.buffer_strides[0] * matrices
         if (
             self.shape[1:] != following.shape[1:]
@@ -291,19 +292,22 @@ def divide_into_chunks(
         bound: Elements that one rank owns in a chunk at most.
         world_size: Ranks of the group.
     """
+    # 1. by what is sent: nothing, updates by broadcast, or directions and updates by all-to-all
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, matrix in enumerate(matrices):
         kinds.setdefault((is_sent(matrix.placement, owners[index]), matrix.replicated), []).append(index)
     chunks: list[list[int]] = []
-    for (sent, replicated), members in sorted(kinds.items()):
+    for (sent, replicated), members in sorted(kinds.items()):  # False first: what is not sent
         is_broadcast = sent and replicated
         # Each owner fills its own share of a chunk; all owners fill one share of what is broadcast.
         share_of = {index: 0 if is_broadcast else owners[index] for index in members}
-        totals = np.zeros(world_size, dtype=np.int64)
+        # 2. the size of a chunk: an eighth of the busiest share, within the bounds
+        totals = np.zeros(world_size, dtype=np.int64)  # elements that each rank owns
         for index in members:
             totals[share_of[index]] += matrices[index].numel
         least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
         limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least))
+        # 3. every share fills chunk after chunk: number is the chunk at which it is, filled how much it has there
         new_chunks: list[list[int]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
         for index in sorted(members, key=lambda index: matrices[index].numel, reverse=True):
@@ -337,6 +341,7 @@ def build_chunk(
         wire: How a fragment is stored in a buffer.
         row_state: Elements of a buffer for the row state of each replicated matrix of the plan; 0 by default.
     """
+    # Chunks never mix kinds (divide_into_chunks), so that either all matrices are sent or none.
     sent = [index for index in indices if is_sent(placements[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
     row_state = row_state or [0] * len(placements)
@@ -371,11 +376,11 @@ def _by_owner(
     segments: list[tuple[int, Segment]] = []
     counts: dict[int, int] = {}
     offset = 0
-    for index in sorted(indices, key=lambda index: owners[index]):
+    for index in sorted(indices, key=lambda index: owners[index]):  # stable: by owner, then by matrix
         if (fragment := placements[index].fragment_on(rank)) is not None:
             numel = wire.buffer_numel(fragment.numel)
             segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset, numel)))
-            numel += row_state[index]
+            numel += row_state[index]  # behind the update, see OwnedRows.send
             counts[owners[index]] = counts.get(owners[index], 0) + numel
             offset += numel
     remote_numel = offset - counts.get(rank, 0)
@@ -392,19 +397,21 @@ def _by_holder(
     # The last of ``ranks`` only ends them.
     ranks = np.arange(first, max(placements[index].ranks.stop for index in indices) + 1)
     numels = np.array([np.diff(placements[index].starts(ranks)) for index in indices])  # (matrices, ranks)
-    buffer_numels = wire.buffer_numel(numels)
+    # The buffer is ordered by rank, and by matrix within a rank.
+    buffer_numels = wire.buffer_numel(numels)  # (matrices, ranks)
     totals = buffer_numels.sum(axis=0)  # (ranks,)
     rank_offsets = np.cumsum(totals) - totals
-    offsets_in_rank = np.cumsum(buffer_numels, axis=0) - buffer_numels
+    offsets_in_rank = np.cumsum(buffer_numels, axis=0) - buffer_numels  # (matrices, ranks)
     segments: list[tuple[int, Segment]] = []
     for index, lengths, before in zip(indices, numels, offsets_in_rank, strict=True):
         starts = placements[index].starts(ranks[:-1])
         # Peers make one segment where their fragments are equal and at equal offsets in what they send.
         facts = np.stack((lengths, totals, before))
+        # A new segment begins at each rank at which one of the facts differs from that of the rank before it.
         begins = np.flatnonzero(np.append(True, (facts[:, 1:] != facts[:, :-1]).any(axis=0)))
         ends = np.append(begins[1:], len(lengths))
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            if numel := int(lengths[begin]):
+            if numel := int(lengths[begin]):  # ranks without elements make no segment
                 offset = int(rank_offsets[begin] + before[begin])
                 segment = Segment.of(
                     int(starts[begin]),

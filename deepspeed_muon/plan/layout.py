@@ -42,16 +42,19 @@ class TensorShards:
             have equal blocks, so that they cannot be orthogonalised in the same way.
         """
         fused, ranks = self.fused or (sum(self.sizes),), len(self.sizes)
+        # 1. each fused matrix must be sharded evenly
         if any(length % ranks for length in fused):
             return None
+        # 2. the blocks on each rank, and whether those at one position are complete on all ranks
         blocks_of = [_blocks_on(rank, ranks, fused, blocks) for rank in range(ranks)]
         lengths = tuple(length for _, length in blocks_of[0])
         complete = []
         for same_position in zip(*blocks_of, strict=False):
             numbers = {number for number, _ in same_position}
             complete.append(all(length == blocks[number] for number, length in same_position))
-            if not complete[-1] and len(numbers) > 1:
+            if not complete[-1] and len(numbers) > 1:  # shards of different blocks: no iteration has both
                 return None
+        # 3. equal lengths everywhere, and no block of which a rank has two shards (one in each of two fused matrices)
         cut = [number for (number, _), full in zip(blocks_of[0], complete, strict=False) if not full]
         are_equal = all(tuple(length for _, length in pairs) == lengths for pairs in blocks_of)
         return (lengths, tuple(complete)) if are_equal and len(set(cut)) == len(cut) else None
@@ -216,6 +219,7 @@ def _blocks_on(rank: int, ranks: int, fused: Sequence[int], blocks: Sequence[int
         start, stop = first + rank * shard, first + (rank + 1) * shard
         for number, end in enumerate(ends):
             overlap = min(stop, end) - max(start, end - blocks[number])
+            # A block that reaches over two fused matrices is one block of the shard.
             if overlap > 0 and local and local[-1][0] == number:
                 local[-1] = number, local[-1][1] + overlap
             elif overlap > 0:

@@ -76,11 +76,13 @@ class Assignment:
         and ``Fragment(1, 0, 4, 2)``. All numbers are in rows: the first one in the matrix, the first one in the vector,
         and how many.
         """
+        # 1. the first row of each slice in its matrix: the slices of a matrix follow each other in the plan
         first_rows: list[int] = []
         end_of: dict[int, int] = {}
         for matrix, number in zip(self.matrices, self.origin, strict=True):
             first_rows.append(end_of.get(number, 0))
             end_of[number] = first_rows[-1] + matrix.output_count
+        # 2. the order in a vector: by batch, named for the first matrix in it
         batches: dict[Hashable, int] = {}
 
         def order(index: int) -> tuple[int, int]:
@@ -89,6 +91,7 @@ class Assignment:
             batch = matrix.batch_key, matrix.placement.only_rank is None
             return (0 if matrix.replicated else batches.setdefault(batch, index)), index
 
+        # 3. the offset in the vector: one for each partition and owner, or for each partition of replicated matrices
         offsets: dict[tuple[int, int], int] = {}
         fragments: dict[int, Fragment] = {}
         for index in sorted(range(len(self.matrices)), key=order):
@@ -111,14 +114,17 @@ def assign(
         load: Operations that each rank already has from other step sets. Mutated: the new work is added.
         divisor: A stack is cut only where this divides the elements before the cut.
     """
+    # 1. divide what tensor parallelism divides already
     shards = [(index, shard) for index, matrix in enumerate(matrices) for shard in split_shard(matrix)]
     costs = [blocks_flops(grid_blocks(*shard.grid), iteration) for _, shard in shards]
     limit = _SENT_FRACTION * (math.fsum(costs) + math.fsum(load)) / len(load)
+    # 2. cut stacks of blocks into slices with an owner each
     layouts: list[MatrixLayout] = []
     origin: list[int] = []
     for (index, shard), cost in zip(shards, costs, strict=True):
         layouts += split_stack(shard, cost=cost, limit=limit, divisor=divisor)
         origin += [index] * (len(layouts) - len(origin))
+    # 3. choose the owners
     work = [blocks_flops(grid_blocks(*layout.grid), iteration) for layout in layouts]
     owners = assign_owners(work, [layout.placement for layout in layouts], load=load)
     return Assignment(tuple(layouts), tuple(owners), tuple(origin), tuple(work))
@@ -147,6 +153,7 @@ def assign_owners(
         placements: Of each matrix; ``None`` if any rank may own it at equal cost.
         load: What each rank has to do already. Mutated: the new matrices are added.
     """
+    # 1. matrices that are complete on a rank remain there
     owners = [-1] * len(costs)
     undecided: list[int] = []
     for index, (cost, placement) in enumerate(zip(costs, placements, strict=True)):
@@ -155,18 +162,18 @@ def assign_owners(
         else:
             owners[index] = only
             load[only] += cost
-    # A heap of one rank more than there are undecided matrices, which cannot add work to all of them: it always has the
-    # idlest rank.
+    # 2. the other ones, the costliest first. A heap of one rank more than there are undecided matrices is enough to
+    # find the idlest rank: these matrices cannot add work to all of its ranks.
     least = np.argsort(load, kind="stable")[: len(undecided) + 1]
     idle = list(zip(load[least].tolist(), least.tolist(), strict=True))
     undecided.sort(key=lambda index: -costs[index])  # stable: in the order of the plan
     everywhere = max(3, -(-len(load) // 2))  # with so many holders any rank may own a matrix
     for joint in _decided_jointly(undecided, costs, placements):
-        while idle[0][0] != load[idle[0][1]]:
+        while idle[0][0] != load[idle[0][1]]:  # an entry from before this rank got more work
             heapq.heapreplace(idle, (load[idle[0][1]], idle[0][1]))
         placement, idlest = placements[joint[0]], idle[0][1]
         if placement is None or placement.replicated or len(placement.ranks) >= everywhere:
-            chosen = [idlest]
+            chosen = [idlest]  # about the same bytes are sent, whoever owns it
         elif _crossed_boundary(placement) >= 0:
             crossing = [p for index in joint if (p := placements[index]) is not None]
             chosen = _from_rank_to_rank(costs[joint[0]], crossing, load)
@@ -190,7 +197,7 @@ def _decided_jointly(
             yield joint
             joint = []
         joint.append(index)
-        last = boundary
+        last = boundary  # -1 ends the series: the next matrix is decided alone
     if joint:
         yield joint
 
@@ -214,6 +221,7 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
     # time is given without what is equal for both owners: the work of the matrix, and the transfer of all its elements.
     choices: list[tuple[float, int, Any]] = [(0.0, -1, None)]
     for placement in placements:
+        # When the work begins on either rank; the more of the matrix a rank holds, the less it waits for.
         ends = {
             rank: load[rank] - FLOPS_PER_MOVED_ELEMENT * placement.numel_on(rank) for rank in placement.ranks
         }
@@ -224,6 +232,7 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
             )
             for rank, end in ends.items()
         ]
+    # Each choice refers to the one before it, so the owners are read from the last matrix to the first.
     owners: list[int] = []
     choice = min(choices, key=itemgetter(0))
     while choice[2] is not None:
@@ -235,6 +244,7 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
 def _first_to_finish(placement: Placement, load: Floats, idlest: int) -> int:
     """Return which holder of a matrix on three ranks or more, or the idlest rank, would begin with it first."""
     first, end = placement.first, placement.ranks.stop - 1
+    # All ranks between the first and the last hold equally many elements, so only the idlest of them can win.
     middle = first + 1 + int(load[first + 1 : end].argmin())
     numel_on = {first: placement.head, middle: placement.body, end: placement.numel_on(end)}
     begins = [(float(load[rank]) - FLOPS_PER_MOVED_ELEMENT * numel, rank) for rank, numel in numel_on.items()]
@@ -259,11 +269,12 @@ def split_blocks(
     most = max(1, int(limit // cost)) if cost else blocks
     holders = [-1] * blocks
     if not placement.replicated:
-        starts = np.arange(blocks) * numel
+        starts = np.arange(blocks) * numel  # (blocks,)
         first, last = placement.ranks_of(starts), placement.ranks_of(starts + numel - 1)
         holders = np.where(first == last, first, -1).tolist()
     slices: list[tuple[int, int]] = []
     for block, holder in enumerate(holders):
+        # A slice grows while its blocks have one holder, without a limit, or while they are sent and few.
         extends = holder == holders[block - 1] and (holder >= 0 or slices[-1][1] < most) if slices else False
         if extends or block * numel % divisor:
             slices[-1] = (slices[-1][0], slices[-1][1] + 1)
@@ -329,6 +340,7 @@ def sent_by_rank(
 
     They are the sums of what the plans of all ranks say, without a plan for each.
     """
+    # Each of these is (matrices,).
     rules = [(p.numel, p.first, p.head, p.body, p.copies) for p in (matrix.placement for matrix in matrices)]
     numel, first, head, body, copies = np.array(rules, dtype=np.int64).reshape(-1, 5).T
     owner, cut = np.asarray(owners, dtype=np.int64), copies == 0
@@ -337,17 +349,19 @@ def sent_by_rank(
         first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
         return first_element
 
+    # 1. scatter: the owner sends what it does not hold itself, or, if replicated, everything to every other rank
     numel_on_owner = start(owner - first + 1) - start(owner - first)
     scatter = np.zeros(world_size)
     np.add.at(scatter, owner, np.where(cut, numel - numel_on_owner, numel * (copies - 1)))
-    # The first rank has the head, the last one what is left, and those between them a body each.
+    # 2. gather: a rank sends all that it holds of matrices that it does not own. The first rank has the head, the last
+    # one what is left, and those between them a body each, which is added as a difference at both ends and summed up.
     equal = (numel - head) // np.maximum(body, 1)
     change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
     np.add.at(change, (first + 1)[cut], body[cut])
     np.add.at(change, (first + 1 + equal)[cut], -body[cut])
     np.add.at(ends, first[cut], head[cut])
     np.add.at(ends, (first + 1 + equal)[cut], (numel - head - equal * body)[cut])
-    gather = (np.cumsum(change) + ends)[:world_size]
+    gather = (np.cumsum(change) + ends)[:world_size]  # (world_size,)
     np.add.at(gather, owner[cut], -numel_on_owner[cut])
     return gather, scatter
 

@@ -111,7 +111,7 @@ class Placement:
 
     def ranks_of(self, elements: Ints) -> Ints:
         """Return :meth:`rank_of` of each element."""
-        behind = (elements - self.head) // max(1, self.body)
+        behind = (elements - self.head) // max(1, self.body)  # negative inside the head
         return self.first + np.maximum(behind + 1, 0)
 
     def starts(self, ranks: Ints) -> Ints:
@@ -138,15 +138,17 @@ class Placement:
 
     def narrow(self, start: int, numel: int) -> Placement:
         """Return the placement of ``numel`` elements from ``start`` on, counted from there."""
-        if self.copies:
+        if self.copies:  # every rank has these elements, at the same offset
             offset = self.head_offset + start
             return Placement(numel, 0, numel, offset, self.body, offset, self.copies)
         if start < 0 or start + numel > self.numel:
             raise ValueError(f"{numel} elements from {start} on are not among {self.numel}")
+        # The fragment in which the range starts; before is how many of its elements precede the range.
         rank, before, fragment_numel, offset = self.first, start, self.head, self.head_offset
         if start >= self.head:
             further, before = divmod(start - self.head, self.body)
             rank, fragment_numel, offset = self.first + 1 + further, self.body, self.body_offset
+        # It becomes the head of the new placement; every further fragment still starts at body_offset.
         head = min(fragment_numel - before, numel)
         return Placement(numel, rank, head, offset + before, self.body, self.body_offset)
 
@@ -258,6 +260,8 @@ class TensorSlice:
         ``[local_elements_before(start), local_elements_before(stop))``.
         """
         inner, local_row, full_row = self._row_numels
+        # A row is what follows one index of the dimensions before dim. Of the last row, which is incomplete, each range
+        # counts as far as the element.
         outer, rest = divmod(element, full_row)
         return outer * local_row + sum(
             min(max(rest - start * inner, 0), (stop - start) * inner) for start, stop in self.ranges
@@ -299,8 +303,8 @@ def row_ranges(start: int, stop: int, width: int) -> list[tuple[int, int, int, i
 
     Each is given by its first row, the number of rows, its first column, and the column after its last one.
     """
-    first, last = -(-start // width), stop // width
-    if first > last:
+    first, last = -(-start // width), stop // width  # the first full row, and the one behind the last
+    if first > last:  # all inside one row
         return [(last, 1, start % width, stop % width)]
     ranges = [(first - 1, 1, start % width, width)] if start < first * width else []
     if last > first:

@@ -1,1 +1,13 @@
-"""One step of the optimizer."""
+"""One step of the optimizer. The loop over the chunks is :meth:`.runner.StepRunner.run`; everything else serves it.
+
+=========================  ===========================================================================================
+before the first step      :mod:`.step_set` (what one call of ``step()`` updates), :mod:`.bound` (the runners of all
+                           step sets), :mod:`.loading` (checks a state dict)
+once for all step sets     :mod:`.gradient_status` (which gradients are zero or not finite on some rank)
+in every chunk             :mod:`.tables` (what the elementwise passes read and write), :mod:`.orthogonalize`
+                           (Newton-Schulz in batches), :mod:`.check` (of every result)
+only with some settings    :mod:`.tensor_parallel` and :mod:`.sharded` (tensor parallelism), :mod:`.row_state`
+                           (NorMuon), :mod:`.block_sums` (Hyperball), :mod:`.int8` (``momentum_dtype``)
+the optimizer state        :mod:`.state`, with AdamW
+=========================  ===========================================================================================
+"""

@@ -52,6 +52,7 @@ class BoundSteps:
         """
         self._config = config
         self._resources = resources
+        # By ranks, the work of the step sets so far: the next set of the same ranks goes where there is less.
         loads: dict[Scope, Floats] = {}
         self.runners: list[StepRunner] = []
         for number, step_set in enumerate(step_sets):
@@ -110,6 +111,7 @@ class BoundSteps:
         group_of: dict[int, dict[str, Any]] = {
             id(p): group for group in param_groups for p in group["params"]
         }
+        # 1. every tensor must be known
         unknown = group_of.keys() - self._runner_of.keys() - {id(param) for param in left_out}
         if unknown:
             shapes = [tuple(p.shape) for group in param_groups for p in group["params"] if id(p) in unknown]
@@ -117,6 +119,7 @@ class BoundSteps:
                 f"ZeRO handed over tensors of shapes {shapes} that were not in its groups when the optimizer was "
                 f"bound; were the optimizer's tensors replaced after deepspeed.initialize?"
             )
+        # 2. of each step set the call must have all partitions, or none
         current = []
         for runner in self.runners:
             partitions = runner.step_set.partitions
@@ -191,7 +194,7 @@ class BoundSteps:
         ranks_of = dist.get_process_group_ranks
         set_groups = {runner.step_set.group for runner in self.runners} - {group}
         if any(ranks_of(set_group) != ranks_of(group) for set_group in set_groups):
-            return None
+            return None  # the flags say less, or more, than what the caller asks for
         all_flags = [status.flags for status in self.gradient_status.values()]
         if any(flags is None for flags in all_flags):
             return None

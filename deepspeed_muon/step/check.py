@@ -67,7 +67,7 @@ class Result:
         members: Index of the matrix, and number of its block, of each entry.
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
-        scales: Factor of the scale rule for each block of each matrix of the plan.
+        scales: Factor of the update before the learning rate, for each block of each matrix of the plan.
         row_state: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the
             updates.
         dtype: The dtype of updates that :attr:`row_state` makes.
@@ -224,18 +224,21 @@ class ResultCheck:
                 # Row state, which may be the cause, starts anew once.
                 update = self._in_fp32(result, position, anew=self._origin[index] in self._new_rows)
                 self._replace(result, position, update, "", None)
+        # 1. the norms of updates and inputs, (blocks,) fp32; of shards those of the complete blocks
         lowest, highest = self._bounds_of(result)
         norms, inputs = self._norms(result.updates), self._norms(result.inputs)
         if (distributed := result.distributed) is not None:
             norms, inputs = (
                 _gathered(local, distributed).double().square().sum(0).sqrt() for local in (norms, inputs)
             )
+        # 2. which are wrong, (blocks,) bool
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # so is NaN
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.row_state is not None and self.recorder.sampling:
             result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
+        # 3. the verdicts, for the exchange of flags in the next step
         indices = [index for index, _ in result.members]
         self.left_out.append(([self._origin[index] for index in indices], wrong))
         if result.distributed is None or result.distributed.counts:
@@ -245,7 +248,8 @@ class ResultCheck:
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
         bounds = lowest, highest = self._bounds_of(result)
-        norms = _full_norms(self._norms(result.updates), result.distributed)
+        norms = _full_norms(self._norms(result.updates), result.distributed)  # [blocks]
+        # The comparison is written so that NaN counts as wrong.
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
             input_norm = result.inputs[position].double().norm().view(1)
             # As on the device: an input with a tiny norm is not normalised, so its result may be small.
@@ -284,13 +288,14 @@ class ResultCheck:
 
         With ``anew`` its row state starts anew.
         """
+        # (rows, cols): the entry alone, so that no other one of its batch changes
         direction, member, distributed = result.inputs[position], result.members[position], result.distributed
         largest = direction.abs().amax() if direction.numel() else direction.new_zeros(())
         largest = _gathered(largest, distributed).amax()
         with nullcontext() if distributed is None else phase("iteration in fp32", distributed.group):
             iterate = orthogonalize if distributed is None else distributed.iterate
             block = orthogonalize_carefully(direction.unsqueeze(0), self._ns, largest=largest, run=iterate)
-        result.blocks = result.blocks.float()
+        result.blocks = result.blocks.float()  # fp32 has room for what half precision could not represent
         result.blocks[position].copy_(block[0])
         if result.row_state is None:
             return block[0]
@@ -307,12 +312,13 @@ class ResultCheck:
         else:
             result.updates = result.updates.float()
             result.updates[position].copy_(update)
-        if failure is not None:
+        if failure is not None:  # wrong again: no update, and the row state of before
             result.blocks[position].zero_()
             result.updates[position].zero_()
             if result.row_state is not None:
                 for key, before in result.row_state.stored([result.members[position]]).items():
                     result.new_rows[key][position].copy_(before[0])
+        # One rank of a tensor-parallel group counts and warns for all of it.
         if result.distributed is not None and not result.distributed.counts:
             return
         if failure is None:
@@ -356,6 +362,7 @@ class ResultCheck:
                 if self.watches(index):
                     entries.setdefault(index, []).append(position)
             for index, positions in entries.items():
+                # The norm says little of a single direction; the largest singular value shows a divergent one.
                 sums = self._measured(result, positions)
                 largest, limit = sums["sigma_max"], self._band.high * (1 + SIGMA_TOLERANCE)
                 if self.recorder.check and not largest <= limit:

@@ -107,7 +107,7 @@ class GradientStatus:
         Returns:
             ``(2,)`` uint8 on the device.
         """
-        failed = flags[1] * self._check.failing(flags.shape[1], flags.device)
+        failed = flags[1] * self._check.failing(flags.shape[1], flags.device)  # (parameters,) uint8
         wrong = torch.stack(((flags[0] == NOT_FINITE).any(), failed.any()))
         return wrong.to(torch.uint8)
 
@@ -142,6 +142,7 @@ class GradientStatus:
         tensors = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
         table = self._table_of([[tensor.numel() for tensor in flat] for flat in tensors])
         if len(table):
+            # (fragments,) fp32 to a status, then the largest status of the fragments of each parameter.
             largest = largest_magnitudes([tensor for flat in tensors for tensor in flat], table)
             status = torch.bucketize(largest.to(self._device), self._status_limits, out_int32=True)
             flags[0].scatter_reduce_(0, self._parameter_of_row, status.to(torch.uint8), "amax")
@@ -180,6 +181,6 @@ def set_positions(flags: Sequence[int]) -> set[int]:
 def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of one device on the CPU, copied as one; wider types must come first, for alignment."""
     in_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-    raw = (torch.cat(in_bytes) if len(in_bytes) > 1 else in_bytes[0]).cpu()
+    raw = (torch.cat(in_bytes) if len(in_bytes) > 1 else in_bytes[0]).cpu()  # the only wait for the device
     copies = raw.split([tensor.nbytes for tensor in tensors])
     return [copy.view(tensor.dtype).view(tensor.shape) for copy, tensor in zip(copies, tensors, strict=True)]

@@ -63,9 +63,11 @@ class Int8Blocks:
         self.count = 0
         self._ranges: list[_Range] = []
         for fragment, starts in sorted(fragments, key=lambda pair: pair[0].partition_offset):
+            # 1. the ranges in which blocks are counted from one start, as offsets in the parameter
             first, stop = fragment.matrix_offset, fragment.matrix_offset + fragment.numel
             bounds = [first, *(start for start in starts if first < start < stop), stop]
             for begin, end in pairwise(bounds):
+                # 2. the same as offsets in the partition; a block that began on another rank has a scale here too
                 offset = fragment.partition_offset + begin - first
                 self._ranges.append(_Range(offset, end - begin, begin % BLOCK, self.count))
                 self.count += -(-(begin % BLOCK + end - begin) // BLOCK)
@@ -90,7 +92,7 @@ class Int8Blocks:
             offset: The first element to decode.
             numel: The number of elements to decode.
         """
-        values = torch.zeros(numel, device=codes.device)
+        values = torch.zeros(numel, device=codes.device)  # (numel,) fp32
         for blocks in self._ranges[max(0, bisect_right(self._offsets, offset) - 1) :]:
             start, stop = max(offset, blocks.offset), min(offset + numel, blocks.offset + blocks.numel)
             if blocks.offset >= offset + numel:

@@ -5,7 +5,7 @@ The state dict may have been saved by this optimizer or by one with the same sta
 have one definition. Missing entries are replaced as follows:
 
 - A parameter without an entry, or with an empty one, starts without state, as before its first step.
-- Momentum without ``step`` gets ``step`` 0, on which Muon's update does not depend. AdamW's moments need ``step``.
+- Momentum without ``step`` gets ``step`` 0, so that a ``momentum_warmup`` begins. AdamW's moments need ``step``.
 - A setting that the saved group does not have remains that of this optimizer.
 
 Anything else that is missing or unknown is an error.

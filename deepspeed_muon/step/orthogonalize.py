@@ -103,7 +103,7 @@ class LocalOrthogonalizer:
         """
         for batch in self._batches(tuple(owned)):
             self.context.stats.matrices_orthogonalized += batch.counted
-            matrices = directions(batch.indices)  # (matrices, rows, cols)
+            matrices = directions(batch.indices)  # (matrices, rows, cols) in the communication dtype
             run = self._stacks if batch.is_stack else self._grids
             yield batch.indices, run(batch, matrices, step).view(len(batch.indices), -1)
 
@@ -116,10 +116,13 @@ class LocalOrthogonalizer:
                 yield before_iteration(self.context.variant, directions, self.matrices[members[0][0]])
 
     def _planned(self, owned: Sequence[int]) -> list[_Batch]:
+        # 1. matrices of equal blocks, as many as run together
         planned = []
         for indices in batches(self.matrices, self.context, owned):
             first = self.matrices[indices[0]]
             shapes, is_stack = first.block_shapes, first.is_sharded or first.equal_blocks is not None
+            # 2. their blocks by shape: of a stack in the order of its memory, so that a call reads a view of it, of a
+            # grid the first block of each matrix, then the second one of each
             members_of: dict[tuple[int, int], list[Member]] = {}
             if is_stack:
                 members_of[shapes[0]] = [
@@ -127,6 +130,7 @@ class LocalOrthogonalizer:
                 ]
             for number, shape in enumerate(() if is_stack else shapes):
                 members_of.setdefault(shape, []).extend((index, number) for index in indices)
+            # 3. the calls of the iteration
             calls = []
             for shape, members in members_of.items():
                 size = _batch_size(self.context, *shape)
@@ -138,7 +142,7 @@ class LocalOrthogonalizer:
     def _stacks(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)`` whose blocks follow each other in memory."""
         stack = directions.view(-1, *batch.shapes[0])  # (blocks of all matrices, block rows, block cols)
-        if len(batch.calls) == 1:
+        if len(batch.calls) == 1:  # the usual case needs no copy
             updates = self._checked(batch.calls[0], stack, step, directions.dtype)
             return updates.to(directions.dtype).contiguous()
         update = torch.empty_like(stack)
@@ -155,6 +159,7 @@ class LocalOrthogonalizer:
         position = {index: number for number, index in enumerate(batch.indices)}
         sources, targets = _block_views(directions, *grid), _block_views(update, *grid)
         for members in batch.calls:
+            # Blocks beside each other are strided views, and the iteration reads contiguous batches.
             views = [sources[number][position[index]] for index, number in members]
             inputs = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
             blocks = self._checked(members, inputs, step, torch.float32)  # (blocks, block rows, block cols)

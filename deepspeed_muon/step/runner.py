@@ -124,6 +124,7 @@ class StepRunner:
             VARIANTS[config.variant],
             step_set.tensor_group,
         )
+        # 1. who owns what, and what is sent in which chunk
         self.assignment = assign(step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor)
         self.plan = build_exchange_plan(
             self.assignment.matrices,
@@ -137,6 +138,7 @@ class StepRunner:
         self.row_storage: RowStorage | None = None
         if context.variant.row_factors is not None:
             self.row_storage = RowStorage(self.plan, self.assignment.row_fragments(), context)
+        # 2. what sends, orthogonalises and checks
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
         norms = matrix_norms(config.ns_backend, device)
@@ -146,10 +148,11 @@ class StepRunner:
         local = LocalOrthogonalizer(matrices, context, resources.orthogonalize, self.check)
         group = step_set.tensor_group
         self._strategy = local if group is None else OverTensorGroup(local, config, group)
+        # 3. what reads and writes the partitions
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
         position_of = {partition.index: position for position, partition in enumerate(self._muon)}
-        self._rates = RateTable(matrices, context.variant, position_of)
+        self._rates = RateTable(matrices, context.variant, position_of, config.momentum_warmup)
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
         self._tables = [
@@ -164,6 +167,7 @@ class StepRunner:
         ]
         if self._policy.quantizes_momentum:
             for table in self._tables:
+                # Where the first block of each fragment starts and which scale it has: (fragments, 2) int64.
                 fragments = table.pack_table[:, :2].tolist()
                 blocks = [self.blocks[self._muon[position].index].row(start) for position, start in fragments]
                 table.blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
@@ -241,6 +245,7 @@ class StepRunner:
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
             if self.check.recorder.sampling:
                 self._record_weights(groups, flat)
+            # All ranks have the same flags, so they skip the same chunks.
             active = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
             exchanged = [number for number in active if self.plan.chunks[number].scatters]
             local = [number for number in active if not self.plan.chunks[number].scatters]
@@ -283,11 +288,13 @@ class StepRunner:
         """Read the rates, momentum and row state of this step; write row state back that was copied to the device."""
         self.convert_momentum(state)
         indices = [partition.index for partition in self._muon]
+        # The flags are those of the step set; slices of one stack have one of them.
         matrix_flags = flags[: len(self.step_set.matrices)]
         mask = None
         if not all(matrix_flags):
-            mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])
-        rates = self._rates.of({index: groups[index] for index in indices})
+            mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])  # (matrices,)
+        steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
+        rates = self._rates.of({index: groups[index] for index in indices}, steps)
         states = [state_of(partition, state, self._policy) for partition in self._muon]
         # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
         variant, row_counts = (
@@ -324,12 +331,13 @@ class StepRunner:
         table, context, send = self._tables[flight.number], self.context, flight.send_buffer
         device, dtype = step.momentum[0].device, context.comm_dtype
         # The buffers are not written for matrices without a gradient: nothing reads their old content.
-        directions = torch.empty(table.local_numel, dtype=dtype, device=device)
+        directions = torch.empty(table.local_numel, dtype=dtype, device=device)  # those that are not sent
+        # Offloaded partitions pack on the CPU, and int8 is coded from the uncompressed directions: both need a copy.
         is_direct = context.codec.is_uncompressed and device == send.device
         sent = send if is_direct else torch.empty(table.sent_numel, dtype=dtype, device=device)
         pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
-        if is_direct or not flight.chunk.gathers:
+        if is_direct or not flight.chunk.gathers:  # in the send buffer already, or nothing is sent
             return
         sent = sent.to(context.device)
         if context.codec.is_uncompressed:
@@ -363,6 +371,7 @@ class StepRunner:
 
         They are a view of the buffer where they follow each other in it.
         """
+        # 1. where the fragments of these matrices are: in what the holders sent, or on this rank alone
         first, batch = self.plan.matrices[indices[0]], self._tables[flight.number].batch(indices)
         shape, read = (len(indices), first.rows, first.cols), self.context.codec.read
         if flight.chunk.gathers:
@@ -373,6 +382,7 @@ class StepRunner:
         else:
             segments = batch.local
             fragments = (segment.in_buffer(flight.directions) for segment in segments)
+        # 2. as one tensor
         if batch.in_order:
             return next(fragments).contiguous().view(shape)
         directions = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
@@ -386,13 +396,14 @@ class StepRunner:
         if step.row_state is not None and flight.chunk.copies:
             active = step.active(flight.chunk.matrices)
             step.row_state.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
-        updates = flight.send_buffer
+        updates = flight.send_buffer  # scatter brought them where gather took the directions from
         if not context.codec.is_uncompressed:
             updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
             for matrix, segment in table.int8_segments:
                 if step.mask is None or step.mask[matrix]:
                     decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
                     segment.in_matrices(updates).copy_(decoded)
+        # The table says for each fragment in which of the two tensors its update is.
         if context.variant.apply is None:
             apply(step.active_fragments(table.apply_table), step, [flight.directions, updates])
         else:

@@ -141,8 +141,8 @@ def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Te
     The ranks gather their norms and each computes the sum, so that all get the same norm, bit for bit.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
-    gathered = all_gather_tensor(norms, group, purpose="norms of sharded matrices")
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)  # (batch,)
+    gathered = all_gather_tensor(norms, group, purpose="norms of sharded matrices")  # (ranks, batch)
     norm: Tensor = torch.linalg.vector_norm(gathered, dim=0).clamp_(min=SMALLEST_NORM)
     return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
 

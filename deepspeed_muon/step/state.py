@@ -210,6 +210,7 @@ class AdamW:
             state: ``optimizer.state``; mutated.
             flat: Partition index to this rank's flat weights; mutated.
         """
+        # 1. partitions, or what is active of them, with equal settings: one call updates all
         batches: dict[AdamStep, list[AdamTensors]] = {}
         for partition, local in self._local:
             entry = state_of(partition, state, self._policy)
@@ -230,6 +231,7 @@ class AdamW:
             for offset, numel in _active_ranges(local, active, param.numel()):
                 slices = tuple(tensor.narrow(0, offset, numel) for tensor in tensors)
                 batches.setdefault(settings, []).append(slices)  # type: ignore[arg-type]
+        # 2. the calls
         for settings, batch in batches.items():
             kernel = torch_step
             if self._native is not None and settings.decay_mode == "decoupled":

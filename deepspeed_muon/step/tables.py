@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_muon.config.values import MomentumWarmupConfig
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, update_scale
+from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, shape_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
@@ -95,6 +96,8 @@ class ChunkTable:
             self._received.setdefault(index, []).append(segment)
 
         # 1. directions that are not sent
+        # Those that this rank owns come first, in the order of the batches, so that a batch is a view. Directions of
+        # replicated matrices that another rank owns are computed too, for the momentum, and never read.
         unsent = {} if chunk.gathers else self._fragments
         owned = [index for batch in batches for index in batch if index in unsent]
         local = owned + [index for index in unsent if plan.owners[index] != plan.rank]
@@ -135,6 +138,7 @@ class ChunkTable:
         return self._batch(tuple(indices))
 
     def _copies(self, indices: tuple[int, ...]) -> Batch:
+        # 1. the segments of every matrix, as if the matrices followed each other in one tensor
         numel = self._matrices[indices[0]].numel
         local: list[Segment] = []
         received: list[list[Segment]] = []  # [i]: the i-th segment of each matrix
@@ -146,8 +150,10 @@ class ChunkTable:
                 if position == len(received):
                     received.append([])
                 received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
+        # 2. joined where they are at equal distances: one strided copy each
         local_joined = tuple(_joined(local, numel))
         received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
+        # 3. whether a single segment is all of the batch: then the buffer itself is read
         in_order = any(  # there is no segment if this rank's shards of the matrices are empty
             math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
             for segment in (local_joined or received_joined)[:1]
@@ -199,7 +205,7 @@ class Rates:
             the weights; with cautious decay it is the fraction that the decayed weights lose.
         cautious: ``(partitions,)`` bool: where only weights decay whose sign is that of their update; ``None`` if there
             is no such partition.
-        scales: Factor of the scale rule (``adjust_lr_fn``) for each block of each matrix.
+        scales: ``update_scale`` times the factor of the scale rule (``adjust_lr_fn``) for each block of each matrix.
         settings: Values of the variant's settings for each matrix; empty if it has none.
     """
 
@@ -211,14 +217,19 @@ class Rates:
 
 
 class RateTable:
-    """Computes the :class:`Rates` of a plan from the param groups, again only after a group has changed."""
+    """Computes the :class:`Rates` of a plan, again only if a param group or the momentum of a warm-up has changed."""
 
     def __init__(
-        self, matrices: Sequence[MatrixLayout], variant: Variant, position_of: Mapping[int, int]
+        self,
+        matrices: Sequence[MatrixLayout],
+        variant: Variant,
+        position_of: Mapping[int, int],
+        warmup: MomentumWarmupConfig | None,
     ) -> None:
         """Keep the arguments; ``position_of`` maps the index of a partition to its position."""
         self._matrices = matrices
         self._variant = variant
+        self._warmup = warmup
         self._keys = [setting.name for setting in variant.settings]
         self._position_of = position_of
         self._positions = torch.tensor(
@@ -229,36 +240,53 @@ class RateTable:
         self._read: list[tuple[Any, ...]] = []
         self._rates: Rates | None = None
 
-    def of(self, groups: Mapping[int, Mapping[str, Any]]) -> Rates:
-        """Return the rates by the param groups, which are given by partition index."""
-        of_group = {id(group): self._numbers(group) for group in {id(g): g for g in groups.values()}.values()}
-        read = [of_group[id(groups[index])] for index in self._position_of]
+    def of(self, groups: Mapping[int, Mapping[str, Any]], steps: Mapping[int, int]) -> Rates:
+        """Return the rates of a step.
+
+        Args:
+            groups: Partition index to its param group.
+            steps: Partition index to the number of the step, counted from 1 in the partition's state.
+        """
+        # A group may own many partitions (sub-groups): it is read once for each step number among them.
+        warmup_steps = 0 if self._warmup is None else self._warmup.steps
+        numbers: dict[tuple[int, int], tuple[Any, ...]] = {}
+        read = []
+        for index in self._position_of:
+            step = min(steps[index], warmup_steps + 1)  # momentum does not depend on later ones
+            key = (id(groups[index]), step)
+            if key not in numbers:
+                numbers[key] = self._numbers(groups[index], step)
+            read.append(numbers[key])
         if read != self._read or self._rates is None:
             self._read = read
             self._rates = self._made(read)
         return self._rates
 
-    def _numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the values of a group on which the rates depend."""
+    def _numbers(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:
+        """Return the values of a group in a step on which the rates depend."""
+        momentum = float(group["momentum"])
         return (
             float(group["lr"]),
             float(group["weight_decay"]),
             group["weight_decay_mode"],
-            group["adjust_lr_fn"],
-            float(group["momentum"]),
+            (group["adjust_lr_fn"], float(group["update_scale"])),
+            momentum if self._warmup is None else self._warmup.momentum(momentum, step),
             bool(group["nesterov"]),
             *(float(group[key]) for key in self._keys),
         )
 
     def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
-        decays = {decay for _, decay, *_ in read} - {0.0}
-        if (
-            decays and "weight_decay" in self._variant.refuses
-        ):  # set by a schedule, or restored with other settings
-            raise ConfigError(
-                f"weight_decay {decays.pop():g} in a param group of Muon with variant {self._variant.name!r}: "
-                f"{self._variant.refuses['weight_decay']}. After another variant restore with hyperparameters=False"
-            )
+        # Set by a schedule, or restored with the settings of another variant.
+        changed = {
+            "weight_decay": {decay for _, decay, *_ in read} - {0.0},
+            "update_scale": {factor for _, _, _, (_, factor), *_ in read} - {1.0},
+        }
+        for key, values in changed.items():
+            if values and key in self._variant.refuses:
+                raise ConfigError(
+                    f"{key} {values.pop():g} in a param group of Muon with variant {self._variant.name!r}: "
+                    f"{self._variant.refuses[key]}. After another variant restore with hyperparameters=False"
+                )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = [
             (lr, _decay(mode, lr, decay), momentum, nesterov, *more)
@@ -270,7 +298,7 @@ class RateTable:
             self._positions
         ]  # (matrices, columns)
         rows[:, 0] *= first
-        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])
+        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])  # (partitions,)
         return Rates(
             rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
@@ -279,15 +307,22 @@ class RateTable:
             [settings[position] for position in self._positions.tolist()] if self._keys else (),
         )
 
-    def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:
-        """Return the scales of each matrix's blocks, and those of the first blocks, by the rule of each partition."""
+    def _scales_by(
+        self, rules: Sequence[tuple[AdjustLrName, float]]
+    ) -> tuple[list[tuple[float, ...]], Tensor]:
+        """Return the scales of each matrix's blocks, and those of the first blocks.
+
+        Args:
+            rules: ``adjust_lr_fn`` and ``update_scale`` of each partition.
+        """
         scales: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
             if self._variant.apply is not None:
                 scales.append((1.0,) * len(shapes))
             else:
-                scales.append(tuple(update_scale(rules[position], *shape) for shape in shapes))
+                rule, factor = rules[position]
+                scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
         return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64)
 
 
@@ -381,5 +416,5 @@ def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tu
     ]
     moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
     table = table.clone()
-    table[:, 2], table[:, 3] = torch.arange(len(table)), 0
+    table[:, 2], table[:, 3] = torch.arange(len(table)), 0  # fragment i is the i-th tensor, from its start
     return table, moved

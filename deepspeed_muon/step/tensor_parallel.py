@@ -99,6 +99,7 @@ class OverTensorGroup:
 
     def _make_work_plan(self, owned: tuple[int, ...]) -> _WorkPlan:
         """Assign active owned matrices of a chunk to the ranks of the group."""
+        # All ranks of the group own their shards of the same matrices, so they make the same plan.
         local = [index for index in owned if self._matrices[index].shards is None]
         shards = [index for index in owned if self._matrices[index].is_sharded]
         copies = [index for index in owned if index not in {*local, *shards}]
@@ -110,12 +111,14 @@ class OverTensorGroup:
     def _assigned(self, indices: Sequence[int]) -> list[list[list[int]]]:
         """Assign matrices to ranks in groups of bounded size: the costliest first, to the rank with the least work."""
         numels = {index: math.prod(self._matrices[index].logical_shape) for index in indices}
+        # 1. in the order of the plan, as many as may be gathered at once
         groups: list[list[int]] = []
         for index in indices:
             filled = sum(numels[member] for member in groups[-1]) if groups else 0
             if not groups or filled + numels[index] > self._chunk_numel:
                 groups.append([])
             groups[-1].append(index)
+        # 2. within a group to the ranks; all hold about equally much, so that only the work counts
         assigned = []
         for group in groups:
             costs = [orthogonalize_flops(*self._matrices[index].logical_shape) for index in group]
@@ -132,6 +135,7 @@ class OverTensorGroup:
             directions: Returns this rank's shards or copies of their directions.
             step: The step.
         """
+        # Sharded along rows (0) or columns (1), or copied (None); the row state is sharded where the outputs are.
         indices = sorted(index for assigned in by_rank for index in assigned)
         dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
@@ -179,10 +183,12 @@ class OverTensorGroup:
             dims: The dimension that is sharded, ``None`` for copies, which are not sent.
             dtype: The dtype of the tensors.
         """
+        # 1. copies are complete already
         complete = {index: local[index] for index in by_rank[self._rank] if dims[index] is None}
         sent = [[index for index in assigned if dims[index] is not None] for assigned in by_rank]
         if not any(sent):
             return complete
+        # 2. one all-to-all: this rank sends its shard of every matrix, and receives all shards of those assigned to it
         sharded = sent[self._rank]
         shapes = [
             [_resized(local[index].shape, dims[index], self._shards(index)[1][rank]) for index in sharded]
@@ -193,6 +199,7 @@ class OverTensorGroup:
             [[math.prod(shape) for shape in shapes_of_rank] for shapes_of_rank in shapes],
             dtype,
         )
+        # 3. assemble them, in the order of the ranks
         for number, index in enumerate(sharded):
             shards = [
                 tensors[number].view(*shapes_of_rank[number])
@@ -246,7 +253,7 @@ class OverTensorGroup:
         )
         variant, first = self._context.variant, self._matrices[batch[0]]
         inputs = before_iteration(variant, inputs, first, self._group)
-        names = ", ".join(self._matrices[index].name for index in batch[:3])
+        names = ", ".join(self._matrices[index].name for index in batch[:3])  # for the error of a silent rank
         with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", self._group):
             blocks = iterate(inputs, settings=self._context.ns_settings)
         counts = self._rank == 0

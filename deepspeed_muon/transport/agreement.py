@@ -94,12 +94,14 @@ def agree(
         return
     if purpose is None:
         purpose = "agreement on a checkpoint" if kind is CheckpointError else "comparison of settings"
+    # 1. compare checksums: a rank that failed has no facts, and its error is all that counts
     every_rank = Scope("all ranks", ranks.position, ranks.size)
     compared = RankFacts() if error is not None or facts is None else facts
     facts_of = {scope or every_rank: sorted(texts.items()) for scope, texts in compared.items()}
     checksums = [int(error is not None), *_checksums(facts_of)]
     failed, *sums = ranks.all_reduce(checksums, "sum", purpose=purpose)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
+    # 2. a rank failed: all of them raise, with the errors of all
     if failed:
         text = None if error is None else f"{type(error).__name__}: {error}"
         failures = ranks.all_gather(text, purpose=purpose)
@@ -107,11 +109,12 @@ def agree(
             raise error
         lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
         raise kind("another rank could not start, so this one stops too:\n" + "\n".join(lines))
+    # 3. the facts differ: gather them, and say which
     if not any(sums):
         return
     by_scope = {scope.name: dict(texts) for scope, texts in facts_of.items()}
     differences = _differences(ranks.all_gather(by_scope, purpose=purpose))
-    if not differences:
+    if not differences:  # equal where they can be compared, so that the ranks disagree on who compares
         scopes = ranks.all_gather([(scope.name, scope.size) for scope in facts_of], purpose=purpose)
         differences = [f"the groups of rank {rank}: {names}" for rank, names in scopes.items()]
     more = [f"... and {len(differences) - _LINES} more"] if len(differences) > _LINES else []

@@ -69,11 +69,11 @@ class Codec:
         if self.is_uncompressed:
             target.copy_(values)
             return
-        blocks = self._in_blocks(values)
+        blocks = self._in_blocks(values)  # (..., blocks, 256) fp32
         scales = blocks.abs().amax(dim=-1).div_(_LARGEST)
         # A block of zeros has no scale. One that is not finite keeps its own, so that the receiver sees it.
         codes = blocks.div_(scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)).round_().to(torch.int8)
-        numel = values.shape[-1]
+        numel = values.shape[-1]  # the zeros at the end of the last block are not sent
         target[..., :numel].copy_(codes.flatten(-2)[..., :numel].view(torch.uint8))
         self._scales(target, numel).copy_(scales)
         if record is not None:
@@ -83,7 +83,7 @@ class Codec:
         """Return the ``(..., numel)`` values in a view ``(..., buffer_numel)`` of a buffer; not to be written to."""
         if self.is_uncompressed:
             return source
-        blocks = self._in_blocks(source[..., :numel].view(torch.int8))
+        blocks = self._in_blocks(source[..., :numel].view(torch.int8))  # (..., blocks, 256) fp32
         blocks.mul_(self._scales(source, numel).unsqueeze(-1))
         return blocks.flatten(-2)[..., :numel].to(self.values)
 
@@ -96,6 +96,7 @@ class Codec:
 
     def _scales(self, view: Tensor, numel: int) -> Tensor:
         """Return the scales in a view of a buffer, ``(..., blocks)``."""
+        # At the end of the fragment, behind up to three bytes that bring them to a multiple of four.
         blocks = -(-numel // self.format.block)
         return view[..., view.shape[-1] - 4 * blocks :].view(torch.float32)
 
@@ -193,7 +194,7 @@ class ExchangeBuffers:
         if view is None:
             if name not in self._memory:
                 self._memory[name] = torch.empty(self._needed[name], dtype=torch.uint8, device=self.device)
-            view = self._memory[name].narrow(0, 0, numel * dtype.itemsize).view(dtype)
+            view = self._memory[name].narrow(0, 0, numel * dtype.itemsize).view(dtype)  # (numel,)
             self._views[name, numel, dtype] = view
         return view
 
@@ -265,10 +266,10 @@ class ChunkExchange:
     def open(self, number: int, slot: int | None) -> InFlight:
         """Give a chunk of the plan its slot, or none if nothing is sent; the buffers have their old content."""
         chunk, dtype = self._plan.chunks[number], self._context.codec.dtype
-        if slot is None:
+        if slot is None:  # both buffers are empty: the directions have a tensor of their own
             empty = torch.empty(0, dtype=dtype, device=self._context.device)
             return InFlight(chunk, number, empty, empty)
-        slot %= self._slots
+        slot %= self._slots  # the chunk that used it last was applied in the turn before
         return InFlight(
             chunk,
             number,
@@ -297,7 +298,7 @@ class ChunkExchange:
         if not flight.works:
             return
         with self._phase(exchange, flight):
-            while flight.works:
+            while flight.works:  # removed one by one: after an error none is waited for twice
                 flight.works.pop(0).wait()
 
     def _phase(self, exchange: Exchange, flight: InFlight) -> AbstractContextManager[None]:
@@ -361,13 +362,16 @@ def exchange_tensors(
         group: The process group; ``None`` for all ranks.
         purpose: For the error if a rank does not take part.
     """
+    # 1. pack: one flat tensor, by rank
     vectors = [tensor.reshape(-1).to(like) for to_rank in tensors for tensor in to_rank]
     sent = torch.cat(vectors) if vectors else like.new_empty(0)
     sent_splits = [sum(tensor.numel() for tensor in to_rank) for to_rank in tensors]
     received_splits = [sum(from_rank) for from_rank in numels]
     received = like.new_empty(sum(received_splits))
+    # 2. exchange
     with phase(purpose, group):
         start_all_to_all(received, sent, received_splits, sent_splits, group=group).wait()
+    # 3. unpack: views of what each rank sent
     return [
         flat.split(list(from_rank)) if from_rank else ()
         for flat, from_rank in zip(received.split(received_splits), numels, strict=True)
@@ -388,7 +392,7 @@ def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -
     group, chunk = context.group, flight.chunk
     sent, received = chunk.send_buffer, chunk.receive_buffer
     send, out = flight.send_buffer, flight.receive_buffer
-    if exchange == "scatter":
+    if exchange == "scatter":  # the same fragments in the other direction
         sent, received, send, out = received, sent, out, send
     context.stats.count_exchange((chunk.copies or 1) * sent.remote_numel * send.element_size())
     if not chunk.copies:
@@ -397,6 +401,7 @@ def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -
             _splits(sent, context.world_size),
         )
         return [start_all_to_all(out, send, received_splits, sent_splits, group=group)]
+    # Replicated matrices: each owner broadcasts its part of the buffer; this rank is the source of its own.
     updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
     if send.numel():
         updates_of[context.rank] = send

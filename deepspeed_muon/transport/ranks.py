@@ -59,6 +59,7 @@ class Ranks:
         """Keep the groups that reach further ranks; ``None`` is the default group. All ranks pass the same order."""
         if not dist.is_available() or not dist.is_initialized():
             return cls()
+        # A group within one that is kept already (data-parallel within all ranks) would repeat every message.
         needed: list[dist.ProcessGroup] = []
         reached: list[set[int]] = [{dist.get_rank()}]
         for group in groups:
@@ -83,6 +84,7 @@ class Ranks:
     @property
     def position(self) -> int:
         """The number of this rank among them, from 0 to ``size - 1``; not its global rank."""
+        # As an index of a grid with one dimension for each group, the first of which varies fastest.
         position, stride = 0, 1
         for group in self.groups:
             position += stride * dist.get_rank(group)
@@ -118,10 +120,12 @@ class Ranks:
         collected: list[tuple[int, Any]] = []
         is_waiting = bool(local)
         while len(collected) < most:
+            # 1. the first rank that has items left to send
             (first,) = self.all_reduce([self.position if is_waiting else self.size], "min", purpose=purpose)
             if int(first) == self.size:
                 break
             is_waiting = is_waiting and self.position != int(first)
+            # 2. its items, along each dimension of the grid in turn
             position, message = int(first), [local]
             for group in self.groups:
                 position, source = divmod(position, dist.get_world_size(group))
@@ -140,6 +144,7 @@ class Ranks:
         """
         item_of = {dist.get_rank() if self.groups else 0: item}
         for group in self.groups:
+            # What the groups before this one gathered is passed on: in the end every rank has every item.
             gathered: list[Any] = [None] * dist.get_world_size(group)
             with phase(purpose, group):
                 dist.all_gather_object(gathered, item_of, group=group)
@@ -202,9 +207,11 @@ def _barrier(ranks: Sequence[int]) -> None:
     _barrier_counts[name] = _barrier_counts.get(name, 0) + 1
     key = f"deepspeed_muon/barrier/{name}/{_barrier_counts[name]}"
     complete = f"{key}/complete"
+    # 1. report this rank; the last one completes the barrier
     store.set(f"{key}/{dist.get_rank()}", "here")
     if store.add(f"{key}/count", 1) == len(ranks):
         store.set(complete, "yes")
+    # 2. wait for that
     limit, pause = store.timeout.total_seconds(), _FIRST_LOOK  # type: ignore[attr-defined]
     deadline = time.monotonic() + limit
     # store.wait would block the store's connection, which other threads need too.

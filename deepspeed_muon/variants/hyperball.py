@@ -45,5 +45,6 @@ VARIANT = Variant(
         "weight_decay": "it keeps the norm of every matrix, which decay shrinks: set muon_weight_decay to 0; "
         "adam_weight_decay is for the rest",
         "adjust_lr_fn": "its rate is the size of a step relative to the weights, so no scale applies: unset it",
+        "update_scale": "its rate is the size of a step relative to the weights: multiply muon_lr by the factor",
     },
 )

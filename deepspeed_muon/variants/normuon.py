@@ -8,6 +8,8 @@ For each row ``i`` of the orthogonalised ``r x c`` update ``o``::
 
 The last line restores the norm of the matrix, so the update is as large as Muon's and every ``adjust_lr_fn`` keeps its
 meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
+
+With ``weight_decay_mode: cautious`` it is the combination that others have evidence for (``docs/how_it_works.md``).
 """
 
 from __future__ import annotations

@@ -108,8 +108,18 @@ def test_megatrons_arguments() -> None:
     assert recommended["adjust_lr_fn"] == "match_rms_adamw" and recommended["lr"] == 5e-4
     assert recommended["nesterov"] is False and recommended["momentum"] == 0.9
     plain = settings({**given, "muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 2.0})
-    assert plain["adjust_lr_fn"] == "original" and plain["muon_lr"] == 1e-3 and plain["adam_lr"] == 5e-4
-    assert plain["muon_lr"] * plain["muon_weight_decay"] == pytest.approx(5e-4 * 0.1)
+    assert (plain["adjust_lr_fn"], plain["update_scale"]) == ("original", 2.0)
+    assert (plain["lr"], plain["weight_decay"]) == (5e-4, 0.1)
+    of_verl = settings({"optimizer": "muon", "muon_match_adamw_update_rms": True, "betas": [0.8, 0.99]})
+    assert of_verl["update_scale"] == pytest.approx(1 / 3) and of_verl["betas"] == [0.8, 0.99]
+
+
+def test_dions_arguments() -> None:
+    given = {"mu": 0.9, "adjust_lr": "rms_norm", "weight_decay": 0.1, "use_triton": True}
+    kind, found = translate({"optimizer": {"type": "Muon", "params": given}})
+    assert (kind, list(found.left_out)) == ("dion", ["use_triton"])
+    expected = {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.9, "nesterov": False}
+    assert found.settings == {**expected, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,12 @@ def test_megatrons_arguments() -> None:
         ({}, "'' has no counterpart"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr: must be at least 0"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
-        ({"optimizer": "muon", "lr": "1", "muon_scale_mode": "original"}, "a value of the wrong type"),
+        ({"optimizer": "muon", "muon_extra_scale_factor": "1"}, "a value of the wrong type"),
+        ({"optimizer": "muon", "muon_scale_mode": "original"}, "'original' is none of Megatron-LM's modes"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"adjust_lr": None}}},
+            "adjust_lr: None has no counterpart",
+        ),
         ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor: must be positive"),
     ],
 )
@@ -163,7 +178,7 @@ def test_check_fails_on_a_wrong_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**TINY_LLAMA, **ADAMW}))
-    monkeypatch.setattr("deepspeed_muon.forecast.rates.update_scale", lambda *_: 1.0)
+    monkeypatch.setattr("deepspeed_muon.forecast.rates.shape_scale", lambda *_: 1.0)
     assert main(["rates", str(file), "--model", str(file), "--check"]) == 1
 
 

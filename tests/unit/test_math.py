@@ -17,7 +17,7 @@ from deepspeed_muon.math.newton_schulz import (
     orthogonalize,
     restart_steps,
 )
-from deepspeed_muon.math.updates import update_scale
+from deepspeed_muon.math.updates import shape_scale
 from deepspeed_muon.ops.torch_operators import momentum_pack_, unpack_apply_
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import close, within
@@ -152,13 +152,13 @@ def test_restarts_never_come_after_the_last_step() -> None:
 
 
 def test_scale_rules() -> None:
-    assert update_scale("original", 4, 16) == 1.0
-    assert update_scale("original", 16, 4) == 2.0
-    assert update_scale("match_rms_adamw", 25, 4) == pytest.approx(1.0)
-    assert update_scale("spectral", 9, 16) == 4.0
-    assert update_scale("unit_rms_norm", 4, 16) == 0.5
+    assert shape_scale("original", 4, 16) == 1.0
+    assert shape_scale("original", 16, 4) == 2.0
+    assert shape_scale("match_rms_adamw", 25, 4) == pytest.approx(1.0)
+    assert shape_scale("spectral", 9, 16) == 4.0
+    assert shape_scale("unit_rms_norm", 4, 16) == 0.5
     with pytest.raises(ValueError, match="adjust_lr_fn"):
-        update_scale("spectral_norm", 4, 4)  # type: ignore[arg-type]
+        shape_scale("spectral_norm", 4, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig
-from deepspeed_muon.math.updates import AdamStep, adam_step_, update_scale
+from deepspeed_muon.math.updates import AdamStep, adam_step_, shape_scale
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import Assignment
@@ -37,7 +37,7 @@ def test_rows_match_the_reference(shape: tuple[int, int, int], dtype: torch.dtyp
         state: dict[tuple[object, ...], torch.Tensor] = {(MOMENTS,): moments[number].double()}
         reference = ReferenceMuon({}, variant="normuon", beta2=0.9, state=state)
         with mock.patch("deepspeed_muon.reference.newton_schulz", return_value=update):
-            expected = reference.update_of(update, update) / update_scale("original", *update.shape)
+            expected = reference.update_of(update, update) / shape_scale("original", *update.shape)
         # A dozen fp32 roundings (6e-8) of sums of positive numbers.
         close(result[number].double(), expected, rtol=1e-6, atol=0)
         close(new[MOMENTS][number].double(), reference.state[MOMENTS,], rtol=1e-6, atol=0)

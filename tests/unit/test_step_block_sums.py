@@ -188,6 +188,7 @@ def test_weights_of_zero_are_refused() -> None:
         ),
         ("hyperball", {"muon_weight_decay": 0.1}, r"weight_decay: 0\.1 with variant 'hyperball'"),
         ("hyperball", {"adjust_lr_fn": "match_rms_adamw"}, r"adjust_lr_fn: .* no scale applies"),
+        ("hyperball", {"update_scale": 0.2}, r"update_scale: 0\.2 .* multiply muon_lr by the factor"),
         ("muown", {}, r"optimizer\.params\.variant: .*'muown'"),
     ],
 )
@@ -207,10 +208,11 @@ def test_param_groups_are_held_to_it_too() -> None:
     weight = model.layer.weight
     with pytest.raises(ConfigError, match=r"param group 0\.weight_decay: 0\.1 with variant 'hyperball'"):
         Muon([{"params": [("layer.weight", weight)], "weight_decay": 0.1}], muon_weight_decay=0.0, **SETTINGS)
-    optimizer = Muon(model, **SETTINGS)
-    optimizer.param_groups[0]["weight_decay"] = 0.2
-    with pytest.raises(ConfigError, match=r"weight_decay 0\.2 .* hyperparameters=False"):
-        train(model, optimizer, 1)
+    for key in ("weight_decay", "update_scale"):
+        optimizer = Muon(model, **SETTINGS)
+        optimizer.param_groups[0][key] = 0.2
+        with pytest.raises(ConfigError, match=rf"{key} 0\.2 .* hyperparameters=False"):
+            train(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
