@@ -19,7 +19,7 @@ STEPS, EVERY = 24, 12
 IGNORED = {"time_optimizer", "time_exchange"}
 
 USUAL_GOOD = {"original", "match_rms_adamw, stage 1, bf16", "hyperball, stage 3"}
-USUAL_BAD = set(BAD) - {"AdamW's rate * 10 under spectral", "matrices at the rate of embeddings"}
+USUAL_BAD = set(BAD) - {"5 times spectral at AdamW's rate", "matrices at the rate of embeddings"}
 
 
 def cases(runs: dict[str, Any], usual: set[str]) -> list[Any]:

@@ -78,8 +78,10 @@ BAD = {
     "a router given to Muon": Run(
         1, params={**_ORIGINAL, "include": ["*router*"]}, mixture=True, finding="routers"
     ),
-    "AdamW's rate * 10 under spectral": Run(
-        1, params={**_MATCHED, "lr": 6e-2, "adjust_lr_fn": "spectral"}, finding="update_over_weight"
+    "5 times spectral at AdamW's rate": Run(
+        1,
+        params={**_MATCHED, "lr": 1e-3, "adjust_lr_fn": "spectral", "update_scale": 5.0},
+        finding="update_over_adamw",
     ),
     "matrices at the rate of embeddings": Run(
         0, params={**_ORIGINAL, "adam_lr": 0.3, "exclude": ["*mlp*"]}, finding="adamw_over_weight"
