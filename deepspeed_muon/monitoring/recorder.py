@@ -240,7 +240,7 @@ class StepRecorder:
                 # A rate that is far too high lets the weights grow until the ratio looks normal. So they count no more
                 # than at the usual initialisation, whose standard deviation is 1 / sqrt(inputs).
                 weight = min(weight if weight > 0 else math.inf, weights.inputs**-0.5)
-            if math.isfinite(weight):
+            if math.isfinite(step) and 0 < weight < math.inf:
                 sizes.append((step * to_peak, weight))
         facts["sized"] = len(sizes)
         facts["step_rms"] = math.fsum(step for step, _ in sizes)
