@@ -1,8 +1,9 @@
 """Judges what health measures of a run by the ranges of runs that went well, and says what to change.
 
 The ranges of :data:`QUANTITIES` are data: ``good`` is what the good runs of ``benchmarks/diagnosis.py`` had, with their
-raw output in ``benchmarks/results/diagnosis.json``, and ``limits`` are what a run may have before it is reported. A
-test compares both with that file.
+raw output in ``benchmarks/results/diagnosis.json`` (small models, 200 steps), and ``limits`` are what a run may have
+before it is reported, wide enough for larger models: published rates of pretraining change matrices by 0.3 % to 3 % of
+their size in a step. A test compares both with that file.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ QUANTITIES: dict[str, Quantity] = {
         "Gradients are clipped to nothing: in {clipped:.0%} of the steps, at a coefficient of {value:.1g}. They are "
         "not what you think (a loss that is summed, one layer that explodes), or gradient_clipping is far too small.",
         level="bad",
-        good=(0.05, 1),
+        good=(0.092, 0.99),
         label="median coefficient of clipping {}",
     ),
     "adamw_share": Quantity(
@@ -88,7 +89,7 @@ QUANTITIES: dict[str, Quantity] = {
         too_high="AdamW trains {value:.0%} of the elements: 'exclude', the param groups or the routing rules leave "
         "Muon no matrices (deepspeed_muon.routes(engine) says why).",
         level="bad",
-        good=(0.1, 0.7),
+        good=(0.1, 0.25),
         label="elements that AdamW trains {}",
         unit=".0%",
     ),
@@ -106,14 +107,14 @@ QUANTITIES: dict[str, Quantity] = {
         level="bad",
     ),
     "update_over_weight": Quantity(
-        (1e-3, 0.2),
+        (1.5e-3, 0.2),
         "At the highest rate a step changes the matrices by {value:.2%} of their size: right for fine-tuning. For "
         "pretraining the rate is too low: try muon_lr (or lr) * {usual:.2g}.",
         "At the highest rate a step changes the matrices by {value:.0%} of their size: the rate is too high. Try "
         "muon_lr (or lr) / {usual:.2g}.",
         level="bad",
         low_level="look",
-        good=(0.005, 0.05),
+        good=(0.0059, 0.03),
         label="change of the matrices in a step {}",
         unit=".2%",
     ),
@@ -124,14 +125,14 @@ QUANTITIES: dict[str, Quantity] = {
         "Updates are {value:.3g} times AdamW's at the same rate: this scale rule takes AdamW's rate / {value:.2g}. Set "
         "muon_lr to it, or adjust_lr_fn to match_rms_adamw.",
         level="bad",
-        good=(0.4, 40),
+        good=(0.77, 14),
         label="size of updates over AdamW's at adam_lr {}",
     ),
     "orthogonality_error": Quantity(
         (0, 0.6),
         too_high="The singular values of the updates are {value:.2f} away from the band of the schedule: the gradients "
         "have few directions (few tokens in a step). Use a larger batch, more ns_steps or polar_express.",
-        good=(0, 0.4),
+        good=(0.047, 0.12),
         label="orthogonality error {}",
         unit=".2f",
     ),
