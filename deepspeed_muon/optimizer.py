@@ -42,7 +42,7 @@ from deepspeed_muon.routing.param_groups import (
     PortableRoutes,
     RoutedGroups,
     build_groups,
-    warn_of_adamw_rate,
+    warn_of_rates,
 )
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
@@ -181,7 +181,7 @@ class Muon(torch.optim.Optimizer):
         if not routed.partial:
             warn_without_muon(self.routes)
             warn_of_large_guesses(self.routes)
-        warn_of_adamw_rate(config, self.param_groups)
+        warn_of_rates(config, self.param_groups, self.routes)
 
     def _reset(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         """Set every attribute but groups and state to that of an optimizer that is not bound and took no step."""

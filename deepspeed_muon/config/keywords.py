@@ -15,6 +15,7 @@ class MuonKeywords(TypedDict, total=False):
     beta2: float
     muon_lr: Tensor | float | None
     adam_lr: Tensor | float | None
+    tuned_width: int | None
     momentum: float
     momentum_warmup: Mapping[str, object] | str | bool | None
     nesterov: bool

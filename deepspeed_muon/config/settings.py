@@ -94,6 +94,12 @@ class MuonConfig(_VariantSettings):
     adam_lr: v.Rate | None = Field(
         default=None, description=f"Learning rate of AdamW; unset: `lr`, else {DEFAULT_ADAM_LR}."
     )
+    tuned_width: v.Integer | None = Field(
+        default=None,
+        ge=1,
+        description="Width (hidden size) of the model that the rate was tuned on. A wider model is a warning under the "
+        "scale rules whose best rate falls with the width ([rates.md](rates.md#over-widths)).",
+    )
     momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
     momentum_warmup: MomentumWarmupConfig | None = Field(
         default=None,

@@ -90,7 +90,7 @@ def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
     """Let scalars and weights of other strides (``channels_last``) have one dimension, and then their own layout again.
 
     DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which makes
-    all weights contiguous, those of other strides stay so: they are broadcast once more.
+    all weights contiguous, those with other strides remain contiguous: they are broadcast once more.
     """
     params = [param for param in engine.module.parameters() if not (param.dim() and param.is_contiguous())]
     tensors = [(param, param.data) for param in params]
@@ -353,7 +353,7 @@ def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **
 
 
 def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
-    """Bind to the wrapper, and tell the optimizer all that it needs of the engine."""
+    """Bind to the wrapper, and give the optimizer what it needs to know of the engine."""
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
     # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.

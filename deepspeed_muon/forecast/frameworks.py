@@ -31,8 +31,8 @@ class FrameworkSettings:
 
 
 SOURCES = {
-    "Megatron-LM": "NVIDIA-NeMo/Emerging-Optimizers: orthogonalized_optimizers/muon.py, orthogonalized_optimizer.py",
-    "verl": "volcengine/verl: verl/utils/megatron/optimizer.py, on Megatron-LM's Muon",
+    "Megatron-LM": "NVIDIA-NeMo/Emerging-Optimizers: emerging_optimizers/orthogonalized_optimizers/muon.py",
+    "verl": "volcengine/verl: verl/utils/megatron/optimizer.py",
     "torch": "pytorch/pytorch: torch/optim/_muon.py",
     "Keller Jordan": "KellerJordan/Muon: muon.py",
     "DeepSpeed": "deepspeedai/DeepSpeed: deepspeed/runtime/zero/muon/original_muon.py",

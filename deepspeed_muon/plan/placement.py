@@ -211,10 +211,10 @@ class TensorSlice:
     """A rank's tensor, as ranges along one dimension of the full tensor.
 
     Attributes:
-        name: Of the full tensor, equal on all ranks.
-        shape: Of the full tensor.
+        name: The name of the full tensor, equal on all ranks.
+        shape: The shape of the full tensor.
         dim: The dimension along which it is sliced.
-        ranges: First index and the one behind the last of each range, ascending, as the rank's tensor has them.
+        ranges: First and last index plus one of each range, ascending, in the order of the rank's tensor.
     """
 
     name: str
@@ -303,7 +303,10 @@ def row_ranges(start: int, stop: int, width: int) -> list[tuple[int, int, int, i
 
     Each is given by its first row, the number of rows, its first column, and the column after its last one.
     """
-    first, last = -(-start // width), stop // width  # the first full row, and the one behind the last
+    first, last = (
+        -(-start // width),
+        stop // width,
+    )  # the first full row, and the first one after the full rows
     if first > last:  # all inside one row
         return [(last, 1, start % width, stop % width)]
     ranges = [(first - 1, 1, start % width, width)] if start < first * width else []

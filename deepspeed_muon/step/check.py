@@ -115,7 +115,7 @@ class ResultCheck:
 
         Args:
             recorder: Samples and counters of the optimizer.
-            matrices: Those of the plan.
+            matrices: The matrices of the plan.
             device: Where the iteration runs.
             ns: The iteration.
             norms: Returns the Frobenius norms of a batch in fp32.
@@ -167,7 +167,7 @@ class ResultCheck:
         by all ranks that have shards of a matrix, with equal positions. The host waits only if there are some.
 
         Args:
-            positions: Of the matrices in the step set.
+            positions: Positions of the matrices in the step set.
 
         Returns:
             The names of those that were wrong in fp32 too.

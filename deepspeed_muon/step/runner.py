@@ -85,7 +85,7 @@ class StepRunner:
         context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
-        row_storage: Where the row state of the variant is stored; ``None`` if it has none.
+        row_fragments: Where the row state of each matrix of the plan is stored; empty where the variant has none.
         check: Checks and samples the results.
         adam: Updates the parameters that are not Muon's.
     """
@@ -135,9 +135,11 @@ class StepRunner:
             wire=config.wire_format,
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
-        self.row_storage: RowStorage | None = None
+        self.row_fragments: Sequence[Fragment] = ()
+        self._row_storage: RowStorage | None = None
         if context.variant.row_factors is not None:
-            self.row_storage = RowStorage(self.plan, self.assignment.row_fragments(), context)
+            self.row_fragments = self.assignment.row_fragments()
+            self._row_storage = RowStorage(self.plan, self.row_fragments, context)
         # 2. what sends, orthogonalises and checks
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
@@ -183,11 +185,6 @@ class StepRunner:
                 )
                 for chunk, table in zip(self.plan.chunks, self._tables, strict=True)
             ]
-
-    @property
-    def row_fragments(self) -> Sequence[Fragment]:
-        """Where the row state of each matrix of the plan is stored; empty where the variant has none."""
-        return () if self.row_storage is None else self.row_storage.fragments
 
     @functools.cached_property
     def blocks(self) -> dict[int, Int8Blocks]:
@@ -297,10 +294,8 @@ class StepRunner:
         rates = self._rates.of({index: groups[index] for index in indices}, steps)
         states = [state_of(partition, state, self._policy) for partition in self._muon]
         # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
-        variant, row_counts = (
-            self.context.variant,
-            {} if self.row_storage is None else self.row_storage.counts,
-        )
+        variant = self.context.variant
+        row_counts = {} if self._row_storage is None else self._row_storage.counts
         row_vectors = {
             partition.index: row_state_of(partition, state, variant, row_counts.get(partition.index, 0))
             for partition in self._muon
@@ -313,8 +308,8 @@ class StepRunner:
             ]
         with contextlib.ExitStack() as opened:
             row_state = None
-            if any(matrix_flags) and self.row_storage is not None:
-                row_state = opened.enter_context(self.row_storage.opened(row_vectors, rates.settings))
+            if any(matrix_flags) and self._row_storage is not None:
+                row_state = opened.enter_context(self._row_storage.opened(row_vectors, rates.settings))
             yield Step(
                 mask,
                 rates,
