@@ -97,7 +97,7 @@ class Placement:
         """The ranks that hold elements."""
         if self.copies:
             return range(self.copies)
-        further = self.numel - self.head
+        further = self.numel - self.head  # elements after the head, body by body on the following ranks
         return range(self.first, self.first + 1 + (-(-further // self.body) if further else 0))
 
     @property
@@ -126,6 +126,7 @@ class Placement:
             return Fragment(rank, 0, self.head_offset, self.numel) if rank < self.copies else None
         if rank == self.first:
             return Fragment(rank, 0, self.head_offset, self.head)
+        # The offset is the same on all further ranks: 0 at ZeRO 1 and 2, that of the shard at ZeRO 3.
         start = self.head + (rank - self.first - 1) * self.body
         if rank < self.first or start >= self.numel:
             return None
