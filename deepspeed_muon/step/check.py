@@ -136,6 +136,10 @@ class ResultCheck:
         self._band = band_of(ns.coefficients)
         self._warned: set[int] = set()
 
+    def watches(self, index: int) -> bool:
+        """Return whether a matrix of the plan is measured in the current step."""
+        return self.recorder.watches(self._first + index)
+
     def settle(self, result: Result) -> None:
         """Check a result, replace in place what is wrong, and store its row state.
 
@@ -355,7 +359,7 @@ class ResultCheck:
         with self.recorder.span("sampling"):
             entries: dict[int, list[int]] = {}
             for position, (index, _) in enumerate(result.members):
-                if self.recorder.watches(self._first + index):
+                if self.watches(index):
                     entries.setdefault(index, []).append(position)
             for index, positions in entries.items():
                 # The norm says little of a single direction; the largest singular value shows a divergent one.
