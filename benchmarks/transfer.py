@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py           # trains what is missing; start it twice for two cores
     python benchmarks/transfer.py --plan    # what is missing, in this order, and what it costs
-    python benchmarks/transfer.py --table   # moves the runs of --out to results/transfer.jsonl, writes transfer.md
+    python benchmarks/transfer.py --table   # adds the runs of --out to results/transfer.jsonl, writes transfer.md
 
 Model, text, schedule and losses are those of ``variants.py``, whose runs count: fp32, one thread, a process a run. Any
 number of these programs may work on one ``--out``, and all may be killed: what has not ended is trained again.
