@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
+from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder, WeightSums
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
@@ -240,6 +240,8 @@ class StepRunner:
             state: The optimizer's state. Mutated; missing entries are created.
         """
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
+            if self.check.recorder.sampling:
+                self._record_weights(groups, flat)
             # All ranks have the same flags, so they skip the same chunks.
             active = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
             exchanged = [number for number in active if self.plan.chunks[number].scatters]
@@ -402,6 +404,24 @@ class StepRunner:
         else:
             self._sums[flight.number].apply(context.variant.apply, step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns
+
+    def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:
+        """Record rate and weights of the sampled matrices that this rank owns, from its own fragments of them."""
+        recorder, rank = self.check.recorder, self.plan.rank
+        for index in (
+            index for chunk in self.plan.chunks for index in chunk.owned if self.check.watches(index)
+        ):
+            matrix = self.plan.matrices[index]
+            rows, cols = matrix.logical_shape
+            weights = WeightSums(
+                lr=float(groups[matrix.partition]["lr"]),
+                inputs=rows // len(matrix.grid[0]) if matrix.transposed else cols,
+                relative=self.context.variant.apply is not None,
+            )
+            if (fragment := matrix.placement.fragment_on(rank)) is not None:
+                local = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
+                weights.squares, weights.numel = float(local.float().norm()) ** 2, fragment.numel
+            recorder.keep_weights(matrix.name, weights)
 
     def _update_local(self, numbers: Sequence[int], step: Step) -> None:
         """Update the matrices of chunks in which nothing is sent."""

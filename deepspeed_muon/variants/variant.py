@@ -50,7 +50,7 @@ name.
 """
 
 Apply = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
-"""``((|W|^2, <W, O>, |O|^2), lr)`` to two factors ``(a, b)``: the weights become ``a * W + b * O``.
+"""``((|W|^2, <W, O>, |O|^2), lr)`` to two rates ``(lr_scale, decay)``: the weights become ``decay * W - lr_scale * O``.
 
 ``W`` are the weights of a block and ``O`` is its update. All arguments and results are float64 with one number for each
 block; the products are summed over the ranks that share it. The function must not wait for the device.

@@ -17,6 +17,7 @@ import pytest
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate
+from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
 from tests.support.contract import backward, compare, compare_paths, params_of, train_reference
@@ -117,13 +118,17 @@ def test_is_what_a_program_would_write(ranks: Any, case: dict[str, Any]) -> None
         full(0, 2, "state"),
         full(2, 3, "state"),
         full(3, 4, "progress"),
+        full(2, 4, "universal"),
     ],
 )
 def test_goes_on_after_a_resume(ranks: Any, tmp_path: Path, stage: int, world: int, how: str) -> None:
     """DeepSpeed's checkpoint at the same scale, or a consolidated set at another one, as another run or as the same."""
     ranks(2).run(train, stage=3, is_set=True, steps=(0, 2), save=str(tmp_path))
     changes: dict[str, Any] = {"load": str(tmp_path)}
-    if how != "deepspeed":
+    if how == "universal":
+        convert_to_universal(tmp_path / "global_step2", tmp_path / "universal" / "step2")
+        changes = {"load": f"{tmp_path}/universal", "extra": {"checkpoint": {"load_universal": True}}}
+    elif how != "deepspeed":
         restored = {"path": f"{tmp_path}/set", "progress": how == "progress"}
         changes = {"params": {"restore_from": restored}}
     # By hand the saved settings are replaced: the rate and decay that the set has are those of the settings.
