@@ -2,10 +2,10 @@
 
     python benchmarks/transfer.py           # trains what is missing; start it twice for two cores
     python benchmarks/transfer.py --plan    # what is missing, in this order, and what it costs
-    python benchmarks/transfer.py --table   # moves the runs of --out to results/transfer.jsonl, writes transfer.md
+    python benchmarks/transfer.py --table   # adds the runs of --out to results/transfer.jsonl, writes transfer.md
 
 Model, text, schedule and losses are those of ``variants.py``, whose runs count: fp32, one thread, a process a run. Any
-number of these programs may work on one ``--out``. What a stopped program was training, the next one trains again.
+number of these programs may work on one ``--out``, and all may be killed: what has not ended is trained again.
 
 **Transfer.** Cuts through ``BASE`` along width, depth, steps and batch. In each cell a rule has seven rates with seed
 0, from a fourth to four times the centre; the best one, the printed one and the tuned one have two more seeds. The
@@ -50,7 +50,6 @@ import multiprocessing
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -246,10 +245,14 @@ def work(out: Path) -> None:
     """Train the first run that is missing and that no other program trains, until there is none."""
     from benchmarks.variants_training import train
 
+    def append_row(run: Run) -> None:
+        row = train(run, curve=False)
+        with out.open("a") as file:  # one write, so that lines of two programs never mix
+            file.write(json.dumps(row) + "\n")
+        print(f"{row['loss']} after {row['seconds']} s, {run}", flush=True)
+
     folder = out.with_suffix(".locks")
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")  # imports torch once
-    context.set_forkserver_preload(["benchmarks.variants_training"])
     while True:
         todo = [run for runs in missing(known_rows(out)).values() for run in runs]
         claims = ((run, lock) for run in todo if (lock := claim(folder, run)))
@@ -259,11 +262,12 @@ def work(out: Path) -> None:
         with lock:
             if run in known_rows(out):  # finished between the reading and the claim
                 continue
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                row = pool.submit(train, run, curve=False).result()
-            with out.open("a") as file:  # one write, so that lines of two programs never mix
-                file.write(json.dumps(row) + "\n")
-        print(f"{row['loss']} after {row['seconds']} s, {run}", flush=True)
+            # The child has torch imported and shares the lock: if this program is killed, the run still ends.
+            process = multiprocessing.get_context("fork").Process(target=append_row, args=(run,))
+            process.start()
+            process.join()
+        if process.exitcode:
+            raise SystemExit(f"{run} ended with {process.exitcode}")
 
 
 def main() -> None:

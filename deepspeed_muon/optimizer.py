@@ -11,6 +11,7 @@ one step set is :meth:`StepRunner.run` in :mod:`deepspeed_muon.step.runner`.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -41,7 +42,7 @@ from deepspeed_muon.routing.param_groups import (
     PortableRoutes,
     RoutedGroups,
     build_groups,
-    warn_of_adamw_rate,
+    warn_of_rates,
 )
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
@@ -70,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 
         buf <- momentum * buf + (1 - momentum) * g
         u   <- g + momentum * (buf - g)   if nesterov else buf
-        W   <- W * (1 - lr * weight_decay) - lr * scale(rows, cols) * orthogonalize(u)
+        W   <- W * (1 - lr * weight_decay) - lr * update_scale * scale(rows, cols) * orthogonalize(u)
 
     A ``variant`` turns ``orthogonalize(u)`` into another update (:mod:`deepspeed_muon.variants`), and
     ``weight_decay_mode`` chooses between kinds of decay (:mod:`deepspeed_muon.math.updates`).
@@ -180,7 +181,7 @@ class Muon(torch.optim.Optimizer):
         if not routed.partial:
             warn_without_muon(self.routes)
             warn_of_large_guesses(self.routes)
-        warn_of_adamw_rate(config, self.param_groups)
+        warn_of_rates(config, self.param_groups, self.routes)
 
     def _reset(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         """Set every attribute but groups and state to that of an optimizer that is not bound and took no step."""
@@ -219,6 +220,41 @@ class Muon(torch.optim.Optimizer):
     def health(self) -> dict[str, Any]:
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
         return self.recorder.summary()
+
+    @property
+    def muon_lr(self) -> float:
+        """Muon's rate in the last step, that of its first group; 0 without matrices."""
+        groups = (group for group in self.param_groups if group["algorithm"] == "muon")
+        return next((self.rates_of_step.get(id(group), 0.0) for group in groups), 0.0)
+
+    def run_facts(self) -> dict[str, float]:
+        """Return what the diagnosis of a run needs beside the samples, of this rank's groups and routes.
+
+        Returns:
+            ``muon_lr`` and ``adam_lr`` of the last step, and ``configured_lr``, the one that Muon was given;
+            ``adam_rms``, the RMS of an update of AdamW; ``muon_numel`` and ``adamw_numel``, the elements that each
+            trains; ``routers``, the number of routers that Muon trains; and ``adamw_over_weight``, by how much of their
+            size AdamW changes matrices that the settings exclude from Muon. What the rank does not have is absent.
+        """
+        facts = {"muon_numel": 0.0, "adamw_numel": 0.0}
+        for group in reversed(self.param_groups):  # of several groups the first one's rate counts
+            if group["algorithm"] == "muon":
+                configured = group["lr_ratio"] * self.config.reference_lr
+                facts |= {"muon_lr": self.muon_lr, "configured_lr": configured}
+            else:
+                lr, beta = self.rates_of_step.get(id(group), float(group["lr"])), group["betas"][0]
+                # Of gradients that are noise; arXiv 2502.16982 measured 0.2 to 0.4 times the rate.
+                facts |= {"adam_lr": lr, "adam_rms": lr * math.sqrt((1 - beta) / (1 + beta))}
+        for route in self.routes:
+            if route.algorithm != "frozen":
+                facts[f"{route.algorithm}_numel"] += route.numel
+            if route.algorithm == "muon" and route.overridden == "router":
+                facts["routers"] = facts.get("routers", 0.0) + 1
+            elif route.algorithm == "adamw" and route.overridden == "hidden":
+                # The usual weights of a layer have a size of 1 / sqrt(inputs).
+                change = facts["adam_rms"] * math.sqrt(route.shape[-1])
+                facts["adamw_over_weight"] = max(facts.get("adamw_over_weight", 0.0), change)
+        return facts
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return what runs the Newton-Schulz iteration on this rank and how often it did, one entry for each shape."""
@@ -261,9 +297,13 @@ class Muon(torch.optim.Optimizer):
             # DeepSpeed's FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
             return loss
         # Under DeepSpeed the engine records all calls that make up one of its steps together.
-        recorded = nullcontext() if self.managed else self.recorder.step()
-        with _without_autocast(), recorded, self.recorder.span("step"):
-            self._step_current_sets()
+        recorded = nullcontext() if self.managed else self.recorder.step(facts=self.run_facts)
+        skipped_before = self.skipped_steps
+        with _without_autocast(), recorded:
+            with self.recorder.span("step"):
+                self._step_current_sets()
+            if not self.managed:
+                self.recorder.record_outcome(lr=self.muon_lr, skipped=self.skipped_steps > skipped_before)
         return loss
 
     def _step_current_sets(self) -> None:

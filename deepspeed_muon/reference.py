@@ -49,10 +49,12 @@ class ReferenceMuon:
     muon_lr: float = 0.02
     adam_lr: float = 3e-4
     momentum: float = 0.95
+    momentum_warmup: Mapping[str, float] | None = None
     nesterov: bool = True
     weight_decay: float = 0.0
     weight_decay_mode: str = "decoupled"
     adjust_lr_fn: str = "original"
+    update_scale: float = 1.0
     coefficients: Sequence[Coefficients] = resolve_schedule("quintic")  # of ns_schedule and ns_steps
     variant: str = "muon"
     beta2: float = 0.95  # of NorMuon's row moments
@@ -77,8 +79,16 @@ class ReferenceMuon:
 
     def direction(self, name: str, grad: Tensor) -> Tensor:
         """Update the momentum ``M`` and return the direction ``U``."""
-        m = self.running_mean((name, "momentum_buffer"), self.momentum, grad)
-        return self.momentum * m + (1 - self.momentum) * grad if self.nesterov else m
+        momentum = self.momentum_of_step()
+        m = self.running_mean((name, "momentum_buffer"), momentum, grad)
+        return momentum * m + (1 - momentum) * grad if self.nesterov else m
+
+    def momentum_of_step(self) -> float:
+        """Return ``momentum``, to which ``momentum_warmup`` rises from its ``from`` in the first ``steps`` steps."""
+        if self.momentum_warmup is None or self.momentum <= self.momentum_warmup["from"]:
+            return self.momentum
+        done = min((self.steps - 1) / self.momentum_warmup["steps"], 1.0)
+        return (1 - done) * self.momentum_warmup["from"] + done * self.momentum
 
     def update_of(self, w: Tensor, u: Tensor, key: tuple[object, ...] = ()) -> Tensor:
         """Return ``scale * O`` of one matrix, or what the variant makes of it (docs/how_it_works.md has the papers)."""
@@ -96,7 +106,7 @@ class ReferenceMuon:
             "spectral": max(rows, cols) ** 0.5,
             "unit_rms_norm": (rows / cols) ** 0.5,
         }[self.adjust_lr_fn]
-        return scale * o
+        return self.update_scale * scale * o
 
     def adamw(self, name: str, weight: Tensor, grad: Tensor) -> None:
         """Update one parameter by AdamW (arXiv 1711.05101)."""

@@ -265,7 +265,11 @@ def _unpack_apply(operators: ModuleType, device: str, dtype: torch.dtype) -> Ite
             tensors = _flat(device, (*params, dtype, dtype))
             run(tensors[:2], tensors[2:], table, _APPLY_RATES)
             results.append(tensors[:2])
-        errors += [_relative(*pair) for pair in zip(*results, strict=True)]
+        tensors = _flat(device, (*params, dtype, dtype))
+        rates = _APPLY_RATES.to(device, torch.float32)
+        operators.unpack_apply_(tensors[:2], tensors[2:], table, rates)
+        errors += [_relative(*pair) for pair in zip(results[0], results[1], strict=True)]
+        errors += [_relative(*pair) for pair in zip(tensors[:2], results[1], strict=True)]
     yield "", _largest(errors), 2 * torch.finfo(dtype).eps
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the table of settings in ``docs/settings.md``, and the types of the constructor's keywords, from the settings.
+"""Writes the tables of settings and of other frameworks' settings into the docs, and the constructor's keywords.
 
 python scripts/settings_table.py
 """
@@ -7,18 +7,18 @@ python scripts/settings_table.py
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
 from deepspeed_muon.config.settings import KEYS, RATE_KEYS, MuonConfig
+from deepspeed_muon.forecast.frameworks import FRAMEWORKS, SOURCES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
-BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/config/settings.py -->\n"
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/{} -->\n"
 END = "<!-- end -->\n"
-KEYWORDS = PAGE.parents[1] / "deepspeed_muon" / "config" / "keywords.py"
+KEYWORDS = ROOT / "deepspeed_muon" / "config" / "keywords.py"
 KEYWORDS_HEAD = '''"""Keywords of ``Muon`` for type checkers; scripts/settings_table.py writes them from settings.py."""
 
 from __future__ import annotations
@@ -50,16 +50,41 @@ def table() -> str:
         rows.append(f"| `{name}` | {shown(default)} | {field.description} |\n")
         for section in (field.annotation, *get_args(field.annotation)):
             if isinstance(section, type) and issubclass(section, BaseModel):
-                for key, inner in section.model_fields.items():
+                for field_name, inner in section.model_fields.items():
+                    key = inner.alias or field_name
                     value = None if inner.is_required() else inner.default
                     rows.append(f"| `{name}.{key}` | {shown(value)} | {inner.description} |\n")
     return "| key | default | meaning |\n|---|---|---|\n" + "".join(rows)
 
 
-def page() -> str:
-    """Return the page with its table as it should be."""
-    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    return re.sub(pattern, lambda _: BEGIN + table() + END, PAGE.read_text(), flags=re.DOTALL)
+def frameworks() -> str:
+    """Return the table of other frameworks' settings, and its sources, in Markdown."""
+    rows = []
+    for row in FRAMEWORKS:
+        theirs = [row.framework, *(f"`{key}: {json.dumps(value)}`" for key, value in row.theirs.items())]
+        ours = [f"`{key}: {_json(value)}`" for key, value in row.ours.items()]
+        rows.append(f"| {', '.join(theirs)} | {', '.join(ours)} | {row.differs or '-'} |\n")
+    head = "| there | here | what still differs |\n|---|---|---|\n"
+    sources = "; ".join(f"{name}: `{source.replace(': ', '/')}`" for name, source in SOURCES.items())
+    return f"{head}{''.join(rows)}\nSources: {sources}.\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(round(value, 6) if isinstance(value, float) else value)
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages with their tables as they should be."""
+    tables = {
+        ("settings.md", "config/settings.py"): table,
+        ("rates.md", "forecast/frameworks.py"): frameworks,
+    }
+    texts = {}
+    for (name, module), write in tables.items():
+        begin, page = BEGIN.format(module), ROOT / "docs" / name
+        before, _, rest = page.read_text().partition(begin)
+        texts[page] = before + begin + write() + END + rest.partition(END)[2]
+    return texts
 
 
 def accepted(kind: Any) -> str:
@@ -89,5 +114,6 @@ def keywords() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for page, text in pages().items():
+        page.write_text(text)
     KEYWORDS.write_text(keywords())

@@ -328,9 +328,8 @@ def collect(engine: Any) -> LiveState:
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer.runners:
         step_set = runner.step_set
-        row_fragments: dict[
-            int, list[Fragment]
-        ] = {}  # by index of the matrix; none for variants without row state
+        # By index of the matrix; none for variants without row state.
+        row_fragments: dict[int, list[Fragment]] = {}
         for origin, fragment in zip(runner.assignment.origin, runner.row_fragments, strict=False):
             row_fragments.setdefault(origin, []).append(fragment)
         members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
@@ -346,6 +345,7 @@ def collect(engine: Any) -> LiveState:
                 )
             partition = partitions[layout.partition]
             state = optimizer.state.get(partition.tensor, {})
+            has_int8 = SCALE_KEY in state  # only matrices can
             parameter = LiveParameter(
                 record=info.record.model_copy(update={"group": group_numbers[partition.index]}),
                 tensor_slice=info.tensor_slice,
@@ -353,12 +353,12 @@ def collect(engine: Any) -> LiveState:
                 row_fragments=tuple(row_fragments.get(index, ())),
                 members=members,
                 partition=partition.index,
-                block_starts=block_starts(layout) if isinstance(layout, MatrixLayout) else (),
+                block_starts=block_starts(layout) if has_int8 and isinstance(layout, MatrixLayout) else (),
                 local_name=layout.name,
                 route_reason=info.route_reason,
                 local_partition=partition,
                 group_rank=step_set.rank,
-                int8_blocks=runner.blocks[partition.index] if SCALE_KEY in state else None,
+                int8_blocks=runner.blocks[partition.index] if has_int8 else None,
             ).with_state(state, int(state.get("step", 0)))
             namesake = parameters.setdefault(parameter.name, parameter)
             if namesake is not parameter and namesake.local_name == parameter.local_name:

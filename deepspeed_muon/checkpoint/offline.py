@@ -170,6 +170,13 @@ def _torch_settings(
             lossy.append(f"{algorithm}: param groups have {key} {values}; the first is taken for all")
         if values:
             settings[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
+    if algorithm == "muon" and groups:
+        factor = groups[0].get("update_scale", 1.0)
+        if any(group.get("update_scale", 1.0) != factor for group in groups):
+            lossy.append("muon: param groups have different update_scale; that of the first is taken for all")
+        # torch.optim.Muon has no such factor: its rate has it, and the product of rate and decay stays.
+        settings["lr"] *= factor
+        settings["weight_decay"] /= factor
     records = [index.parameters[name] for name in names]
     if any(record.heads > 1 for record in records):
         lossy.append("torch.optim.Muon does not orthogonalise heads, experts or fused projections separately")

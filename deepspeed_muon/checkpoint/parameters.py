@@ -128,7 +128,7 @@ class PartitionedParameter:
             replicated parameter every member has all of it.
         members: The members of the group: global ranks, or numbers of files. One object for all parameters of a group.
         partition: Index of the flat partition on each member.
-        block_starts: See :func:`~deepspeed_muon.step.int8.block_starts`.
+        block_starts: Of int8 momentum, see :func:`~deepspeed_muon.step.int8.block_starts`; else empty.
     """
 
     record: ParameterRecord

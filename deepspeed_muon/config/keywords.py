@@ -15,7 +15,9 @@ class MuonKeywords(TypedDict, total=False):
     beta2: float
     muon_lr: Tensor | float | None
     adam_lr: Tensor | float | None
+    tuned_width: int | None
     momentum: float
+    momentum_warmup: Mapping[str, object] | str | bool | None
     nesterov: bool
     weight_decay: float
     muon_weight_decay: float | None
@@ -25,6 +27,7 @@ class MuonKeywords(TypedDict, total=False):
     eps: float
     adam_w_mode: bool
     adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
+    update_scale: float
     ns_method: Literal["gram", "standard"]
     ns_schedule: Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"] | Sequence[Sequence[float]]
     ns_steps: int | None

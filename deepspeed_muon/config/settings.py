@@ -26,7 +26,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from torch import Tensor
 
 from deepspeed_muon.config import values as v
-from deepspeed_muon.config.values import MatricesConfig, QkClipConfig, RestoreConfig, readable, shown
+from deepspeed_muon.config.values import (
+    MatricesConfig,
+    MomentumWarmupConfig,
+    QkClipConfig,
+    RestoreConfig,
+    readable,
+    shown,
+)
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
     Coefficients,
@@ -87,7 +94,18 @@ class MuonConfig(_VariantSettings):
     adam_lr: v.Rate | None = Field(
         default=None, description=f"Learning rate of AdamW; unset: `lr`, else {DEFAULT_ADAM_LR}."
     )
+    tuned_width: v.Integer | None = Field(
+        default=None,
+        ge=1,
+        description="Width (hidden size) of the model that the rate was tuned on. A wider model is a warning under the "
+        "scale rules whose best rate falls with the width ([rates.md](rates.md#over-widths)).",
+    )
     momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
+    momentum_warmup: MomentumWarmupConfig | None = Field(
+        default=None,
+        description='Raises the momentum linearly in the first steps, as in `{"from": 0.85, "steps": 300}` '
+        "([momentum](settings.md#momentum)).",
+    )
     nesterov: v.Flag = Field(default=True, description="Nesterov momentum.")
     weight_decay: v.Rate = Field(default=0.0, description="Weight decay of all parameters.")
     muon_weight_decay: v.Rate | None = Field(
@@ -109,6 +127,11 @@ class MuonConfig(_VariantSettings):
     adjust_lr_fn: AdjustLrName = Field(
         default="original",
         description="How the update is scaled by the shape of the matrix ([rules](settings.md#scale-of-the-update)).",
+    )
+    update_scale: Annotated[v.Number, Field(gt=0, le=1e4)] = Field(
+        default=1.0,
+        description="Factor of Muon's updates beside that of `adjust_lr_fn`, not of its weight decay (Megatron-LM's "
+        "`muon_extra_scale_factor`).",
     )
     ns_method: NsMethod = Field(
         default="gram",
@@ -253,6 +276,13 @@ class MuonConfig(_VariantSettings):
                 f"polynomials have no margin for the rounding of {self.ns_dtype}, which sends singular values to "
                 f"infinity: unset ns_dtype ('auto' takes fp32 for such a schedule), or set it to 'fp32'"
             )
+        warmup = self.momentum_warmup
+        if warmup is not None and warmup.start >= self.momentum:
+            raise ConfigError(
+                f"optimizer.params.momentum_warmup.from: {warmup.start:g} must be below momentum, which is "
+                f"{self.momentum:g} (in optimizer.params or a param group): a warm-up rises to it. To lower momentum, "
+                f"write it into the param groups during the run"
+            )
         qk_clip = self.qk_clip and self.qk_clip.model_dump()
         self.check_variant({**self.muon_defaults(), "qk_clip": qk_clip}, "optimizer.params")
         for key in ("weight_decay", "muon_weight_decay", "adam_weight_decay"):
@@ -330,6 +360,7 @@ class MuonConfig(_VariantSettings):
             "nesterov": self.nesterov,
             "weight_decay": _first(self.muon_weight_decay, self.weight_decay),
             "adjust_lr_fn": self.adjust_lr_fn,
+            "update_scale": self.update_scale,
             "weight_decay_mode": self.weight_decay_mode,
             **{key: getattr(self, key) for key in VARIANT_SETTINGS},
         }
@@ -419,7 +450,10 @@ def checked_group_settings(
     if problems:
         raise ConfigError("\n".join(problems))
     settings = MuonConfig() if config is None else config
-    checked = MuonConfig.from_params({**settings.model_dump(), **values}, where=where)
+    # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
+    checked = MuonConfig.from_params(
+        {**settings.model_dump(), "momentum_warmup": None, **values}, where=where
+    )
     return {**{key: getattr(checked, key) for key in values}, **rates}
 
 

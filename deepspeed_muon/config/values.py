@@ -14,10 +14,19 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from torch import Tensor
 
 from deepspeed_muon.math.coefficients import NsScheduleName
+from deepspeed_muon.math.updates import momentum_in_warmup
 
 TORCH_OPTIONS = {
     "maximize": "negate the loss instead",
@@ -47,6 +56,7 @@ RENAMED = {
     "adamw_lr": "adam_lr",
     "adamw_betas": "betas",
     "adamw_eps": "eps",
+    "extra_scale_factor": "update_scale",
 }
 """Arguments of the Muon of Dion, Megatron-LM (Emerging-Optimizers) and Keller Jordan, with this package's keys."""
 
@@ -58,7 +68,6 @@ _FOREIGN_KEYS = {
     "use_triton": "ns_backend chooses the kernels",
     "use_syrk": "ns_backend chooses the kernels",
     "adjust_lr": "write adjust_lr_fn: 'match_rms_adamw' is Dion's 'rms_norm', 'unit_rms_norm' its 'spectral_norm'",
-    "extra_scale_factor": "multiply muon_lr by it",
     "cautious_wd": "write weight_decay_mode: 'cautious'",
     "distributed_mesh": "leave it out: DeepSpeed's process groups are used",
     "pg_collection": "leave it out: DeepSpeed's process groups are used",
@@ -228,14 +237,13 @@ class _Section(BaseModel):
     @classmethod
     def _refuse_unknown_keys(cls, value: object) -> object:
         value = cls._expand(value)
+        keys = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(value, (Mapping, cls)):
-            *first, last = cls.model_fields
+            *first, last = keys
             raise ValueError(f"must be an object with {', '.join(first)} or {last}")
-        unknown = (
-            [str(key) for key in value if key not in cls.model_fields] if isinstance(value, Mapping) else []
-        )
+        unknown = [str(key) for key in value if key not in keys] if isinstance(value, Mapping) else []
         if unknown:
-            raise ValueError("; ".join(unknown_key_message(key, cls.model_fields) for key in unknown))
+            raise ValueError("; ".join(unknown_key_message(key, keys) for key in unknown))
         return value
 
 
@@ -256,6 +264,25 @@ class MatricesConfig(_Section):
     transposed: Flag | None = Field(
         default=None, description="The weight is stored as input x output; unset: decided by its module."
     )
+
+
+class MomentumWarmupConfig(_Section):
+    """The value of ``momentum_warmup``."""
+
+    key = "momentum_warmup"
+
+    start: Fraction = Field(alias="from", description="Momentum of the first step; must be below `momentum`.")
+    steps: Annotated[Integer, Field(ge=1, le=1 << 40)] = Field(
+        description="Number of steps after which `momentum` is reached; skipped steps do not count."
+    )
+
+    @model_serializer
+    def _by_key(self) -> dict[str, float]:
+        return {"from": self.start, "steps": self.steps}
+
+    def momentum(self, momentum: float, step: int) -> float:
+        """Return the momentum of a step, counted from 1, for the ``momentum`` of its param group."""
+        return momentum_in_warmup(momentum, start=self.start, steps=self.steps, step=step)
 
 
 class QkClipConfig(_Section):

@@ -90,7 +90,7 @@ def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
     """Let scalars and weights of other strides (``channels_last``) have one dimension, and then their own layout again.
 
     DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which makes
-    all weights contiguous, those of other strides stay so: they are broadcast once more.
+    all weights contiguous, those with other strides remain contiguous: they are broadcast once more.
     """
     params = [param for param in engine.module.parameters() if not (param.dim() and param.is_contiguous())]
     tensors = [(param, param.data) for param in params]
@@ -353,19 +353,23 @@ def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **
 
 
 def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
-    """Bind to the wrapper, and tell the optimizer all that it needs of the engine."""
+    """Bind to the wrapper, and give the optimizer what it needs to know of the engine."""
+    # 1. the step sets and their plans
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
+    # 2. what the ranks have to know of each other
     # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.
     (frozen,) = ranks.all_reduce([optimizer.has_frozen], "max", purpose="comparison of what is frozen")
     optimizer.frozen_on_some_rank = bool(frozen)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)
+    # 3. who ends a step, and who measures its norm: the wrapper, where there is one
     if engine.optimizer is not optimizer:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
         optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
+    # 4. what checkpoints need
     optimizer.host = Host(engine, tensor_slices(engine, optimizer.routed.by_id), view_of)
     with raise_on_all_ranks(ranks=ranks):
         _require_consolidated(engine, optimizer.config)

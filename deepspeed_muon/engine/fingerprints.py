@@ -2,7 +2,7 @@
 
 ``fingerprints.json`` has the digest of every function of DeepSpeed that this package replaces, calls or relies on, for
 each tested release; ``scripts/fingerprints.py`` writes it. A new release that keeps names and parameters, and changes
-what a function does, would otherwise be noticed by nobody.
+what a function does, would otherwise go unnoticed.
 
 Python's own representations of a function (bytecode, syntax tree) differ between its versions, and text between
 formatters. So the digest is that of the tokens, without comments, docstrings and line breaks.

@@ -139,8 +139,8 @@ ENGINE_HOOKS = (
     # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
     Hook((Zero3View,), "_get_norm_groups", step.norm_groups),
     Hook((Zero12View,), "scaled_global_norm", step.global_norm),
-    # Nobody would sample a whole step, bound the wait for other ranks, refuse weights that no step of their
-    # variant can move, or write AdamW's rate to the monitor.
+    # Samples of a step would not have all of it, the wait for other ranks would have no bound, weights that no step of
+    # their variant can move would be trained, and AdamW's rate would not be in the monitor.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
     # At ZeRO 0 in fp32 a parameter that is unfrozen later would get a gradient and no update. If the ranks unfroze
     # different ones, DeepSpeed's all-reduce would wait forever.
@@ -162,7 +162,7 @@ ENGINE_HOOKS = (
     Hook((Zero3View,), "checkpoint_event_epilogue", offload.wait_for_copies, _SWAPS),
     # DeepSpeed's loader knows Adam's state only, and reads parameters by a mapping that can be wrong.
     Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
-    # consolidate_on_save would write nothing, and nobody could tell the files of two saves of one step apart.
+    # consolidate_on_save would write nothing, and the files of two saves of one step would look alike.
     Hook(DeepSpeedEngine, "save_checkpoint", checkpointing.save_checkpoint),
     # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other
     # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.

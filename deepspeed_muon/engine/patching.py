@@ -71,7 +71,7 @@ class Workaround:
         first: The first supported release that has the defect.
         last: The last release that was seen to have it.
         fixed: Whether the release after :attr:`last` was seen to be right. Otherwise later releases count as having the
-            defect until somebody has looked.
+            defect until they have been tested.
         test: Fails under :attr:`last` without the workaround.
         hooks: What is replaced for this workaround alone. A method that is replaced for several reasons asks
             :attr:`is_needed` in its one replacement.

@@ -1,10 +1,11 @@
 """The param groups as DeepSpeed's wrapper needs them: divided once more right before it is made.
 
-A client makes its optimizer before ``deepspeed.initialize``, so its groups may not fit any more: parameters were frozen
-or unfrozen, the model tells more than the client did, AutoTP and AutoEP replaced parameters. ZeRO 1 and 2 flatten each
-group into one buffer, which fails without parameters and widens the smaller dtype among several.
+A client makes its optimizer before ``deepspeed.initialize``, so its groups may no longer fit: parameters were frozen or
+unfrozen since, the engine's model leads to other routes than the names that the client passed, or AutoTP and AutoEP
+replaced parameters. ZeRO 1 and 2 flatten each group into one buffer, which fails for an empty group and converts all
+parameters to the widest dtype in it.
 
-Schedulers that the client made hold one number for each group, by position. They follow the groups.
+Schedulers that the client made have one number for each group, by position. They are reordered with the groups.
 """
 
 from __future__ import annotations

@@ -86,16 +86,26 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     optimizer.host.step_thread = threading.get_ident()
     optimizer.refuse_zero_weights(lambda: view_of(engine.optimizer).swapped_weights())
     optimizer.warn_of_equal_rates()
-    number = engine.global_steps + 1
-    with optimizer.recorder.step(number, ranks=optimizer.ranks), contextlib.ExitStack() as waiting:
+    number, recorder = engine.global_steps + 1, optimizer.recorder
+    skipped_before = engine.skipped_steps
+    with (
+        recorder.step(number, ranks=optimizer.ranks, facts=optimizer.run_facts),
+        contextlib.ExitStack() as waiting,
+    ):
         for group in optimizer.bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: at stages 1 and 2 it gathers the weights.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)
+        recorder.record_outcome(
+            lr=optimizer.muon_lr,
+            skipped=engine.skipped_steps > skipped_before,
+            norm=engine.get_global_grad_norm(),
+            clipping=engine.gradient_clipping(),
+        )
     if engine.monitor.enabled:
         current = rates(optimizer).items()
         events = [(f"Train/Samples/{key}", rate, engine.global_samples) for key, rate in current]
-        if optimizer.recorder.due(number):
+        if recorder.due(number):
             events += monitor_events(optimizer.health(), engine.global_samples)
         engine.monitor.write_events(events)
     return result

@@ -6,9 +6,9 @@ the concatenated shards are the same matrix with its rows in another order. But 
 Where the sub-parameters of a fused matrix are blocks that are orthogonalised by themselves, the layer must say whether
 each of them is sharded: see :attr:`Sharding.sub_params`.
 
-Layers say it by one of two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and describes
-their weights in an attribute. Megatron-style models set ``tensor_model_parallel`` and ``partition_dim`` on parameters
-and pass DeepSpeed an ``mpu`` object.
+Layers describe that by one of two conventions. AutoTP (``tensor_parallel.autotp_size``) replaces linear layers and
+describes the shards in an attribute of their weights. Megatron-style models set ``tensor_model_parallel`` and
+``partition_dim`` on parameters and pass DeepSpeed an ``mpu`` object.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Sharding:
         dim: The sharded dimension, as the layer gives it.
         sub_params: Length along ``dim`` of each fused sub-parameter (query, key, value), each of which is sharded over
             all ranks, or their number if they are equal; ``None`` if the layer does not say.
-        shape: Of the full tensor, from AutoTP's record; empty without one.
+        shape: The shape of the full tensor, from AutoTP's record; empty without one.
         widths: For each sub-parameter the lengths of all ranks' shards, if the record has them.
-        is_legible: Whether the record tells which elements a rank has.
+        is_legible: Whether the record says which elements a rank has.
     """
 
     dim: int
@@ -60,10 +60,10 @@ class Sharding:
         """Return, for each sub-parameter, the lengths of its shards on all ranks.
 
         Args:
-            lengths: Of the ranks' shards of the full tensor along :attr:`dim`.
+            lengths: The lengths of the ranks' shards of the full tensor along :attr:`dim`.
 
         Raises:
-            ValueError: If the layer does not say it, or the sub-parameters do not divide.
+            ValueError: If the layer does not say that, or the sub-parameters do not divide evenly.
         """
         if not self.is_legible:
             raise ValueError("AutoTP's record of its shards is of an unknown kind")
@@ -107,7 +107,7 @@ class Sharding:
                 sub_params = tuple(map(sum, self.shard_lengths(lengths))) if self.sub_params else ()
             return TensorShards(1 if self.dim else 0, lengths, sub_params)
         # The shape that AutoTP has recorded may have more than two dimensions. As a matrix, the indices before dim
-        # repeat the sub-parameters, and those behind it (but the last) make them longer.
+        # repeat the sub-parameters, and those after it (but the last) make them longer.
         dim = self.dim % len(self.shape)
         widths = self.widths or ((self.shape[dim],),)
         sub_params = ()

@@ -227,10 +227,10 @@ def _slice_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[in
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if id(param) in numbers:
         local_number, count = numbers[id(param)]
-        before, mark, behind = route.name.rpartition(f"deepspeed_experts.{local_number}.")
+        prefix, mark, suffix = route.name.rpartition(f"deepspeed_experts.{local_number}.")
         if not mark:
             raise ValueError("it belongs to an expert whose number its name does not have")
-        return full_slice(f"{before}deepspeed_experts.{rank * count + local_number}.{behind}", route.shape)
+        return full_slice(f"{prefix}deepspeed_experts.{rank * count + local_number}.{suffix}", route.shape)
     stack = getattr(param, _STACK, None)
     if stack is None:
         raise ValueError("it belongs to experts, and nothing says to which of all ranks' experts")

@@ -1,7 +1,7 @@
-"""How an update is scaled and applied: ``adjust_lr_fn``, ``weight_decay_mode``, and AdamW by torch's fused kernels.
+"""Momentum warm-up, the scale of an update (``adjust_lr_fn``), ``weight_decay_mode``, and AdamW by torch's kernels.
 
 ``adjust_lr_fn``: the factor of an orthogonalised update, for a matrix of ``rows x cols``. Beware of "spectral": other
-projects call two different rules by that name.
+projects call two different rules by that name. ``update_scale`` is one more factor, the same for all shapes.
 
 ==================  ===========================  ==================================================
 name                factor                       source
@@ -45,6 +45,16 @@ from torch.optim.adamw import adamw
 WeightDecayMode = Literal["decoupled", "independent", "cautious"]
 
 
+def momentum_in_warmup(momentum: float, *, start: float, steps: int, step: int) -> float:
+    """Return the momentum of a step that rises linearly from ``start`` in step 1 to ``momentum`` in step ``steps + 1``.
+
+    A momentum that is not above ``start`` is returned as it is, and so is every momentum after the warm-up.
+    """
+    if step > steps or momentum <= start:
+        return momentum
+    return start + (momentum - start) * (step - 1) / steps
+
+
 def decay_factor(mode: WeightDecayMode, *, lr: float, weight_decay: float) -> float:
     """Return the factor of a weight before the update is subtracted; ``cautious`` has no common factor."""
     assert mode != "cautious"
@@ -66,9 +76,16 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
 
 AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
 
+WIDTH_EXPONENT: dict[AdjustLrName, float] = {"original": 0.0, "match_rms_adamw": -0.65, "spectral": -0.65}
+"""Muon's best rate follows ``width ** exponent``, as measured; ``unit_rms_norm`` was not.
+
+``benchmarks/rates.py`` makes the fit and its table, ``tests/unit/test_benchmark_rates.py`` compares. The last two rules
+contain the root of the width, which the best rate has to cancel: -0.5 of the exponent.
+"""
+
 
 def shape_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
-    """Return the factor of the update ``lr * factor * orthogonalize(u)``.
+    """Return the factor of the update ``lr * update_scale * factor * orthogonalize(u)``.
 
     Args:
         rule: One of the names in the table above.

@@ -139,7 +139,7 @@ def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> M
     Args:
         direction: ``(blocks, rows, cols)``, the input of the iteration. Not mutated.
         result: The orthogonalised blocks, same shape, before scaling. Not mutated.
-        scale: Factor of the scale rule.
+        scale: Factor of the update before the learning rate.
         band: The singular values that the schedule can produce.
 
     Returns:

@@ -13,28 +13,28 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.monitoring.diagnosis import Finding, diagnose, line
 
 _OURS = "Train_Muon_"
 _STEP = _OURS + "step"
+_RATES = ("muon_lr", "adam_lr")
 _MOST_POINTS = 2000
 
-Level = Literal["good", "look", "bad"]
 Series = list[tuple[int, float]]
 """The values of an event, as (position, value); a position is a step or a number of training samples."""
 
-
-Finding = tuple[Level, str]
-"""A level (``"look"``: worth a look) and a sentence that says why."""
 
 _CHARTS = {
     "Where the step's time goes": ("time_gather", "time_newton_schulz", "time_scatter"),
     "Seconds of the inner step": ("seconds",),
     "Update RMS": ("update_rms",),
+    "Change of the matrices in a step": ("update_over_weight",),
+    "Clipping": ("clip_coefficient", "clip_least", "clipped"),
     "Orthogonality": ("orthogonality_error", "alignment"),
     "Largest singular value": ("sigma_max",),
     "Stable rank": ("stable_rank",),
@@ -61,11 +61,11 @@ def _health(parsed: argparse.Namespace) -> int:
     folder: Path = parsed.run_folder
     page = folder / "health.html"
     results = write_page(folder, page) if parsed.html else findings(read_run(folder))
-    for level, text in results:
+    for level, _, text in results:
         print(f"{level:4}  {text}")
     if parsed.html:
         print(f"Page: {page}")
-    return int(any(level == "bad" for level, _ in results))
+    return int(any(finding.level == "bad" for finding in results))
 
 
 def read_run(folder: Path) -> dict[str, Series]:
@@ -141,44 +141,22 @@ def findings(run: Mapping[str, Series]) -> list[Finding]:
     for name in (_OURS + "redone", _OURS + "failed"):
         if name in last:  # a process that resumed the run counted from 0 again
             last[name] = max(value for _, value in run[name])
-    ours = {name.removeprefix(_OURS): value for name, value in last.items() if name.startswith(_OURS)}
-    return sorted(
-        [*_loss_findings(run), *_health_findings(ours)],
-        key=lambda finding: ("bad", "look", "good").index(finding[0]),
-    )
-
-
-def _health_findings(last: Mapping[str, float]) -> Iterator[Finding]:
-    """Judge the last sample of health, the last value by event name without "Train/Muon/"."""
-    if not last:
-        yield (
-            "look",
+    sample = {name.removeprefix(_OURS): value for name, value in last.items() if name.startswith(_OURS)}
+    results = list(_loss_findings(run))
+    if sample:
+        rates = {key: last[f"Train_Samples_{key}"] for key in _RATES if f"Train_Samples_{key}" in last}
+        results += diagnose({**sample, **rates})
+        if not sample.get("redone") and not sample.get("failed"):
+            results.append(Finding("good", "failed", "Every orthogonalised matrix passed its check."))
+        if text := line(sample):
+            results.append(Finding("good", "line", f"Last sample: {text}."))
+    else:
+        text = (
             "There are no samples of health: the run had fewer steps than `health`, health was off, or another Muon "
-            "ran.",
+            "ran."
         )
-        return
-    redone, failed = last.get("redone", 0), last.get("failed", 0)
-    if failed:
-        yield "bad", f"{failed:.0f} updates were left out because they were wrong in fp32 too."
-    if redone:
-        yield (
-            "look",
-            f"{redone:.0f} updates were recomputed in fp32. If the number grows, set ns_dtype to fp32.",
-        )
-    if not redone and not failed:
-        yield "good", "Every orthogonalised matrix passed its check."
-    if not last.get("alignment", 1.0) > 0:  # also true for NaN
-        yield "bad", "Updates point away from their directions (alignment at or below 0)."
-    exchange = last.get("time_gather", 0.0) + last.get("time_scatter", 0.0)
-    if exchange > last.get("time_newton_schulz", math.inf):
-        yield (
-            "look",
-            f"The exchanges take {exchange:.0%} of the inner step, more than Newton-Schulz: the network, or "
-            f"unbalanced ranks.",
-        )
-    for name in ("wire_error_direction", "wire_error_update"):
-        if (error := last.get(name, 0.0)) > 0.01:
-            yield "look", f"{name} is {error:.3f}: a few elements are much larger than their neighbours."
+        results.append(Finding("look", "no samples", text))
+    return sorted(results, key=lambda finding: ("bad", "look", "good").index(finding.level))
 
 
 def _loss_series(run: Mapping[str, Series]) -> dict[str, Series]:
@@ -189,10 +167,10 @@ def _loss_findings(run: Mapping[str, Series]) -> Iterator[Finding]:
     for name, values in _loss_series(run).items():
         if not all(math.isfinite(value) for _, value in values):
             first = next(position for position, value in values if not math.isfinite(value))
-            yield "bad", f"{name} is not finite from position {first} on."
+            yield Finding("bad", "loss", f"{name} is not finite from position {first} on.")
         elif len(values) > 1:
-            level: Level = "good" if values[-1][1] < values[0][1] else "look"
-            yield level, f"{name} went from {values[0][1]:.4f} to {values[-1][1]:.4f}."
+            text = f"{name} went from {values[0][1]:.4f} to {values[-1][1]:.4f}."
+            yield Finding("good" if values[-1][1] < values[0][1] else "look", "loss", text)
 
 
 def write_page(folder: Path, out: Path) -> list[Finding]:
@@ -210,7 +188,7 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
         name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name
     }
     axis = "step" if _STEP in run else "step or sample"
-    items = (f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, text in results)
+    items = (f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, _, text in results)
     body = ["<ul>", *items, "</ul>"]
     for title, series in charts.items():
         series = {name: _thinned(values) for name, values in series.items() if values}

@@ -7,14 +7,18 @@ fragment or skipped the step. The message size does not depend on the number of 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from deepspeed_muon.logs import announce, logger
+from deepspeed_muon.monitoring.diagnosis import diagnose, line
 from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
 from deepspeed_muon.transport.ranks import Ranks
 
@@ -28,6 +32,43 @@ _MEANS = ("update_rms", "orthogonality_error", "stable_rank", "alignment")
 _PREFIX = "Train/Muon/"
 # The most matrices that a summary lists. A stack of experts appears once for every owner of its blocks.
 _LISTED = 16
+# Entries of a summary that are no events.
+_NO_EVENTS = ("matrices", "findings", "muon_lr", "adam_lr")  # DeepSpeed's monitor has the rates of every step
+# Steps of the process after which the log says what was measured.
+_REPORT_AFTER = 200
+# Outcomes of steps that are remembered until the next sample.
+_MOST_OUTCOMES = 1000
+
+# Facts that the ranks add up, and those of which the largest counts.
+_SUMMED = ("muon_numel", "adamw_numel", "sized", "step_rms", "weight_rms")
+_LARGEST = (
+    *("muon_lr", "adam_lr", "adam_rms", "routers", "adamw_over_weight", "step_seconds"),
+    *("skipped", "clipped", "clip_coefficient", "clip_least"),
+)
+
+
+@dataclass(slots=True)
+class WeightSums:
+    """The fragments of a sampled matrix that its owner has itself, of which it measures the weights.
+
+    Attributes:
+        lr: The rate of the step.
+        inputs: Input features of the layer.
+        relative: Whether the rate is relative to the weights (Hyperball).
+        squares: The sum of the squared elements.
+        numel: The number of elements; 0 if all are on other ranks.
+    """
+
+    lr: float
+    inputs: int
+    relative: bool
+    squares: float = 0.0
+    numel: int = 0
+
+    def step_and_weight(self, update_rms: float) -> tuple[float, float]:
+        """Return the RMS of the step, ``lr`` included, and of the weights; NaN for what is unknown."""
+        weight = math.sqrt(self.squares / self.numel) if self.numel else math.nan
+        return self.lr * (weight if self.relative else update_rms), weight
 
 
 @dataclass(slots=True)
@@ -41,6 +82,9 @@ class Sample:
         failed: Blocks that got no update since the start of the process.
         losses: With int8 communication, for the directions and the updates that this rank sent: the sum of squares of
             the quantisation error, and that of the values.
+        facts: Further numbers by name: what :meth:`deepspeed_muon.optimizer.Muon.run_facts` returns; how the steps
+            since the last sample ended; and the number of sampled matrices, with the sums of the RMS of their steps
+            (``lr`` included) and of their weights.
     """
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -48,6 +92,7 @@ class Sample:
     redone: int = 0
     failed: int = 0
     losses: dict[Exchanged, tuple[float, float]] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
 
 
 class StepRecorder:
@@ -60,6 +105,7 @@ class StepRecorder:
         redone: Blocks that failed the check and passed it when recomputed in fp32. On an accelerator a block that fails
             gets no update, and its results in later steps, which are computed in fp32, count here.
         failed: Blocks that got no update: on a CPU those that failed the check in fp32 too.
+        report_after: The number of this process's steps after which rank 0 logs what was measured.
     """
 
     def __init__(self, *, every: int, check: bool) -> None:
@@ -68,6 +114,7 @@ class StepRecorder:
         self.check = check
         self.redone = 0
         self.failed = 0
+        self.report_after = _REPORT_AFTER
         self._device = torch.device("cpu")
         self._steps = 0
         self._summary: dict[str, Any] = {}
@@ -75,6 +122,13 @@ class StepRecorder:
         self._sampled_matrices: frozenset[int] = frozenset()
         self._sample: Sample | None = None
         self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
+        self._weights: dict[str, WeightSums] = {}
+        # Of each step since the last sample: whether it was skipped, the norm of its gradients, and the clipping norm.
+        self._outcomes: deque[tuple[bool, Any, float]] = deque(maxlen=_MOST_OUTCOMES)
+        self._last_sample: tuple[int, float] | None = None  # step, and time in seconds
+        self._is_rising, self._last_lr, self._peak_lr = False, 0.0, 0.0
+        # Keys of the findings that were logged; None before the first report.
+        self._logged: set[str] | None = None
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
     def reset(self, device: torch.device) -> None:
@@ -97,16 +151,39 @@ class StepRecorder:
         """Return whether step ``number``, counted from 1, is sampled."""
         return self.every > 0 and number % self.every == 0
 
+    def record_outcome(self, *, lr: float, skipped: bool, norm: Any = None, clipping: float = 0.0) -> None:
+        """Record how a step ended, before :meth:`step` ends.
+
+        Args:
+            lr: Muon's rate; 0 without matrices.
+            skipped: Whether it was skipped.
+            norm: The norm of the gradients, a number or a tensor, which is read in the next sampled step; ``None`` if
+                it is unknown.
+            clipping: The norm to which the gradients are clipped; 0 for no clipping.
+        """
+        self._is_rising, self._last_lr, self._peak_lr = lr > self._last_lr, lr, max(self._peak_lr, lr)
+        if self.every:
+            self._outcomes.append((skipped, norm, clipping))
+
     @contextmanager
-    def step(self, number: int | None = None, *, ranks: Ranks | None = None) -> Iterator[Sample | None]:
+    def step(
+        self,
+        number: int | None = None,
+        *,
+        ranks: Ranks | None = None,
+        facts: Callable[[], Mapping[str, float]] = dict,
+    ) -> Iterator[Sample | None]:
         """Record one optimizer step; in a sampled step yield its sample (else ``None``), and summarise it at the end.
 
         Args:
             number: The number of the step, from 1 and equal on all ranks; ``None`` counts calls.
             ranks: The ranks to summarise over, all of which must call this; ``None`` for this rank alone.
+            facts: Returns what the optimizer knows of the step.
         """
         self._steps += 1
         number = self._steps if number is None else number
+        if self._last_sample is None:
+            self._last_sample = (number, time.perf_counter())
         if not self.due(number):
             yield None
             return
@@ -124,11 +201,81 @@ class StepRecorder:
                 sample.seconds[name] = sample.seconds.get(name, 0.0) + start.elapsed_time(end) / 1000.0
             sample.matrices = {name: combine(sums) for name, sums in self._sums_by_name.items()}
             sample.redone, sample.failed = self.redone, self.failed
+            sample.facts = {**facts(), **self._read_outcomes()}
+            self._add_sizes(sample)
+            (before, then), now = self._last_sample, time.perf_counter()
+            if number > before:
+                sample.facts["step_seconds"] = (now - then) / (number - before)
+            self._last_sample = (number, now)
         finally:
             self._sample = None
             self._sums_by_name.clear()
+            self._weights.clear()
             self._spans.clear()
-        self._summary = {"step": number, **summarize(sample, ranks or Ranks())}
+        ranks = ranks or Ranks()
+        self._summary = {"step": number, **summarize(sample, ranks)}
+        if self._steps >= self.report_after and ranks.position == 0:
+            self._log()
+
+    def _add_sizes(self, sample: Sample) -> None:
+        """Add the sizes of weights and steps to the sample; in its facts they are those at the highest rate.
+
+        In a warm-up, and at the end of a schedule, every step would look too small.
+        """
+        facts, lr = sample.facts, sample.facts.get("muon_lr", 0.0)
+        if lr <= 0:
+            return
+        # While the rate rises, it is expected to reach the configured one.
+        peak = max(self._peak_lr, facts["configured_lr"]) if self._is_rising else self._peak_lr
+        to_peak = peak / lr
+        facts |= {key: facts[key] * to_peak for key in ("adam_rms", "adamw_over_weight") if key in facts}
+        sizes = []
+        for name, measured in sample.matrices.items():
+            if (weights := self._weights.get(name)) is None:
+                continue
+            step, weight = weights.step_and_weight(measured["update_rms"])
+            if weight > 0:
+                measured["weight_rms"], measured["update_over_weight"] = weight, step / weight
+            if not weights.relative:
+                # A rate that is far too high lets the weights grow until the ratio looks normal. So they count no more
+                # than at the usual initialisation, whose standard deviation is 1 / sqrt(inputs).
+                weight = min(weight if weight > 0 else math.inf, weights.inputs**-0.5)
+            if math.isfinite(step) and 0 < weight < math.inf:
+                sizes.append((step * to_peak, weight))
+        facts["sized"] = len(sizes)
+        facts["step_rms"] = math.fsum(step for step, _ in sizes)
+        facts["weight_rms"] = math.fsum(weight for _, weight in sizes)
+
+    def _read_outcomes(self) -> dict[str, float]:
+        """Return what happened in the steps since the last sample, and forget it."""
+        outcomes, clipped = list(self._outcomes), []
+        self._outcomes.clear()
+        if not outcomes:
+            return {}
+        for skipped, norm, clipping in outcomes:
+            if not skipped and norm is not None and clipping > 0:
+                clipped.append(min(1.0, clipping / (float(norm) + 1e-6)))
+        result = {"skipped": sum(skipped for skipped, *_ in outcomes) / len(outcomes)}
+        if clipped:
+            result["clipped"] = sum(coefficient < 1 for coefficient in clipped) / len(clipped)
+            result["clip_coefficient"] = statistics.median(clipped)
+            result["clip_least"] = min(clipped)
+        return result
+
+    def _log(self) -> None:
+        """Log the quantities of the run once, and each finding once."""
+        if self._logged is None:
+            self._logged = set()
+            text = "deepspeed_muon: after %d steps: %s"
+            announce(text, self._steps, line(self._summary), on_any_rank=True)
+        for level, key, sentence in diagnose(self._summary):
+            if key not in self._logged:
+                self._logged.add(key)
+                text = f'deepspeed_muon: {sentence} See docs/health.md, "{key}"'
+                if level == "bad":
+                    logger.warning("%s", text)
+                else:
+                    announce("%s", text, on_any_rank=True)
 
     def summary(self) -> dict[str, Any]:
         """Return the last sample's summary, or this rank's counters before the first sample."""
@@ -141,6 +288,13 @@ class StepRecorder:
     def keep(self, name: str, sums: MeasuredBlocks) -> None:
         """Record the sums over some blocks of a matrix."""
         self._sums_by_name.setdefault(name, []).append(sums)
+
+    def keep_weights(self, name: str, weights: WeightSums) -> None:
+        """Record rate and weights of some blocks of a matrix that this rank owns."""
+        sums = self._weights.setdefault(name, weights)
+        if sums is not weights:
+            sums.squares += weights.squares
+            sums.numel += weights.numel
 
     def keep_loss(self, kind: Exchanged, sent: torch.Tensor, received: torch.Tensor) -> None:
         """Record the quantisation error of values that this rank sends; only in a sampled step.
@@ -184,8 +338,9 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         ``redone`` and ``failed``, summed over ranks; means over the sampled matrices and the largest ``sigma_max``;
         ``time_<phase>``, the mean over ranks of the phase's fraction of the inner step; ``seconds``, the inner step of
         the slowest rank; ``wire_error_direction`` and ``wire_error_update``, the relative quantisation error of all
-        sent values; and ``matrices``, the measurements of at most 16 matrices by name. Keys without a measurement are
-        absent.
+        sent values; the other quantities of :data:`~deepspeed_muon.monitoring.diagnosis.QUANTITIES`; ``matrices``, the
+        measurements of at most 16 matrices by name; and ``findings``, what is out of its range, by key. Keys without a
+        measurement are absent.
     """
     purpose = "summary of health"
     # Sampling itself is excluded from the time of the step.
@@ -201,26 +356,44 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     }
     for kind in _EXCHANGED:
         local[f"lost {kind}"], local[f"total {kind}"] = sample.losses.get(kind, (0.0, 0.0))
+    local |= {key: sample.facts.get(key, 0.0) for key in _SUMMED}
     sums = dict(zip(local, ranks.all_reduce(list(local.values()), "sum", purpose=purpose), strict=True))
     sigma = max((health["sigma_max"] for health in measured), default=0.0)
-    seconds, sigma = ranks.all_reduce([total, sigma], "max", purpose=purpose)
+    # Negative: no rank has it.
+    largest = {"seconds": total, "sigma_max": sigma, **{key: sample.facts.get(key, -1.0) for key in _LARGEST}}
+    largest = dict(
+        zip(largest, ranks.all_reduce(list(largest.values()), "max", purpose=purpose), strict=True)
+    )
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
         summary |= {key: sums[key] / count for key in _MEANS}
-        summary["sigma_max"] = sigma
+        summary["sigma_max"] = largest["sigma_max"]
     if running := sums["running"]:
         summary |= {f"time_{phase}": sums[phase] / running for phase in _PHASES}
-        summary["seconds"] = seconds
+        summary["seconds"] = largest["seconds"]
+        if (seconds := largest["step_seconds"]) > 0:
+            summary["time_optimizer"] = min(1.0, largest["seconds"] / seconds)
     for kind in _EXCHANGED:
         if lost := sums[f"lost {kind}"]:
             summary[f"wire_error_{kind}"] = math.sqrt(lost / sums[f"total {kind}"])
+    shown = [key for key in _LARGEST if key not in ("adam_rms", "step_seconds")]
+    summary |= {key: largest[key] for key in shown if largest[key] >= 0}
+    if numel := sums["muon_numel"] + sums["adamw_numel"]:
+        summary["adamw_share"] = sums["adamw_numel"] / numel
+    if count := sums["sized"]:
+        summary["update_over_weight"] = sums["step_rms"] / sums["weight_rms"]
+        if (adam_rms := largest["adam_rms"]) > 0:
+            summary["update_over_adamw"] = sums["step_rms"] / count / adam_rms
     matrices: dict[str, dict[str, float]] = {}
     for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, purpose=purpose):
         # Different expert-parallel ranks can have different matrices of one name.
         matrices[name if name not in matrices else f"{name} (rank {rank})"] = health
-    return {**summary, "matrices": matrices}
+    findings = {finding.key: finding.text for finding in diagnose(summary)}
+    return {**summary, "matrices": matrices, "findings": findings}
 
 
 def monitor_events(summary: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:
     """Return a summary as events of DeepSpeed's monitor: (name, value, training samples consumed)."""
-    return [(_PREFIX + name, float(value), samples) for name, value in summary.items() if name != "matrices"]
+    return [
+        (_PREFIX + name, float(value), samples) for name, value in summary.items() if name not in _NO_EVENTS
+    ]

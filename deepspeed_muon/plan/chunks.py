@@ -146,7 +146,7 @@ class BufferPlan:
         peers: The ranks with which this rank exchanges elements of the buffer, ascending; itself among them.
         counts: Elements of the buffer for each of ``peers``.
         numel: Elements of the buffer.
-        remote_numel: Those of them that other ranks send or receive.
+        remote_numel: Elements of the buffer that other ranks send or receive.
     """
 
     segments: tuple[tuple[int, Segment], ...]
@@ -168,7 +168,7 @@ class Chunk:
 
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
-        owned: Those that this rank owns.
+        owned: The matrices of the chunk that this rank owns.
         send_buffer: Fragments that this rank holds. Gather sends them to the receive buffers, scatter is the reverse.
         receive_buffer: All fragments of the matrices that this rank owns.
         gathers: Whether any rank sends anything in gather.
@@ -258,7 +258,7 @@ def build_exchange_plan(
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix is sent without others of its owner. Chunks are smaller where this bound would make only a few.
         wire: How a fragment is stored in a buffer.
-        row_numel: Elements of a buffer that the state of one row takes, behind the update of a replicated matrix.
+        row_numel: Elements of a buffer that the state of one row takes, after the update of a replicated matrix.
     """
     placements = [matrix.placement for matrix in matrices]
     row_state = [row_numel * matrix.output_count if matrix.replicated else 0 for matrix in matrices]
@@ -280,7 +280,7 @@ def divide_into_chunks(
     """Divide the matrices into chunks, those that are never sent first.
 
     Every owner fills its share of a chunk up to ``bound`` elements, largest matrices first, so that the owners' shares
-    cost about the same. A bound on whole chunks would let most ranks wait in a large model: a chunk would hold few
+    cost about the same. A bound on all of a chunk would let most ranks wait in a large model: a chunk would hold few
     matrices, and few ranks would own any of them.
 
     Replicated matrices have chunks of their own, because only their updates are sent. Every rank receives each update
@@ -334,7 +334,7 @@ def build_chunk(
     """Plan one chunk for one rank.
 
     Args:
-        placements: Of each matrix of the plan.
+        placements: The placement of each matrix of the plan.
         owners: The owner of each matrix.
         indices: The matrices of the chunk, ascending; all replicated, or none.
         rank: The rank.
@@ -380,7 +380,7 @@ def _by_owner(
         if (fragment := placements[index].fragment_on(rank)) is not None:
             numel = wire.buffer_numel(fragment.numel)
             segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset, numel)))
-            numel += row_state[index]  # behind the update, see OwnedRows.send
+            numel += row_state[index]  # after the update, see OwnedRows.send
             counts[owners[index]] = counts.get(owners[index], 0) + numel
             offset += numel
     remote_numel = offset - counts.get(rank, 0)

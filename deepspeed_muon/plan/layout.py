@@ -21,7 +21,7 @@ class TensorShards:
             if every rank of the group holds a replica.
         sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for replicas.
         fused: Lengths along ``dim`` of the fused matrices (query, key and value), each of which is sharded over all
-            ranks; one length if there is one matrix, empty if nothing says it.
+            ranks; one length if there is one matrix, empty if that is unknown.
         complete: For a matrix that is orthogonalised in blocks, whether each block of the shard is a complete block of
             the matrix and not one rank's shard of it; empty for any other matrix.
     """
@@ -121,7 +121,7 @@ class MatrixLayout:
     def output_count(self) -> int:
         """The number of outputs of the layer, over all blocks: a variant stores one number for each of them.
 
-        They are numbered row by row: of ``(r, c)`` blocks beside each other the first row of each, then the second one.
+        They are numbered row by row: where blocks are side by side, the first row of each block, then the second one.
         Those of a transposed matrix are its columns, and are numbered block row by block row.
         """
         row_blocks, col_blocks = self.grid

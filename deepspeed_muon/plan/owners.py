@@ -150,7 +150,7 @@ def assign_owners(
 
     Args:
         costs: Floating-point operations of each matrix.
-        placements: Of each matrix; ``None`` if any rank may own it at equal cost.
+        placements: The placement of each matrix; ``None`` if any rank may own it at equal cost.
         load: What each rank has to do already. Mutated: the new matrices are added.
     """
     # 1. matrices that are complete on a rank remain there
@@ -214,7 +214,8 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
 
     Args:
         cost: Operations of each matrix.
-        placements: Of each matrix, in the order of the ranks. A rank that takes two finishes the second one later.
+        placements: The placement of each matrix, in the order of the ranks. A rank that takes two finishes the second
+            one later.
         load: Operations that each rank already has.
     """
     # For either owner of the last matrix the best choice so far: the sum of the times, that owner, the choice before. A
@@ -261,7 +262,7 @@ def split_blocks(
     Args:
         blocks: Blocks in the stack.
         numel: Elements of a block.
-        placement: Of the stack.
+        placement: The placement of the stack.
         cost: Operations of orthogonalising a block.
         limit: The most operations of a slice of several blocks of which no rank holds all elements.
         divisor: As for :func:`assign`.

@@ -97,7 +97,7 @@ class Placement:
         """The ranks that hold elements."""
         if self.copies:
             return range(self.copies)
-        further = self.numel - self.head
+        further = self.numel - self.head  # elements after the head, body by body on the following ranks
         return range(self.first, self.first + 1 + (-(-further // self.body) if further else 0))
 
     @property
@@ -126,6 +126,7 @@ class Placement:
             return Fragment(rank, 0, self.head_offset, self.numel) if rank < self.copies else None
         if rank == self.first:
             return Fragment(rank, 0, self.head_offset, self.head)
+        # The offset is the same on all further ranks: 0 at ZeRO 1 and 2, that of the shard at ZeRO 3.
         start = self.head + (rank - self.first - 1) * self.body
         if rank < self.first or start >= self.numel:
             return None
@@ -211,10 +212,10 @@ class TensorSlice:
     """A rank's tensor, as ranges along one dimension of the full tensor.
 
     Attributes:
-        name: Of the full tensor, equal on all ranks.
-        shape: Of the full tensor.
+        name: The name of the full tensor, equal on all ranks.
+        shape: The shape of the full tensor.
         dim: The dimension along which it is sliced.
-        ranges: First index and the one behind the last of each range, ascending, as the rank's tensor has them.
+        ranges: First and last index plus one of each range, ascending, in the order of the rank's tensor.
     """
 
     name: str
@@ -303,7 +304,10 @@ def row_ranges(start: int, stop: int, width: int) -> list[tuple[int, int, int, i
 
     Each is given by its first row, the number of rows, its first column, and the column after its last one.
     """
-    first, last = -(-start // width), stop // width  # the first full row, and the one behind the last
+    first, last = (
+        -(-start // width),
+        stop // width,
+    )  # the first full row, and the first one after the full rows
     if first > last:  # all inside one row
         return [(last, 1, start % width, stop % width)]
     ranges = [(first - 1, 1, start % width, width)] if start < first * width else []

@@ -6,7 +6,7 @@ expert-parallel groups. The new groups have the settings of the caller's group, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_muon.config.settings import (
+    DEFAULT_ADAM_LR,
     DEFAULT_MUON_LR,
     GROUP_KEYS,
     GroupSettings,
@@ -24,12 +25,13 @@ from deepspeed_muon.config.values import TORCH_OPTIONS
 from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
+from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
-from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
+from deepspeed_muon.routing.route import Algorithm, Route, model_width, order_of_matrices
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.routing.shapes import true_shape
+from deepspeed_muon.variants import VARIANTS
 
 ParamsInput = nn.Module | Iterable[Tensor | tuple[str, Tensor] | GroupSettings]
 
@@ -256,20 +258,89 @@ class EqualRates:
                 return
 
 
-def warn_of_adamw_rate(config: MuonConfig, groups: Sequence[GroupSettings]) -> None:
-    """Warn if ``lr`` is one of AdamW's, and Muon's groups train with it under a scale that needs a larger one."""
-    if config.muon_lr is not None or config.adjust_lr_fn != "original" or config.lr is None:
-        return
-    if 0 < config.lr < SMALL_MUON_LR and any(
-        group["algorithm"] == "muon" and float(group["lr"]) == config.lr for group in groups
-    ):
-        warn(
-            "deepspeed_muon: the matrices train with lr %g under adjust_lr_fn 'original', where %g is usual, so their "
-            "updates are far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn to "
-            "'match_rms_adamw'; else set muon_lr",
-            config.lr,
-            DEFAULT_MUON_LR,
+def rate_warning(config: MuonConfig, rates: Mapping[str, Collection[float]]) -> str | None:
+    """Return a warning of a rate that nobody chose, or that was chosen for the other algorithm.
+
+    Args:
+        config: The settings.
+        rates: The rates of the param groups, by algorithm. A group may have a rate of its own.
+    """
+    muon_rates, adam_rates = rates.get("muon", ()), rates.get("adamw", ())
+    lr, rule = config.lr, _rule(config)
+    # 1. One algorithm's rate is set, and the other trains at a default.
+    if lr is None and config.adam_lr is None and config.muon_lr is not None and DEFAULT_ADAM_LR in adam_rates:
+        return (
+            f"muon_lr is set alone, so AdamW trains embeddings, heads and vectors at its default, {DEFAULT_ADAM_LR:g}: "
+            f"set adam_lr, to the rate of your AdamW run if there was one"
         )
+    if lr is None and config.muon_lr is None and config.adam_lr is not None and DEFAULT_MUON_LR in muon_rates:
+        return (
+            f"adam_lr is set alone, so Muon trains the matrices at its default, {DEFAULT_MUON_LR:g}, under {rule}: set "
+            f"muon_lr"
+        )
+    # 2. One rate is set for both, under a rule other than the one that makes it serve both.
+    if config.muon_lr is not None or config.adam_lr is not None or not lr or lr not in muon_rates:
+        return None
+    # Updates over AdamW's usual ones at the same rate, 0.2; the rules without an entry depend on the shape.
+    ratio = {"match_rms_adamw": 1.0, "spectral": 5.0}.get(config.adjust_lr_fn, 0.0) * config.update_scale
+    if "adjust_lr_fn" in rule and 0.5 <= ratio <= 2.0:
+        return None
+    if "adjust_lr_fn" in rule and ratio:
+        return (
+            f"the matrices train with lr {lr:g} under {rule}, which makes their updates {ratio:g} times as large as "
+            f"AdamW's usually are at that rate: set adjust_lr_fn to 'match_rms_adamw' without update_scale; else set "
+            f"muon_lr ({lr / ratio:g} for the size of AdamW's)"
+        )
+    if "adjust_lr_fn" in rule and lr * config.update_scale < SMALL_MUON_LR:
+        return (
+            f"the matrices train with lr {lr:g} under {rule}, where {DEFAULT_MUON_LR:g} is usual, so their updates are "
+            f"far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn to 'match_rms_adamw'; else set "
+            f"muon_lr"
+        )
+    if lr in adam_rates:
+        return (
+            f"Muon trains the matrices and AdamW embeddings, heads and vectors with one lr, {lr:g}; under {rule} one "
+            f"rate does not serve both: set muon_lr and adam_lr (defaults {DEFAULT_MUON_LR:g} and {DEFAULT_ADAM_LR:g})"
+        )
+    return None
+
+
+def warn_of_rates(config: MuonConfig, groups: Sequence[GroupSettings], routes: Sequence[Route]) -> None:
+    """Warn of rates that nobody chose, and of one that was tuned on a narrower model than this one."""
+    rates: dict[str, set[float]] = {}
+    for group in groups:
+        rates.setdefault(group["algorithm"], set()).add(float(group["lr"]))
+    if (sentence := rate_warning(config, rates)) is not None:
+        warn("deepspeed_muon: %s", sentence)
+    width, exponent = model_width(routes), width_exponent(config)
+    if exponent and config.tuned_width is not None and width > config.tuned_width:
+        rate = config.muon_defaults()["lr"]
+        warn(
+            "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the best "
+            "rate fell with width^%g where it was measured: set muon_lr to %.3g (it is %g) and tuned_width to %d, or "
+            "tune once with adjust_lr_fn 'original', whose rate holds over widths (docs/rates.md)",
+            config.tuned_width,
+            width,
+            _rule(config),
+            exponent,
+            rate * (width / config.tuned_width) ** exponent,
+            rate,
+            width,
+        )
+
+
+def width_exponent(config: MuonConfig) -> float | None:
+    """Return the exponent with which Muon's best rate follows the width; ``None`` where it was not measured."""
+    relative = VARIANTS[config.variant].apply is not None
+    return None if relative else WIDTH_EXPONENT.get(config.adjust_lr_fn)
+
+
+def _rule(config: MuonConfig) -> str:
+    """Return the settings that decide the size of Muon's updates."""
+    if VARIANTS[config.variant].apply is not None:
+        return f"variant {config.variant!r}"
+    factor = "" if config.update_scale == 1.0 else f" and update_scale {config.update_scale:g}"
+    return f"adjust_lr_fn {config.adjust_lr_fn!r}{factor}"
 
 
 def order_for_partitions(

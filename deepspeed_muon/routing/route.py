@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,6 +56,8 @@ class Route:
             decides. ``False`` where the route rests on a guess; :attr:`reason` says on which.
         stack: The number of matrices that are concatenated along the rows of a 2-dimensional weight of the kind
             ``experts``; 0 for any other weight.
+        overridden: The rule that would give it to the other algorithm without the settings of the caller; ``None``
+            where the settings change nothing.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Route:
     shards: TensorShards | None = None
     certain: bool = True
     stack: int = 0
+    overridden: Rule | None = None
 
     @property
     def numel(self) -> int:
@@ -165,6 +169,18 @@ def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
         entry["tensors"] += 1
         entry["elements"] += route.numel
     return totals
+
+
+def model_width(routes: Sequence[Route]) -> int:
+    """Return the number of rows or columns that most of Muon's matrices have: a transformer's hidden size.
+
+    It is the larger of two that are equally frequent, and 0 without matrices.
+    """
+    matrices_with: Counter[int] = Counter()
+    for route in routes:
+        if route.algorithm == "muon":
+            matrices_with.update({size for _, *shape in route.kinds_of_blocks() for size in shape})
+    return max(matrices_with, key=lambda size: (matrices_with[size], size), default=0)
 
 
 def rows_of(routes: Sequence[Route], *, per_parameter: bool = False) -> list[dict[str, Any]]:

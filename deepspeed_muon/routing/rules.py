@@ -36,6 +36,7 @@ from deepspeed_muon.routing.shapes import (
 _FILTERS = ("convolution", "grouped convolution", "transposed convolution")
 # The user is warned of matrices with at least this many elements that AdamW updates because of a guess.
 _LARGE = 65_536
+_DEFAULTS = MuonConfig()
 _TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -65,7 +66,7 @@ def route_parameters(
         RoutingError: If a pattern matches nothing, a parameter for Muon is not a matrix, a weight does not divide as
             the settings say, a parameter cannot be trained, or no attention heads were found.
     """
-    config = config or MuonConfig()
+    config = config or _DEFAULTS
     for member in parameters:
         _refuse_untrainable(member)
     if any(member.layer is None for member in parameters):
@@ -206,8 +207,20 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
     )
     kind = _matrix_kind(member, shape, is_set_to_muon=is_set_to_muon)
     algorithm, claim = _decide(member, kind, config, explicit)
+    overridden: Rule | None = None
+    if claim.rule in ("group", "include", "exclude"):
+        usual_algorithm, usual_claim = _decide(member, kind, _DEFAULTS, {})
+        overridden = usual_claim.rule if usual_algorithm != algorithm else None
     if algorithm != "muon":
-        return Route(member.name, shape, algorithm, claim.reason, rule=claim.rule, certain=claim.certain)
+        return Route(
+            member.name,
+            shape,
+            algorithm,
+            claim.reason,
+            rule=claim.rule,
+            certain=claim.certain,
+            overridden=overridden,
+        )
     if kind is None:
         raise RoutingError(_no_matrix_message(member, shape, claim.reason))
     # 2. How is it stored?
@@ -249,6 +262,7 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
         shards,
         claim.certain,
         stack,
+        overridden,
     )
 
 

@@ -4,8 +4,8 @@
    of each block.
 2. One all-reduce adds up the three sums of the blocks that data-parallel ranks share. With tensor parallelism, a second
    one adds up those of the matrices that its ranks shard or copy.
-3. From the sums of each block the variant computes two factors ``a`` and ``b``, equal on all ranks, and a second pass
-   over the fragments sets ``W`` to ``a W + b X``.
+3. From the sums of each block the variant computes two rates, equal on all ranks.
+4. The flat pass of all variants decays the weights and adds the updates by these rates, which it reads on the device.
 
 None of these steps makes the host wait for the device. Blocks without a norm are refused before the first step
 (:meth:`BlockSums.zero_matrices`).
@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.ops.torch_operators import to_device
 from deepspeed_muon.plan.chunks import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import row_ranges
-from deepspeed_muon.step.tables import Step
+from deepspeed_muon.step.tables import COLUMNS, Step
 from deepspeed_muon.transport.all_to_all import StepContext
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import Apply
@@ -32,12 +33,12 @@ from deepspeed_muon.variants.variant import Apply
 _CPU_STACK_NUMEL, _GPU_STACK_NUMEL = 1 << 22, 1 << 24
 """Elements in a stack of rectangles, at most; stacking copies them, a rectangle with more elements is not copied.
 
-Each stack takes some 25 launches on a GPU.
+Each stack takes nine launches on a GPU.
 """
 
 
 class _Rectangles(NamedTuple):
-    """Rectangles of one shape whose sums and updates are computed in one call.
+    """Rectangles of one shape whose sums are computed in one call.
 
     A contiguous fragment of a matrix consists of at most three rectangles in each block: the end of its first row, full
     rows, and the start of its last row.
@@ -47,25 +48,21 @@ class _Rectangles(NamedTuple):
         stride: Elements from one row to the next.
         in_weights: Index of the flat weights, and the offset of the first element in them, for each rectangle.
         in_updates: The same for the updates.
-        blocks: Index of the block of each rectangle, ``(rectangles,)`` int64 on the device of the weights.
+        blocks: Index of the block of each rectangle.
     """
 
     shape: tuple[int, int]
     stride: int
     in_weights: tuple[tuple[int, int], ...]
     in_updates: tuple[tuple[int, int], ...]
-    blocks: Tensor
-
-    def views(self, flat: Sequence[Tensor], offsets: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return a view ``(rows, cols)`` of each rectangle."""
-        return [
-            flat[index].as_strided(self.shape, (self.stride, 1), flat[index].storage_offset() + start)
-            for index, start in offsets
-        ]
+    blocks: tuple[int, ...]
 
     def stacked(self, flat: Sequence[Tensor], offsets: Sequence[tuple[int, int]]) -> Tensor:
         """Return the rectangles stacked, ``(rectangles, rows, cols)`` in fp32 or float64; read-only."""
-        views = self.views(flat, offsets)
+        views = [
+            flat[index].as_strided(self.shape, (self.stride, 1), flat[index].storage_offset() + start)
+            for index, start in offsets
+        ]
         stack = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
         return stack.to(torch.promote_types(stack.dtype, torch.float32))
 
@@ -94,10 +91,22 @@ class BlockSums:
         counts = [1 if matrix.is_sharded else len(matrix.block_shapes) for matrix in matrices]
         self._first_block = dict(zip(indices, accumulate(counts, initial=0), strict=False))
         self._rectangles = [*self._equal_rectangles(plan, table.tolist(), device)]
+        blocks = [block for group in self._rectangles for block in group.blocks]
+        self._block_of = torch.tensor(blocks, dtype=torch.int64, device=device)  # (rectangles,)
         self._context, self._device = context, device
         self._matrix_of = torch.tensor([*indices], dtype=torch.int64).repeat_interleave(
             torch.tensor(counts)
         )  # (blocks,)
+        # The fragments of the pass, with the index of the block in place of that of the matrix.
+        rows = [
+            (index, start + row * group.stride, source, offset + row * group.stride, group.shape[1], block)
+            for group in self._rectangles
+            for (index, start), (source, offset), block in zip(
+                group.in_weights, group.in_updates, group.blocks, strict=True
+            )
+            for row in range(group.shape[0])
+        ]
+        self._apply_table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
 
         def blocks_where(flags: Sequence[bool]) -> Tensor:
             return torch.tensor(flags).repeat_interleave(torch.tensor(counts)).nonzero().view(-1)
@@ -142,8 +151,9 @@ class BlockSums:
             equal, limit = [*members], max(1, most // (rows * cols))
             for batch in (equal[first : first + limit] for first in range(0, len(equal), limit)):
                 in_weights, in_updates = zip(*(offsets for _, offsets, _ in batch), strict=True)
-                blocks = torch.tensor([block for *_, block in batch], device=device)
-                yield _Rectangles((rows, cols), stride, in_weights, in_updates, blocks)
+                yield _Rectangles(
+                    (rows, cols), stride, in_weights, in_updates, tuple(block for *_, block in batch)
+                )
 
     def zero_matrices(self, flat: Sequence[Tensor]) -> list[int]:
         """Return the matrices with a block of zeros, of those whose sums are complete on this rank.
@@ -154,71 +164,71 @@ class BlockSums:
             flat: The flat weights of each of Muon's partitions, as :attr:`.Step.flat`, on any device.
         """
         flat = [weights.to(self._device) for weights in flat]
-        sums = torch.zeros((len(self._matrix_of), 3), dtype=torch.float64, device=self._device)  # (blocks, 3)
-        for group in self._rectangles:
-            weights = group.stacked(flat, group.in_weights)  # (rectangles, rows, cols)
-            sums[:, 0].index_add_(0, group.blocks, weights.square().sum((1, 2)).double())
-        is_zero = self._reduced(sums.to(self._context.device))[:, 0].cpu() == 0
+        squares = [group.stacked(flat, group.in_weights).square().sum((1, 2)) for group in self._rectangles]
+        is_zero = self._reduced(self._by_block([[values] * 3 for values in squares]))[:, 0].cpu() == 0
         zero_blocks = self._complete[is_zero[self._complete]]
         return sorted({int(index) for index in self._matrix_of[zero_blocks]})
 
-    def apply(self, factors_of: Apply, step: Step, updates: Sequence[Tensor]) -> None:
+    def apply(self, rates_of: Apply, step: Step, updates: Sequence[Tensor]) -> None:
         """Update this rank's fragments of the active matrices.
 
         Must be called by all ranks of the data-parallel and of the tensor-parallel group.
 
         Args:
-            factors_of: The variant's ``apply``.
+            rates_of: The variant's ``apply``.
             step: The step, whose weights are mutated.
             updates: The tensors that the table reads updates from: flat, in the communication dtype, on any device.
         """
         updates = [tensor.to(self._device) for tensor in updates]
         # 1. sum over this rank's fragments
-        sums = torch.zeros((len(self._matrix_of), 3), dtype=torch.float64, device=self._device)  # (blocks, 3)
+        sums = []
         for group in self._rectangles:
             weights = group.stacked(step.flat, group.in_weights)  # (rectangles, rows, cols)
             update = group.stacked(updates, group.in_updates)
             products = (weights * weights, weights * update, update * update)
-            sums.index_add_(0, group.blocks, torch.stack([p.sum((1, 2)) for p in products], 1).double())
+            sums.append([product.sum((1, 2)) for product in products])
         # 2. sum over ranks
-        sums = self._reduced(sums.to(self._context.device))
-        # 3. factors of weights and updates
-        rates = copied(step.rates.apply[self._matrix_of, 0], sums.device)
-        weight_square, product, update_square = sums.unbind(1)  # (blocks,) each
-        factors_by_block = [
-            factor.to(self._device) for factor in factors_of((weight_square, product, update_square), rates)
-        ]
-        is_active = None if step.mask is None else copied(step.mask[self._matrix_of], self._device)
-        # 4. update this rank's fragments
-        for group in self._rectangles:
-            weights = group.stacked(step.flat, group.in_weights)  # (rectangles, rows, cols)
-            update = group.stacked(updates, group.in_updates)
-            shape = (len(group.blocks), 1, 1)  # broadcasts over rows and columns
-            factors = [factor[group.blocks].view(shape).to(weights.dtype) for factor in factors_by_block]
-            new = weights * factors[0] + update * factors[1]
-            if is_active is not None:  # the update of an inactive matrix is uninitialised memory
-                new = torch.where(is_active[group.blocks].view(shape), new, weights)
-            torch._foreach_copy_(group.views(step.flat, group.in_weights), new.unbind())
+        complete = self._reduced(self._by_block(sums))  # (blocks, 3)
+        # 3. rates of the pass
+        weight_square, product, update_square = complete.unbind(1)
+        lr = to_device(step.rates.apply[self._matrix_of, 0], complete.device)
+        rates = torch.stack(rates_of((weight_square, product, update_square), lr), dim=1)  # (blocks, 2)
+        in_double = any(weights.dtype == torch.float64 for weights in step.flat)
+        dtype = torch.float64 if in_double else torch.float32
+        # 4. update this rank's fragments; the updates of inactive matrices are uninitialised memory
+        table = self._apply_table
+        if step.mask is not None:
+            table = table[step.mask[self._matrix_of[table[:, COLUMNS - 1]]]]
+        step.passes.unpack_apply(step.flat, updates, table, rates.to(self._device, dtype))
+
+    def _by_block(self, sums: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the sums over this rank's fragments of each block, float64 ``(blocks, 3)``, where the groups are.
+
+        Args:
+            sums: Three for each group of rectangles, ``(rectangles,)`` each.
+        """
+        by_block = torch.zeros((len(self._matrix_of), 3), dtype=torch.float64, device=self._device)
+        if sums:
+            of_rectangles = torch.cat([values for of_kind in zip(*sums, strict=True) for values in of_kind])
+            by_block.index_add_(0, self._block_of, of_rectangles.view(3, -1).T.double())
+        return by_block.to(self._context.device)
 
     def _reduced(self, sums: Tensor) -> Tensor:
         """Return the sums over entire blocks, ``(blocks, 3)``, from those over this rank's fragments."""
         context = self._context
         if len(self._over_data_ranks) and context.world_size > 1:
-            divided, purpose = sums[self._over_data_ranks], "sums over blocks"
-            sums[self._over_data_ranks] = all_reduce_tensor(divided, context.group, purpose=purpose)
+            purpose = "sums over blocks"
+            if len(self._over_data_ranks) == len(sums):
+                sums = all_reduce_tensor(sums, context.group, purpose=purpose)
+            else:
+                divided = sums[self._over_data_ranks]
+                sums[self._over_data_ranks] = all_reduce_tensor(divided, context.group, purpose=purpose)
             context.stats.count_exchange(self.sent_bytes)
         if len(self._over_tensor_ranks):
             shared = (sums / self._copies)[self._over_tensor_ranks]
             purpose = "sums over blocks of tensor-parallel ranks"
             sums[self._over_tensor_ranks] = all_reduce_tensor(shared, context.tensor_group, purpose=purpose)
         return sums
-
-
-def copied(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; the host does not wait for the copy, which is from pinned memory."""
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:

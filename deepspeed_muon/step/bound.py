@@ -150,7 +150,7 @@ class BoundSteps:
         Args:
             grads: Partition index to this rank's gradient; a missing one counts as zero.
             norms: More tensors to copy from the device in the same synchronisation.
-            runners: Those of the step sets; by default all.
+            runners: The runners of the step sets; by default all.
 
         Returns:
             ``norms`` on the CPU.

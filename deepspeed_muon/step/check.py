@@ -67,7 +67,7 @@ class Result:
         members: Index of the matrix, and number of its block, of each entry.
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
-        scales: Factor of the scale rule for each block of each matrix of the plan.
+        scales: Factor of the update before the learning rate, for each block of each matrix of the plan.
         row_state: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the
             updates.
         dtype: The dtype of updates that :attr:`row_state` makes.
@@ -115,7 +115,7 @@ class ResultCheck:
 
         Args:
             recorder: Samples and counters of the optimizer.
-            matrices: Those of the plan.
+            matrices: The matrices of the plan.
             device: Where the iteration runs.
             ns: The iteration.
             norms: Returns the Frobenius norms of a batch in fp32.
@@ -135,6 +135,10 @@ class ResultCheck:
         self._norms = norms
         self._band = band_of(ns.coefficients)
         self._warned: set[int] = set()
+
+    def watches(self, index: int) -> bool:
+        """Return whether a matrix of the plan is measured in the current step."""
+        return self.recorder.watches(self._first + index)
 
     def settle(self, result: Result) -> None:
         """Check a result, replace in place what is wrong, and store its row state.
@@ -163,7 +167,7 @@ class ResultCheck:
         by all ranks that have shards of a matrix, with equal positions. The host waits only if there are some.
 
         Args:
-            positions: Of the matrices in the step set.
+            positions: Positions of the matrices in the step set.
 
         Returns:
             The names of those that were wrong in fp32 too.
@@ -355,7 +359,7 @@ class ResultCheck:
         with self.recorder.span("sampling"):
             entries: dict[int, list[int]] = {}
             for position, (index, _) in enumerate(result.members):
-                if self.recorder.watches(self._first + index):
+                if self.watches(index):
                     entries.setdefault(index, []).append(position)
             for index, positions in entries.items():
                 # The norm says little of a single direction; the largest singular value shows a divergent one.

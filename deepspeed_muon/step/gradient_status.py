@@ -51,7 +51,7 @@ class GradientStatus:
     """Finds out, together with the group, which parameters of a step set have a gradient and whether all are finite.
 
     Attributes:
-        names: Of the parameters, matrices first.
+        names: Names of the parameters, matrices first.
         groups: The process groups over which the flags are reduced, one after the other.
         flags: The reduced flags of this step on the CPU, ``(2, parameters)`` uint8: gradient status, and whether the
             update was left out. ``None`` until they are reduced.
@@ -86,7 +86,7 @@ class GradientStatus:
         Must be called by all ranks of the groups.
 
         Args:
-            statuses: Of the step sets.
+            statuses: One for each step set.
             grads: Partition index to its gradient; a missing one counts as zero.
 
         Returns:
@@ -152,7 +152,7 @@ class GradientStatus:
         """Return the fragments of the parameters in gradients of some lengths, a table for the passes of ops/.
 
         Args:
-            lengths: Of the tensors that a partition's gradient consists of, for each partition.
+            lengths: For each partition, the lengths of the tensors that its gradient consists of.
         """
         if lengths == self._lengths:
             return self._table

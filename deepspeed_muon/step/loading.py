@@ -5,7 +5,7 @@ The state dict may have been saved by this optimizer or by one with the same sta
 have one definition. Missing entries are replaced as follows:
 
 - A parameter without an entry, or with an empty one, starts without state, as before its first step.
-- Momentum without ``step`` gets ``step`` 0, on which Muon's update does not depend. AdamW's moments need ``step``.
+- Momentum without ``step`` gets ``step`` 0, so that a ``momentum_warmup`` begins. AdamW's moments need ``step``.
 - A setting that the saved group does not have remains that of this optimizer.
 
 Anything else that is missing or unknown is an error.
@@ -94,10 +94,12 @@ def read_state_dict(
         raise CheckpointError(
             f"a state dict of an optimizer has 'state' and 'param_groups', got {shown(state_dict)}"
         )
+    # 1. the form: nothing of an untrusted state dict is used before
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
     _check_form(saved_groups, saved_state)
     _check_sizes(saved_groups, param_groups)
     _check_keys(saved_groups, saved_state)
+    # 2. group by group: its algorithm and convention, its settings, and the state of its parameters
     settings: list[GroupSettings] = []
     state: dict[Tensor, StateDict] = {}
     conversions: set[str] = set()
@@ -174,6 +176,7 @@ def _check_sizes(saved_groups: Sequence[GroupSettings], groups: Sequence[GroupSe
 
 def _check_kind(where: str, saved: GroupSettings, algorithm: str, entries: Iterable[StateDict]) -> None:
     """Raise if a saved group has a different algorithm, by its keys for that, else its state, else its settings."""
+    # What a group says of itself counts most; of a foreign group state is better evidence than settings.
     kinds = [saved["algorithm"]] if "algorithm" in saved else []
     if saved.get("use_muon") is not None:
         kinds.append("muon" if saved["use_muon"] else "adamw")
@@ -211,7 +214,8 @@ def _check_convention(
             f"Muon's their mean. Begin without it, or take momentum_buffer * (1 - momentum) / (1 - dampening) "
             f"and remove 'dampening' and SGD's other keys from the group"
         )
-    if "ns_coefficients" in saved:  # torch.optim.Muon
+    # Of torch.optim.Muon, whose momentum is a mean too: only the iteration may differ.
+    if "ns_coefficients" in saved:
         coefficients, steps = saved["ns_coefficients"], saved.get("ns_steps")
         if [tuple(coefficients)] * (steps or 0) != [*config.coefficients()]:
             raise ConfigError(
@@ -249,6 +253,7 @@ def _checked_settings(
             f"{where}: decoupled_weight_decay is {decoupled!r}, and this optimizer's adam_w_mode "
             f"{config.adam_w_mode!r}: make it with adam_w_mode={bool(decoupled)!r}"
         )
+    # A key that is neither known nor ignored would silently lose its effect.
     values = {key: value for key, value in saved.items() if key not in ignored}
     refuse_unknown_keys(values, where, GROUP_SETTINGS | _SCHEDULER_KEYS | group.keys())
     loaded = {key: copy.deepcopy(value) for key, value in values.items() if key not in TORCH_OPTIONS}
@@ -289,6 +294,7 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
                     f"{label}: 'step' is {shown(value)}, expected a count of steps; {_REMEDY}"
                 )
             continue
+        # Only momentum may be int8, and then it is useless without its scales.
         is_int8 = key == "momentum_buffer" and isinstance(value, Tensor) and value.dtype == torch.int8
         if not isinstance(value, Tensor) or not (value.is_floating_point() or is_int8):
             dtype = value.dtype if isinstance(value, Tensor) else shown(value)

@@ -75,8 +75,8 @@ class LocalOrthogonalizer:
 
     Attributes:
         matrices: All matrices of the exchange plan.
-        context: Of the step set.
-        check: Of the results.
+        context: The context of the step set.
+        check: Checks the results.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LocalOrthogonalizer:
         position = {index: number for number, index in enumerate(batch.indices)}
         sources, targets = _block_views(directions, *grid), _block_views(update, *grid)
         for members in batch.calls:
-            # Blocks beside each other are strided views, and the iteration reads contiguous batches.
+            # Blocks that are side by side are strided views, and the iteration reads contiguous batches.
             views = [sources[number][position[index]] for index, number in members]
             inputs = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
             blocks = self._checked(members, inputs, step, torch.float32)  # (blocks, block rows, block cols)

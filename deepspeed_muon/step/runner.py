@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
+from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder, WeightSums
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
@@ -85,7 +85,7 @@ class StepRunner:
         context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
-        row_storage: Where the row state of the variant is stored; ``None`` if it has none.
+        row_fragments: Where the row state of each matrix of the plan is stored; empty where the variant has none.
         check: Checks and samples the results.
         adam: Updates the parameters that are not Muon's.
     """
@@ -135,9 +135,11 @@ class StepRunner:
             wire=config.wire_format,
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
-        self.row_storage: RowStorage | None = None
+        self.row_fragments: Sequence[Fragment] = ()
+        self._row_storage: RowStorage | None = None
         if context.variant.row_factors is not None:
-            self.row_storage = RowStorage(self.plan, self.assignment.row_fragments(), context)
+            self.row_fragments = self.assignment.row_fragments()
+            self._row_storage = RowStorage(self.plan, self.row_fragments, context)
         # 2. what sends, orthogonalises and checks
         self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
@@ -152,7 +154,7 @@ class StepRunner:
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
         position_of = {partition.index: position for position, partition in enumerate(self._muon)}
-        self._rates = RateTable(matrices, context.variant, position_of)
+        self._rates = RateTable(matrices, context.variant, position_of, config.momentum_warmup)
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
         self._tables = [
@@ -183,11 +185,6 @@ class StepRunner:
                 )
                 for chunk, table in zip(self.plan.chunks, self._tables, strict=True)
             ]
-
-    @property
-    def row_fragments(self) -> Sequence[Fragment]:
-        """Where the row state of each matrix of the plan is stored; empty where the variant has none."""
-        return () if self.row_storage is None else self.row_storage.fragments
 
     @functools.cached_property
     def blocks(self) -> dict[int, Int8Blocks]:
@@ -243,6 +240,8 @@ class StepRunner:
             state: The optimizer's state. Mutated; missing entries are created.
         """
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
+            if self.check.recorder.sampling:
+                self._record_weights(groups, flat)
             # All ranks have the same flags, so they skip the same chunks.
             active = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
             exchanged = [number for number in active if self.plan.chunks[number].scatters]
@@ -291,13 +290,12 @@ class StepRunner:
         mask = None
         if not all(matrix_flags):
             mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])  # (matrices,)
-        rates = self._rates.of({index: groups[index] for index in indices})
+        steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
+        rates = self._rates.of({index: groups[index] for index in indices}, steps)
         states = [state_of(partition, state, self._policy) for partition in self._muon]
         # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
-        variant, row_counts = (
-            self.context.variant,
-            {} if self.row_storage is None else self.row_storage.counts,
-        )
+        variant = self.context.variant
+        row_counts = {} if self._row_storage is None else self._row_storage.counts
         row_vectors = {
             partition.index: row_state_of(partition, state, variant, row_counts.get(partition.index, 0))
             for partition in self._muon
@@ -310,8 +308,8 @@ class StepRunner:
             ]
         with contextlib.ExitStack() as opened:
             row_state = None
-            if any(matrix_flags) and self.row_storage is not None:
-                row_state = opened.enter_context(self.row_storage.opened(row_vectors, rates.settings))
+            if any(matrix_flags) and self._row_storage is not None:
+                row_state = opened.enter_context(self._row_storage.opened(row_vectors, rates.settings))
             yield Step(
                 mask,
                 rates,
@@ -406,6 +404,24 @@ class StepRunner:
         else:
             self._sums[flight.number].apply(context.variant.apply, step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns
+
+    def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:
+        """Record rate and weights of the sampled matrices that this rank owns, from its own fragments of them."""
+        recorder, rank = self.check.recorder, self.plan.rank
+        for index in (
+            index for chunk in self.plan.chunks for index in chunk.owned if self.check.watches(index)
+        ):
+            matrix = self.plan.matrices[index]
+            rows, cols = matrix.logical_shape
+            weights = WeightSums(
+                lr=float(groups[matrix.partition]["lr"]),
+                inputs=rows // len(matrix.grid[0]) if matrix.transposed else cols,
+                relative=self.context.variant.apply is not None,
+            )
+            if (fragment := matrix.placement.fragment_on(rank)) is not None:
+                local = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
+                weights.squares, weights.numel = float(local.float().norm()) ** 2, fragment.numel
+            recorder.keep_weights(matrix.name, weights)
 
     def _update_local(self, numbers: Sequence[int], step: Step) -> None:
         """Update the matrices of chunks in which nothing is sent."""

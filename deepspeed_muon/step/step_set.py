@@ -110,7 +110,7 @@ class StepSet:
                 that are never read.
             flags: For each matrix, whether any rank has a gradient of it.
         """
-        gradient_of = {**flat, **grads}
+        gradient_of = {**flat, **grads}  # the weights stand in where no gradient is read
         if not flat.keys() <= grads.keys():
             used = {matrix.partition for matrix, flag in zip(self.matrices, flags, strict=True) if flag}
             gradient_of |= {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
@@ -145,6 +145,7 @@ def read_step_set(
     adamw_parameters: list[ParameterLayout] = []
     for index, tensor, params, placements in partitions:
         partition_routes = [_route_of(param, routes) for param in params]
+        # One pass updates a partition, so that it must not mix algorithms.
         algorithms = {route.algorithm for route in partition_routes}
         if len(algorithms) > 1:
             names = ", ".join(f"{route.name}: {route.algorithm}" for route in partition_routes)

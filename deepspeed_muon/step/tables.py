@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_muon.config.values import MomentumWarmupConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, shape_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
@@ -204,7 +205,7 @@ class Rates:
             the weights; with cautious decay it is the fraction that the decayed weights lose.
         cautious: ``(partitions,)`` bool: where only weights decay whose sign is that of their update; ``None`` if there
             is no such partition.
-        scales: Factor of the scale rule (``adjust_lr_fn``) for each block of each matrix.
+        scales: ``update_scale`` times the factor of the scale rule (``adjust_lr_fn``) for each block of each matrix.
         settings: Values of the variant's settings for each matrix; empty if it has none.
     """
 
@@ -216,14 +217,19 @@ class Rates:
 
 
 class RateTable:
-    """Computes the :class:`Rates` of a plan from the param groups, again only after a group has changed."""
+    """Computes the :class:`Rates` of a plan, again only if a param group or the momentum of a warm-up has changed."""
 
     def __init__(
-        self, matrices: Sequence[MatrixLayout], variant: Variant, position_of: Mapping[int, int]
+        self,
+        matrices: Sequence[MatrixLayout],
+        variant: Variant,
+        position_of: Mapping[int, int],
+        warmup: MomentumWarmupConfig | None,
     ) -> None:
         """Keep the arguments; ``position_of`` maps the index of a partition to its position."""
         self._matrices = matrices
         self._variant = variant
+        self._warmup = warmup
         self._keys = [setting.name for setting in variant.settings]
         self._position_of = position_of
         self._positions = torch.tensor(
@@ -234,37 +240,53 @@ class RateTable:
         self._read: list[tuple[Any, ...]] = []
         self._rates: Rates | None = None
 
-    def of(self, groups: Mapping[int, Mapping[str, Any]]) -> Rates:
-        """Return the rates by the param groups, which are given by partition index."""
-        # A group may own many partitions (sub-groups): it is read once. Then one tuple for each partition.
-        of_group = {id(group): self._numbers(group) for group in {id(g): g for g in groups.values()}.values()}
-        read = [of_group[id(groups[index])] for index in self._position_of]
+    def of(self, groups: Mapping[int, Mapping[str, Any]], steps: Mapping[int, int]) -> Rates:
+        """Return the rates of a step.
+
+        Args:
+            groups: Partition index to its param group.
+            steps: Partition index to the number of the step, counted from 1 in the partition's state.
+        """
+        # A group may own many partitions (sub-groups): it is read once for each step number among them.
+        warmup_steps = 0 if self._warmup is None else self._warmup.steps
+        numbers: dict[tuple[int, int], tuple[Any, ...]] = {}
+        read = []
+        for index in self._position_of:
+            step = min(steps[index], warmup_steps + 1)  # momentum does not depend on later ones
+            key = (id(groups[index]), step)
+            if key not in numbers:
+                numbers[key] = self._numbers(groups[index], step)
+            read.append(numbers[key])
         if read != self._read or self._rates is None:
             self._read = read
             self._rates = self._made(read)
         return self._rates
 
-    def _numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the values of a group on which the rates depend."""
+    def _numbers(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:
+        """Return the values of a group in a step on which the rates depend."""
+        momentum = float(group["momentum"])
         return (
             float(group["lr"]),
             float(group["weight_decay"]),
             group["weight_decay_mode"],
-            group["adjust_lr_fn"],
-            float(group["momentum"]),
+            (group["adjust_lr_fn"], float(group["update_scale"])),
+            momentum if self._warmup is None else self._warmup.momentum(momentum, step),
             bool(group["nesterov"]),
             *(float(group[key]) for key in self._keys),
         )
 
     def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
-        decays = {decay for _, decay, *_ in read} - {0.0}
-        if (
-            decays and "weight_decay" in self._variant.refuses
-        ):  # set by a schedule, or restored with other settings
-            raise ConfigError(
-                f"weight_decay {decays.pop():g} in a param group of Muon with variant {self._variant.name!r}: "
-                f"{self._variant.refuses['weight_decay']}. After another variant restore with hyperparameters=False"
-            )
+        # Set by a schedule, or restored with the settings of another variant.
+        changed = {
+            "weight_decay": {decay for _, decay, *_ in read} - {0.0},
+            "update_scale": {factor for _, _, _, (_, factor), *_ in read} - {1.0},
+        }
+        for key, values in changed.items():
+            if values and key in self._variant.refuses:
+                raise ConfigError(
+                    f"{key} {values.pop():g} in a param group of Muon with variant {self._variant.name!r}: "
+                    f"{self._variant.refuses[key]}. After another variant restore with hyperparameters=False"
+                )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = [
             (lr, _decay(mode, lr, decay), momentum, nesterov, *more)
@@ -285,15 +307,22 @@ class RateTable:
             [settings[position] for position in self._positions.tolist()] if self._keys else (),
         )
 
-    def _scales_by(self, rules: Sequence[AdjustLrName]) -> tuple[list[tuple[float, ...]], Tensor]:
-        """Return the scales of each matrix's blocks, and those of the first blocks, by the rule of each partition."""
+    def _scales_by(
+        self, rules: Sequence[tuple[AdjustLrName, float]]
+    ) -> tuple[list[tuple[float, ...]], Tensor]:
+        """Return the scales of each matrix's blocks, and those of the first blocks.
+
+        Args:
+            rules: ``adjust_lr_fn`` and ``update_scale`` of each partition.
+        """
         scales: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
             if self._variant.apply is not None:
                 scales.append((1.0,) * len(shapes))
             else:
-                scales.append(tuple(shape_scale(rules[position], *shape) for shape in shapes))
+                rule, factor = rules[position]
+                scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
         return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64)
 
 

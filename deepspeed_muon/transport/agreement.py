@@ -77,11 +77,11 @@ def agree(
     facts only if those differ.
 
     Args:
-        facts: Of this rank; ``None`` to find out only whether a rank failed.
+        facts: What this rank compares; ``None`` to find out only whether a rank failed.
         error: An exception that this rank caught before. It is raised once the other ranks know of it.
         kind: Class of the error on the other ranks.
         ranks: The ranks that compare; by default all of the default process group.
-        purpose: For the error if a rank does not take part, such as "comparison of plans".
+        purpose: Named in the error if a rank does not take part, such as "comparison of plans".
 
     Raises:
         MuonError: ``error`` itself on the ranks that failed; ``kind`` if another rank failed or differs, with
@@ -172,7 +172,7 @@ def _differences(facts_of: Mapping[int, Mapping[str, Mapping[str, str]]]) -> lis
     Every rank looks at all scopes, because all ranks must raise: the others would wait for those that do.
 
     Args:
-        facts_of: By rank, name of the scope and name of the fact.
+        facts_of: The facts, by rank, name of the scope and name of the fact.
     """
     names = {
         (fact, scope) for scopes in facts_of.values() for scope, facts in scopes.items() for fact in facts

@@ -96,7 +96,7 @@ class Codec:
 
     def _scales(self, view: Tensor, numel: int) -> Tensor:
         """Return the scales in a view of a buffer, ``(..., blocks)``."""
-        # At the end of the fragment, behind up to three bytes that bring them to a multiple of four.
+        # At the end of the fragment. Up to three bytes of padding before them bring them to a multiple of four.
         blocks = -(-numel // self.format.block)
         return view[..., view.shape[-1] - 4 * blocks :].view(torch.float32)
 
@@ -175,7 +175,7 @@ class ExchangeBuffers:
     for it; so does the first use after :meth:`release`.
 
     Attributes:
-        device: Of their memory.
+        device: Where the memory is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -248,7 +248,7 @@ class ChunkExchange:
 
         Args:
             plan: This rank's view of the exchange.
-            context: Of the step set.
+            context: The context of the step set.
             buffers: Memory of the slots, shared with other step sets.
             overlap: Whether chunks are in flight while others are orthogonalised. Without it the rank waits for every
                 all-to-all immediately, and needs a third of the memory.
@@ -325,8 +325,8 @@ def start_all_to_all(
     Must be called by all ranks of ``group``.
 
     Args:
-        received: By rank. Mutated.
-        sent: By rank, of the same dtype.
+        received: Receives the elements of each rank, in the order of the ranks. Mutated.
+        sent: The elements for each rank, of the same dtype.
         received_splits: Elements from each rank.
         sent_splits: Elements to each rank.
         group: The process group.
@@ -360,7 +360,7 @@ def exchange_tensors(
         numels: For each rank, the elements of each tensor that it sends.
         like: Has the dtype in which they are sent, and the device to send from.
         group: The process group; ``None`` for all ranks.
-        purpose: For the error if a rank does not take part.
+        purpose: Named in the error if a rank does not take part.
     """
     # 1. pack: one flat tensor, by rank
     vectors = [tensor.reshape(-1).to(like) for to_rank in tensors for tensor in to_rank]
@@ -387,7 +387,7 @@ def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -
     Args:
         exchange: Gather sends the content of the send buffer, scatter that of the receive buffer.
         flight: The chunk. The buffer that receives is mutated.
-        context: Of the step set. Its counters are mutated.
+        context: The context of the step set. Its counters are mutated.
     """
     group, chunk = context.group, flight.chunk
     sent, received = chunk.send_buffer, chunk.receive_buffer

@@ -95,9 +95,9 @@ class Ranks:
         """Return the sums, maxima or minima over all ranks, in float64. Must be called by all of them.
 
         Args:
-            numbers: Of this rank. Sums of integers are exact below 2^53.
+            numbers: The numbers of this rank. Sums of integers are exact below 2^53.
             how: The reduction.
-            purpose: For the error if a rank does not take part.
+            purpose: Named in the error if a rank does not take part.
         """
         reduced = torch.tensor(numbers, dtype=torch.float64)
         for group in self.groups:
@@ -112,9 +112,9 @@ class Ranks:
         One rank after the other broadcasts its items, so that messages do not grow with the number of ranks.
 
         Args:
-            items: Of this rank; anything that can be pickled.
+            items: The items of this rank; anything that can be pickled.
             most: The list ends at this length.
-            purpose: For the error if a rank does not take part.
+            purpose: Named in the error if a rank does not take part.
         """
         local = [(dist.get_rank() if self.groups else 0, item) for item in items]
         collected: list[tuple[int, Any]] = []
@@ -140,7 +140,7 @@ class Ranks:
 
         Args:
             item: Anything that can be pickled.
-            purpose: For the error if a rank does not take part.
+            purpose: Named in the error if a rank does not take part.
         """
         item_of = {dist.get_rank() if self.groups else 0: item}
         for group in self.groups:

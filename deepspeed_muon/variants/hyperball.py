@@ -21,20 +21,19 @@ from torch import Tensor
 
 from deepspeed_muon.variants.variant import Variant
 
-_TINY = torch.finfo(torch.float64).tiny
 _ROUNDING = torch.finfo(torch.float32).eps
 """Relative error of the sums; a block whose square norm falls below it would be brought back from mere rounding."""
 
 
 def apply(products: tuple[Tensor, Tensor, Tensor], lr: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors of weights and updates; see :data:`.variant.Apply`."""
+    """Return the rates of the step; see :data:`.variant.Apply`."""
     w_w, w_o, o_o = products  # |W|^2, <W, O>, |O|^2: (blocks,) each
-    norm = w_w.sqrt()
-    step = lr * norm / o_o.sqrt().clamp(min=_TINY)  # W - step * O is what is brought back to the norm
-    moved_square = w_w - 2 * step * w_o + step.square() * o_o
-    shrink = norm / moved_square.clamp(min=_TINY).sqrt()
-    moves = (o_o > 0) & (moved_square > _ROUNDING * w_w)
-    return torch.where(moves, shrink, 1.0), torch.where(moves, -shrink * step, 0.0)
+    step = (w_w / o_o).sqrt_().mul_(lr)  # W - step * O is what is brought back to the norm
+    # |W - step * O|^2 = |W|^2 - 2 step (<W, O> - step |O|^2 / 2); NaN where O is zero, so that nothing moves.
+    moved_square = torch.addcmul(w_w, step, torch.addcmul(w_o, step, o_o, value=-0.5), value=-2.0)
+    moves = moved_square > _ROUNDING * w_w
+    shrink = (w_w / moved_square).sqrt_()
+    return torch.where(moves, step.mul_(shrink), 0.0), torch.where(moves, shrink, 1.0)
 
 
 VARIANT = Variant(
@@ -45,5 +44,6 @@ VARIANT = Variant(
         "weight_decay": "it keeps the norm of every matrix, which decay shrinks: set muon_weight_decay to 0; "
         "adam_weight_decay is for the rest",
         "adjust_lr_fn": "its rate is the size of a step relative to the weights, so no scale applies: unset it",
+        "update_scale": "its rate is the size of a step relative to the weights: multiply muon_lr by the factor",
     },
 )

@@ -8,6 +8,8 @@ For each row ``i`` of the orthogonalised ``r x c`` update ``o``::
 
 The last line restores the norm of the matrix, so the update is as large as Muon's and every ``adjust_lr_fn`` keeps its
 meaning. It also cancels common factors, so ``v`` starts at zero without bias correction.
+
+With ``weight_decay_mode: cautious`` it is the combination that others have evidence for (``docs/how_it_works.md``).
 """
 
 from __future__ import annotations
@@ -30,15 +32,13 @@ def row_factors(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the factors that normalise rows, ``(batch, rows)`` fp32, and the moments; see :data:`.RowFactors`."""
     dtype = torch.promote_types(blocks.dtype, torch.float32)
-    squares = sums.of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype).square_())  # (batch, rows)
-    squares = squares.div_(sums.cols or blocks.shape[-1]).float()
-    moments = state[MOMENTS].lerp(squares, 1.0 - settings["beta2"])
-    factors = moments.sqrt().add_(_EPS).reciprocal_()
-    # |o|^2 / |n|^2 from the mean squares of rows; where the denominator is zero, so is the numerator. (batch, 2)
-    norms = sums.over_rows(torch.stack((squares, squares * factors.square()), dim=-1))
-    before, after = norms.split(1, dim=-1)
-    factors *= (before / after.clamp_(min=torch.finfo(torch.float32).tiny)).sqrt_()
-    return factors, {MOMENTS: moments}
+    norms = sums.norms_of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype)).float()  # (batch, rows)
+    mean_squares = norms.square().div_(sums.cols or blocks.shape[-1])
+    moments = mean_squares.lerp_(state[MOMENTS], settings["beta2"])
+    roots = moments.sqrt().add_(_EPS)
+    # |o| and |n|, (batch, 1) each; where |n| is zero, so is |o|
+    before, after = sums.norms_over_rows(torch.stack((norms, norms / roots))).unsqueeze(-1)
+    return before / after.clamp_(min=torch.finfo(torch.float32).tiny) / roots, {MOMENTS: moments}
 
 
 VARIANT = Variant(

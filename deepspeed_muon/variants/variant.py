@@ -5,8 +5,8 @@ branch in :meth:`deepspeed_muon.reference.ReferenceMuon.update_of`, with which t
 number for each row, and shrinks the rows that have become smaller than it::
 
     def row_factors(blocks, state, settings, sums):  # blocks: (batch, rows, cols), orthogonalised
-        squares = sums.of_rows(blocks.float().square().sum(-1))  # (batch, rows), over the columns on all ranks
-        size = squares.div(sums.cols or blocks.shape[-1]).sqrt()
+        norms = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32)  # (batch, rows)
+        size = sums.norms_of_rows(norms) / (sums.cols or blocks.shape[-1]) ** 0.5  # over the columns on all ranks
         peak = torch.maximum(settings["peak_decay"] * state["row_peak"], size)
         return size / peak.clamp(min=1e-8), {"row_peak": peak}
 
@@ -50,7 +50,7 @@ name.
 """
 
 Apply = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
-"""``((|W|^2, <W, O>, |O|^2), lr)`` to two factors ``(a, b)``: the weights become ``a * W + b * O``.
+"""``((|W|^2, <W, O>, |O|^2), lr)`` to two rates ``(lr_scale, decay)``: the weights become ``decay * W - lr_scale * O``.
 
 ``W`` are the weights of a block and ``O`` is its update. All arguments and results are float64 with one number for each
 block; the products are summed over the ranks that share it. The function must not wait for the device.
@@ -118,7 +118,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class ShardedSums:
-    """Sums over rows and over matrices, which tensor parallelism may shard.
+    """Norms of rows and of matrices, which tensor parallelism may shard.
 
     Attributes:
         cols: Columns of the matrix if they are sharded, else 0.
@@ -130,15 +130,11 @@ class ShardedSums:
     add_columns: Callable[[Tensor], Tensor] | None = None
     add_rows: Callable[[Tensor], Tensor] | None = None
 
-    def of_rows(self, local: Tensor) -> Tensor:
-        """Return the sums ``(batch, rows)`` of complete rows from those of this rank's columns."""
-        return local if self.add_columns is None else self.add_columns(local)
-
     def norms_of_rows(self, local: Tensor) -> Tensor:
         """Return the norms ``(batch, rows)`` of complete rows from those of this rank's columns; may mutate them."""
         return local if self.add_columns is None else self.add_columns(local.square_()).sqrt_()
 
-    def over_rows(self, values: Tensor) -> Tensor:
-        """Return the sums ``(batch, n)`` over the rows of all ranks from this rank's ``(batch, rows, n)``."""
-        local = values.sum(dim=-2)
-        return local if self.add_rows is None else self.add_rows(local)
+    def norms_over_rows(self, values: Tensor) -> Tensor:
+        """Return the norms ``(..., batch)`` over the rows of all ranks from this rank's ``(..., batch, rows)``."""
+        local = torch.linalg.vector_norm(values, dim=-1)
+        return local if self.add_rows is None else self.add_rows(local.square_()).sqrt_()

@@ -18,7 +18,7 @@ from tests.support.thinning import full
         (0, 2, "toy", "muon", "independent"),
         (1, 2, "toy", "muon", "cautious"),
         full(3, 2, "toy", "muon", "independent"),
-        (0, 2, "mixed", "normuon", "cautious"),
+        full(0, 2, "mixed", "normuon", "cautious"),
         pytest.param(1, 2, "toy", "normuon", "independent", marks=pytest.mark.compat),
         pytest.param(3, 2, "mixed", "normuon", "decoupled", marks=pytest.mark.compat),
         (3, 4, "toy", "normuon", "cautious"),

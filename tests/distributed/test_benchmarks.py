@@ -42,7 +42,8 @@ def test_quick_run(tmp_path: Path, rates: list[str]) -> None:
     sent = {row["optimizer"]: row["sent_bytes"] for row in rows}
     assert sent["ours"] < sent["DeepSpeed Muon, standard"]
     for row in rows:
-        assert min(row["total_s"]) > 0 and row["peak_bytes"] > 0
+        assert min(row["total_s"]) > 0
+        assert bool(rates) or row["peak_bytes"] > 0  # times alone are measured over links of a limited rate
         if row["optimizer"] == "ours":
             assert any(kernel["calls"] for kernel in row["kernels"])
         if rates:

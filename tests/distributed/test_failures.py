@@ -325,3 +325,11 @@ def test_once_for_each_step_of_the_engine(
         assert report["applied"] == [True, False, True, True]
         first, second, third, fourth = report["rates"]
         assert first == second < third < fourth, "the scheduler rests in a skipped step, as DeepSpeed has it"
+
+
+def test_a_skipped_step_counts_that_only_the_optimizer_skipped(ranks: Any) -> None:
+    """BF16_Optimizer's norm has the first tensor-parallel rank's copy of a gradient; the statuses are of all copies."""
+    for report in ranks(2).run(tensor_parallel.poisoned_copy):
+        assert report["skipped"] == [0, 1, 1] and report["applied"] == [True, False, True]
+        first, second, third = report["rates"]
+        assert first == second < third

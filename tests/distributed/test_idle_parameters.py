@@ -119,7 +119,7 @@ OLD_DEEPSPEED_TOO: set[tuple[str, ...]] = CORE - {
 }
 
 
-@pytest.mark.parametrize(("setting", "schedule"), usual(CASES, CORE, OLD_DEEPSPEED_TOO))
+@pytest.mark.parametrize(("setting", "schedule"), usual(CASES, CORE, compat=OLD_DEEPSPEED_TOO))
 def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
     settings = SETTINGS[setting]
     results = ranks(2).run(lead, schedule=SCHEDULES[schedule], **settings)
@@ -131,7 +131,7 @@ def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
     usual(
         product(("1-offload", "2", "2-offload", "3", "3-offload"), MANNERS),
         {("3", "checkpointed"), ("3-offload", "unmanaged"), ("2-offload", "by hand")},
-        OLD_DEEPSPEED_TOO,
+        compat=OLD_DEEPSPEED_TOO,
     ),
 )
 def test_whatever_the_loop(ranks: Any, setting: str, manner: str) -> None:
@@ -161,7 +161,9 @@ APART_CORE = {
 OLD_DEEPSPEED_TOO |= APART_CORE
 
 
-@pytest.mark.parametrize(("setting", "touch", "manner"), usual(APART_CASES, APART_CORE, OLD_DEEPSPEED_TOO))
+@pytest.mark.parametrize(
+    ("setting", "touch", "manner"), usual(APART_CASES, APART_CORE, compat=OLD_DEEPSPEED_TOO)
+)
 def test_ranks_that_use_different_branches(ranks: Any, setting: str, touch: str, manner: str) -> None:
     """The remedies of ``docs/configurations.md``; without one the ranks of DeepSpeed's own reduction part."""
     settings = SETTINGS[setting]

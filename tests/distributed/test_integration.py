@@ -199,13 +199,20 @@ def warned_of_rates(
 def test_rates_that_nobody_chose_are_told(ranks: Any) -> None:
     """Without warmup_max_lr DeepSpeed's schedules go to 0.001; an AdamW rate under 'original' hardly moves a matrix."""
     pool = ranks(2)
-    first, other = pool.run(warned_of_rates, params={"muon_lr": 0.02}, scheduler={})
+    both = {"muon_lr": 0.02, "adam_lr": 3e-4}
+    first, other = pool.run(warned_of_rates, params=both, scheduler={})
     assert not other, "rank 0 speaks for all"
     assert len(first) == 1 and "adam_lr 1.5e-05 instead of 0.0003. Set warmup_max_lr to 0.02" in first[0]
     assert "muon_lr 0.001 instead of 0.02" in first[0]
     first, _ = pool.run(warned_of_rates, params={"lr": 3e-4}, scheduler={"warmup_max_lr": 3e-4})
     assert len(first) == 1 and "set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr" in first[0]
-    for params, peak in (({"muon_lr": 0.02}, 0.02), ({"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}, 3e-4)):
+    first, other = pool.run(warned_of_rates, params={"muon_lr": 0.02}, scheduler={"warmup_max_lr": 0.02})
+    assert len(first) == 1 and "at its default, 0.0003: set adam_lr" in first[0] and not other
+    one = {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}
+    narrower = {**one, "tuned_width": 8}
+    first, other = pool.run(warned_of_rates, params=narrower, scheduler={"warmup_max_lr": 3e-4})
+    assert len(first) == 1 and "at width 8 (tuned_width) and this model's is 16" in first[0] and not other
+    for params, peak in ((both, 0.02), ({**one, "tuned_width": 16}, 3e-4)):
         assert pool.run(warned_of_rates, params=params, scheduler={"warmup_max_lr": peak}) == [[], []]
 
 

@@ -16,6 +16,7 @@ from tests.support.contract import train_reference
 from tests.support.models import build
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import limits
+from tests.support.thinning import full
 
 # Hidden sizes whose matrices do not fill equal partitions in the model's order.
 MODEL = {"width": 24, "hidden": (24, 72, 40, 8, 56, 24)}
@@ -65,7 +66,7 @@ def reference(micro_batches: int) -> tuple[Any, Any, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "precision"), [(1, 2, "bf16"), (2, 2, "fp32"), (2, 3, "fp32"), (1, 4, "fp32")]
+    ("stage", "world", "precision"), [(1, 2, "bf16"), (2, 2, "fp32"), full(2, 3, "fp32"), (1, 4, "fp32")]
 )
 def test_same_update_and_no_more_bytes(ranks: Any, stage: int, world: int, precision: str) -> None:
     run = ranks(world).run

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_muon.variants import VARIANTS
 from tests.support.counting import count_a_step, counted
 from tests.support.host_waits import count_waits
 from tests.support.thinning import full, pairwise, usual
@@ -96,23 +97,28 @@ def test_collectives_are_counted_by_any_name(ranks: Any) -> None:
 
 
 STAGES_AND_DTYPES = [
-    (0, "fp32"),
-    (0, "bf16"),
-    (1, "bf16"),
-    (1, "fp16"),
-    (2, "fp16"),
     (3, "bf16"),
     (3, "fp16"),
+    (2, "fp16"),
+    (1, "fp16"),
+    (1, "bf16"),
+    (0, "bf16"),
+    (0, "fp32"),
 ]
+CASES = [(*case, variant) for case in STAGES_AND_DTYPES for variant in VARIANTS]
 
 
-@pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq", "hyperball"])
-@pytest.mark.parametrize(("stage", "dtype"), STAGES_AND_DTYPES)
-def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
-    """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
+def waiting_settings(variant: str, stage: int, dtype: str) -> dict[str, Any]:
+    """Return the arguments with which the waits of a variant are counted."""
     params: dict[str, Any] = {"ns_backend": "torch", "variant": variant, "health": 1000}
     if variant == "hyperball":
         params["muon_weight_decay"] = 0.0
-    for counts in ranks(2).run(count_waits, stage=stage, clipping=1.0, precision=dtype, params=params):
+    return {"stage": stage, "clipping": 1.0, "precision": dtype, "params": params}
+
+
+@pytest.mark.parametrize(("stage", "dtype", "variant"), pairwise(CASES))
+def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
+    """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
+    for counts in ranks(2).run(count_waits, **waiting_settings(variant, stage, dtype)):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts

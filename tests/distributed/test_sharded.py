@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import Any
@@ -48,38 +49,33 @@ def cases(world_size: int, dtype: str, method: str, count: int) -> list[dict[str
     return found
 
 
-def whole(case: dict[str, Any]) -> torch.Tensor:
+def batch_of(case: dict[str, Any]) -> torch.Tensor:
     return torch.stack([matrix(kind, *case["shape"]) for kind in case["kinds"]])
 
 
-def compare_all(rank: int, world_size: int, *, dtype: str, method: str, count: int) -> list[dict[str, float]]:
-    """Orthogonalise every case and return the errors of this rank's shards against both comparisons."""
-    options = settings(dtype, method)
-    errors = []
+def shards_of_results(
+    rank: int, world_size: int, *, dtype: str, method: str, count: int
+) -> list[torch.Tensor]:
+    """Orthogonalise every case; return this rank's shards."""
+    results = []
     for number, case in enumerate(cases(world_size, dtype, method, count)):
-        full, dim, sizes = whole(case), case["dim"], case["sizes"]
-        mine = full.split(sizes, dim=dim)[rank]
-        kept = mine.clone()
-        known = {"shard_sizes": sizes} if number % 2 else {}
-        result = orthogonalize_sharded(mine, group=dist.group.WORLD, shard_dim=dim, settings=options, **known)
-        assert result.shape == mine.shape and result.dtype == DTYPES[dtype]
-        assert torch.equal(mine, kept), "the input is the caller's"
-        for index in range(len(case["kinds"])):
-            exact = newton_schulz(full[index], options.coefficients)
-            plain = orthogonalize(full[index], settings=options).double()
-            part = result[index].double()
-            pairs = {"reference": exact, "unsharded": plain}
-            limit = iteration_limit(full[index], DTYPES[dtype])
-            sums = torch.zeros(2, 2, dtype=torch.float64)
-            for row, other in enumerate(pairs.values()):
-                sums[row] = torch.tensor(
-                    [(part - other.split(sizes, dim=dim)[rank]).square().sum(), exact.square().sum()]
-                )
-            total = sums[:, 0].clone()
-            dist.all_reduce(total)
-            relative = (total / sums[:, 1]).sqrt().tolist()
-            errors.append({"reference": relative[0], "unsharded": relative[1], "limit": limit})
-    return errors
+        shard = batch_of(case).split(case["sizes"], dim=case["dim"])[rank]
+        before = shard.clone()
+        sizes = {"shard_sizes": case["sizes"]} if number % 2 else {}
+        result = orthogonalize_sharded(
+            shard, group=dist.group.WORLD, shard_dim=case["dim"], settings=settings(dtype, method), **sizes
+        )
+        assert result.shape == shard.shape and result.dtype == DTYPES[dtype]
+        assert torch.equal(shard, before), "the input is the caller's"
+        results.append(result)
+    return results
+
+
+@functools.cache
+def reference(kind: str, rows: int, cols: int, dtype: str) -> tuple[torch.Tensor, float]:
+    """Return the result in float64, and how far one in another dtype may be from it."""
+    full = matrix(kind, rows, cols)
+    return newton_schulz(full, settings().coefficients), iteration_limit(full, DTYPES[dtype])
 
 
 CASES = list(itertools.product([1, 2, 3, 4], DTYPES, ["gram", "standard"]))
@@ -90,11 +86,20 @@ CORE |= {(1, "fp32", "gram"), (3, "fp32", "gram")}
 @pytest.mark.parametrize(("world", "dtype", "method"), usual(CASES, CORE))
 def test_shards_give_the_whole_matrix_s_result(ranks: Any, world: int, dtype: str, method: str) -> None:
     """Uneven and empty shards, both sides, wide and tall, batches, tiny and huge scales."""
-    for errors in ranks(world).run(compare_all, dtype=dtype, method=method, count=2 * len(SHAPES)):
-        for number, error in enumerate(errors):
-            within(error["reference"], error["limit"], f"matrix {number}")
+    count = 2 * len(SHAPES)
+    by_rank = ranks(world).run(shards_of_results, dtype=dtype, method=method, count=count)
+    for case, *shards in zip(cases(world, dtype, method, count), *by_rank, strict=True):
+        results = torch.cat(shards, dim=case["dim"])
+        for kind, full, result in zip(case["kinds"], batch_of(case), results, strict=True):
+            exact, limit = reference(kind, *case["shape"], dtype)
+            unsharded = orthogonalize(full, settings=settings(dtype, method))
+            error, difference = (
+                float((result.double() - expected.double()).norm() / exact.norm())
+                for expected in (exact, unsharded)
+            )
+            within(error, limit, f"{kind} {case['shape']}")
             # Each of the two is within the limit of float64.
-            within(error["unsharded"], 2 * error["limit"], f"matrix {number}, not cut")
+            within(difference, 2 * limit, f"{kind} {case['shape']}, not sharded")
 
 
 def subgroup_and_counts(rank: int, world_size: int) -> dict[str, Any]:

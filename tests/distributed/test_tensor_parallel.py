@@ -28,7 +28,7 @@ CORE = OLD_DEEPSPEED_TOO | {
 }
 
 
-@pytest.mark.parametrize(("stage", "mode", "ranks_and_size"), usual(CASES, CORE, OLD_DEEPSPEED_TOO))
+@pytest.mark.parametrize(("stage", "mode", "ranks_and_size"), usual(CASES, CORE, compat=OLD_DEEPSPEED_TOO))
 def test_megatron_style(ranks: Any, stage: int, mode: str, ranks_and_size: tuple[int, int]) -> None:
     """Column- and row-parallel matrices, cut along short and long sides, and one that all ranks hold."""
     world, size = ranks_and_size

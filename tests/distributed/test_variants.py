@@ -57,7 +57,7 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("name", usual(VARIANTS, VARIANTS.keys() - FULL, OLD_DEEPSPEED_TOO))
+@pytest.mark.parametrize("name", usual(VARIANTS, VARIANTS.keys() - FULL, compat=OLD_DEEPSPEED_TOO))
 @pytest.mark.parametrize("world", [full(2), 3])
 def test_variant_matches_the_reference(ranks: Any, name: str, world: int) -> None:
     settings = {"accumulation": 2, "clipping": 0.5, **VARIANTS[name]}

@@ -57,14 +57,22 @@ def reference(
     variant: str = "muon",
     decay_mode: str = "decoupled",
     grids: str = "",
+    warmup: tuple[float, int] | None = None,
+    update_scale: float = 1.0,
 ) -> tuple[Any, Any, list[float], Any]:
-    """Train in one process in float64 on all micro-batches; return start, end, raw norms and momentum."""
+    """Train in one process in float64 on all micro-batches; return start, end, raw norms and momentum.
+
+    ``warmup`` has the values of ``momentum_warmup``.
+    """
     model = build(kind)
     heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2} if kind == "heads" else {}
     matrices = matrices_of(
         MATRICES[kind], heads=heads, experts={"experts.up_proj"}, grids=GRIDS.get(grids or kind, {})
     )
     oracle = Oracle(matrices, clipping=clipping, variant=variant, weight_decay_mode=decay_mode)
+    oracle.update_scale = update_scale
+    if warmup is not None:
+        oracle.momentum_warmup = {"from": warmup[0], "steps": warmup[1]}
     start, end, norms = train_reference(model, oracle, micro_batches, steps)
     end = {name: value for name, value in end.items() if model.get_parameter(name).requires_grad}
     momentum = {name: oracle.state[name, "momentum_buffer"] for name in MATRICES[kind]}
@@ -91,7 +99,7 @@ def compare(
     clipping: float,
     *,
     arithmetic: Arithmetic = USUAL,
-    **variant: str,
+    **variant: Any,
 ) -> None:
     """Check the first rank's assembled parameters and every rank's gradient norms against the reference."""
     start, end, norms, momentum = reference(kind, micro_batches, clipping, **variant)

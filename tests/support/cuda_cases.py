@@ -256,7 +256,7 @@ def unpack_apply(
     dtypes: tuple[torch.dtype, torch.dtype],
     inputs: Inputs,
 ) -> None:
-    """The pass that applies updates, as :func:`momentum_pack`."""
+    """The pass that applies updates, as :func:`momentum_pack`; with rates on the device the same to the last bit."""
     arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
     decays = [0.998 - 0.5 * (number % 2) for number in range(len(lengths))]
     parts = zip(*(each.parts for each in arrays), strict=True)
@@ -267,6 +267,11 @@ def unpack_apply(
         alone = [each.alone(number) for each in arrays]
         assert kernels.unpack_apply([(alone, decay)], lr_scale=0.02) == OK
         assert torch.equal(arrays[0].parts[number], alone[0])
+    copies = [[each.alone(number) for each in arrays] for number in range(len(lengths))]
+    rates = torch.tensor([(0.02, decay) for decay in decays], device=inputs.device)
+    assert kernels.unpack_apply([(copy, 0.0) for copy in copies], rates=rates) == OK
+    for part, (param, _) in zip(arrays[0].parts, copies, strict=True):
+        assert torch.equal(part, param)
     assert torch.equal(arrays[1].whole, arrays[1].before)
     arrays[0].assert_rest_unchanged()
 

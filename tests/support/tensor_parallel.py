@@ -415,6 +415,27 @@ def train(
     }
 
 
+def poisoned_copy(rank: int, world_size: int) -> dict[str, list[Any]]:
+    """Step 2 of 3 has a NaN on the second rank, in the gradient of its copy of what tensor parallelism does not cut."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_type": "linear"}}
+    fp32_gradients = {"grad_accum_dtype": "fp32"}  # BF16_Optimizer
+    config = ds_config(1, precision="bf16", extra={"scheduler": schedule, "data_types": fp32_gradients})
+    engine = _engine("megatron", 2, config, "all", False, "even", "")
+    copied = engine.module.get_parameter("mix.weight")
+    report: dict[str, list[Any]] = {"skipped": [], "applied": [], "rates": []}
+    for step in range(3):
+        if step == 1 and rank == 1:
+            handle = copied.register_hook(lambda grad: torch.full_like(grad, float("nan")))
+        engine.backward(engine(*batch(step, 0)))
+        engine.step()
+        if step == 1 and rank == 1:
+            handle.remove()
+        report["skipped"].append(engine.skipped_steps)
+        report["applied"].append(engine.was_step_applied())
+        report["rates"].append(engine.get_lr()[0])
+    return report
+
+
 def failing(rank: int, world_size: int, **arguments: Any) -> str:
     """Return what ``train`` raised."""
     return training.refusal(lambda: train(rank, world_size, **arguments))

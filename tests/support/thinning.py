@@ -16,7 +16,7 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def usual(cases: Iterable[Any], core: Container[Any], compat: Container[Any] = ()) -> list[Any]:
+def usual(cases: Iterable[Any], core: Container[Any], *, compat: Container[Any] = ()) -> list[Any]:
     """Return the cases, tuples or single values, of which only those in ``core`` run in every test run.
 
     Those in ``compat`` run under the oldest supported DeepSpeed too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,3 +268,13 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
     offline.convert_to_universal(tmp_path / "step1", out)
     unlock(held)
     assert not left.exists() and living.exists() and other.exists() and (out / "zero").is_dir()
+
+
+def test_the_rate_that_is_exported_to_torch_has_the_update_scale() -> None:
+    """torch.optim.Muon has no such factor; the product of its rate and decay stays."""
+    index: Any = SimpleNamespace(
+        groups=[{"lr": 0.02, "weight_decay": 0.1, "update_scale": 0.25}],
+        parameters={"w": SimpleNamespace(group=0, heads=1, row_keys=(), transposed=False)},
+    )
+    settings = offline._torch_settings(index, "muon", ["w"], [])
+    assert (settings["lr"], settings["weight_decay"]) == (0.005, 0.4)

@@ -32,6 +32,7 @@ def test_defaults_are_those_of_deepspeeds_own_muon() -> None:
         "nesterov": True,
         "weight_decay": 0.0,
         "adjust_lr_fn": "original",
+        "update_scale": 1.0,
         "beta2": 0.95,
         "weight_decay_mode": "decoupled",
     }
@@ -183,10 +184,12 @@ def test_constructor_and_json_take_the_same_keys() -> None:
     assert Muon(nn.Linear(4, 4), **params).config == MuonConfig.from_params(params)
 
 
-def test_the_page_of_settings_is_up_to_date() -> None:
+def test_the_tables_of_settings_are_up_to_date() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "settings_table.py"))
-    assert script["PAGE"].read_text() == script["page"](), "run: python scripts/settings_table.py"
-    assert all(f"\n| `{name}` | " in script["page"]() for name in MuonConfig.model_fields)
+    pages = script["pages"]()
+    assert {page: page.read_text() for page in pages} == pages, "run: python scripts/settings_table.py"
+    assert all(f"\n| `{name}` | " in script["table"]() for name in MuonConfig.model_fields)
+    assert all(script["frameworks"]() in text for page, text in pages.items() if page.name == "rates.md")
 
 
 # Settings that nobody can mean were accepted: ``ns_eps: 1e30`` stopped Muon in silence, ``true`` was a rate of 1.
@@ -194,11 +197,11 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 # A key of several kinds got a message of several lines, none of which named all that is allowed.
 
 RATES = ("lr", "muon_lr", "adam_lr", "weight_decay", "muon_weight_decay", "adam_weight_decay")
-NUMBERS = (*RATES, "momentum", "eps", "beta2", "ns_steps")
+NUMBERS = (*RATES, "momentum", "eps", "beta2", "ns_steps", "update_scale")
 FLAGS = ("nesterov", "adam_w_mode", "consolidate_on_save")
 
 SENSELESS: list[tuple[dict[str, Any], str]] = [
-    *(({key: 1e30}, f"{key}: must be at most") for key in (*RATES, "eps")),
+    *(({key: 1e30}, f"{key}: must be at most") for key in (*RATES, "eps", "update_scale")),
     *(({key: True}, f"{key}: must be a number (got True)") for key in NUMBERS),
     *(
         ({key: "1e-4"}, f"{key}: must be a number, not a text: write 0.0001 without quotes")
@@ -210,6 +213,22 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"exchange_overlap": "no"}, "exchange_overlap: must be true or false (got 'no')"),
     ({"exchange_overlap": 2}, "exchange_overlap: must be true or false (got 2)"),
     ({"lr": Decimal("0.1")}, "lr: must be a number"),
+    ({"update_scale": 0}, "update_scale: must be above 0 (got 0)"),
+    ({"momentum_warmup": 300}, "momentum_warmup: must be an object with from or steps (got 300)"),
+    ({"momentum_warmup": {"from": 0.85}}, "momentum_warmup.steps: Field required"),
+    ({"momentum_warmup": {"from": 0.85, "steps": 0}}, "momentum_warmup.steps: must be at least 1 (got 0)"),
+    ({"momentum_warmup": {"from": 1, "steps": 9}}, "momentum_warmup.from: must be below 1 (got 1)"),
+    (
+        {"momentum": 0.8, "momentum_warmup": {"from": 0.8, "steps": 9}},
+        "momentum_warmup.from: 0.8 must be below momentum, which is 0.8",
+    ),
+    *(
+        (
+            {"momentum_warmup": {"from": 0.85, "steps": 9, key: 1}},
+            f"momentum_warmup: unknown key '{key}'; {hint}",
+        )
+        for key, hint in (("stps", "did you mean 'steps'?"), ("start", "known keys: from, steps"))
+    ),
     ({"lr": torch.tensor([0.1, 0.2])}, "lr: must be a number"),
     ({"eps": 1e-46}, "eps: must be at least 1e-30"),
     ({"betas": [0, 0]}, "betas[1]: must be above 0 (got 0)"),
@@ -336,6 +355,7 @@ def test_what_people_run_is_accepted() -> None:
         },
         {"matrices": {"a": {"split": [0.5, 0.5], "heads": [4, 2]}, "b": {"split": "qkv", "heads": "config"}}},
         {"matrices": {"c": {"split": [4, 4], "transposed": True}, "d": {}}},
+        {"momentum_warmup": {"from": 0, "steps": 1.0}, "update_scale": 1e-6},
     ):
         config = MuonConfig.from_params(params)
         assert MuonConfig.from_params(json.loads(config.model_dump_json())) == config

@@ -108,8 +108,18 @@ def test_megatrons_arguments() -> None:
     assert recommended["adjust_lr_fn"] == "match_rms_adamw" and recommended["lr"] == 5e-4
     assert recommended["nesterov"] is False and recommended["momentum"] == 0.9
     plain = settings({**given, "muon_scale_mode": "shape_scaling", "muon_extra_scale_factor": 2.0})
-    assert plain["adjust_lr_fn"] == "original" and plain["muon_lr"] == 1e-3 and plain["adam_lr"] == 5e-4
-    assert plain["muon_lr"] * plain["muon_weight_decay"] == pytest.approx(5e-4 * 0.1)
+    assert (plain["adjust_lr_fn"], plain["update_scale"]) == ("original", 2.0)
+    assert (plain["lr"], plain["weight_decay"]) == (5e-4, 0.1)
+    of_verl = settings({"optimizer": "muon", "muon_match_adamw_update_rms": True, "betas": [0.8, 0.99]})
+    assert of_verl["update_scale"] == pytest.approx(1 / 3) and of_verl["betas"] == [0.8, 0.99]
+
+
+def test_dions_arguments() -> None:
+    given = {"mu": 0.9, "adjust_lr": "rms_norm", "weight_decay": 0.1, "use_triton": True}
+    kind, found = translate({"optimizer": {"type": "Muon", "params": given}})
+    assert (kind, list(found.left_out)) == ("dion", ["use_triton"])
+    expected = {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.9, "nesterov": False}
+    assert found.settings == {**expected, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,12 @@ def test_megatrons_arguments() -> None:
         ({}, "'' has no counterpart"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr: must be at least 0"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
-        ({"optimizer": "muon", "lr": "1", "muon_scale_mode": "original"}, "a value of the wrong type"),
+        ({"optimizer": "muon", "muon_extra_scale_factor": "1"}, "a value of the wrong type"),
+        ({"optimizer": "muon", "muon_scale_mode": "original"}, "'original' is none of Megatron-LM's modes"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"adjust_lr": None}}},
+            "adjust_lr: None has no counterpart",
+        ),
         ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor: must be positive"),
     ],
 )
@@ -128,18 +143,157 @@ def test_what_cannot_be_translated(content: dict[str, Any], message: str) -> Non
         translate(content)
 
 
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    """Run the command with --json; return what it prints."""
+    assert main(["rates", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def written(folder: Path, params: dict[str, Any], type_name: str = "Muon") -> Path:
+    """Write a configuration with these settings."""
+    (folder / "ds.json").write_text(json.dumps({"optimizer": {"type": type_name, "params": params}}))
+    return folder / "ds.json"
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(ADAMW) + "  // hjson")
     assert main(["rates", str(file)]) == 0
-    printed = capsys.readouterr().out
-    section = json.loads("{" + printed.split("\n\n")[0] + "}")
+    text = capsys.readouterr().out
+    section = json.loads("{" + text[text.index('"optimizer"') :] + "}")
     assert section["optimizer"]["params"] == settings(ADAMW)
-    assert all(f"  {key} " in printed for key in section["optimizer"]["params"])
+    assert all(f"  {key} " in text for key in section["optimizer"]["params"])
     assert main(["rates", str(file), "--check"]) == 2
     assert "--check needs --model" in capsys.readouterr().err
     assert main(["rates", str(tmp_path / "none.json")]) == 2
     assert main(["rates", str(REPOSITORY / "ds_configs" / "1b_8gpus.hjson")]) == 0
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (REPOSITORY / "docs" / "rates.md").read_text()
+    for name, text in re.findall(r'^```json title="(.*?)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL):
+        Path(name).write_text(text)
+    blocks = re.findall(
+        r"^```console\n\$ python -m deepspeed_muon (.*?)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )
+    assert blocks
+    for arguments, output in blocks:
+        assert main(arguments.split()) == 0
+        assert capsys.readouterr().out == output
+
+
+def test_the_rate_of_adamw_is_carried_to_a_wider_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under match_rms_adamw, Muon's rate falls with the width; its product with the decay and AdamW's rate stay."""
+    file = written(tmp_path, {"lr": 2e-3, "weight_decay": 0.1}, "AdamW")
+    report = printed(capsys, file, "--from", "width=256", "--to", "width=1024")
+    params = report["optimizer"]["params"]
+    assert params["muon_lr"] == pytest.approx(2e-3 * 4**-0.65, rel=2e-3) and params["adam_lr"] == 2e-3
+    assert params["muon_lr"] * params["muon_weight_decay"] == pytest.approx(2e-3 * 0.1, rel=5e-3)
+    assert params["tuned_width"] == 1024 and "lr" not in params
+    assert report["reasons"].keys() == params.keys()
+    # The next step up: the width of the configuration is where its rate comes from.
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": report["optimizer"]}))
+    again = printed(capsys, file, "--to", "width=2048")["optimizer"]["params"]
+    assert again["muon_lr"] == pytest.approx(params["muon_lr"] * 2**-0.65, rel=2e-3)
+    assert again["adam_lr"] == 2e-3 and again["tuned_width"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("params", "muon_lr", "note"),
+    [
+        ({"muon_lr": 0.02, "adam_lr": 1e-3}, 0.02, ""),
+        ({"muon_lr": 0.02, "adam_lr": 1e-3, "variant": "normuon"}, 0.02, ""),
+        ({"muon_lr": 0.02, "adam_lr": 1e-3, "adjust_lr_fn": "spectral"}, 0.0127, ""),
+        ({"muon_lr": 0.02, "adam_lr": 1e-3, "adjust_lr_fn": "unit_rms_norm"}, 0.02, "under unit_rms_norm"),
+        ({"muon_lr": 0.02, "adam_lr": 1e-3, "variant": "hyperball"}, 0.02, "under hyperball"),
+    ],
+    ids=str,
+)
+def test_rules_over_widths(
+    params: dict[str, Any],
+    muon_lr: float,
+    note: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = printed(capsys, written(tmp_path, params), "--from", "width=256", "--to", "width=512")
+    assert report["optimizer"]["params"]["muon_lr"] == muon_lr
+    assert ("tuned_width" in report["optimizer"]["params"]) == (muon_lr != 0.02)
+    assert (note in report["notes"][0]) if note else not report["notes"]
+    assert ("kept: under 'original'" in report["reasons"]["muon_lr"]) == (muon_lr == 0.02 and not note)
+
+
+def test_auto_is_not_multiplied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, {"lr": "auto", "weight_decay": "auto"}, "AdamW")
+    report = printed(capsys, file, "--from", "width=256", "--to", "width=512")
+    assert report["optimizer"]["params"]["lr"] == report["optimizer"]["params"]["weight_decay"] == "auto"
+    assert "set muon_lr to 0.637 times the learning rate that fills it in" in report["notes"][0]
+    assert {law["muon_lr"] for law in report["published"]} == {None}
+
+
+def test_published_laws_are_applied_only_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, {"muon_lr": 0.02, "adam_lr": 1e-3})
+    sizes = ["--from", "width=256", "tokens=1e9", "batch=5e5", "--to", "width=512", "tokens=8e9", "batch=2e6"]
+    report = printed(capsys, file, *sizes)
+    assert report["optimizer"]["params"]["muon_lr"] == 0.02
+    laws = {law["name"]: law for law in report["published"]}
+    assert laws["marin"]["factor"] == pytest.approx(2**-0.15 * 8**-0.395 * 2, rel=2e-3)
+    assert laws["hyperp"]["without"] == ["depth"] and laws["kellerjordan"]["factor"] == 1.0
+    report = printed(capsys, file, *sizes, "--apply", "marin")
+    assert report["optimizer"]["params"]["muon_lr"] == laws["marin"]["muon_lr"]
+    assert "because --apply asks for it" in report["reasons"]["muon_lr"]
+    # The root of the width in the scale of match_rms_adamw is divided out.
+    file = written(tmp_path, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"})
+    laws = {law["name"]: law["factor"] for law in printed(capsys, file, *sizes)["published"]}
+    assert laws["kellerjordan"] == pytest.approx(2**-0.5, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from", "heigth=3"], "--from: must be NAME=NUMBER, as in width=512"),
+        (["--to", "width=big"], "--to: must be NAME=NUMBER, as in width=512"),
+        (["--to", "width=-1"], "and a positive number, got 'width=-1'"),
+        (["--to", "width=1", "width=2"], "--to: width is given twice"),
+        (
+            ["--from", "width=1", "tokens=1", "--to", "width=2", "--apply", "marin"],
+            "--apply marin: needs tokens and batch in --from and in --to",
+        ),
+        (["--from", "batch=1", "--to", "batch=2", "--apply", "nanochat"], "--apply nanochat: needs width in"),
+    ],
+)
+def test_sizes_that_cannot_be_read(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"})
+    assert main(["rates", str(file), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rates_that_nobody_chose_are_written_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = printed(capsys, written(tmp_path, {"muon_lr": 0.04, "adam_lr": None, "tuned_width": None}))
+    assert report["optimizer"]["params"].pop("tuned_width") is None
+    assert report["optimizer"]["params"] == {"muon_lr": 0.04, "adam_lr": 3e-4}
+    assert "chosen by nobody" in report["reasons"]["adam_lr"] and not report["notes"]
+    report = printed(capsys, written(tmp_path, {"lr": 3e-4}))
+    assert "set adjust_lr_fn to 'match_rms_adamw'" in report["notes"][0]
+
+
+def test_width_and_depth_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    file = written(tmp_path, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw", "tuned_width": 64})
+    report = printed(capsys, file, "--model", tmp_path)
+    assert report["from"] == {"width": 64} and report["to"] == {"width": 128, "depth": 3}
+    assert report["optimizer"]["params"]["muon_lr"] == 6.37e-4
+    assert printed(capsys, file, "--model", tmp_path, "--to", "width=64")["to"] == {"width": 64, "depth": 3}
 
 
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "hyperball"])

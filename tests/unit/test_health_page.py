@@ -40,7 +40,7 @@ def write_run(folder: Path, **changed) -> Path:
 
 
 def levels(folder: Path) -> dict[str, str]:
-    return {text: level for level, text in findings(read_run(folder))}
+    return {finding.text: finding.level for finding in findings(read_run(folder))}
 
 
 def test_a_healthy_run(tmp_path, capsys):
@@ -81,12 +81,29 @@ def test_losses_by_step_and_samples_of_health_have_one_axis(tmp_path):
         ("Train_Muon_alignment", math.nan, "bad", "alignment"),
         ("Train_Muon_time_scatter", 0.7, "look", "exchanges take 80%"),
         ("Train_Muon_wire_error_update", 0.02, "look", "wire_error_update"),
+        ("Train_Muon_clip_coefficient", 2e-8, "bad", "at a coefficient of 2e-08"),
+        ("Train_Muon_update_over_weight", 0.6, "bad", "the rate is too high. Try muon_lr (or lr) / "),
+        (
+            "Train_Muon_update_over_weight",
+            2e-4,
+            "look",
+            "For pretraining the rate is too low: try muon_lr (or lr) * ",
+        ),
         ("train_loss", math.nan, "bad", "train_loss is not finite from position 100"),
     ],
 )
 def test_what_is_not_well_comes_first(name, value, level, word, tmp_path):
-    found = findings(read_run(write_run(tmp_path / "run", **{name: lambda x: value})))
-    assert found[0][0] == level and word in found[0][1], found
+    results = findings(read_run(write_run(tmp_path / "run", **{name: lambda x: value})))
+    assert results[0].level == level and word in results[0].text, results
+
+
+def test_updates_are_compared_with_adamw_where_both_have_one_rate(tmp_path):
+    """25 times AdamW's is the 5 times the root of the width of some configurations; two rates are no mistake."""
+    changes = {"Train_Muon_update_over_adamw": lambda x: 25.0, "Train_Samples_muon_lr": lambda x: 1e-4}
+    one_rate = write_run(tmp_path / "one", **changes, Train_Samples_adam_lr=lambda x: 1e-4)
+    assert any("takes AdamW's rate / 25" in text for text in levels(one_rate))
+    two_rates = write_run(tmp_path / "two", **changes, Train_Samples_adam_lr=lambda x: 1e-5)
+    assert set(levels(two_rates).values()) == {"good"}
 
 
 def test_failures_before_a_restart_count(tmp_path):

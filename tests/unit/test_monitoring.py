@@ -23,7 +23,7 @@ from deepspeed_muon.monitoring.measure import (
     norm_bounds,
     spectrum,
 )
-from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, monitor_events, summarize
+from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, WeightSums, monitor_events, summarize
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
@@ -377,4 +377,64 @@ def test_summary_over_ranks(ranks: Any) -> None:
     assert {"a", "a (rank 2)", "b0"} <= set(summary["matrices"])
     assert summary["stable_rank"] == pytest.approx(4.0) and summary["alignment"] == pytest.approx(1.0)
     assert ("Train/Muon/redone", 3.0, 77) in monitor_events({"step": 9, **summary}, 77)
-    assert summarize(Sample(), Ranks()) == {"redone": 0, "failed": 0, "matrices": {}}
+    assert summarize(Sample(), Ranks()) == {"redone": 0, "failed": 0, "matrices": {}, "findings": {}}
+
+
+def recorded(
+    rates: list[float], *, configured: float, clipping: float = 0.0, norm: float = 1.0
+) -> list[dict]:
+    """Return the summary of each of some steps at these rates, whose update is 1 and whose weights are 2."""
+    recorder, summaries = StepRecorder(every=1, check=True), []
+    for lr in rates:
+        facts = {"muon_lr": lr, "configured_lr": configured, "adam_lr": 0.1, "adam_rms": 0.02}
+        with recorder.step(facts=lambda facts=facts: facts):
+            sums = {
+                "blocks": 1,
+                "values": 4,
+                "numel": 16,
+                "distances": 0.0,
+                "sigma_max": 1.0,
+                "stable_ranks": 1.0,
+            }
+            recorder.keep("w", {**sums, "directions": 16.0, "updates": 16.0, "products": 16.0})
+            recorder.keep_weights("w", WeightSums(lr, inputs=1, relative=False, squares=64.0, numel=16))
+            recorder.record_outcome(lr=lr, skipped=lr == 0, norm=norm, clipping=clipping)
+        summaries.append(recorder.summary())
+    return summaries
+
+
+def test_updates_are_judged_at_the_peak_of_the_rate() -> None:
+    """In a warm-up at the configured rate, later at the highest one; weights that have grown count as at the start."""
+    summaries = recorded([0.0, 0.001, 0.002, 0.004, 0.004, 0.002], configured=0.01)
+    assert "update_over_weight" not in summaries[0]
+    judged = [summary["update_over_weight"] for summary in summaries[1:]]
+    assert judged == pytest.approx([0.01, 0.01, 0.01, 0.004, 0.004])
+    assert summaries[3]["matrices"]["w"]["update_over_weight"] == pytest.approx(0.004 / 2)
+
+
+def test_outcomes_of_steps_are_counted_between_samples() -> None:
+    """Skipped steps have no coefficient; a norm is read in the sampled step only."""
+    recorder = StepRecorder(every=4, check=True)
+    for number in range(1, 5):
+        with recorder.step():
+            norm = math.inf if number == 1 else torch.tensor(2.0 if number < 4 else 0.5)
+            recorder.record_outcome(lr=0.0, skipped=number == 1, norm=norm, clipping=1.0)
+    summary = recorder.summary()
+    assert summary["skipped"] == 0.25 and summary["clipped"] == pytest.approx(2 / 3)
+    assert summary["clip_coefficient"] == summary["clip_least"] == pytest.approx(0.5)
+
+
+def test_everything_is_reported_once(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = StepRecorder(every=1, check=True)
+    recorder.report_after = 3
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 6):
+            with recorder.step(facts=lambda: {"routers": 1.0, "muon_numel": 1.0, "adamw_numel": 3.0}):
+                recorder.record_outcome(lr=0.0, skipped=number > 3, norm=1e9, clipping=1.0)
+            assert ("router" in caplog.text) == (number >= 3)
+    assert caplog.text.count("router of a mixture") == caplog.text.count("steps were skipped") == 1
+    assert caplog.text.count("clipped to nothing") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("after 3 steps: ") == 1 and "elements that AdamW trains 75%" in shown

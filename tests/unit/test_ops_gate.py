@@ -23,6 +23,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops import candidates, checks, dispatch, gate
 from deepspeed_muon.ops.candidates import Problem
 from tests.support.native_ops import REPOSITORY
+from tests.support.thinning import full
 
 IDENTITY = ["a GPU", "13000", torch.__version__, "a key"]
 
@@ -285,7 +286,9 @@ def ends_with(component: str, ending: str) -> list[str]:
     """)
 
 
-@pytest.mark.parametrize("ending", ["broken = True; raise RuntimeError('illegal address')", "os.abort()"])
+@pytest.mark.parametrize(
+    "ending", ["broken = True; raise RuntimeError('illegal address')", full("os.abort()")]
+)
 def test_a_broken_context_costs_its_part_alone(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An illegal address made every later call fail, and so kept all parts out; a crash of a kernel cost the graphs."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))

@@ -363,8 +363,8 @@ def refusals(kernels: Bench, kernel: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def binding(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Binding:
-    return cuda_bench.build_binding(tmp_path_factory.mktemp("binding"), bench)
+def binding(bench: Bench) -> Binding:
+    return cuda_bench.unchanged_binding(bench)
 
 
 @pytest.mark.parametrize("case", binding_cases.CASES)

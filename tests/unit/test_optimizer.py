@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
@@ -421,6 +422,42 @@ def test_schedules_that_keep_the_ratio_are_none(write: str, caplog: pytest.LogCa
         BOTH_RATES[write](optimizer)
         train_alone(model, optimizer, 3)
     assert "with one rate" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [
+        ({"muon_lr": 0.02}, "AdamW trains embeddings, heads and vectors at its default, 0.0003: set adam_lr"),
+        ({"adam_lr": 1e-3}, "Muon trains the matrices at its default, 0.02, under adjust_lr_fn 'original'"),
+        ({"lr": 0.02}, "with one lr, 0.02; under adjust_lr_fn 'original' one rate does not serve both"),
+        ({"lr": 1e-3, "adjust_lr_fn": "unit_rms_norm"}, "far smaller than AdamW's would be"),
+        ({"lr": 1e-3, "adjust_lr_fn": "spectral"}, "5 times as large .* set muon_lr .0.0002 for the"),
+        ({"lr": 1e-3, "adjust_lr_fn": "spectral", "update_scale": 0.2}, None),
+        ({"lr": 0.01, "variant": "hyperball"}, "under variant 'hyperball' one rate does not serve both"),
+        # 1e-3 * (16 / 8)^-0.65
+        (
+            {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw", "tuned_width": 8},
+            "set muon_lr to 0.000637 .it is 0.001. and tuned_width to 16",
+        ),
+        ({"muon_lr": 0.02, "adam_lr": 3e-4, "tuned_width": 8}, None),
+        ({"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw", "tuned_width": 16}, None),
+        ({"lr": 0.02, "adam_lr": 0.02}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_rates_that_nobody_chose_are_a_warning(
+    settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    Muon(build("toy"), **settings)
+    assert len(caplog.records) == (warning is not None)
+    assert re.search(warning or "", caplog.text)
+
+
+def test_a_group_with_a_rate_of_its_own_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    Muon([{"params": build("toy").named_parameters(), "adam_lr": 1e-3}], muon_lr=0.02)
+    Muon([("layers.0.weight", nn.Parameter(torch.ones(4, 4)))], lr=0.02)  # no parameter for AdamW
+    assert not caplog.records
 
 
 def test_rates_that_end_at_one_floor_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -68,7 +68,7 @@ DEEPSEEK_V3 = {
 }
 
 
-@pytest.mark.parametrize(("world", "balance"), [(256, 1.15), (512, 1.3), (1024, 1.6), (2048, 2.2)])
+@pytest.mark.parametrize(("world", "balance"), [(256, 1.15), full(512, 1.3), full(1024, 1.6), (2048, 2.2)])
 def test_deepseek_v3_with_separate_experts(world: int, balance: float) -> None:
     """The dear matrices of attention are in different partitions; what is left is their own cost."""
     routes = routes_of("deepseek-v3", separate=True)

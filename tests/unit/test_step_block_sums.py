@@ -44,7 +44,7 @@ def test_rectangles_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple
             assert torch.equal(fragment[3:], blocks.view(-1)[start:stop]) and (fragment[:3] == -1).all()
 
 
-def test_sums_give_the_factors_of_the_formula() -> None:
+def test_sums_give_the_rates_of_the_formula() -> None:
     """Also where the update is zero, where the weights are, and where the step would make them zero."""
     generator = torch.Generator().manual_seed(3)
     weights, updates = torch.randn(2, 6, 4, 5, generator=generator, dtype=torch.float64)
@@ -55,14 +55,14 @@ def test_sums_give_the_factors_of_the_formula() -> None:
     weights[5, 0, 0], updates[5, 0, 0] = 2, 1
     sums = tuple((a * b).sum((1, 2)) for a, b in ((weights, weights), (weights, updates), (updates, updates)))
     rates = torch.tensor([0.1, 0.1, 0.3, 0.1, 1.0, 1.0], dtype=torch.float64)
-    keep, move = apply(sums, rates)  # type: ignore[arg-type]
+    step, decay = apply(sums, rates)  # type: ignore[arg-type]
     for unmoved in (1, 3, 4, 5):
-        assert (keep[unmoved], move[unmoved]) == (1, 0)
+        assert (step[unmoved], decay[unmoved]) == (0, 1)
     for i in (0, 2, 3, 5):
         reference = ReferenceMuon({}, variant="hyperball", muon_lr=float(rates[i]))
         with mock.patch("deepspeed_muon.reference.newton_schulz", return_value=updates[i]):
             expected = weights[i] - rates[i] * reference.update_of(weights[i], updates[i])
-        close(keep[i] * weights[i] + move[i] * updates[i], expected, rtol=1e-12, atol=1e-14)
+        close(decay[i] * weights[i] - step[i] * updates[i], expected, rtol=1e-12, atol=1e-14)
 
 
 def model_of(fill: float | None = None) -> nn.Module:
@@ -188,6 +188,7 @@ def test_weights_of_zero_are_refused() -> None:
         ),
         ("hyperball", {"muon_weight_decay": 0.1}, r"weight_decay: 0\.1 with variant 'hyperball'"),
         ("hyperball", {"adjust_lr_fn": "match_rms_adamw"}, r"adjust_lr_fn: .* no scale applies"),
+        ("hyperball", {"update_scale": 0.2}, r"update_scale: 0\.2 .* multiply muon_lr by the factor"),
         ("muown", {}, r"optimizer\.params\.variant: .*'muown'"),
     ],
 )
@@ -207,10 +208,11 @@ def test_param_groups_are_held_to_it_too() -> None:
     weight = model.layer.weight
     with pytest.raises(ConfigError, match=r"param group 0\.weight_decay: 0\.1 with variant 'hyperball'"):
         Muon([{"params": [("layer.weight", weight)], "weight_decay": 0.1}], muon_weight_decay=0.0, **SETTINGS)
-    optimizer = Muon(model, **SETTINGS)
-    optimizer.param_groups[0]["weight_decay"] = 0.2
-    with pytest.raises(ConfigError, match=r"weight_decay 0\.2 .* hyperparameters=False"):
-        train(model, optimizer, 1)
+    for key in ("weight_decay", "update_scale"):
+        optimizer = Muon(model, **SETTINGS)
+        optimizer.param_groups[0][key] = 0.2
+        with pytest.raises(ConfigError, match=rf"{key} 0\.2 .* hyperparameters=False"):
+            train(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

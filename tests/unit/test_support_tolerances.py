@@ -23,6 +23,7 @@ from tests.support.matrices import matrix
 from tests.support.models import MATRICES
 from tests.support.native_ops import REPOSITORY
 from tests.support.rounding import FP32_MODEL, HALF_MODEL, QUINTIC, iteration_limit, limits
+from tests.support.thinning import full
 
 pytestmark = pytest.mark.skipif(bool(forced_kernel()), reason="forces kernels itself")
 
@@ -81,7 +82,7 @@ def test_it(error):
 """
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
+@pytest.mark.parametrize("processes", [full("0"), "2"])
 def test_the_summary_lists_the_nearest_comparisons(tmp_path: Path, processes: str) -> None:
     (tmp_path / "test_sample.py").write_text(SUITE)
     command = [
@@ -113,8 +114,8 @@ def kernels_used(rank: int, world_size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kernel", "names"),
     [
-        ("torch-standard", ["torch standard"]),
-        ("no-compiler", ["torch gram", "torch standard"]),
+        full("torch-standard", ["torch standard"]),
+        full("no-compiler", ["torch gram", "torch standard"]),
         ("ops-standard-bf16", ["ops standard", "ops standard+tiles", "ops standard+vectors"]),
     ],
 )

@@ -112,9 +112,9 @@ def test_rows_of_shards_are_normalised_as_those_of_the_whole(dim: int) -> None:
     else:
         after = moments.lerp(whole.square().mean(-1), 0.1)
         factors = 1 / (after.sqrt() + 1e-8)
-        rows = whole.square().mean(-1)
-        total = torch.stack((rows.sum(1), (rows * factors.square()).sum(1)), dim=-1)
-        sums = ShardedSums(add_rows=lambda _: total)
+        rows = whole.square().sum(-1)
+        total = torch.stack((rows.sum(1), (rows * factors.square()).sum(1)))  # (2, batch)
+        sums = ShardedSums(add_rows=lambda _: total.clone())
         shard_moments = [*moments.chunk(2, dim=1)]
     pairs = zip(shards, shard_moments, strict=True)
     shard_factors, states = zip(

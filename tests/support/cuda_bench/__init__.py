@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops.toolchain import machine_spec
+from deepspeed_muon.ops.toolchain import machine_spec, version_output
 from tests.support.cuda_library import SOURCES, Blocks, Fragment, Kernels
+from tests.support.native_ops import REPOSITORY
 
 MACHINE = Path(__file__).resolve().parent
 LIBRARY = "libmuon_bench.so"
@@ -189,12 +190,29 @@ def unavailable() -> str | None:
     return None if shutil.which("g++") else "needs g++"
 
 
-def session_build(folder: Path) -> Bench:
-    """Return the unchanged kernels, compiled into ``folder`` by the first process of a test session that asks."""
-    folder.mkdir(exist_ok=True)
+def unchanged() -> Bench:
+    """Return the unchanged kernels, compiled once for each state of the sources by the first process that asks."""
+    digest = hashlib.sha256(repr((_FLAGS, version_output("g++"), torch.__version__)).encode())
+    for source in sorted((*MACHINE.rglob("*"), *SOURCES.parent.rglob("*"))):
+        if source.suffix in (".cu", ".cuh", ".cpp", ".h", ".py"):
+            digest.update(source.read_bytes())
+    with _locked(REPOSITORY / ".cache" / "cuda_bench" / digest.hexdigest()[:16]) as folder:
+        return Bench(folder / LIBRARY) if (folder / LIBRARY).exists() else build(folder)
+
+
+def unchanged_binding(bench: Bench) -> Binding:
+    """Return the unchanged binding, compiled as :func:`unchanged` kernels are."""
+    with _locked(bench.folder / "binding") as folder:
+        return build_binding(folder, bench)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """Make a folder, and keep other processes out of it."""
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
-        return Bench(folder / LIBRARY) if (folder / LIBRARY).exists() else build(folder)
+        yield folder
 
 
 def build(
@@ -220,8 +238,7 @@ def build(
         target = folder / f"{source.stem}.o"
         if beside is not None and (_equal(source, folder, beside) or only not in (None, source.stem)):
             return beside / target.name
-        command = ["g++", *_FLAGS, f"-I{MACHINE}", "-x", "c++", "-c", str(source), "-o", str(target)]
-        _compile(command)
+        _compile(["g++", *_FLAGS, f"-I{MACHINE}", "-x", "c++", "-c", str(source)], target)
         return target
 
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -229,7 +246,7 @@ def build(
     # Of a function in a header the linker takes the first one.
     objects.sort(key=lambda path: path.parent != folder)
     library = folder / LIBRARY
-    subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True, timeout=120)
+    _compile(["g++", "-shared", *map(str, objects)], library)
     return Bench(library)
 
 
@@ -244,12 +261,10 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
     the CPU, in a namespace of their own, with the schemas of ``binding.cpp``.
 
     Args:
-        folder: An empty folder.
+        folder: An empty folder, or one with this binding.
         bench: Runs the kernels.
         mutation: As for :func:`build`.
     """
-    from torch.utils import cpp_extension  # slow to import
-
     csrc, namespace = SOURCES.parent, f"muon_bench_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
     text = (csrc / "generic.cpp").read_text() + (csrc / "cuda" / "binding_cuda.cpp").read_text()
     for old, new in (mutation or {}).items():
@@ -264,20 +279,32 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
             text += re.sub(r"^ *m\.def.*&muon::cpu.*\n", "", registration, flags=re.MULTILINE)
     text = re.sub(r'(?<=\(|")deepspeed_muon(?=,|::)', namespace, text).replace(", CUDA, m)", ", CPU, m)")
     source, library = folder / "binding.cpp", folder / "libmuon_binding.so"
-    source.write_text(text)
-    (standard,) = (flag for flag in machine_spec().cxx_flags if flag.startswith("-std"))
-    include = [MACHINE, csrc, csrc / "cuda", *cpp_extension.include_paths()]
-    command = ["g++", standard, "-O1", "-fPIC", "-shared", "-w", str(source), "-o", str(library)]
-    command += [f"-I{path}" for path in include] + [f"-L{path}" for path in cpp_extension.library_paths()]
-    _compile([*command, str(bench.folder / LIBRARY), f"-Wl,-rpath,{bench.folder}", "-ltorch_cpu", "-lc10"])
+    if not library.exists():
+        source.write_text(text)
+        _compile_binding(source, library, bench)
     torch.ops.load_library(str(library))
     return Binding(bench, getattr(torch.ops, namespace))
 
 
-def _compile(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def _compile_binding(source: Path, library: Path, bench: Bench) -> None:
+    from torch.utils import cpp_extension  # slow to import
+
+    (standard,) = (flag for flag in machine_spec().cxx_flags if flag.startswith("-std"))
+    include = [MACHINE, SOURCES.parent, SOURCES, *cpp_extension.include_paths()]
+    command = ["g++", standard, "-O1", "-fPIC", "-shared", "-w", str(source)]
+    command += [f"-I{path}" for path in include] + [f"-L{path}" for path in cpp_extension.library_paths()]
+    _compile(
+        [*command, str(bench.folder / LIBRARY), f"-Wl,-rpath,{bench.folder}", "-ltorch_cpu", "-lc10"], library
+    )
+
+
+def _compile(command: Sequence[str], target: Path) -> None:
+    """Run a compiler; a target that is there is complete, whatever ended an earlier one."""
+    unfinished = target.with_suffix(".unfinished")
+    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])  # no AssertionError, which would count as a defect found
+    unfinished.rename(target)
 
 
 def _equal(source: Path, folder: Path, beside: Path) -> bool:

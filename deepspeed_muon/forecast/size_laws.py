@@ -1,0 +1,146 @@
+"""How a tuned rate is carried to a model of another size: what was measured in this repository, and published laws.
+
+Only what was measured here is applied. The laws are for other optimizers and other sizes, and are printed beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.math.updates import AdjustLrName
+
+Sizes = Mapping[str, float]
+"""The sizes of a run that are known, by their names in :data:`SIZES`."""
+
+SIZES = {
+    "width": "hidden size",
+    "depth": "layers",
+    "tokens": "tokens of the whole run",
+    "batch": "tokens in a step",
+}
+"""What a rate may depend on."""
+
+MEASURED = {
+    "original": "no factor for the width: the kept rate cost 0.006 nats from width 128 to 512, 0.004 from 4 to 6 "
+    "layers at twice the width, and 0.002 from 300 to 1,200 steps (with normuon 0.007)",
+    "match_rms_adamw": "width^-0.65 cost 0.001 nats from width 128 to 512; the kept rate cost 0.02 at twice the width "
+    "and 0.09 at four times. Not measured: other depths and numbers of steps under this rule",
+    "spectral": "width^-0.65, fitted to match_rms_adamw, cost 0.012 nats from width 128 to 512; the kept rate cost "
+    "0.04 at twice the width and 0.09 at four times. Not measured: other depths and numbers of steps under this rule",
+    "hyperball": "the best rate fell with the width, with an exponent of -0.9 that is uncertain, so none is applied; "
+    "the kept rate cost 0.01 nats at twice the width and 0.04 at four times",
+}
+"""Rule, or variant, to what the runs say. The numbers are those of ``benchmarks/results/rates.md``."""
+
+MEASURED_ON = "0.4M to 7M parameters, widths 128 to 512, 2 to 6 layers, 150 to 1,200 steps of 512 tokens"
+"""The runs of :data:`MEASURED`."""
+
+UNKNOWN = (
+    "larger models and mixtures of experts",
+    "other batches",
+    "how weight decay and AdamW's rate should follow a size",
+)
+"""What none of these runs says."""
+
+
+ROOT_OF_WIDTH = ("match_rms_adamw", "spectral")
+"""The scale rules that contain the root of the width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """A published power law of the rate of hidden matrices.
+
+    Attributes:
+        exponents: Name of a size to its exponent; the law does not contain the others.
+        setup: What it was fitted on, and where it fails.
+        source: Where it is published.
+    """
+
+    exponents: Sizes
+    setup: str
+    source: str
+
+    def formula(self) -> str:
+        """Return the law as text, as in ``width^-0.15 batch^0.5``."""
+        return " ".join(f"{size}^{power:g}" for size, power in self.exponents.items()) or "constant"
+
+    def powers(self, rule: AdjustLrName) -> Sizes:
+        """Return the exponents under a scale rule.
+
+        The laws are for updates that grow with the width as those of ``original`` do. The root of the width that other
+        rules contain is divided out.
+        """
+        if rule not in ROOT_OF_WIDTH:
+            return self.exponents
+        return {**self.exponents, "width": self.exponents.get("width", 0.0) - 0.5}
+
+    def factor(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> float:
+        """Return by what the rate changes, over the sizes that ``before`` and ``after`` both have."""
+        given = {size: power for size, power in self.powers(rule).items() if size in before and size in after}
+        return math.prod(float((after[size] / before[size]) ** power) for size, power in given.items())
+
+    def missing(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> list[str]:
+        """Return the sizes of the law that ``before`` or ``after`` lacks."""
+        return [size for size in self.powers(rule) if size not in before or size not in after]
+
+
+LAWS = {
+    "marin": Law(
+        {"width": -0.15, "tokens": -0.395, "batch": 0.5},
+        "MuonH, mixtures of experts of width 512 to 1280, 4 to 240 tokens a parameter, no clipping. At 300 to 600 "
+        "tokens a parameter the best rate was 1.2 to 1.4 times the law's (marin#7856)",
+        "marin-community/marin#5951",
+    ),
+    "hyperp": Law(
+        {"depth": -0.5, "tokens": -0.32, "batch": 0.5},
+        "MuonH with residual branches scaled by 1/sqrt(2 depth), constant aspect ratio, base 1e-2 at 8 layers, 10.4e9 "
+        "tokens and a batch of 2^21",
+        "arXiv 2603.28743",
+    ),
+    "scion": Law(
+        {"tokens": -0.56, "batch": 0.62},
+        "unit-norm updates in all layers, up to 1.3B parameters and 138e9 tokens",
+        "arXiv 2510.03871",
+    ),
+    "nanochat": Law(
+        {"batch": 0.5},
+        "NorMuon at 0.02 with a batch of 2^19; its author calls this not studied. AdamW's rates there: width^-0.5",
+        "karpathy/nanochat, base_train.py",
+    ),
+    "kellerjordan": Law(
+        {},
+        "original: a claim that the best rate is constant over sizes, without a fit",
+        "KellerJordan/Muon#16",
+    ),
+}
+"""Laws by the name that ``--apply`` takes."""
+
+
+def read_sizes(option: str, values: Sequence[str]) -> dict[str, float]:
+    """Return the sizes of an option, given as ``["width=512", "tokens=10e9"]``.
+
+    Raises:
+        ConfigError: Naming the option and the value, if a name is not in :data:`SIZES` or is given twice, or a size is
+            not a positive number.
+    """
+    sizes: dict[str, float] = {}
+    for value in values:
+        name, _, text = value.partition("=")
+        try:
+            size = float(text)
+        except ValueError:
+            size = math.nan
+        if name not in SIZES or not 0 < size < math.inf:
+            known = ", ".join(f"{key} ({meaning})" for key, meaning in SIZES.items())
+            raise ConfigError(
+                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {known} and a positive number, "
+                f"got {value!r}"
+            )
+        if name in sizes:
+            raise ConfigError(f"{option}: {name} is given twice")
+        sizes[name] = size
+    return sizes

@@ -1,0 +1,208 @@
+"""Judges what health measures of a run by the ranges of runs that went well, and says what to change.
+
+The ranges of :data:`QUANTITIES` are data: ``good`` is what the good runs of ``benchmarks/diagnosis.py`` had, with their
+raw output in ``benchmarks/results/diagnosis.json`` (small models, 200 steps), and ``limits`` are what a run may have
+before it is reported, wide enough for larger models: published rates of pretraining change matrices by 0.3 % to 3 % of
+their size in a step. A test compares both with that file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Level = Literal["good", "look", "bad"]
+
+
+class Finding(NamedTuple):
+    """One result of a diagnosis.
+
+    Attributes:
+        level: ``bad``, ``look`` (worth a look) or ``good``.
+        key: What it is about, the same in all runs: a name of :data:`QUANTITIES` where it is one of them.
+        text: What was measured, and what to change.
+    """
+
+    level: Level
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A quantity that the diagnosis judges.
+
+    Attributes:
+        limits: The smallest and the largest value that is not reported; NaN is reported as too small.
+        too_low, too_high: What is said beyond the limits; a format string over all values of the run, ``value``,
+            ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of :attr:`good`, or one over that
+            where the value is too low).
+        level: The level of the finding.
+        low_level: That of a value that is too small, where it differs.
+        good: The smallest and the largest value in good runs; ``None`` for what is always the same there.
+        label: How the line after the first steps names it, with the value; empty for what that line leaves out.
+        unit: The format of a value.
+    """
+
+    limits: tuple[float, float]
+    too_low: str = ""
+    too_high: str = ""
+    level: Level = "look"
+    low_level: Level | None = None
+    good: tuple[float, float] | None = None
+    label: str = ""
+    unit: str = ".3g"
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "failed": Quantity(
+        (0, 0), "", "{value:.0f} updates were left out because they were wrong in fp32 too.", level="bad"
+    ),
+    "redone": Quantity(
+        (0, 0),
+        too_high="{value:.0f} updates were recomputed in fp32. If the number grows, set ns_dtype to fp32.",
+    ),
+    "alignment": Quantity(
+        (1e-300, math.inf), "Updates point away from their directions (alignment at or below 0).", level="bad"
+    ),
+    "skipped": Quantity(
+        (0, 0.25),
+        too_high="{value:.0%} of the steps were skipped, because gradients were not finite. In fp16 the loss scale or "
+        "the activations overflow: train in bf16, or lower initial_scale_power or the static loss_scale.",
+        level="bad",
+        good=(0, 0),
+        label="skipped steps {}",
+        unit=".0%",
+    ),
+    "clip_coefficient": Quantity(
+        (1e-4, math.inf),
+        "Gradients are clipped to nothing: in {clipped:.0%} of the steps, at a coefficient of {value:.1g}. They are "
+        "not what you think (a loss that is summed, one layer that explodes), or gradient_clipping is far too small.",
+        level="bad",
+        good=(0.092, 0.99),
+        label="median coefficient of clipping {}",
+    ),
+    "adamw_share": Quantity(
+        (0, 0.95),
+        too_high="AdamW trains {value:.0%} of the elements: 'exclude', the param groups or the routing rules leave "
+        "Muon no matrices (deepspeed_muon.routes(engine) says why).",
+        level="bad",
+        good=(0.1, 0.25),
+        label="elements that AdamW trains {}",
+        unit=".0%",
+    ),
+    "routers": Quantity(
+        (0, 0),
+        too_high="Muon trains the router of a mixture of experts, because the settings say so: its rows are nearly "
+        "dependent and orthogonalisation gives all of them one size. Take it out of 'include' or Muon's group.",
+        level="bad",
+    ),
+    "adamw_over_weight": Quantity(
+        (0, 0.2),
+        too_high="AdamW trains matrices that the settings exclude from Muon, at a rate that was meant for embeddings: "
+        "a step changes them by about {value:.0%} of their size. Lower adam_lr, or give the embeddings their own param "
+        "group.",
+        level="bad",
+    ),
+    "update_over_weight": Quantity(
+        (1.5e-3, 0.2),
+        "At the highest rate a step changes the matrices by {value:.2%} of their size: right for fine-tuning. For "
+        "pretraining the rate is too low: try muon_lr (or lr) * {usual:.2g}.",
+        "At the highest rate a step changes the matrices by {value:.0%} of their size: the rate is too high. Try "
+        "muon_lr (or lr) / {usual:.2g}.",
+        level="bad",
+        low_level="look",
+        good=(0.0059, 0.03),
+        label="change of the matrices in a step {}",
+        unit=".2%",
+    ),
+    "update_over_adamw": Quantity(
+        (0.1, 5),
+        "Updates are {value:.2g} times as large as AdamW's would be at the same rate: this scale rule takes AdamW's "
+        "rate * {inverse:.2g}. Set muon_lr to it, or adjust_lr_fn to match_rms_adamw.",
+        "Updates are {value:.3g} times AdamW's at the same rate: this scale rule takes AdamW's rate / {value:.2g}. Set "
+        "muon_lr to it, or adjust_lr_fn to match_rms_adamw.",
+        level="bad",
+        good=(0.77, 14),
+        label="size of updates over AdamW's at adam_lr {}",
+    ),
+    "orthogonality_error": Quantity(
+        (0, 0.6),
+        too_high="The singular values of the updates are {value:.2f} away from the band of the schedule: the gradients "
+        "have few directions (few tokens in a step). Use a larger batch, more ns_steps or polar_express.",
+        good=(0.047, 0.12),
+        label="orthogonality error {}",
+        unit=".2f",
+    ),
+    "time_optimizer": Quantity(
+        (0, 0.75),
+        too_high="The optimizer takes {value:.0%} of the time between two samples: docs/measured.md says how long it "
+        "should take. Compare time_gather and time_newton_schulz, and accumulate more micro-batches.",
+        label="share of the optimizer in the time {}",
+        unit=".0%",
+    ),
+    **{
+        f"wire_error_{kind}": Quantity(
+            (0, 0.01),
+            too_high=f"wire_error_{kind} is {{value:.3f}}: a few elements are much larger than their neighbours.",
+        )
+        for kind in ("direction", "update")
+    },
+}
+"""What is judged of a sample, by the name of its event without "Train/Muon/"."""
+
+
+def diagnose(values: Mapping[str, float]) -> list[Finding]:
+    """Return what is out of its range in a sample, in the order of :data:`QUANTITIES`.
+
+    Args:
+        values: A sample by event name, with ``muon_lr`` and ``adam_lr``. What is missing is not judged.
+    """
+    results = []
+    for name, quantity in QUANTITIES.items():
+        if name not in values:
+            continue
+        value, (low, high) = values[name], quantity.limits
+        # Different rates are each tuned for themselves: then update_over_weight alone says whether Muon's is right.
+        if name == "update_over_adamw" and values.get("muon_lr") != values.get("adam_lr"):
+            continue
+        if low <= value <= high:
+            continue
+        is_high = value > high
+        usual = math.sqrt(math.prod(quantity.good)) if quantity.good else 0.0
+        factor = (value / usual if is_high else usual / value) if usual and value else math.inf
+        text = (quantity.too_high if is_high else quantity.too_low).format(
+            **{
+                "clipped": math.nan,
+                **values,
+                "value": value,
+                "inverse": 1 / value if value else math.inf,
+                "usual": factor,
+            }
+        )
+        level = quantity.level if is_high else quantity.low_level or quantity.level
+        results.append(Finding(level, name, text))
+    exchange = values.get("time_gather", 0.0) + values.get("time_scatter", 0.0)
+    if exchange > values.get("time_newton_schulz", math.inf):
+        text = (
+            f"The exchanges take {exchange:.0%} of the inner step, more than Newton-Schulz: the network, or unbalanced "
+            f"ranks."
+        )
+        results.append(Finding("look", "time_exchange", text))
+    return results
+
+
+def line(values: Mapping[str, float]) -> str:
+    """Return the quantities of a sample with the ranges of good runs, for the log."""
+    shown = []
+    for name, quantity in QUANTITIES.items():
+        if name in values and quantity.label:
+            text = quantity.label.format(format(values[name], quantity.unit))
+            if quantity.good is not None:
+                text += " ({} to {} in good runs)".format(
+                    *(format(bound, quantity.unit) for bound in quantity.good)
+                )
+            shown.append(text)
+    return ", ".join(shown)
