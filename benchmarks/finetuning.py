@@ -10,10 +10,11 @@ steps, and then 2,000 steps more with the rate falling to zero. The line of the 
 
 It is then fine-tuned on the other text for 100 steps of 1,024 tokens: 5 steps of warm-up, linear decay to zero,
 gradients clipped to 1, no weight decay. ``much`` data are never repeated, ``little`` are 16 kB seen six times. ``LoRA``
-trains adapters of rank 8 on every projection, ``full`` everything. The column ``rate`` is AdamW's; "match" takes it for
-all parameters; "original" has it for matrices times ``0.2 sqrt(width)``, which gives square matrices the same size of
-update, and ``adam_lr`` 5e-4. Both losses are means over 16 blocks of 8 held-out windows of 128 bytes, the same for all
-runs. A seed decides about the order of the data and the adapters.
+trains adapters of rank 8 on every projection, B by Muon and A by AdamW as is the default, ``full`` everything. The
+column ``rate`` is AdamW's; "match" takes it for all parameters; "original" has it for matrices times
+``0.2 sqrt(width)``, which gives square matrices the same size of update, and a constant ``adam_lr`` (``REST``). Both
+losses are means over 16 blocks of 8 held-out windows of 128 bytes, the same for all runs. A seed decides about the
+order of the data and the adapters.
 
 The runs come in the order of ``STAGES``, so that every finished stage is of use. Seconds of one core of an EPYC
 (AVX512-BF16): a pretraining 10 minutes at 1M and 45 at 5M, a run 13 s at 1M and 65 s at 5M. The first stage of two
@@ -68,8 +69,8 @@ RATES = {
     "full": (1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     "LoRA": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
 }
-REST = 5e-4
-"""The rate of what is no matrix, with "original"."""
+REST = {"full": 5e-4, "LoRA": 4e-3}
+"""The rate of what AdamW updates, with "original"."""
 LORA_RANK = 8
 LENGTH, WINDOWS, BLOCKS = 128, 8, 16
 """Bytes of a sequence, held-out sequences of a block, blocks."""
@@ -303,7 +304,7 @@ def finetune(folder: Path, run: FineTuning) -> Row:
     before = matrices_of(model)
     original = run.optimizer == "Muon, original"
     rate = run.rate * 0.2 * math.sqrt(config.dim) if original else run.rate
-    optimizer = optimizer_of(run.optimizer, model, rate=rate, rest=REST if original else None)
+    optimizer = optimizer_of(run.optimizer, model, rate=rate, rest=REST[run.weights] if original else None)
 
     def factor(step: int) -> float:
         return min((step + 1) / 5, 1 - step / STEPS)

@@ -233,7 +233,6 @@ def reinforce(folder: Path, run: Reinforcement) -> Row:
             entropy = float(-(logs.exp() * logs).sum(dim=-1).mean())
             divergence = float((logs.exp() * (logs - start_logs)).sum(dim=-1).mean())
             then, from_start = of_tokens(logs, sequences), of_tokens(start_logs, sequences)
-            before = [weight.clone() for weight in hidden]
         for _ in range(UPDATES):
             now = of_tokens(log_probabilities(model, sequences), sequences)
             loss = policy_loss(now, then, from_start, advantages, run.kl)
@@ -243,13 +242,13 @@ def reinforce(folder: Path, run: Reinforcement) -> Row:
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = [weight.detach().clone() for weight in hidden]
             optimizer.step()
         if not finite:
             break
         change = [weight.detach() - old for weight, old in zip(hidden, before, strict=True)]
-        size = math.sqrt(
-            sum(float(c.square().sum()) for c in change) / sum(c.numel() for c in change) / UPDATES
-        )
+        squares = sum(float(update.square().sum()) for update in change)
+        size = math.sqrt(squares / sum(update.numel() for update in change))
         measured.append((float(rewards.mean()), entropy, divergence, size / run.rate))
         if number % MEASURED_EVERY == 0:
             means = (statistics.fmean(values) for values in zip(*measured, strict=True))

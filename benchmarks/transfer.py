@@ -2,7 +2,7 @@
 
     python benchmarks/transfer.py           # trains what is missing; start it twice for two cores
     python benchmarks/transfer.py --plan    # what is missing, in this order, and what it costs
-    python benchmarks/transfer.py --table   # moves the runs of --out to results/transfer.jsonl, writes transfer.md
+    python benchmarks/transfer.py --table   # adds the runs of --out to results/transfer.jsonl, writes transfer.md
 
 Model, text, schedule and losses are those of ``variants.py``, whose runs count: fp32, one thread, a process a run. Any
 number of these programs may work on one ``--out``, and all may be killed: what has not ended is trained again.
@@ -58,15 +58,14 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import variants  # the path is set above
-from benchmarks.variants import Row, Run, loss, read_rows, rounded
+from benchmarks.variants import OPTIMIZERS, Row, Run, loss, read_rows, rounded
+from deepspeed_muon.math.updates import WIDTH_EXPONENT
 
 RAW = variants.RAW.with_name("transfer.jsonl")
 DECAY = 0.002
 """Share of a weight that a step takes away at the highest rate of the schedule; Hyperball has no decay."""
 CENTRES = {"muon": 0.02, "match_rms_adamw": 0.008, "normuon": 0.02, "hyperball": 0.02}
 """Rule to the middle of its seven rates at ``BASE``. "muon" has the rule "original"."""
-WIDTH_EXPONENT = {"match_rms_adamw": -0.65}
-"""Rule to the power of the width that multiplies its rate; 0 for the others."""
 FACTORS = [2.0**octaves for octaves in (-2, -1, -0.5, 0, 0.5, 1, 2)]
 MILLISECONDS = {128: (16, 4), 256: (40, 20), 512: (140, 100)}
 """Width to the time of a step, for each layer: forward and backward pass of 512 tokens, optimizer."""
@@ -121,7 +120,7 @@ def policy_cell(size: str, steps: int, tokens: int) -> Cell:
 
 def width_factor(rule: str, cell: Cell) -> float:
     """Return what a rate of ``BASE`` is multiplied by."""
-    return (cell.dim / BASE.dim) ** WIDTH_EXPONENT.get(rule, 0.0)
+    return (cell.dim / BASE.dim) ** WIDTH_EXPONENT[OPTIMIZERS[rule].get("adjust_lr_fn", "original")]
 
 
 def seven_rates(rule: str, cell: Cell) -> list[float]:

@@ -216,7 +216,7 @@ def transfer_tables(rows: Rows) -> list[str]:
         table, counts = [], {"yes": 0, "open": 0, "no": 0}
         for cell, fitted in fits.items():
             printed = transfer.rounded(tuned * transfer.width_factor(rule, cell))
-            chose = cell == BASE or (rule in transfer.WIDTH_EXPONENT and cell in CHOSE_EXPONENT)
+            chose = cell == BASE or (rule == "match_rms_adamw" and cell in CHOSE_EXPONENT)
             excess = fitted.excess(printed)
             if not chose:
                 counts[verdict(excess)] += 1

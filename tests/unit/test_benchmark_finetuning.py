@@ -179,3 +179,9 @@ def test_rows_are_lines_of_json(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"run": "Start"}) + "\n")
     assert training_runs.read_rows(path) == [{"run": "Start"}]
+
+
+@pytest.mark.parametrize("study", [finetuning, rewards])
+def test_stored_pages_are_those_of_the_stored_runs(study):
+    rows = training_runs.read_rows(study.RAW)
+    assert not rows or study.RAW.with_suffix(".md").read_text() == "\n".join(study.page(rows)) + "\n"
