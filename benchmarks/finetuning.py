@@ -16,9 +16,10 @@ column ``rate`` is AdamW's; "match" takes it for all parameters; "original" has 
 losses are means over 16 blocks of 8 held-out windows of 128 bytes, the same for all runs. A seed decides about the
 order of the data and the adapters.
 
-The runs come in the order of ``STAGES``, so that every finished stage is of use. Seconds of one core of an EPYC
-(AVX512-BF16): a pretraining 10 minutes at 1M and 45 at 5M, a run 13 s at 1M and 65 s at 5M. The first stage of two
-seeds and its pretraining take 22 minutes, all stages at 1M about 3.3 hours, those at 5M another 4.5.
+The runs come in the order of ``STAGES``, so that every finished stage is of use. Expected seconds of one core of an
+EPYC (AVX512-BF16), from the step times of ``variants.jsonl``: a pretraining 10 to 18 minutes at 1M and 45 at 5M, a run
+13 s at 1M and 65 s at 5M. The first stage of two seeds and its pretraining take half an hour, all 1,120 runs at 1M with
+their pretraining 4.5 hours, the 140 at 5M another 4. Every line has the seconds that its run took.
 """
 
 from __future__ import annotations
