@@ -97,7 +97,10 @@ class Muon(torch.optim.Optimizer):
         overflow: Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         skipped_steps: How many steps were skipped.
         rates_of_step: ``id`` of each param group to its rate in the last step, after which a schedule changed it.
-        measure_norm: Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it.
+        measure_norms: Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it, and in a
+            sampled step behind it those by algorithm.
+        norms_by_algorithm: The norm of the raw gradients in the last step, of all ranks, by algorithm; empty where
+            nobody measured them, ``None`` where they cannot be told apart.
         frozen_on_some_rank: Whether any rank has parameters that are frozen, and may be unfrozen later.
         qk_clip: Attention logits and what clips them; ``None`` without the setting.
         step_ends_outside: Whether the engine clears the logits after a step, which is several calls of :meth:`step`.
@@ -196,7 +199,8 @@ class Muon(torch.optim.Optimizer):
         self.overflow = False
         self.skipped_steps = 0
         self.rates_of_step: dict[int, float] = {}
-        self.measure_norm: Callable[[], Tensor] | None = None
+        self.measure_norms: Callable[[], dict[str, Tensor]] | None = None
+        self.norms_by_algorithm: dict[str, Tensor] | None = {}
         self.frozen_on_some_rank = False
         self.qk_clip: QkClip | None = None
         self.step_ends_outside = False
@@ -317,7 +321,8 @@ class Muon(torch.optim.Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if self.qk_clip is not None:
             self.qk_clip.reduce()  # a collective, so before anything that some of the ranks might skip
-        norms = [] if self.measure_norm is None else [self.measure_norm().to(self.exchange_buffers.device)]
+        measured = {} if self.measure_norms is None else self.measure_norms()
+        norms = [norm.to(self.exchange_buffers.device) for norm in measured.values()]
 
         # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
         current = [
@@ -327,8 +332,11 @@ class Muon(torch.optim.Optimizer):
         if any(bound.gradient_status[runner].flags is None for runner, *_ in current):
             grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
             norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
-        for norm in norms:
-            self._global_grad_norm = float(norm) / (1.0 if scale is None else float(scale))
+        if measured:
+            divisor = 1.0 if scale is None else float(scale)
+            unscaled = {key: norm / divisor for key, norm in zip(measured, norms, strict=True)}
+            self._global_grad_norm = float(unscaled.pop("all"))
+            self.record_norms(unscaled)
         reports = [bound.gradient_status[runner].report() for runner, *_ in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
@@ -373,6 +381,11 @@ class Muon(torch.optim.Optimizer):
         self.overflow = True
         group = self.runners[0].step_set.group
         warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)
+
+    def record_norms(self, norms: Mapping[str, Tensor]) -> None:
+        """Record the norm of the step's raw gradients by algorithm, where it can be told."""
+        if self.norms_by_algorithm is not None:
+            self.norms_by_algorithm = dict(norms)
 
     def report_failed(self, names: Sequence[str], when: str) -> None:
         """Raise ``NumericalError`` for matrices that got no update, if ``nonfinite_grad`` is ``error``."""
@@ -435,6 +448,12 @@ class Muon(torch.optim.Optimizer):
         if unsupported:
             raise ConfigError(
                 f"{', '.join(unsupported)}: only with DeepSpeed; load and save state_dict() instead"
+            )
+        if self.config.clip != "all":
+            raise ConfigError(
+                f"clip: {self.config.clip!r} divides DeepSpeed's gradient_clipping, and without DeepSpeed this "
+                f"optimizer clips nothing: remove the key, and call torch.nn.utils.clip_grad_norm_ on the params of "
+                f"the groups that you want to clip (group['algorithm'] is 'muon' or 'adamw')"
             )
         # The numbers are those of a state dict, in which frozen parameters have one, too.
         numbered = {number: param for number, param in enumerate(params) if self.is_trained(param)}

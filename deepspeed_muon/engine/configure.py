@@ -38,7 +38,7 @@ from deepspeed_muon.engine.topology import (
     tensor_slices,
 )
 from deepspeed_muon.engine.workarounds.experts import LEAF_INPUTS, mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.workarounds.norm import total_norm
+from deepspeed_muon.engine.workarounds.norm import measure_norms
 from deepspeed_muon.engine.zero.views import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
@@ -368,7 +368,7 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     if engine.optimizer is not optimizer:
         optimizer.step_ends_outside = True
     elif engine.gradient_clipping() <= 0.0:
-        optimizer.measure_norm = functools.partial(total_norm, weakref.ref(engine))
+        optimizer.measure_norms = functools.partial(measure_norms, weakref.ref(engine))
     # 4. what checkpoints need
     optimizer.host = Host(engine, tensor_slices(engine, optimizer.routed.by_id), view_of)
     with raise_on_all_ranks(ranks=ranks):
@@ -399,15 +399,27 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
     # The ranks of a data-parallel group have the same routes: one rank of each group is enough.
     across_stages = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
-    routes_and_groups = (optimizer.routes, len(optimizer.param_groups))
-    stages = across_stages.all_gather(routes_and_groups, purpose="comparison of the stages' routes").values()
-    counts = [count for _, count in stages]
+    algorithms = [group["algorithm"] for group in optimizer.param_groups]
+    stages = across_stages.all_gather(
+        (optimizer.routes, algorithms), purpose="comparison of the stages' routes"
+    ).values()
+    counts = [len(algorithms) for _, algorithms in stages]
     if len(set(counts)) > 1 and norm_by_group:
         raise ConfigError(
             f"the stages of the pipeline have {counts} param groups, and DeepSpeed's norm at ZeRO 1 waits for each of "
             f"them on every stage: a stage has no matrix of Muon's, or no parameter of AdamW's. Divide the layers "
             f"otherwise, or in fp32 set zero_optimization.stage to 0"
         )
+    # DeepSpeed adds up the squares of groups of one number on all stages.
+    if norm_by_group and any(of_stage != algorithms for _, of_stage in stages):
+        optimizer.norms_by_algorithm = None
+        if optimizer.config.clip != "all":
+            raise ConfigError(
+                f"optimizer.params.clip: {optimizer.config.clip!r} needs param groups of the same algorithms in the "
+                f"same order on all stages of a pipeline at ZeRO 1, and theirs are "
+                f"{[of_stage for _, of_stage in stages]}. Divide the layers otherwise, set clip to 'all', or in fp32 "
+                f"set zero_optimization.stage to 0"
+            )
     route_of = {route.name: route for routes, _ in stages for route in routes}
     check_routes([((name,), route) for name, route in route_of.items()], optimizer.config)
     warn_without_muon(list(route_of.values()))

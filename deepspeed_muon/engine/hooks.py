@@ -61,6 +61,7 @@ from deepspeed_muon.engine.zero import views
 from deepspeed_muon.engine.zero.views import (
     WRAPPERS,
     Bf16View,
+    HalfView,
     Memory,
     PlainView,
     View,
@@ -124,6 +125,7 @@ WORKAROUNDS = {
 """Every workaround for a defect of DeepSpeed, by the module and name of its constant."""
 
 _SWAPS = attrgetter("swap_folder")
+_CLIPS_BY_ALGORITHM: Callable[[View], bool] = lambda view: view.optimizer.config.clip != "all"  # noqa: E731
 
 ENGINE_HOOKS = (
     # From the backward pass to the end of the step.
@@ -139,6 +141,15 @@ ENGINE_HOOKS = (
     # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
     Hook((Zero3View,), "_get_norm_groups", step.norm_groups),
     Hook((Zero12View,), "scaled_global_norm", step.global_norm),
+    # Nobody would know the norms of Muon's and of AdamW's gradients: DeepSpeed combines those of all partitions.
+    Hook((ZeroView,), "get_grad_norm_direct", step.partition_norm),
+    Hook((ZeroView,), "complete_grad_norm_calculation_for_cpu_offload", step.partition_norm),
+    # DeepSpeed would clip Muon's and AdamW's gradients by their common norm, whatever clip says.
+    Hook((Zero12View,), "unscale_and_clip_grads", step.clip_partition, _CLIPS_BY_ALGORITHM),
+    Hook((Zero3View,), "unscale_and_clip_grads", step.clip_sub_group, _CLIPS_BY_ALGORITHM),
+    Hook((HalfView,), "unscale_and_clip_grads", norm.unscale_and_clip_grads),
+    Hook((Bf16View,), "get_grads_for_norm", norm.grads_for_norm),
+    Hook(DeepSpeedEngine, "clip_fp32_gradients", norm.clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
     # Samples of a step would not have all of it, the wait for other ranks would have no bound, weights that no step of
     # their variant can move would be trained, and AdamW's rate would not be in the monitor.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),

@@ -21,6 +21,7 @@ from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
+from deepspeed_muon.engine.workarounds.norm import norms_to_clip_by
 from deepspeed_muon.engine.zero.views import view_of
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
@@ -86,29 +87,44 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     optimizer.host.step_thread = threading.get_ident()
     optimizer.refuse_zero_weights(lambda: view_of(engine.optimizer).swapped_weights())
     optimizer.warn_of_equal_rates()
+    optimizer.record_norms({})
     number, recorder = engine.global_steps + 1, optimizer.recorder
     skipped_before = engine.skipped_steps
     with (
-        recorder.step(number, ranks=optimizer.ranks, facts=optimizer.run_facts),
+        recorder.step(number, ranks=optimizer.ranks, facts=optimizer.run_facts) as sample,
         contextlib.ExitStack() as waiting,
     ):
         for group in optimizer.bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: at stages 1 and 2 it gathers the weights.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)
+        if sample is not None:
+            sample.grad_norms = _grad_norms(optimizer)
         recorder.record_outcome(
             lr=optimizer.muon_lr,
             skipped=engine.skipped_steps > skipped_before,
-            norm=engine.get_global_grad_norm(),
+            norm=_largest_clipped_norm(optimizer, engine.get_global_grad_norm()),
             clipping=engine.gradient_clipping(),
         )
     if engine.monitor.enabled:
-        current = rates(optimizer).items()
-        events = [(f"Train/Samples/{key}", rate, engine.global_samples) for key, rate in current]
+        current = {**rates(optimizer), **_grad_norms(optimizer)}
+        events = [(f"Train/Samples/{key}", value, engine.global_samples) for key, value in current.items()]
         if recorder.due(number):
             events += monitor_events(optimizer.health(), engine.global_samples)
         engine.monitor.write_events(events)
     return result
+
+
+def _largest_clipped_norm(optimizer: Muon, total_norm: Any) -> Any:
+    """Return the largest of the norms by which the gradients of the last step were clipped, on its device."""
+    norms = norms_to_clip_by(optimizer.config.clip, total_norm, optimizer.norms_by_algorithm or {})
+    return torch.stack(list(norms.values())).max() if norms and optimizer.config.clip != "all" else total_norm
+
+
+def _grad_norms(optimizer: Muon) -> dict[str, float]:
+    """Return the norms of Muon's and of AdamW's raw gradients in the last step, as far as they were measured."""
+    norms = optimizer.norms_by_algorithm or {}
+    return {f"grad_norm_{algorithm}": float(norm) for algorithm, norm in norms.items()}
 
 
 def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given: Mapping[str, Any]) -> None:

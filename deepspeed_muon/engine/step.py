@@ -10,6 +10,9 @@ on the CPU.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
@@ -26,6 +29,7 @@ from deepspeed_muon.engine.workarounds.loss_scale import (
     UNSCALED_LOSS,
     loss_is_not_scaled,
 )
+from deepspeed_muon.engine.workarounds.norm import norms_to_clip_by
 from deepspeed_muon.engine.zero.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
 from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.logs import listed, warn
@@ -105,6 +109,8 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
     if memory.frozen:
         _warn_of_unfrozen(view)
     skipped_before = optimizer.skipped_steps
+    scale = float(wrapper.loss_scale) if isinstance(view, ZeroView) else 1.0
+    memory.norms, memory.partition_norms, memory.clipped_by = [], [], []
     wrapper.overflow = False
     try:
         if isinstance(view, ZeroView):
@@ -117,6 +123,7 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
             with phase("norm of the gradients", view.data_parallel_group):
                 norms = view.norms()
             memory.norms = optimizer.bound_steps.exchange_flags(view.gradients(), norms)
+            memory.partition_norms = memory.norms[: len(view.masters)]
             if stops_at_nonfinite:
                 _raise_for_failed_updates(optimizer)
         # 3. Decide about overflow: from the status, through has_overflow below.
@@ -124,6 +131,8 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
             view.look_for_overflow()
         # 4. DeepSpeed unscales, clips and calls the optimizer, which applies QK-clip, or skips the step.
         result = original(*args, **kwargs)
+        if isinstance(view, ZeroView):
+            optimizer.record_norms({key: norm / scale for key, norm in view.norms_by_algorithm().items()})
         # 5. Raise a dynamic loss scale.
         if SCALE_GROWS_EARLY.is_needed and view.dynamic_scaler() and not wrapper.overflow:
             view.grow_scale()
@@ -183,4 +192,50 @@ def norm_groups(original: Original, view: Zero3View, *args: object, **kwargs: ob
 
 def global_norm(original: Original, view: Zero12View, *args: object, **kwargs: object) -> object:
     """Return the norm of ZeRO 1 and 2, on the CPU where it was read with the status."""
-    return view.memory.norms[0] if view.memory.norms else original(*args, **kwargs)
+    return view.memory.norms[-1] if view.memory.norms else original(*args, **kwargs)
+
+
+def partition_norm(original: Original, view: ZeroView, *args: object, **kwargs: object) -> Tensor:
+    """Let DeepSpeed compute the norm of the next partition's gradients, and record it."""
+    norm: Tensor = original(*args, **kwargs)
+    view.memory.partition_norms.append(norm)
+    return norm
+
+
+def clip_partition(
+    original: Original,
+    view: Zero12View,
+    grad_groups_flat: Sequence[Tensor],
+    total_norm: Tensor,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Unscale a partition's gradient at ZeRO 1 and 2, and clip it as ``clip`` says."""
+    index = view.index_of(grad_groups_flat[0])
+    with _norm_to_clip_by(view, index, total_norm) as norm:
+        original(grad_groups_flat, norm, *args, **kwargs)
+
+
+def clip_sub_group(
+    original: Original,
+    view: Zero3View,
+    sub_group_id: int,
+    total_norm: Tensor,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Unscale the gradient of one of ZeRO 3's sub-groups, and clip it as ``clip`` says."""
+    with _norm_to_clip_by(view, sub_group_id, total_norm) as norm:
+        original(sub_group_id, norm, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _norm_to_clip_by(view: ZeroView, index: int, total_norm: Tensor) -> Iterator[Tensor]:
+    """Yield the norm by which DeepSpeed clips a partition in this context, if ``clip`` lets it clip that one."""
+    memory = view.memory
+    if not memory.clipped_by:
+        norms = norms_to_clip_by(view.optimizer.config.clip, total_norm, view.norms_by_algorithm())
+        memory.clipped_by = [norms.get(algorithm) for algorithm in view.algorithms()]
+    norm = memory.clipped_by[index]
+    with view.without_clipping() if norm is None else contextlib.nullcontext():
+        yield total_norm if norm is None else norm

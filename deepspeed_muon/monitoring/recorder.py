@@ -32,8 +32,8 @@ _MEANS = ("update_rms", "orthogonality_error", "stable_rank", "alignment")
 _PREFIX = "Train/Muon/"
 # The most matrices that a summary lists. A stack of experts appears once for every owner of its blocks.
 _LISTED = 16
-# Entries of a summary that are no events.
-_NO_EVENTS = ("matrices", "findings", "muon_lr", "adam_lr")  # DeepSpeed's monitor has the rates of every step
+# Entries of a summary that are no events: DeepSpeed's monitor has rates and norms of every step.
+_NO_EVENTS = ("matrices", "findings", "muon_lr", "adam_lr", "grad_norm_muon", "grad_norm_adamw")
 # Steps of the process after which the log says what was measured.
 _REPORT_AFTER = 200
 # Outcomes of steps that are remembered until the next sample.
@@ -82,6 +82,7 @@ class Sample:
         failed: Blocks that got no update since the start of the process.
         losses: With int8 communication, for the directions and the updates that this rank sent: the sum of squares of
             the quantisation error, and that of the values.
+        grad_norms: ``grad_norm_muon`` and ``grad_norm_adamw``: the norms of the raw gradients on all ranks.
         facts: Further numbers by name: what :meth:`deepspeed_muon.optimizer.Muon.run_facts` returns; how the steps
             since the last sample ended; and the number of sampled matrices, with the sums of the RMS of their steps
             (``lr`` included) and of their weights.
@@ -92,6 +93,7 @@ class Sample:
     redone: int = 0
     failed: int = 0
     losses: dict[Exchanged, tuple[float, float]] = field(default_factory=dict)
+    grad_norms: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
 
 
@@ -389,7 +391,7 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         # Different expert-parallel ranks can have different matrices of one name.
         matrices[name if name not in matrices else f"{name} (rank {rank})"] = health
     findings = {finding.key: finding.text for finding in diagnose(summary)}
-    return {**summary, "matrices": matrices, "findings": findings}
+    return {**summary, **sample.grad_norms, "matrices": matrices, "findings": findings}
 
 
 def monitor_events(summary: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ class Oracle(ReferenceMuon):
 
     Attributes:
         clipping: ``gradient_clipping``.
+        clip: Whose norm it limits: the key ``clip`` of ``optimizer.params``.
+        norms: Those of the raw gradients in each step: of ``all``, and by algorithm.
         store_momentum: Rounds the momentum of a parameter, by name, to the dtype in which it is stored between steps.
         store_moments: Does the same for AdamW's moments.
     """
@@ -76,6 +78,8 @@ class Oracle(ReferenceMuon):
     weight_decay: float = 0.1
     eps: float = 1e-8
     clipping: float = 0.0
+    clip: str = "all"
+    norms: list[dict[str, float]] = field(default_factory=list)
     store_momentum: Callable[[str, Tensor], Tensor] = lambda name, momentum: momentum
     store_moments: Callable[[Tensor], Tensor] = lambda moment: moment
 
@@ -96,17 +100,34 @@ class Oracle(ReferenceMuon):
                 name: errors.rounded(errors.rounded(grad, dtype), dtype, times=3)
                 for name, grad in grads.items()
             }
-        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+        algorithm_of = {name: "muon" if name in self.matrices else "adamw" for name in grads}
+        squares = {name: float(grad.square().sum()) for name, grad in grads.items()}
+        norms = {"all": math.sqrt(sum(squares.values()))}
+        for algorithm in ("muon", "adamw"):
+            norms[algorithm] = math.sqrt(
+                sum(squares[name] for name in grads if algorithm_of[name] == algorithm)
+            )
         # DeepSpeed divides by (norm + 1e-6) / limit where that exceeds 1.
-        factor = max(1.0, (norm + 1e-6) / self.clipping) if self.clipping else 1.0
+        clipped_by = {
+            "all": {"muon": "all", "adamw": "all"},
+            "adamw": {"adamw": "adamw"},
+            "separate": {"muon": "muon", "adamw": "adamw"},
+        }[self.clip]
+        factors = {"muon": 1.0, "adamw": 1.0}
+        for algorithm, norm in clipped_by.items() if self.clipping else ():
+            factors[algorithm] = max(1.0, (norms[norm] + 1e-6) / self.clipping)
         if errors:
             # A sum of some thousand squares in blocks, and the root.
-            norm = float(errors.rounded(torch.tensor(norm, dtype=torch.float64), times=64))
+            norms = {
+                key: float(errors.rounded(torch.tensor(norm, dtype=torch.float64), times=64))
+                for key, norm in norms.items()
+            }
+        self.norms.append(norms)
         weights = {name: model.get_parameter(name).double() for name in grads}
-        self.step(weights, {name: grad / factor for name, grad in grads.items()})
+        self.step(weights, {name: grad / factors[algorithm_of[name]] for name, grad in grads.items()})
         for name, weight in weights.items():
             model.get_parameter(name).copy_(weight)
-        return norm
+        return norms["all"]
 
     def direction(self, name: str, grad: Tensor) -> Tensor:
         """Round the momentum and the direction that is made of it."""

@@ -4,13 +4,16 @@ The plain engine discards the norm, and counts parameters that the optimizer was
 experts it counts only the gradients of one stage or of one rank's experts. ``FP16_UnfusedOptimizer`` has the norm of
 scaled gradients, without experts and tensor-parallel shards of other ranks. ``BF16_Optimizer`` leaves out parameters
 that this rank did not use and others did.
+
+DeepSpeed knows one norm, that of all gradients. With the setting ``clip`` Muon's gradients and AdamW's have a norm
+each, and are clipped here. Otherwise both norms are measured in sampled steps only: that reads all gradients again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,11 +23,35 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
-from deepspeed_muon.engine.patching import Hook, Original, Workaround
+from deepspeed_muon.config.settings import ClipPolicy
+from deepspeed_muon.engine.patching import Original, Workaround
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView
+from deepspeed_muon.engine.zero.views import Bf16View, HalfView, View, view_of
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
+
+_Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
+"""Model parameters, each with its reduced gradient."""
+
+
+def norms_to_clip_by(
+    policy: ClipPolicy, total_norm: Tensor, norms: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the norm by which the gradients of each algorithm are clipped; those that are not clipped are left out.
+
+    Args:
+        policy: The setting ``clip``.
+        total_norm: Of all gradients.
+        norms: Of each algorithm's gradients; not read by ``all``.
+    """
+    if policy == "all":
+        return {"muon": total_norm, "adamw": total_norm}
+    clipped = ("adamw",) if policy == "adamw" else ("muon", "adamw")
+    return {algorithm: norm for algorithm, norm in norms.items() if algorithm in clipped}
+
+
+# ZeRO 0 in fp32
 
 
 def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
@@ -32,38 +59,41 @@ def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
 
     DeepSpeed would count all parameters of the model, also those that the optimizer was not given.
     """
+    optimizer = engine.basic_optimizer
     limit = engine.gradient_clipping()
-    norm = _exact_norm(engine)
-    if norm is None:
-        norm = clip_grad_norm_(parameters=_params(engine), max_norm=limit, mpu=engine.mpu)
-    else:
+    norms = measure_by_algorithm(engine)
+    optimizer.record_norms(norms)
+    if optimizer.config.clip != "all":
+        optimizer._global_grad_norm = _total(norms)
+        _clip_by_algorithm(view_of(engine.optimizer), norms, limit)
+    elif not PLAIN_NORM.is_needed:
+        original()
+    elif (norm := _exact_norm(engine)) is not None:
         torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
-    engine.basic_optimizer._global_grad_norm = norm
+        optimizer._global_grad_norm = norm
+    else:
+        optimizer._global_grad_norm = clip_grad_norm_(_params(engine), max_norm=limit, mpu=engine.mpu)
 
 
-def grads_for_norm(original: Original, view: Bf16View, *args: object, **kwargs: object) -> object:
-    """Return the gradients of the norm or of clipping, also of parameters that only other ranks used."""
-    view.count_all_gradients()
-    return original(*args, **kwargs)
-
-
-def total_norm(reference: weakref.ref[Any]) -> Tensor:
+def measure_norms(reference: weakref.ref[Any]) -> dict[str, Tensor]:
     """Return the norm of the raw gradients of a plain engine, which DeepSpeed computes only to clip.
 
     Must be called by all ranks.
 
     Args:
         reference: The engine.
+
+    Returns:
+        The norm of all gradients as ``all``; behind it, in a sampled step, those by algorithm.
     """
     engine: DeepSpeedEngine = reference()
     norm = _exact_norm(engine)
-    if norm is not None:
-        return norm
-    if tensor_parallel_group(engine) is None:
-        return torch.nn.utils.get_total_norm(_gradients(engine))
-    # DeepSpeed's clipping counts shards on every rank and copies once; clipping to infinity changes no gradient.
-    measured: Tensor = clip_grad_norm_(_params(engine), max_norm=float("inf"), mpu=engine.mpu)
-    return measured
+    if norm is None and tensor_parallel_group(engine) is None:
+        norm = torch.nn.utils.get_total_norm(_gradients(engine))
+    elif norm is None:
+        # DeepSpeed's clipping counts shards on every rank and copies once; clipping to infinity changes no gradient.
+        norm = clip_grad_norm_(_params(engine), max_norm=float("inf"), mpu=engine.mpu)
+    return {"all": norm, **measure_by_algorithm(engine)}
 
 
 def _params(engine: DeepSpeedEngine) -> list[Tensor]:
@@ -76,83 +106,175 @@ def _gradients(engine: DeepSpeedEngine) -> list[Tensor]:
 
 def _exact_norm(engine: DeepSpeedEngine) -> Tensor | None:
     """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
+    if not is_divided(engine.module) and not engine.has_moe_layers:
+        return None
+    return _norms(engine, [[(param, param.grad) for param in _params(engine)]])[0]
+
+
+# ZeRO 0 in half precision
+
+
+def unscale_and_clip_grads(
+    original: Original, view: HalfView, total_norm: Any, apply_scale: bool = True
+) -> Any:
+    """Divide by the scale that was applied; clip by, and report, the unscaled norm of all experts and shards.
+
+    Returns:
+        What AdamW's gradients were divided by.
+    """
+    engine: DeepSpeedEngine = view.memory.engine()
+    policy = view.optimizer.config.clip
+    applied = float(view.wrapper.loss_scale) if view.divides else 1.0
+    norms = measure_by_algorithm(engine)
+    view.optimizer.record_norms({algorithm: norm / applied for algorithm, norm in norms.items()})
+    # 1. The norm of all gradients.
+    if policy != "all":
+        total_norm = _total(norms)
+    elif not NORM_OF_SCALED_GRADIENTS.is_needed:
+        return original(total_norm, apply_scale)
+    elif engine.has_moe_layers or tensor_parallel_group(engine) is not None:
+        pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
+        (total_norm,) = _norms(engine, [pairs])
+    view.report_norm(total_norm / applied)
+    # 2. Unscale and clip in one multiplication. Norms by algorithm stay on the device.
+    divisors: dict[str, Any] = {"muon": applied, "adamw": applied}
+    for algorithm, norm in norms_to_clip_by(policy, total_norm, norms).items() if view.max_norm else ():
+        if policy == "all":
+            divisors[algorithm] *= max(1.0, (float(norm) / applied + 1e-6) / view.max_norm)
+        else:
+            divisors[algorithm] *= ((norm / applied + 1e-6) / view.max_norm).clamp(min=1.0)
+    for algorithm, pairs in view.gradients_by_algorithm().items() if apply_scale else ():
+        grads = [grad for _, grad in pairs if grad is not None]
+        if grads and (isinstance(divisors[algorithm], Tensor) or divisors[algorithm] != 1.0):
+            torch._foreach_mul_(grads, 1.0 / divisors[algorithm])
+    return divisors["adamw"]
+
+
+# BF16_Optimizer
+
+
+def grads_for_norm(
+    original: Original, view: Bf16View, for_clipping: bool = False, *args: object, **kwargs: object
+) -> object:
+    """Return the gradients of the norm or of clipping, also of parameters that only other ranks used.
+
+    Unless ``clip`` is ``all``, clip them here and leave none to DeepSpeed.
+    """
+    if NORM_OF_USED_PARAMETERS.is_needed:
+        view.count_all_gradients()
+    if not for_clipping:
+        view.optimizer.record_norms(measure_by_algorithm(view.memory.engine()))
+    elif view.optimizer.config.clip != "all":
+        norms = view.optimizer.norms_by_algorithm
+        assert norms is not None
+        _clip_by_algorithm(view, norms, view.wrapper.clip_grad)
+        return []
+    return original(for_clipping, *args, **kwargs)
+
+
+# Norms by algorithm
+
+
+def measure_by_algorithm(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """Return the norms of Muon's and of AdamW's gradients on the device, if clipping or a sample needs them.
+
+    Must be called by all ranks. Nothing but model parallelism and experts communicates.
+    """
+    optimizer: Muon = engine.basic_optimizer
+    if optimizer.config.clip == "all" and not optimizer.recorder.sampling:
+        return {}
+    pairs = view_of(engine.optimizer).gradients_by_algorithm()
+    return dict(zip(pairs, _norms(engine, list(pairs.values())).unbind(), strict=True))
+
+
+def _total(norms: Mapping[str, Tensor]) -> Tensor:
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+    return total
+
+
+def _clip_by_algorithm(view: View, norms: Mapping[str, Tensor], limit: float) -> None:
+    """Clip the gradients of each algorithm by their own norm, where ``clip`` says so."""
+    clip_by = norms_to_clip_by(view.optimizer.config.clip, _total(norms), norms)
+    for algorithm, pairs in view.gradients_by_algorithm().items():
+        grads = [grad for _, grad in pairs if grad is not None]
+        if algorithm in clip_by and grads:
+            torch._foreach_mul_(grads, (limit / (clip_by[algorithm] + 1e-6)).clamp_(max=1.0))
+
+
+def _norms(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> Tensor:
+    """Return the norm of each list of gradients over all stages, tensor-parallel shards and experts, fp32.
+
+    Must be called by all ranks, which communicate once, however many lists there are.
+    """
     if is_divided(engine.module):
-        pairs = ((param, param.grad) for param in _params(engine))
-        return _norm_over(engine, pairs, engine.mpu.get_model_parallel_group())
+        return _norms_over(engine, lists, engine.mpu.get_model_parallel_group())
     if engine.has_moe_layers:
-        return _norm_of_all_experts([(param, param.grad) for param in _params(engine)])
-    return None
+        return _norms_of_all_experts(engine, lists)
+    group = tensor_parallel_group(engine)
+    if group is not None:
+        return _norms_over(engine, lists, group)
+    grads_of = [[grad for _, grad in pairs if grad is not None] for pairs in lists]
+    zero = torch.zeros((), device=engine.device)
+    return torch.stack([torch.nn.utils.get_total_norm(grads) if grads else zero for grads in grads_of])
 
 
-def _norm_over(
-    engine: DeepSpeedEngine, pairs: Iterable[tuple[Tensor, Tensor | None]], group: dist.ProcessGroup
-) -> Tensor:
-    """Return the norm of the gradients of all pipeline stages or tensor-parallel ranks, fp32.
+def _norms_over(engine: DeepSpeedEngine, lists: Sequence[_Pairs], group: dist.ProcessGroup) -> Tensor:
+    """Return the norm of the gradients in each list of all pipeline stages or tensor-parallel ranks, fp32.
 
     DeepSpeed counts the first stage only, and at stage 0 in half precision the first rank's shards only.
 
     Args:
         engine: The engine.
-        pairs: Model parameter and its reduced gradient.
-        group: The ranks that have the other parts of the model, all of which must call this.
+        lists: Of this rank's stage or shards.
+        group: The ranks that have the other stages or shards of the model, all of which must call this.
     """
     # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked. What
     # tensor parallelism does not cut is on all its ranks and counts on the first.
     first = bwc_tensor_model_parallel_rank(engine.mpu) == 0
-    counted = [
-        grad
-        for p, grad in pairs
-        if grad is not None
-        and not getattr(p, "ds_pipe_replicated", False)
-        and (first or is_model_parallel_parameter(p))
-    ]
-    squared = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for norm in torch._foreach_norm(counted) if counted else []:
-        squared += norm.double() ** 2
+    squared = torch.zeros(len(lists), dtype=torch.float64, device=engine.device)
+    for number, pairs in enumerate(lists):
+        counted = [
+            grad
+            for p, grad in pairs
+            if grad is not None
+            and not getattr(p, "ds_pipe_replicated", False)
+            and (first or is_model_parallel_parameter(p))
+        ]
+        for norm in torch._foreach_norm(counted) if counted else []:
+            squared[number] += norm.double() ** 2
     dist.all_reduce(squared, group=group)
     return squared.sqrt().float()
 
 
-def _norm_of_all_experts(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """Return the norm of the gradients of all parameters, every expert counted once, fp32.
+def _norms_of_all_experts(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> Tensor:
+    """Return the norm of the gradients in each list, every expert counted once, fp32.
 
     DeepSpeed averages the norms of the ranks, each of which has its own experts, or leaves experts out. Must be called
     by all ranks.
-
-    Args:
-        pairs: Model parameter and its reduced gradient.
     """
-    squares: dict[str | None, list[Tensor]] = {None: []}
-    for param, grad in pairs:
-        squares_of_group = squares.setdefault(expert_group_name(param), [])
-        if grad is not None:
-            squares_of_group.append(torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square())
-    device = pairs[0][0].device
-    total = torch.stack(squares.pop(None) or [torch.zeros((), device=device)]).sum()
-    for name in sorted(str(key) for key in squares):
-        experts = torch.stack(squares[name] or [torch.zeros((), device=device)]).sum()
+    squares: dict[tuple[int, str | None], list[Tensor]] = {}
+    names: set[str] = set()
+    for number, pairs in enumerate(lists):
+        for param, grad in pairs:
+            name = expert_group_name(param)
+            names |= set() if name is None else {name}
+            if grad is not None:
+                square = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square()
+                squares.setdefault((number, name), []).append(square)
+
+    zero = torch.zeros((), device=engine.device)
+
+    def sums(name: str | None) -> Tensor:
+        return torch.stack(
+            [torch.stack(squares.get((number, name)) or [zero]).sum() for number in range(len(lists))]
+        )
+
+    total = sums(None)  # (lists,)
+    for name in sorted(names):
+        experts = sums(name)
         dist.all_reduce(experts, group=groups._get_expert_parallel_group(name))
         total = total + experts
     return total.sqrt()
-
-
-def unscale_and_clip_grads(
-    original: Original, view: HalfView, total_norm: Any, apply_scale: bool = True
-) -> float:
-    """Divide by the scale that was applied; clip by, and report, the unscaled norm of all experts and shards."""
-    applied = divisor = float(view.wrapper.loss_scale) if view.divides else 1.0
-    engine: DeepSpeedEngine = view.memory.engine()
-    pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
-    if engine.has_moe_layers:
-        total_norm = _norm_of_all_experts(pairs)
-    elif (group := tensor_parallel_group(engine)) is not None:
-        total_norm = _norm_over(engine, pairs, group)
-    view.report_norm(total_norm / applied)
-    if view.max_norm > 0.0:
-        divisor *= max(1.0, (float(total_norm) / applied + 1e-6) / view.max_norm)
-    if apply_scale and divisor != 1.0:
-        torch._foreach_mul_([p.grad for p in view.masters if p.grad is not None], 1.0 / divisor)
-    return divisor
 
 
 PLAIN_NORM = Workaround(
@@ -161,10 +283,7 @@ PLAIN_NORM = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_moe.py::test_matches_the_reference[0-4-2-1-0.5]",
-    hooks=(
-        Hook(DeepSpeedEngine, "clip_fp32_gradients", clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
-    ),
-)  # fmt: skip
+)
 
 NORM_OF_SCALED_GRADIENTS = Workaround(
     defect="stage 0 in half precision divides by a scale that was not applied; its norm is that of scaled gradients, "
@@ -172,7 +291,6 @@ NORM_OF_SCALED_GRADIENTS = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_moe.py::test_half_precision[0-fp16-extra2]",
-    hooks=(Hook((HalfView,), "unscale_and_clip_grads", unscale_and_clip_grads),),
 )
 
 NORM_OF_USED_PARAMETERS = Workaround(
@@ -180,5 +298,4 @@ NORM_OF_USED_PARAMETERS = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_idle_parameters.py::test_a_parameter_counts_that_only_the_other_rank_used",
-    hooks=(Hook((Bf16View,), "get_grads_for_norm", grads_for_norm),),
 )

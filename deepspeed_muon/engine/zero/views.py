@@ -57,6 +57,10 @@ class Memory:
         restart: Whether the next gradient is the first of a step (after ``zero_grad``, and after a step).
         waiting: ``id`` of every parameter whose gradient waits for the end of the backward pass (ZeRO 1 and 2).
         norms: What :meth:`.ZeroView.norms` returned for the running step, on the CPU.
+        partition_norms: The norm of every partition's gradients over all ranks in the running step, times the loss
+            scale; negative if it is not finite. Empty until DeepSpeed has computed them (ZeRO 1 to 3).
+        clipped_by: By which norm, times the loss scale, each partition is clipped in the running step; ``None`` for
+            none. Empty until the first partition is clipped.
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
         warned: Whether a warning was logged that ``zero_grad`` does not discard what it should.
         frozen: Name and tensor of the parameters that were frozen when the wrapper was made, until one is warned of.
@@ -68,6 +72,8 @@ class Memory:
     restart: bool = False
     waiting: frozenset[int] = frozenset()
     norms: list[Tensor] = field(default_factory=list)
+    partition_norms: list[Tensor] = field(default_factory=list)
+    clipped_by: list[Tensor | None] = field(default_factory=list)
     earlier: dict[int, Any] = field(default_factory=dict)
     warned: bool = False
     frozen: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -128,6 +134,22 @@ class View:
         """Return the number of the param group of every partition."""
         groups = self.optimizer.param_groups
         return [number for number, group in enumerate(groups) for _ in group["params"]]
+
+    def algorithms(self) -> list[str]:
+        """Return the algorithm that updates every partition."""
+        groups = self.optimizer.param_groups
+        return [groups[number]["algorithm"] for number in self.group_numbers()]
+
+    def reduced_gradients(self, index: int) -> Sequence[Tensor | None]:
+        """Return the reduced gradient of every parameter in a partition, where gradients are not divided (ZeRO 0)."""
+        return [self.masters[index].grad]
+
+    def gradients_by_algorithm(self) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
+        """Return every parameter of the model and its reduced gradient, where gradients are not divided."""
+        pairs: dict[str, list[tuple[Tensor, Tensor | None]]] = {"muon": [], "adamw": []}
+        for index, algorithm in enumerate(self.algorithms()):
+            pairs[algorithm] += zip(self.params[index], self.reduced_gradients(index), strict=True)
+        return pairs
 
     def swapped_weights(self) -> dict[int, Tensor]:
         """Return this rank's weights of the forward pass, flat, of the partitions whose masters are on NVMe."""
@@ -256,6 +278,10 @@ class Bf16View(FlatView):
         """Drop the gradients of an earlier backward pass, which are part of the fp32 sums already."""
         self.wrapper.clear_lp_grads(set_to_none=True)
 
+    def reduced_gradients(self, index: int) -> Sequence[Tensor | None]:
+        gradients: Sequence[Tensor] = self.wrapper.fp32_groups_gradients[index]
+        return gradients
+
     def count_all_gradients(self) -> None:
         """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
         self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
@@ -305,8 +331,27 @@ class ZeroView(View):
         return self.norms_on_device()
 
     def norms_on_device(self) -> list[Tensor]:
-        """Let DeepSpeed compute them; they are one number at ZeRO 1 and 2, and one for each sub-group at ZeRO 3."""
+        """Let DeepSpeed compute them: one for each partition, and at ZeRO 1 and 2 that of all gradients behind them."""
         raise NotImplementedError
+
+    def norms_by_algorithm(self) -> dict[str, Tensor]:
+        """Return the norms of Muon's and of AdamW's gradients, times the loss scale; inf where they are not finite.
+
+        Empty where DeepSpeed has not computed them.
+        """
+        norms: dict[str, list[Tensor]] = {}
+        for algorithm, norm in zip(self.algorithms(), self.memory.partition_norms, strict=False):
+            norms.setdefault(algorithm, []).append(norm)
+        return {algorithm: _combined(of_partitions) for algorithm, of_partitions in norms.items()}
+
+    @contextlib.contextmanager
+    def without_clipping(self) -> Iterator[None]:
+        """Let DeepSpeed unscale gradients and not clip them."""
+        limit, self.wrapper.clip_grad = self.wrapper.clip_grad, 0.0
+        try:
+            yield
+        finally:
+            self.wrapper.clip_grad = limit
 
     def is_true_of_any(self, flag: bool) -> bool:
         """Return whether a flag is set on any model-parallel rank, all of which must call this.
@@ -383,7 +428,12 @@ class Zero12View(FlatView, ZeroView):
         self.offloads = self.keeps_gradients = bool(wrapper.cpu_offload)
 
     def norms_on_device(self) -> list[Tensor]:
-        return [type(self.wrapper).scaled_global_norm(self.wrapper)]
+        norm = type(self.wrapper).scaled_global_norm(self.wrapper)
+        return [*self.memory.partition_norms, norm]
+
+    def index_of(self, gradient: Tensor) -> int:
+        """Return the index of the partition whose master has this gradient."""
+        return next(index for index, master in enumerate(self.masters) if master.grad is gradient)
 
     def forget_gradients(self) -> None:
         super().forget_gradients()
@@ -593,6 +643,13 @@ class Zero3View(ZeroView):
             stream.synchronize()
 
 
+def _combined(norms: Sequence[Tensor]) -> Tensor:
+    """Return the norm of tensors from their norms, of which DeepSpeed makes -1 where they are not finite."""
+    stacked = torch.stack([norm.float() for norm in norms])
+    is_finite = (torch.isfinite(stacked) & (stacked >= 0)).all()
+    return torch.where(is_finite, torch.linalg.vector_norm(stacked), torch.inf)
+
+
 def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
 
@@ -629,7 +686,7 @@ _READ: dict[type[View], tuple[str, ...]] = {
     Bf16View: (
         *_READ_OF_FLAT,
         "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clear_lp_grads", "clip_grad",
-        "fp32_groups_flat_partition", "fp32_groups_has_gradients", "real_dp_process_group",
+        "fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "real_dp_process_group",
     ),
     Zero12View: (
         *_READ_OF_FLAT, *_READ_OF_ZERO,
@@ -642,7 +699,8 @@ _READ: dict[type[View], tuple[str, ...]] = {
     ),
     Zero3View: (
         *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters", "check_overflow",
-        "checkpoint_event_epilogue", "checkpoint_event_prologue", "fp16_groups", "fp16_partitioned_groups_flat",
+        "checkpoint_event_epilogue", "checkpoint_event_prologue", "clip_grad", "fp16_groups",
+        "fp16_partitioned_groups_flat",
         "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
         "offload_optimizer", "optimizer_swapper", "parameter_offload", "partition_grads", "reduce_and_partition_stream",
         "sub_group_to_group_id",

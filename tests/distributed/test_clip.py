@@ -1,0 +1,492 @@
+"""The setting ``clip``: which norms ``gradient_clipping`` limits, against float64, and the norms that are reported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed_muon
+from deepspeed_muon.optimizer import Muon
+from tests.support import training
+from tests.support.autoep_models import AUTOEP_MATRICES, STACKS
+from tests.support.autoep_models import build_plain as build_autoep
+from tests.support.comparisons import all_within, relative, within
+from tests.support.contract import STEPS, backward, train_reference
+from tests.support.host_waits import count_waits
+from tests.support.models import GRIDS, MATRICES, Linear, batch, build
+from tests.support.moe_models import MOE_MATRICES
+from tests.support.moe_models import build_plain as build_moe
+from tests.support.oracle import Oracle, matrices_of
+from tests.support.pipelines import Embed
+from tests.support.rounding import FP32_GATE, HALF_MODEL, USUAL, Arithmetic, limits
+from tests.support.thinning import full, usual
+
+POLICIES = ("all", "adamw", "separate")
+LIMIT = 0.2
+"""Below the norms of both algorithms in every step of the toy models."""
+
+
+@functools.lru_cache(maxsize=32)
+def reference(
+    kind: str, micro_batches: int, clip: str, clipping: float = LIMIT, steps: int = STEPS
+) -> tuple[Any, Any, list[float], Any]:
+    """Train in one process in float64.
+
+    Returns:
+        Start, end, norms (of all gradients in every step, then those of Muon's and of AdamW's), and running means.
+    """
+    if kind == "moe":
+        model, matrices = build_moe(), matrices_of(MOE_MATRICES)
+    elif kind == "autoep":
+        model, matrices = build_autoep(), matrices_of(AUTOEP_MATRICES, experts=STACKS)
+    else:
+        model, matrices = build(kind), matrices_of(MATRICES[kind], grids=GRIDS.get(kind, {}))
+    oracle = Oracle(matrices, clipping=clipping, clip=clip)
+    start, end, _ = train_reference(model, oracle, micro_batches, steps)
+    norms = [of_step[key] for key in ("all", "muon", "adamw") for of_step in oracle.norms]
+    means = {
+        key[0]: value for key, value in oracle.state.items() if key[-1] in ("momentum_buffer", "exp_avg")
+    }
+    return start, end, norms, means
+
+
+def test_the_limit_clips_both_algorithms() -> None:
+    for kind in ("toy", "even", "tied"):
+        *_, norms, _ = reference(kind, 2, "separate")
+        assert min(norms) > 1.5 * LIMIT, (kind, norms)
+
+
+def recorded(rank: int, world_size: int, *, of: str, **settings: Any) -> dict[str, Any]:
+    """Run another rank function that reports ``norms``; put those by algorithm behind the norms of all gradients."""
+    by_step: list[dict[str, float]] = []
+    record_norms = Muon.record_norms
+
+    def record(optimizer: Muon, norms: dict[str, Tensor]) -> None:
+        if norms:
+            by_step[-1] = {algorithm: float(norm) for algorithm, norm in norms.items()}
+        else:
+            by_step.append({})  # a step begins
+        record_norms(optimizer, norms)
+
+    module, _, function = of.partition(":")
+    with mock.patch.object(Muon, "record_norms", record):
+        result = getattr(importlib.import_module(module), function)(rank, world_size, **settings)
+    if "norms" in result:
+        result["norms"] += [norms.get(key, 0.0) for key in ("muon", "adamw") for norms in by_step]
+    return result
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    clip: str,
+    kind: str = "toy",
+    exact: bool = True,
+    accumulation: int = 1,
+    params: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train; report masters, running means, norms and health."""
+    settings.setdefault("clipping", LIMIT)
+    config = training.ds_config(
+        stage, accumulation=accumulation, params={"clip": clip, "health": 1, **(params or {})}, **settings
+    )
+    engine = training.make_engine(config, kind, exact=exact)
+    norms = training.train_steps(engine, STEPS, rank, world_size, accumulation)
+    means = {**training.full_states(engine, "momentum_buffer"), **training.full_states(engine, "exp_avg")}
+    report = {"params": training.full_masters(engine), "means": means, "norms": norms}
+    health = deepspeed_muon.health(engine)
+    report["health"] = [health["grad_norm_muon"], health["grad_norm_adamw"]]
+    engine.destroy()
+    return report
+
+
+def compare(
+    results: list[dict[str, Any]],
+    kind: str,
+    micro_batches: int,
+    clip: str,
+    arithmetic: Arithmetic = USUAL,
+    *,
+    paths: bool = True,
+    **settings: Any,
+) -> None:
+    """Check the parameters of all ranks, the first one's running means, and every rank's norms."""
+    start, end, norms, means = reference(kind, micro_batches, clip, **settings)
+    allowed = limits(reference, kind, micro_batches, clip, arithmetic=arithmetic, **settings)
+    for result in results:
+        assert len(result["norms"]) == len(norms)
+        for number, (norm, expected) in enumerate(zip(result["norms"], norms, strict=True)):
+            within(abs(norm - expected) / expected, allowed.norms, f"norm {number}")
+        for name, value in result.get("means", {}).items():
+            error = float((value - means[name]).norm() / means[name].norm())
+            within(error, allowed.momentum[name], f"running mean of {name}")
+        if paths:
+            errors = {
+                name: relative(value, end[name], start[name]) for name, value in result["params"].items()
+            }
+            all_within(errors, allowed.paths, "path of")
+
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+ZERO: dict[str, tuple[int, dict[str, Any]]] = {
+    "0": (0, {}),
+    "1": (1, {}),
+    "1-offload": (1, CPU),
+    "1-round-robin": (1, {"round_robin_gradients": True}),
+    "2": (2, {}),
+    "2-offload": (2, CPU),
+    "3": (3, {}),
+    "3-sub-groups": (3, {"sub_group_size": 300}),
+    "3-offload": (3, {**CPU, "sub_group_size": 300}),
+}
+
+
+USUAL_ZERO = {
+    *(
+        ("0", "separate", 2),
+        ("1", "adamw", 4),
+        ("1-offload", "separate", 2),
+        ("1-round-robin", "separate", 2),
+    ),
+    *(("2", "all", 2), ("2", "separate", 4), ("2-offload", "adamw", 2)),
+    *(("3", "separate", 1), ("3-sub-groups", "adamw", 4), ("3-offload", "separate", 2)),
+}
+
+
+@pytest.mark.parametrize(("zero", "clip", "world"), usual(product(ZERO, POLICIES, (1, 2, 4)), USUAL_ZERO))
+def test_matches_the_reference(ranks: Any, zero: str, clip: str, world: int) -> None:
+    stage, settings = ZERO[zero]
+    accumulation = 2 if world == 2 else 1
+    results = ranks(world).run(
+        recorded,
+        of="tests.distributed.test_clip:train",
+        stage=stage,
+        zero=settings,
+        clip=clip,
+        accumulation=accumulation,
+    )
+    compare(results, "toy", world * accumulation, clip)
+    for result in results:
+        assert result["health"] == [result["norms"][2 * STEPS - 1], result["norms"][3 * STEPS - 1]]
+
+
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+HALF: dict[str, dict[str, Any]] = {
+    "0-bf16": {"stage": 0, "precision": "bf16"},
+    "0-fp16": {"stage": 0, "precision": "fp16"},
+    "1-bf16": {"stage": 1, "precision": "bf16"},
+    "1-bf16-fp32-sums": {"stage": 1, "precision": "bf16", "extra": FP32_SUMS},
+    "1-fp16": {"stage": 1, "precision": "fp16"},
+    "2-fp16": {"stage": 2, "precision": "fp16"},
+    "2-fp16-offload": {"stage": 2, "precision": "fp16", "zero": CPU},
+    "3-bf16": {"stage": 3, "precision": "bf16"},
+    "3-fp16": {"stage": 3, "precision": "fp16"},
+    "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": CPU},
+}
+USUAL_HALF = {
+    *(("0-fp16", "separate"), ("1-bf16-fp32-sums", "adamw"), ("1-bf16-fp32-sums", "separate")),
+    *(("2-fp16-offload", "adamw"), ("3-fp16", "separate")),
+}
+
+
+@pytest.mark.parametrize(("name", "clip"), usual(product(HALF, POLICIES), USUAL_HALF))
+def test_half_precision(ranks: Any, name: str, clip: str) -> None:
+    """Gradients that are left as they are must still be divided by the loss scale. Running means show both."""
+    settings = HALF[name]
+    results = ranks(2).run(recorded, of="tests.distributed.test_clip:train", clip=clip, **settings)
+    compare(results, "toy", 2, clip, HALF_MODEL[settings["precision"]], paths=False)
+
+
+PIPELINES = [
+    # Model, stages, ranks, ZeRO, tensor-parallel ranks.
+    ("toy", 2, 4, 0, 1),
+    ("tied", 2, 2, 0, 1),
+    ("tied", 2, 4, 1, 1),
+    ("toy", 3, 3, 1, 1),
+    ("toy", 2, 4, 0, 2),
+    ("toy", 2, 4, 1, 2),
+]
+USUAL_PIPELINES = {("tied", 2, 2, 0, 1, "separate"), ("toy", 2, 4, 1, 2, "adamw")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "world", "zero", "tensor", "clip"),
+    usual(((*case, clip) for case in PIPELINES for clip in POLICIES), USUAL_PIPELINES),
+)
+def test_pipelines(ranks: Any, kind: str, stages: int, world: int, zero: int, tensor: int, clip: str) -> None:
+    """The norms are those of all stages; a tied layer, and what tensor parallelism does not cut, counts once."""
+    results = ranks(world).run(
+        recorded,
+        of="tests.support.pipelines:train",
+        kind=kind,
+        stages=stages,
+        zero=zero,
+        tensor=tensor,
+        clipping=LIMIT,
+        params={"clip": clip, "health": 1},
+    )
+    compare(results, kind, 2 * world // (stages * tensor), clip)
+
+
+TENSOR_PARALLEL = list(product((0, 1, 2, 3), ("gather", "distributed"), POLICIES))
+USUAL_TENSOR_PARALLEL = {(0, "gather", "adamw"), (1, "distributed", "separate"), (3, "gather", "adamw")}
+
+
+@pytest.mark.parametrize(("stage", "mode", "clip"), usual(TENSOR_PARALLEL, USUAL_TENSOR_PARALLEL))
+def test_tensor_parallelism(ranks: Any, stage: int, mode: str, clip: str) -> None:
+    """Shards count on every rank, and copies once."""
+    results = ranks(4).run(
+        recorded,
+        of="tests.support.tensor_parallel:train",
+        stage=stage,
+        mode=mode,
+        clipping=LIMIT,
+        params={"clip": clip, "health": 1},
+    )
+    compare(results, "even", 2, clip)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("clip", POLICIES)
+@pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, FP32_SUMS), (1, {})])
+def test_tensor_parallelism_in_bf16(ranks: Any, stage: int, extra: dict[str, Any], clip: str) -> None:
+    results = ranks(2).run(
+        recorded,
+        of="tests.support.tensor_parallel:train",
+        stage=stage,
+        precision="bf16",
+        extra=extra,
+        clipping=LIMIT,
+        params={"clip": clip, "health": 1},
+    )
+    compare(results, "even", 1, clip, HALF_MODEL["bf16"], paths=False)
+
+
+MOE = [
+    *product((0,), ("fp32", "fp16"), ("",)),
+    *product((1, 2), ("fp32",), ("", "offload")),
+    (1, "bf16", "fp32-sums"),
+]
+USUAL_MOE = {(0, "fp32", "", "separate"), (1, "bf16", "fp32-sums", "adamw"), (2, "fp32", "", "adamw")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "setting", "clip"),
+    usual(((*case, clip) for case in MOE for clip in POLICIES), USUAL_MOE),
+)
+def test_experts(ranks: Any, stage: int, precision: str, setting: str, clip: str) -> None:
+    """The experts of all ranks count, each once, although two ranks of four have the same ones."""
+    results = ranks(4).run(
+        recorded,
+        of="tests.distributed.test_moe:train",
+        stage=stage,
+        ep_size=2,
+        precision=precision,
+        zero=CPU if setting == "offload" else {},
+        extra=FP32_SUMS if setting == "fp32-sums" else {},
+        clipping=LIMIT,
+        params={"clip": clip, "health": 1},
+    )
+    arithmetic = FP32_GATE if precision == "fp32" else HALF_MODEL[precision]
+    compare(results, "moe", 4, clip, arithmetic, paths=precision == "fp32")
+
+
+AUTOEP = list(product((1, 2, 3), ("", "offload"), POLICIES))
+
+
+@pytest.mark.parametrize(
+    ("stage", "setting", "clip"), usual(AUTOEP, {(2, "", "separate"), (3, "offload", "adamw")})
+)
+def test_autoep(ranks: Any, stage: int, setting: str, clip: str) -> None:
+    results = ranks(4).run(
+        recorded,
+        of="tests.distributed.test_autoep:train",
+        stage=stage,
+        ep_size=2,
+        zero=CPU if setting == "offload" else {},
+        clipping=LIMIT,
+        params={"clip": clip, "health": 1},
+    )
+    for result in results:
+        result["params"] = {name: value for name, value in result["params"].items() if name not in STACKS}
+    compare(results, "autoep", 4, clip, FP32_GATE, steps=4)
+
+
+@pytest.mark.parametrize("clip", [full("all"), full("adamw"), "separate"])
+def test_nvme(ranks: Any, tmp_path: Path, clip: str) -> None:
+    """Sub-groups whose masters are on the disk between steps; the norms of their gradients are not."""
+    results = ranks(2).run(
+        recorded,
+        of="tests.distributed.test_nvme:train",
+        folder=str(tmp_path),
+        params={"clip": clip, "health": 1},
+    )
+    compare(results, "toy", 2, clip, clipping=0.5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "extra"),
+    [full(0, "fp32", {}), (0, "bf16", {}), (1, "fp16", {}), (1, "bf16", FP32_SUMS), full(3, "bf16", {})],
+)
+def test_no_wait_is_added(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
+    """The norms by algorithm are read together with the status of the gradients, or stay on the device."""
+    waits = []
+    for clip in ("all", "separate"):
+        params = {"ns_backend": "torch", "health": 1000, "clip": clip}
+        (counts,) = ranks(1).run(
+            count_waits, stage=stage, clipping=LIMIT, precision=precision, extra=extra, params=params
+        )
+        waits.append(sum(n for where, n in counts.items() if where.startswith("deepspeed_muon")))
+    assert waits == [1, 1]
+
+
+def resumed(rank: int, world_size: int, *, stage: int, folder: str) -> dict[str, Any]:
+    """Train and save two steps with ``all``; take the third with ``separate`` from the checkpoint."""
+    for clip, steps in (("all", range(2)), ("separate", range(2, 3))):
+        config = training.ds_config(stage, clipping=LIMIT, params={"clip": clip})
+        engine = training.make_engine(config)
+        if clip == "separate":
+            engine.load_checkpoint(folder)
+        for step in steps:
+            training.run_step(engine, step, rank, world_size, 1)
+        if clip == "all":
+            engine.save_checkpoint(folder)
+    return {
+        "params": training.full_masters(engine),
+        "policy": deepspeed_muon.muon_optimizer(engine).config.clip,
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def resumed_reference() -> tuple[Any, Any, list[float]]:
+    model = build("toy")
+    oracle = Oracle(matrices_of(MATRICES["toy"]), clipping=LIMIT)
+
+    def gradients(step: int) -> None:
+        oracle.clip = "all" if step < 2 else "separate"
+        backward(model, step, 2)
+
+    return train_reference(model, oracle, 2, gradients=gradients)
+
+
+@pytest.mark.parametrize("stage", [full(0), 1, full(2), full(3)])
+def test_a_checkpoint_does_not_bring_its_policy(ranks: Any, stage: int, tmp_path: Path) -> None:
+    start, end, _ = resumed_reference()
+    allowed = limits(resumed_reference)
+    for result in ranks(2).run(resumed, stage=stage, folder=str(tmp_path)):
+        assert result["policy"] == "separate"
+        errors = {name: relative(value, end[name], start[name]) for name, value in result["params"].items()}
+        all_within(errors, allowed.paths, "path of")
+
+
+def overflowing(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
+    """Give one matrix an infinite gradient; report the norms."""
+    engine = training.make_engine(training.ds_config(stage, clipping=LIMIT, params={"clip": "separate"}))
+    engine.module.blocks[0].up.weight.register_hook(lambda grad: grad * float("inf"))
+    training.run_step(engine, 0, rank, world_size, 1)
+    norms = deepspeed_muon.muon_optimizer(engine).norms_by_algorithm
+    assert norms is not None
+    return {
+        "norms": [float(norms[key]) for key in ("muon", "adamw")],
+        "total": training.norm_of(engine),
+        "skipped": engine.skipped_steps,
+    }
+
+
+@pytest.mark.parametrize("stage", [full(0), 1, full(2), 3])
+def test_the_norms_say_whose_gradient_is_not_finite(ranks: Any, stage: int) -> None:
+    for result in ranks(2).run(overflowing, stage=stage):
+        muon, adamw = result["norms"]
+        assert not math.isfinite(muon) and math.isfinite(adamw) and not math.isfinite(result["total"])
+        assert result["skipped"] == 1
+
+
+def test_monitors_show_both_norms_beside_the_rates(ranks: Any, tmp_path: Path) -> None:
+    """In every step, also with the default, which reads no gradient again for them."""
+    results = ranks(2).run(monitored, folder=str(tmp_path))
+    for key in ("muon", "adamw"):
+        (file,) = tmp_path.rglob(f"*grad_norm_{key}.csv")
+        rows = [float(line.split(",")[1]) for line in file.read_text().splitlines()[1:]]
+        assert rows == pytest.approx(results[0][key], rel=1e-6)
+    total = [math.hypot(*norms) for norms in zip(results[0]["muon"], results[0]["adamw"], strict=True)]
+    assert total == pytest.approx(results[0]["norms"], rel=1e-6)
+
+
+def monitored(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
+    section = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    engine = training.make_engine(training.ds_config(2, clipping=LIMIT, extra=section))
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    report: dict[str, Any] = {"muon": [], "adamw": [], "norms": []}
+    for step in range(STEPS):
+        training.run_step(engine, step, rank, world_size, 1)
+        report["norms"].append(training.norm_of(engine))
+        for key, norm in (optimizer.norms_by_algorithm or {}).items():
+            report[key].append(float(norm))
+    return report
+
+
+def refused(rank: int, world_size: int, **settings: Any) -> str:
+    return training.refusal(lambda: training.make_engine(training.ds_config(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"stage": 2, "params": {"clip": "separate"}}, "clip other than all, with gradient_clipping 0"),
+        (
+            {"stage": 0, "clipping": 1.0, "params": {"clip": "adamw_only"}},
+            "optimizer.params.clip: Input should be 'all', 'adamw' or 'separate' (got 'adamw_only')",
+        ),
+    ],
+)
+def test_refused(ranks: Any, settings: dict[str, Any], text: str) -> None:
+    for message in ranks(1).run(refused, **settings):
+        assert message.startswith("ConfigError") and text in message, message
+
+
+def test_refused_without_deepspeed() -> None:
+    model = build("toy")
+    optimizer = Muon(model, clip="separate")
+    model(*batch(0, 0)).backward()
+    with pytest.raises(deepspeed_muon.ConfigError, match="without DeepSpeed this optimizer clips nothing"):
+        optimizer.step()
+
+
+def in_other_orders(rank: int, world_size: int, *, clip: str) -> Any:
+    """Train a pipeline whose first stage AdamW trains, and whose last one Muon does."""
+    from deepspeed.pipe import PipelineModule
+
+    torch.manual_seed(0)
+    layers = [Embed(), Linear(16, 16)]
+    pipeline = PipelineModule(
+        layers, num_stages=2, loss_fn=lambda x, _: x.square().mean(), partition_method="uniform"
+    )
+    config = training.ds_config(
+        1, accumulation=2, clipping=LIMIT, params={"clip": clip, "include": ["*1.weight"]}
+    )
+    try:
+        engine = training.initialize(pipeline, config)
+    except deepspeed_muon.MuonError as error:
+        return f"{type(error).__name__}: {error}"
+    engine.train_batch(iter([batch(0, micro) for micro in range(2)]))
+    return [training.norm_of(engine), deepspeed_muon.muon_optimizer(engine).norms_by_algorithm]
+
+
+def test_stages_of_other_algorithms(ranks: Any) -> None:
+    """ZeRO 1 adds up the norms of groups of one number, which are of two algorithms here."""
+    for norm, by_algorithm in ranks(2).run(in_other_orders, clip="all"):
+        assert norm > 0 and by_algorithm is None
+    for message in ranks(2).run(in_other_orders, clip="adamw"):
+        assert message.startswith("ConfigError: optimizer.params.clip: 'adamw' needs param groups"), message
