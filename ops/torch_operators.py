@@ -280,13 +280,17 @@ def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[floa
     """Yield a pair of rates and the rows of a table that have it, at most ``_MAX_NUMEL`` elements or one row a time."""
     values = rates.tolist()
     rows_by_rates: dict[tuple[float, float], list[list[int]]] = {}
+    numel_by_rates: dict[tuple[float, float], int] = {}
     for row in table.tolist():
         pair = (values[row[5]][0], values[row[5]][1])
         rows = rows_by_rates.setdefault(pair, [])
-        if rows and sum(numel for _, _, _, _, numel, _ in rows) + row[4] > _MAX_NUMEL:
+        numel = numel_by_rates.get(pair, 0) + row[4]
+        if rows and numel > _MAX_NUMEL:
             yield pair, rows[:]
             rows.clear()
+            numel = row[4]
         rows.append(row)
+        numel_by_rates[pair] = numel
     yield from rows_by_rates.items()
 
 
