@@ -428,6 +428,7 @@ def refuse_unknown_keys(group: Mapping[str, object], where: str, not_misspelt: C
         ConfigError: Naming the key.
     """
     for key, value in group.items():
+        # A group may have keys of the caller's own, so unknown ones are refused only if they resemble a setting.
         is_on = key in v.TORCH_OPTIONS and value is not None and value is not False
         is_misspelt = key not in not_misspelt and difflib.get_close_matches(
             str(key), GROUP_KEYS, n=1, cutoff=0.8
