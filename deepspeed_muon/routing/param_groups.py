@@ -514,8 +514,8 @@ def divide_again(
                     params_of.setdefault((*kind, param.dtype if by_dtype else None, fitting), []).append(
                         param
                     )
-        # 2. Give each kind a group: the one that it has, a copy of a similar one, or a new one. Fractional positions sort
-        # a new group behind a similar one, or else Muon's before and AdamW's behind all groups.
+        # 2. Give each kind a group: the one that it has, a copy of a similar one, or a new one. Fractional positions
+        # sort a new group behind a similar one, or else Muon's before and AdamW's behind all groups.
         taken: set[int] = set()
         for (algorithm, experts, _, fitting), params in params_of.items():
             if fitting is not None:
