@@ -433,9 +433,10 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
         raise
     current.wait_stream(stream)
 
+    # Every replay writes to the same addresses, so each caller gets a copy.
     def replay(x: Tensor) -> Tensor:
         graph_input.copy_(x)
         graph.replay()
-        return result.clone()  # the next replay overwrites result
+        return result.clone()
 
     return replay
