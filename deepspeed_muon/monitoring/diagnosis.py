@@ -37,8 +37,8 @@ class Quantity:
     Attributes:
         limits: The smallest and the largest value that is not reported; NaN counts as too small.
         too_low, too_high: What is said beyond the limits; a format string over all values of the run, ``value``,
-            ``percent`` (100 times it), ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of :attr:`good`, or one over that
-            where the value is too low).
+            ``percent`` (100 times it), ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of
+            :attr:`good`, or one over that where the value is too low).
         level: The level of the finding.
         low_level: That of a value that is too small, where it differs.
         good: The smallest and the largest value in good runs; ``None`` for what is always the same there.

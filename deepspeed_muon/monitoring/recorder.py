@@ -128,7 +128,8 @@ class StepRecorder:
         # Of each step since the last sample: whether it was skipped, the norm of its gradients, and the clipping norm.
         self._outcomes: deque[tuple[bool, Any, float]] = deque(maxlen=_MOST_OUTCOMES)
         self._last_sample: tuple[int, float] | None = None  # step, and time in seconds
-        self._is_resumed = False  # this process has not seen the first steps, and so perhaps not the highest rate
+        # Whether this process has not seen the run's first steps, and so perhaps not its highest rate.
+        self._is_resumed = False
         self._is_rising, self._last_lr, self._peak_lr = False, 0.0, 0.0
         # Keys of the findings that were logged; None before the first report.
         self._logged: set[str] | None = None

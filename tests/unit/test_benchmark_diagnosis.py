@@ -49,7 +49,9 @@ def test_ranges_are_those_of_the_good_runs(name: str) -> None:
 
 def test_large_embeddings_are_no_warning() -> None:
     """Those of a small model, or trained beside adapters; without any matrix for Muon it is a warning."""
-    levels = {share: [found.level for found in diagnose({"adamw_share": share})] for share in (0.9, 0.99, 1.0)}
+    levels = {
+        share: [found.level for found in diagnose({"adamw_share": share})] for share in (0.9, 0.99, 1.0)
+    }
     assert levels == {0.9: [], 0.99: ["look"], 1.0: ["bad"]}
 
 
