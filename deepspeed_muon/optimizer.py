@@ -241,6 +241,7 @@ class Muon(torch.optim.Optimizer):
             size AdamW changes matrices that the settings exclude from Muon. What the rank does not have is absent.
         """
         facts = {"muon_numel": 0.0, "adamw_numel": 0.0}
+        adam_sizes: list[float] = []  # the RMS of an update of each group
         for group in reversed(self.param_groups):  # of several groups the first one's rate counts
             if group["algorithm"] == "muon":
                 configured = group["lr_ratio"] * self.config.reference_lr
@@ -248,15 +249,17 @@ class Muon(torch.optim.Optimizer):
             else:
                 lr, beta = self.rates_of_step.get(id(group), float(group["lr"])), group["betas"][0]
                 # Of gradients that are noise; arXiv 2502.16982 measured 0.2 to 0.4 times the rate.
-                facts |= {"adam_lr": lr, "adam_rms": lr * math.sqrt((1 - beta) / (1 + beta))}
+                adam_sizes.append(lr * math.sqrt((1 - beta) / (1 + beta)))
+                facts |= {"adam_lr": lr, "adam_rms": adam_sizes[-1]}
         for route in self.routes:
             if route.algorithm != "frozen":
                 facts[f"{route.algorithm}_numel"] += route.numel
             if route.algorithm == "muon" and route.overridden == "router":
                 facts["routers"] = facts.get("routers", 0.0) + 1
             elif route.algorithm == "adamw" and route.overridden == "hidden":
-                # The usual weights of a layer have a size of 1 / sqrt(inputs).
-                change = facts["adam_rms"] * math.sqrt(route.shape[-1])
+                # The usual weights of a layer have a size of 1 / sqrt(inputs). Of several groups the smallest rate
+                # counts, since the matrices may have a group of their own.
+                change = min(adam_sizes, default=0.0) * math.sqrt(route.shape[-1])
                 facts["adamw_over_weight"] = max(facts.get("adamw_over_weight", 0.0), change)
         return facts
 

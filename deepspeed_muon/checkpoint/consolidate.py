@@ -181,6 +181,7 @@ def _require_shared_folder(folder: Path, writer: FolderWriter | None) -> str:
     """
     local_id = "" if writer is None else writer.save_id
     save_id = str(next(iter(all_ranks().all_gather(local_id, purpose="naming of a save").values())))
+    # The path may name another folder on another machine, whose lock file has another id or is missing.
     content = b""
     with raise_on_all_ranks(CheckpointError):
         with contextlib.suppress(OSError, CheckpointError):
@@ -205,8 +206,10 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
         parameters: Of every data-parallel group.
     """
     replicas = Counter((p.name, p.tensor_slice) for p in parameters)
+    # All ranks count the same metadata, so all of them return or none does.
     if max(replicas.values()) == 1:
         return
+    # Of each replica the rank whose fragment begins the slice reports the first elements.
     local_values = {}
     for parameter in state.parameters.values():
         is_replica = replicas[parameter.name, parameter.tensor_slice] > 1
@@ -215,6 +218,7 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
                 numel = min(fragment.numel, _COMPARED_NUMEL)
                 values = state.elements(parameter, "fp32", fragment.partition_offset, numel)
                 local_values[parameter.name] = values.tolist()
+    # Every rank compares the same gathered values, so all of them raise or none does.
     first: dict[str, tuple[int, list[float]]] = {}
     gathered = all_ranks().all_gather(local_values, purpose="comparison of replicas")
     for rank, values_by_name in gathered.items():
@@ -320,6 +324,7 @@ class SavePlan:
         bytes_per_rank = -(-sum(map(math.prod, tensors.values())) * ITEM_BYTES // world_size)
         shards = pack(tensors, min(shard_bytes, max(bytes_per_rank, 1)))
         self.files = {shard_name(save_id, number): shard for number, shard in enumerate(shards)}
+        # Each rank has two buffers of a piece. The buffers of all ranks together are no larger than a file.
         piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * world_size)))
         self.piece_numel = numel = piece_bytes // ITEM_BYTES
         # The largest files first, each to the rank with the least to write.
@@ -340,7 +345,7 @@ class SavePlan:
 
     def transfers(self, piece: Piece, writer: int = 0) -> Iterator[Transfer]:
         """Yield the transfers that make up the piece of a rank, in an order that all ranks share."""
-        offset = 0
+        offset = 0  # where the tensor begins, in elements of the file
         for tensor, shape in self.files[piece.file].items():
             numel = math.prod(shape)
             start, stop = max(piece.start - offset, 0), min(piece.stop - offset, numel)
@@ -407,6 +412,7 @@ class PieceExchange:
                 sent[writer].append(self._elements(transfer))
             elif writer == rank:
                 received[transfer.source].append(transfer)
+        # All ranks have the same list, so all of them skip the collective or none does.
         if all(transfer.source == writer for transfer, writer in planned):
             return
         # 3. Exchange, and write what was received into the piece.
@@ -426,6 +432,7 @@ class ShardFile:
         self._temporary = temporary_path(path)
         entries, nbytes = shard_header(tensors)
         header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+        # safetensors: the length of the header in 8 bytes, the JSON padded to a multiple of 8, then the tensors.
         header += b" " * (-len(header) % 8)
         self._expected_bytes = 8 + len(header) + nbytes
         self._written_bytes = 0
@@ -474,6 +481,7 @@ def _write_shards(
     errors: list[CheckpointError] = []
 
     def append(piece: Piece | None, content: Tensor) -> None:
+        # Runs in the thread. After an error nothing more is written, but the exchanges go on for the other ranks.
         if piece is None or errors:
             return
         path = folder / piece.file
@@ -486,6 +494,7 @@ def _write_shards(
         except OSError as error:
             errors.append(CheckpointError(f"{path}: {error}; {UNTOUCHED}"))
 
+    # Two buffers (piece_numel,) fp32: one is exchanged while the thread writes the other.
     contents = [torch.empty(plan.piece_numel, dtype=torch.float32) for _ in range(2)]
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save") as thread:
@@ -547,13 +556,16 @@ def write_set(
     index: CheckpointIndex | None = None
     failure: CheckpointError | None = None
     _log_progress(folder, "start")
+    # 1. Every rank writes its shards. An error is only returned, and raised by all ranks in step 2.
     with save_failure(untouched):
         _log_progress(folder, "shards")
         files, error = _write_shards(plan, ranks.position, fill, folder)
+    # 2. All ranks agree that their shards are on the disk, before the first rank renames the index.
     with save_failure(outcome if writer is None else untouched):
         agree(error=error, kind=CheckpointError, ranks=ranks)
         _log_progress(folder, "shards written")
         files_by_rank = ranks.all_gather(files, purpose="gathering of the index")
+    # 3. The first rank replaces the index. It must not raise here, since the other ranks wait in step 4.
     if writer is not None:
         try:
             all_files = dict(sorted(chain.from_iterable(files.items() for files in files_by_rank.values())))
@@ -572,6 +584,7 @@ def write_set(
             failure = CheckpointError(f"{untouched}: {reason}")
         complete = f"{folder}: the new set is complete and in place, but not every rank may know"
         outcome = str(failure or complete)
+    # 4. All ranks return, or raise the error of the first rank.
     with save_failure(outcome):
         agree(error=failure, kind=CheckpointError, ranks=ranks)
     _log_progress(folder, "index written")
@@ -588,6 +601,7 @@ def save_failure(outcome: str) -> Iterator[None]:
     try:
         yield
     except (MuonError, RuntimeError) as error:
+        # Other errors of ours say what happened. The backends of torch raise RuntimeError if a peer is gone.
         if isinstance(error, MuonError) and not isinstance(error, RankMissingError):
             raise
         raise CheckpointError(f"{outcome}. The ranks did not finish the save together: {error}") from error
@@ -639,6 +653,8 @@ class FolderWriter:
         Raises:
             CheckpointError: Saying which set the folder holds.
         """
+        # Without a lock another save may be writing shards that no index names yet. Then only the files of the set that
+        # is replaced are removed.
         replaced_files: set[str] = set()
         if self._lock is None:
             with contextlib.suppress(CheckpointError):
@@ -657,11 +673,13 @@ class FolderWriter:
 
     def close(self) -> None:
         """Remove files of saves that no index names, and release the lock."""
+        # Before the lock is released: the shards of the next save are in no index yet.
         remove_stale(self._folder, self._is_stale)
         self._release()
 
     def _release(self) -> None:
         if self._lock is not None:
+            # Removed before it is unlocked, so nobody removes a file that another save has locked.
             unlink(self._folder / LOCK_NAME)
             unlock(self._lock)
             self._lock = None

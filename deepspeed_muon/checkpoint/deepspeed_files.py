@@ -91,6 +91,7 @@ def _all_model_files(folder: Path) -> list[Path]:
 def model_files(folder: Path) -> dict[str, Path]:
     """Return the model files of data-parallel rank 0, by model-parallel rank (``mp_rank_00``)."""
     files = {}
+    # In reverse order, so that of both names mp_rank_* replaces zero_pp_rank_0_*.
     for path in reversed(_all_model_files(folder)):
         if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
             files[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
@@ -106,6 +107,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
     files = sorted(tag_folder.glob("*_optim_states.pt")) or sorted(tag_folder.glob("*_model_states.pt"))
     for path in files:
         try:
+            # A zip archive of torch.save. The keys of dictionaries are legible in its pickle.
             with zipfile.ZipFile(path) as archive:
                 pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
         except (
@@ -119,15 +121,18 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 def _wrapper_state(content: Mapping[str, Any]) -> Any:
     """Return the state dict of the wrapper around the optimizer (ZeRO's, FP16_Optimizer's) in a file."""
+    # DeepSpeed uses the first key in the files of ZeRO, the second at stage 0.
     return content.get("optimizer_state_dict") or content.get("optimizer") or {}
 
 
 def _unwrap(wrapper: Mapping[str, Any]) -> tuple[int, Any]:
     """Return the ZeRO stage of a wrapper's state dict, and the ``state_dict()`` of the optimizer inside it."""
     if "fp32_flat_groups" in wrapper:
-        return 3, wrapper.get("optimizer_state_dict")
+        return 3, wrapper.get("optimizer_state_dict")  # ZeRO stage 3
     if "base_optimizer_state" in wrapper:
+        # ZeRO stages 1 and 2
         return int(wrapper.get("zero_stage", 1)), wrapper["base_optimizer_state"]
+    # FP16_Optimizer has the optimizer's under a key; without a wrapper the dictionary is the optimizer's.
     return 0, wrapper.get("optimizer_state_dict", wrapper)
 
 
@@ -201,6 +206,7 @@ def identify_tag(
         files = [path for path in folder.iterdir() if _OPTIMIZER_FILE.fullmatch(path.name)]
         files = sorted(files) or sorted(folder.glob(_EXPERT_OPTIMIZER_FILES)) or models
         chosen = file if file is not None and file in files else files[0]
+        # At stage 0 the model's file has the state of the optimizer, too.
         stage, optimizer = _unwrap(model.get("optimizer") or _wrapper_state(load(chosen)))
         optimizer = optimizer if isinstance(optimizer, Mapping) else {}
         ranks = int(model.get("dp_world_size", 1))
@@ -257,10 +263,11 @@ class DeepSpeedFiles:
             if verify:
                 _verify_crc(self.folder)
         with refusing(f"{self.folder}: not as DeepSpeed writes it"):
+            # 1. Map the files, and refuse those of different saves.
             self._open_files()
             self._refuse_mixed_saves()
             self.progress = self._progress()
-            # Where each parameter is: from our record, or as ZeRO lays parameters out.
+            # 2. Where each parameter is: from our record, or as ZeRO lays parameters out.
             self._full_momentum_offsets: Mapping[tuple[str, int], int] = {}
             self._weight_keys: Mapping[str, str] = {}
             settings: Mapping[str, Any] = {}
@@ -280,6 +287,7 @@ class DeepSpeedFiles:
             else:
                 parameters, lossy = derive_layout(self, include, exclude)
                 self._full_momentum_offsets = _full_momentum_offsets(self, parameters)
+            # 3. Group the slices by full tensor, with the step count and the state that the files have.
             self.slices = slices_by_name(map(self._with_state, parameters), self.files)
             self.parameters = {name: first.record for name, (first, *_) in self.slices.items()}
             self.index_fields: dict[str, Any] = {
@@ -315,6 +323,7 @@ class DeepSpeedFiles:
             raise CheckpointError(f"{self.folder}: no model_states file: {hint}")
         self.model_file = model_file
         self.model = self._load(model_file)
+        # One file for each rank with ZeRO, for each expert-parallel rank at stage 0, else the model's files.
         self.files = (
             self._partition_files()
             or sorted(self.folder.glob(_EXPERT_OPTIMIZER_FILES))
@@ -358,11 +367,13 @@ class DeepSpeedFiles:
             for axis, key in enumerate(("mp_world_size", "dp_world_size"))
         )
         saved = f"saved by {len(model_ranks) * len(data_ranks)} ranks"
+        # Every rank that saved must have its file.
         missing = next((ranks for ranks in product(model_ranks, data_ranks) if ranks not in files), None)
         if missing is not None:
             name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[1]}", next(iter(files.values())).name)
             name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
             raise CheckpointError(f"{self.folder / name}: missing; the checkpoint was {saved}")
+        # A save on more ranks into the same tag leaves the files of the ranks that this one did not have.
         for ranks in sorted(files):
             if ranks[0] not in model_ranks or ranks[1] not in data_ranks:
                 raise CheckpointError(
@@ -388,6 +399,7 @@ class DeepSpeedFiles:
         first: dict[str, tuple[Path, Any]] = {}
         for path, content, states in contents:
             facts: dict[str, Any] = {"save": save_of(content)}
+            # Saved by another optimizer, which gives no id to its saves.
             if facts["save"] is None:
                 facts |= {key: content[key] for key in COUNTERS if key in content}
                 facts |= {
@@ -465,6 +477,7 @@ class DeepSpeedFiles:
         """
         file = parameter.members[member]
         state = self.state_of(parameter.partition, file)
+        # AdamW's first moment is a moving average of the gradient too, and becomes the momentum.
         from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
         try:
             saved = (
@@ -479,7 +492,7 @@ class DeepSpeedFiles:
             ) from error
         is_int8 = key == "momentum_buffer" and getattr(saved, "dtype", None) == torch.int8
         check_tensor(saved, f"{self.files[file]}: {key} of parameter {parameter.name}", allow_int8=is_int8)
-        flat: Tensor = saved.detach().reshape(-1)
+        flat: Tensor = saved.detach().reshape(-1)  # (partition_numel,) in the file's dtype, memory-mapped
         return flat
 
     def copy(self, transfers: Iterable[Transfer], piece: Tensor) -> None:
@@ -488,6 +501,7 @@ class DeepSpeedFiles:
         for transfer in transfers:
             parameter, key, member = transfer.parameter, transfer.key, transfer.fragment.rank
             flat, offset = self._flat(parameter, key, member), transfer.fragment.partition_offset
+            # DeepSpeed's Muon may have stored the momentum of the full matrix in place of the fragment's.
             if key == "momentum_buffer" and (parameter.name, member) in self._full_momentum_offsets:
                 start = self._full_momentum_offsets[parameter.name, member]
                 offset = start + transfer.fragment.matrix_offset
@@ -496,7 +510,7 @@ class DeepSpeedFiles:
                     f"{self.files[transfer.source]}: {key} of parameter {parameter.name} is cut off: the partition has "
                     f"{flat.numel()} elements"
                 )
-            values = flat.narrow(0, offset, transfer.numel)
+            values = flat.narrow(0, offset, transfer.numel)  # (numel,), a view of the file
             read.append(values)
             if flat.dtype == torch.int8:
                 values = self._dequantized(parameter, member, flat, offset, transfer.numel)
@@ -565,17 +579,20 @@ def derive_layout(
     Raises:
         CheckpointError: Naming the file, if they cannot be read without an engine.
     """
+    # 1. Refuse layouts that the files do not describe.
     for pattern, kind in (
         ("*expert_*_model_states.pt", "mixture-of-experts"),
         ("*mp_rank_01*", "model-parallel"),
     ):
         if files := sorted(saved.folder.glob(pattern)):
             raise CheckpointError(f"{files[0]}: {kind} checkpoints of {saved.kind} cannot be read")
+    # 2. Lay the parameters out. Names identify them from here on, so each must be unique.
     layout = list(_layout_of_partitions(saved) if saved.stage else _layout_of_stage_0(saved))
     shapes = {name: shape for _, name, shape, _ in layout}
     if len(shapes) < len(layout):
         ((duplicate, _),) = Counter(name for _, name, *_ in layout).most_common(1)
         raise CheckpointError(f"{saved.model_file}: two parameters are called {duplicate}")
+    # 3. Route them, and make their records. Step counts and state are added by the caller.
     patterns = {"include": include, "exclude": exclude} if saved.kind == "AdamW" else {}
     routes = route_saved(shapes, _aliases(saved), **patterns)
     groups = saved.optimizers[0]["param_groups"]
@@ -614,6 +631,7 @@ def _layout_of_partitions(
         for position, (name, shape) in enumerate(group.items()):
             shape = tuple(int(n) for n in shape)
             numel = math.prod(shape)
+            # Stage 3 pads each parameter, so that every rank has the same number of its elements.
             taken = -(-numel // world_size) if saved.stage == 3 else numel
             if min(shape, default=0) < 0 or taken > available - offset:
                 raise CheckpointError(
@@ -633,6 +651,7 @@ def _layout_of_stage_0(
     saved: DeepSpeedFiles,
 ) -> Iterator[tuple[int, str, tuple[int, ...], Placement]]:
     """Match the state of stage 0 to names by order, which is right for ``model.parameters()`` and checked by shape."""
+    # The module's state dict has buffers and every name of a shared parameter; the optimizer has neither.
     left_out = set(saved.model.get("buffer_names") or ())
     left_out.update(name for names in _aliases(saved).values() for name in names)
     shapes = [(n, tuple(t.shape)) for n, t in saved.model["module"].items() if n not in left_out]
@@ -657,6 +676,7 @@ def _aliases(saved: DeepSpeedFiles) -> dict[str, list[str]]:
         for name, first_name in dict(saved.model.get("shared_params") or {}).items():
             aliases.setdefault(str(first_name), []).append(str(name))
         return aliases
+    # Shared parameters share their storage in the file, and so their address in its mapping.
     name_of: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, tensor in saved.model["module"].items():
         if isinstance(tensor, Tensor) and tensor.numel():

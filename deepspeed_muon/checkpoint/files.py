@@ -111,6 +111,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         CheckpointError: If it is a link, a pipe, a device or a folder.
         OSError: If it cannot be opened.
     """
+    # Opening a device can have an effect of its own, so look first; and again after that, as the file may have changed.
     regular_size(path)
     descriptor = os.open(path, _OPEN_FLAGS)
     with os.fdopen(descriptor, "rb") as file:
@@ -158,6 +159,7 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
         CheckpointError: Naming the file and, if there is one, the class that is not allowed.
     """
     allowed: list[Any] = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
+    # Where a file calls getattr, the unpickler calls _zero_stage, which returns members of this one class only.
     allowed.append((_zero_stage, "builtins.getattr"))
     with refusing(str(path)):
         if not path.is_file() and path.exists():  # torch would wait for the writer of a pipe
@@ -203,6 +205,7 @@ def drop_pages(tensors: Sequence[Tensor]) -> None:
             lines = [line.split(maxsplit=5) for line in maps]
     except OSError:
         return
+    # First and last address of every mapping of a file (those have an inode), in ascending order.
     spans = [span.split("-") for span, _, _, _, inode in (fields[:5] for fields in lines) if inode != "0"]
     mappings = [(int(start, 16), int(stop, 16)) for start, stop in spans]
     madvise = ctypes.CDLL(None).madvise
@@ -211,6 +214,7 @@ def drop_pages(tensors: Sequence[Tensor]) -> None:
         stop = start + tensor.numel() * tensor.element_size()
         mapping_start, mapping_stop = mappings[bisect_right(mappings, (start, math.inf)) - 1]
         if mapping_start <= start < stop <= mapping_stop:
+            # madvise takes whole pages. Elements beside the tensor are read from the file again if they are needed.
             start -= start % mmap.PAGESIZE
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
@@ -253,6 +257,7 @@ def replace(temporary: Path, path: Path, *, check: Callable[[], None] = lambda: 
         files += [Path(folder, name) for name in names]
         fsync_folder(Path(folder))
     for file in files:
+        # fsync acts on the file, not on the descriptor that wrote it.
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
     check()
@@ -276,6 +281,7 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     def check_then_rename() -> None:
         nonlocal outcome
         check()
+        # From now on an error does not tell whether the rename happened.
         outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
 
     try:
@@ -317,7 +323,7 @@ def new_folder(path: Path) -> Iterator[Path]:
                     shutil.rmtree(abandoned, ignore_errors=True)
                     unlock(abandoned_descriptor)
         temporary.mkdir(parents=True)
-        descriptor = lock(temporary)
+        descriptor = lock(temporary)  # so that other processes do not take it for abandoned
         yield temporary
         replace(temporary, path)
         fsync_folder(path.parent)
@@ -350,6 +356,7 @@ def make_folder(folder: Path) -> None:
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             fsync_folder(path.parent)
+        # Raises if the name is that of a file.
         folder.mkdir(exist_ok=True)
 
 

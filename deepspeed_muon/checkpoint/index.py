@@ -134,6 +134,7 @@ class CheckpointIndex(BaseModel):
 
     @model_validator(mode="after")
     def _validate(self) -> CheckpointIndex:
+        # A name that is a path would lead out of the folder.
         for name in self.files:
             if not SHARD_PATTERN.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a shard of this folder")
@@ -210,6 +211,7 @@ def checked(model: type[_Model], content: object, refusal: str) -> _Model:
         return model.model_validate(content)
     except ValidationError as error:
         lines = []
+        # Without the inputs, which may be as large as the file.
         for item in error.errors(include_url=False, include_context=False, include_input=False)[:10]:
             location = ".".join(map(str, item["loc"]))
             message = item["msg"].removeprefix("Value error, ")
@@ -285,6 +287,7 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
     lines = []
     for key, value in document.items():
         entries = value.items() if isinstance(value, dict) else ()
+        # A line for each parameter and file, so that grep and diff are of use.
         rows = ",\n".join("  " + json.dumps({name: entry})[1:-1] for name, entry in entries)
         lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else " " + json.dumps({key: value})[1:-1])
     sealed = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
@@ -309,6 +312,7 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of the format {FORMAT}")
     version = content.get("version")
+    # Not isinstance: true is an int in Python, and equal to 1.
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
             f"{path}: format version {version!r}; this release reads version {VERSION}: consolidate DeepSpeed's "
@@ -346,6 +350,7 @@ def parse_json(text: bytes, path: str) -> dict[str, Any]:
 def _checksum(content: Mapping[str, Any]) -> str:
     """Return the sha256 of a document in canonical form, without the checksum that it may have."""
     document = {key: value for key, value in content.items() if key != _CHECKSUM}
+    # Sorted and without spaces, so that the digest does not depend on the layout of the file.
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

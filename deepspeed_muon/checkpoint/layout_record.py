@@ -60,6 +60,7 @@ class _Entry(ParameterRecord):
 
     name: str
     partition: Count
+    # The fields of a Placement.
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
     block_starts: tuple[Count, ...] = ()
@@ -163,6 +164,7 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
     if entry.step or entry.rows or entry.tensors:
         raise ValueError(f"{where}a layout has no state")
     end = 0
+    # Fragments of row state follow each other without gaps.
     for rows in entry.rows_by_owner:
         if rows.matrix_offset != end or rows.rank >= world_size:
             raise ValueError(f"{where}its row state is not {rows}")
@@ -199,6 +201,7 @@ def save_of(content: object) -> str | None:
     if not isinstance(content, Mapping):
         return None
     for key in ("optimizer_state_dict", "base_optimizer_state", "optimizer"):
+        # Descends through the wrappers of the optimizer to its state dict.
         if isinstance(content.get(key), Mapping) and SAVE_KEY not in content:
             return save_of(content[key])
     record = content.get(RECORD_KEY)
@@ -250,6 +253,7 @@ def read_records(
         for name, ranks in groups.items():
             files = tuple(ranks[rank][0] for rank in sorted(ranks))
             _, first = ranks[min(ranks)]
+            # At stage 0 every rank has everything, so the first file is enough.
             if first.parameters and all(entry.placement.replicated for entry in first.parameters):
                 files = files[:1]
             elif sorted(ranks) != list(range(first.world_size)):
@@ -329,6 +333,7 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     weight_keys = _weight_keys(state)
+    # In the order of the model, which is the same on every rank.
     position = {name: number for number, name in enumerate(state.host.parameters)}
     groups = []
     for parameters in state.groups:

@@ -58,6 +58,7 @@ def describe_parameters(
         if isinstance(tensor_slice, str):
             infos[route.name] = tensor_slice
         elif route.algorithm != "frozen":
+            # The index of the param group is known once ZeRO has made its groups; collect() sets it.
             full = replace(route, name=tensor_slice.name, shape=tensor_slice.shape)
             infos[route.name] = ParameterInfo(ParameterRecord.of(full, group=0), tensor_slice, route.reason)
     return infos
@@ -283,6 +284,7 @@ class LiveState:
         """The parameters of each data-parallel group that this rank belongs to."""
         groups: dict[int, list[LiveParameter]] = {}
         for parameter in self.parameters.values():
+            # collect() shares one tuple among all parameters of a group.
             groups.setdefault(id(parameter.members), []).append(parameter)
         return list(groups.values())
 
@@ -332,6 +334,7 @@ def collect(engine: Any) -> LiveState:
         row_fragments: dict[int, list[Fragment]] = {}
         for origin, fragment in zip(runner.assignment.origin, runner.row_fragments, strict=False):
             row_fragments.setdefault(origin, []).append(fragment)
+        # A step set without a process group is that of a single rank.
         members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
         members = shared_members.setdefault(members, members)
         partitions = {partition.index: partition for partition in step_set.partitions}
@@ -360,6 +363,7 @@ def collect(engine: Any) -> LiveState:
                 group_rank=step_set.rank,
                 int8_blocks=runner.blocks[partition.index] if has_int8 else None,
             ).with_state(state, int(state.get("step", 0)))
+            # Two slices of one full tensor on one rank would have the same name.
             namesake = parameters.setdefault(parameter.name, parameter)
             if namesake is not parameter and namesake.local_name == parameter.local_name:
                 raise CheckpointError(

@@ -73,6 +73,7 @@ def consolidate_files(
     make_folder(out)
 
     def fill(pieces: Sequence[Piece | None], content: Tensor) -> None:
+        # One process writes, so the only piece of a round is its own.
         with refusing(str(saved.folder)):
             for piece in filter(None, pieces):
                 saved.copy(plan.transfers(piece), content)
@@ -124,6 +125,7 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
             empty.
     """
     out = Path(os.path.abspath(folder_of("out_dir", out_dir)))
+    # torch's optimizers have no checks of their own, so a damaged set must be refused before anything is written.
     index = verify_folder(folder)
     records, source = index.parameters, ConsolidatedSource(folder)
 
@@ -139,6 +141,7 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
             if records[name].step:
                 state[number] = {key: full_tensor(name, key) for key in keys}
                 if algorithm == "adamw":
+                    # torch's AdamW has its step count in a tensor; torch's Muon counts no steps.
                     state[number]["step"] = torch.tensor(float(records[name].step))
         settings = _torch_settings(index, algorithm, names, lossy)
         content[f"{algorithm}.pt"] = {
@@ -157,6 +160,7 @@ def _torch_settings(
 ) -> dict[str, Any]:
     """Return the settings of torch's param group; sentences about what it cannot express are added to ``lossy``."""
     torch_optimizer = torch.optim.Muon if algorithm == "muon" else torch.optim.AdamW
+    # The defaults of the installed torch, from a throwaway optimizer.
     settings: dict[str, Any] = dict(torch_optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
     settings.pop("params")
     if algorithm == "muon":
@@ -212,11 +216,13 @@ def convert_to_universal(
             # A copy, because DeepSpeed overwrites the file when it saves the tag again.
             copy = partial / f"{model_rank}_model_states.pt"
             shutil.copyfile(path, copy)
-            stage_3_name = partial / f"zero_pp_rank_0_{copy.name}"
+            stage_3_name = partial / f"zero_pp_rank_0_{copy.name}"  # stage 3 looks for this name
             try:
+                # Both names have one content, so a hard link is enough where the file system has them.
                 os.link(copy, stage_3_name)
             except OSError:
                 shutil.copyfile(copy, stage_3_name)
+    # Last, so that the name is written only once the folder is complete.
     replace_file(out.parent / "latest_universal", out.name.encode())
     return index.lossy
 

@@ -175,6 +175,7 @@ class PartitionedParameter:
             ranks = range(self.placement.rank_of(start), self.placement.ranks.stop)
             fragments = map(self.placement.fragment_on, ranks)
         for fragment in filter(None, fragments):
+            # What [start, stop) and the fragment have in common, and where that begins in the partition.
             first = max(start, fragment.matrix_offset)
             last = min(stop, fragment.matrix_offset + fragment.numel)
             if first < last:
@@ -268,6 +269,7 @@ def transfers(
     """
     for parameter in slices:
         tensor_slice = parameter.slice_of(key)
+        # From elements of the full tensor to elements of the slice.
         begin, end = tensor_slice.local_elements_before(start), tensor_slice.local_elements_before(stop)
         if begin < end:
             reader = parameter.members.index(writer) if writer in parameter.members else 0
@@ -329,6 +331,7 @@ def matching_views(
         full_start: The element of the full tensor with which ``full`` begins.
     """
     for strided in tensor_slice.strided_ranges(start, stop):
+        # Both views are (count, numel): rows of consecutive elements, with the stride of the slice or the full tensor.
         size = strided.count, strided.numel
         yield (
             sliced.as_strided(
@@ -344,6 +347,6 @@ def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
     """Return the entries of a safetensors header for fp32 tensors, and the bytes of all of them together."""
     header, end = {}, 0
     for name, shape in tensors.items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES
+        start, end = end, end + math.prod(shape) * ITEM_BYTES  # in bytes, from the end of the header
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     return header, end

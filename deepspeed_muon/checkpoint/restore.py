@@ -122,12 +122,14 @@ def restore_from_source(
             # The settings of another optimizer do not apply to this run.
             take_rates = hyperparameters and source.index.source.get("optimizer") == OURS
             run = source.index.progress if progress else None
+            # Raised below, together with the parameters that no rank has.
             problems = _compare_parameters(state, source, with_state)
             if not problems:
                 plan = _RestorePlan.of(state, source, hyperparameters=take_rates, with_state=with_state)
                 if run is not None and scheduler:
                     check_schedule(engine.lr_scheduler, run, source.where, rates=take_rates)
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
+            # A folder on a local disk may hold another checkpoint on each machine.
             digest = hashlib.sha256(source.index.model_dump_json().encode()).hexdigest()
             facts.record("checkpoint", digest)
         _refuse_another_model(state, source, problems)
@@ -185,6 +187,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
     Must be called by all ranks.
     """
     names = sorted(source.parameters)
+    # With pipeline or expert parallelism no rank has all parameters, but every parameter must be on some rank.
     is_live = [float(name in state.parameters) for name in names]
     is_live = all_ranks().all_reduce(is_live, "max", purpose="check of a checkpoint")
     reason = "is in the checkpoint, but not in the optimizer (it is frozen, or not in the model)"
@@ -213,6 +216,7 @@ def _refuse_nonfinite(nonfinite: Sequence[str], source: StateSource, allow: bool
     if not names:
         return
     text = f"{source.where}: {nonfinite_text(names)}"
+    # All ranks have the same names, so all of them raise or none does.
     if not allow:
         raise CheckpointError(
             f"{text}. Restore an earlier checkpoint; or, to look into this one, consolidate it and call "
@@ -284,6 +288,7 @@ class _RestorePlan:
             return self.state.flat_tensor(partition, key)
         new_tensors = self.new_tensors.setdefault(partition.index, {})
         if key not in new_tensors and key in ROW_STATE:
+            # One tensor for all matrices of the partition: (rows that this rank stores,).
             parameters = (p for p in self.state.parameters.values() if p.partition == partition.index)
             numel = sum(rows.numel for p in parameters for rows in p.local_fragments(key))
             new_tensors[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=partition.tensor.device)
@@ -390,6 +395,7 @@ def _write_state(plan: _RestorePlan, source: StateSource) -> None:
                 ) from caught
     except CheckpointError:
         if interrupt is not None:
+            # An interrupt of this rank: the other ranks raise the CheckpointError.
             raise interrupt from None
         raise
     # 2. New tensors and step counts, into the optimizer's state.
@@ -398,8 +404,10 @@ def _write_state(plan: _RestorePlan, source: StateSource) -> None:
         partition_state = state.optimizer.state[tensors[partition]]
         new_tensors = plan.new_tensors.get(partition, {})
         if "momentum_buffer" in new_tensors:
+            # The new momentum is fp32 until step 3 quantizes it, so the scales of the old one do not apply.
             partition_state.pop(SCALE_KEY, None)
         partition_state.update(new_tensors, step=steps)
+        # As in a new engine, whose optimizer has no state before its first step.
         if not steps:
             partition_state.clear()
     # 3. int8 momentum, and the weights of the forward pass.
@@ -415,6 +423,7 @@ def _write_partitions(plan: _RestorePlan, source: StateSource) -> None:
             if key in source.parameters[parameter.name].tensor_keys:
                 source.read_fragment(parameter.slice_of(key), key, fragment, flat)
             else:
+                # State that the saved run did not have, such as that of another variant.
                 start = ROW_STATE[key].start if key in ROW_STATE else 0.0
                 flat.narrow(0, fragment.partition_offset, fragment.numel).fill_(start)
         if key not in plan.new_tensors.get(parameter.partition, ()):

@@ -67,11 +67,12 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         where: The checkpoint, for errors.
     """
     checked_groups = checked_settings(index.groups, where)
-    # The saved groups that the parameters of each live group come from.
+    # 1. The saved groups that the parameters of each live group come from.
     saved_groups: dict[int, set[int]] = {}
     for parameter in state.parameters.values():
         saved_group = index.parameters[parameter.name].group
         saved_groups.setdefault(parameter.record.group, set()).add(saved_group)
+    # 2. Take over each setting that these saved groups have in common.
     settings: dict[int, dict[str, Any]] = {}
     for number, origins in saved_groups.items():
         group = state.optimizer.param_groups[number]
@@ -213,6 +214,7 @@ def _schedule_problem(scheduler: Any, saved: Mapping[str, Any], rates: bool) -> 
         if _json_type(live_value) != _json_type(value):
             return f"{key} is {value!r}, this run's {live_value!r}"
         if isinstance(value, (list, tuple)) and key.lstrip("_").endswith(("lrs", "lr")):
+            # One rate for each param group: load_state_dict would take another number, and a later step would fail.
             if len(live_value) != len(value):
                 return f"{key} has {len(value)} values for {len(live_value)} param groups"
             if any(_json_type(rate) != "number" or not 0 <= rate < math.inf for rate in value):
@@ -243,6 +245,7 @@ class SettingsSnapshot:
         self._host = host_of(self._optimizer)
         self._counters = self._host.counters()
         self._scheduler = engine.lr_scheduler
+        # Both: the attributes include what a state_dict() leaves out, the state copies what the attributes refer to.
         self._scheduler_attributes = dict(getattr(self._scheduler, "__dict__", {}))
         self._scheduler_state: Any = None
         if self._scheduler is not None and hasattr(self._scheduler, "state_dict"):
@@ -276,6 +279,7 @@ class SettingsSnapshot:
             keys -= VARIANT_SETTINGS.keys() - {setting.name for setting in VARIANTS[config.variant].settings}
             for key in sorted(keys):
                 configured, now = before[key], group[key]
+                # The present rate is that of the schedule, so the rates that it starts from are compared.
                 if key == "lr" and base_rates is not None:
                     configured = self._scheduler_attributes["base_lrs"][number]
                     now = base_rates[number]
@@ -304,6 +308,7 @@ class SettingsSnapshot:
             # What the attributes refer to, such as the schedulers inside a SequentialLR, may have been changed too.
             self._scheduler.load_state_dict(copy.deepcopy(self._scheduler_state))
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            # Keys that the load has added.
             for key in group.keys() - settings.keys() - {"params"}:
                 del group[key]
             group.update(settings)

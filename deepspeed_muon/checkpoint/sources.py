@@ -85,6 +85,7 @@ class StateSource(ABC):
             CheckpointError: Naming the file and the parameters in it.
         """
         nonfinite = []
+        # The largest first and the ranks in turn, so that each reads about as many bytes.
         for name in sorted(self._tensors_in, key=self._numel, reverse=True)[rank::world_size]:
             tensors = self._tensors_in[name].values()
             try:
@@ -129,18 +130,21 @@ class StateSource(ABC):
         """
         target = flat.narrow(0, fragment.partition_offset, fragment.numel)
         fragment_stop = fragment.matrix_offset + fragment.numel
+        # 1. The range of the full tensor around the fragment; with a slice of columns it includes other slices.
         ranges = list(tensor_slice.strided_ranges(fragment.matrix_offset, fragment_stop))
         full_start = min(strided.full_offset for strided in ranges)
         full_stop = max(
             strided.full_offset + (strided.count - 1) * strided.full_stride + strided.numel
             for strided in ranges
         )
+        # 2. Read it in windows, and copy the fragment's elements out of each.
         for window_start in range(full_start, full_stop, WINDOW_NUMEL):
             window_stop = min(window_start + WINDOW_NUMEL, full_stop)
             # The elements of the fragment inside this window of the full tensor.
             start = max(tensor_slice.local_elements_before(window_start), fragment.matrix_offset)
             stop = tensor_slice.local_elements_before(window_stop)
             if start < stop:
+                # (window_stop - window_start,) fp32
                 window = self.read(tensor_slice.name, key, window_start, window_stop - window_start)
                 for elements, values in matching_views(
                     tensor_slice, start, stop, target, fragment.matrix_offset, window, window_start
@@ -228,6 +232,7 @@ class UniversalSource(StateSource):
                 stem_of["momentum_buffer"] = "exp_avg"
                 from_adam += 1
             step = 0
+            # A parameter without files of its state has taken no step. Not every optimizer stores the count.
             if set(stem_of.values()) <= stems:
                 has_step = "step" in stems
                 step = int(load_pickle(parameter_folder / "step.pt") if has_step else self._global_step())
@@ -368,6 +373,7 @@ def _tensor_offsets(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int
     Raises:
         CheckpointError: If the header has anything else.
     """
+    # The fixed words and the offsets of an entry have at most 128 characters, a dimension has 24.
     longest = 1024 + sum(len(json.dumps(name)) + 128 + 24 * len(shape) for name, shape in shapes.items())
     length = int.from_bytes(file.read(8), "little")
     if length > longest:

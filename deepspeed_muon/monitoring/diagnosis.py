@@ -35,10 +35,10 @@ class Quantity:
     """A quantity that the diagnosis judges.
 
     Attributes:
-        limits: The smallest and the largest value that is not reported; NaN is reported as too small.
+        limits: The smallest and the largest value that is not reported; NaN counts as too small.
         too_low, too_high: What is said beyond the limits; a format string over all values of the run, ``value``,
-            ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of :attr:`good`, or one over that
-            where the value is too low).
+            ``percent`` (100 times it), ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of
+            :attr:`good`, or one over that where the value is too low).
         level: The level of the finding.
         low_level: That of a value that is too small, where it differs.
         good: The smallest and the largest value in good runs; ``None`` for what is always the same there.
@@ -86,8 +86,8 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "adamw_share": Quantity(
         (0, 0.95),
-        too_high="AdamW trains {value:.0%} of the elements: 'exclude', the param groups or the routing rules leave "
-        "Muon no matrices (deepspeed_muon.routes(engine) says why).",
+        too_high="AdamW trains {value:.0%} of the elements: embeddings are most of what is trained, or 'exclude', the "
+        "param groups or the routing rules leave Muon few matrices or none (deepspeed_muon.routes(engine) says why).",
         level="bad",
         good=(0.1, 0.25),
         label="elements that AdamW trains {}",
@@ -108,7 +108,7 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "update_over_weight": Quantity(
         (1.5e-3, 0.2),
-        "At the highest rate a step changes the matrices by {value:.2%} of their size: right for fine-tuning. For "
+        "At the highest rate a step changes the matrices by {percent:.2g} % of their size: right for fine-tuning. For "
         "pretraining the rate is too low: try muon_lr (or lr) * {usual:.2g}.",
         "At the highest rate a step changes the matrices by {value:.0%} of their size: the rate is too high. Try "
         "muon_lr (or lr) / {usual:.2g}.",
@@ -173,16 +173,22 @@ def diagnose(values: Mapping[str, float]) -> list[Finding]:
         is_high = value > high
         usual = math.sqrt(math.prod(quantity.good)) if quantity.good else 0.0
         factor = (value / usual if is_high else usual / value) if usual and value else math.inf
-        text = (quantity.too_high if is_high else quantity.too_low).format(
+        template = quantity.too_high if is_high else quantity.too_low
+        if not template:
+            continue  # NaN, where nothing is too small
+        text = template.format(
             **{
                 "clipped": math.nan,
                 **values,
                 "value": value,
+                "percent": 100 * value,
                 "inverse": 1 / value if value else math.inf,
                 "usual": factor,
             }
         )
         level = quantity.level if is_high else quantity.low_level or quantity.level
+        if name == "adamw_share" and value < 1:
+            level = "look"  # large embeddings beside small matrices or adapters may be what the user wants
         results.append(Finding(level, name, text))
     exchange = values.get("time_gather", 0.0) + values.get("time_scatter", 0.0)
     if exchange > values.get("time_newton_schulz", math.inf):

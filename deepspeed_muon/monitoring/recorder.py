@@ -128,6 +128,8 @@ class StepRecorder:
         # Of each step since the last sample: whether it was skipped, the norm of its gradients, and the clipping norm.
         self._outcomes: deque[tuple[bool, Any, float]] = deque(maxlen=_MOST_OUTCOMES)
         self._last_sample: tuple[int, float] | None = None  # step, and time in seconds
+        # Whether this process has not seen the run's first steps, and so perhaps not its highest rate.
+        self._is_resumed = False
         self._is_rising, self._last_lr, self._peak_lr = False, 0.0, 0.0
         # Keys of the findings that were logged; None before the first report.
         self._logged: set[str] | None = None
@@ -186,6 +188,7 @@ class StepRecorder:
         number = self._steps if number is None else number
         if self._last_sample is None:
             self._last_sample = (number, time.perf_counter())
+            self._is_resumed = number > 1
         if not self.due(number):
             yield None
             return
@@ -227,8 +230,9 @@ class StepRecorder:
         facts, lr = sample.facts, sample.facts.get("muon_lr", 0.0)
         if lr <= 0:
             return
-        # While the rate rises, it is expected to reach the configured one.
-        peak = max(self._peak_lr, facts["configured_lr"]) if self._is_rising else self._peak_lr
+        # A rate that rises is expected to reach the configured one; that of a resumed run is expected to have done so.
+        expected = facts["configured_lr"] if self._is_rising or self._is_resumed else 0.0
+        peak = max(self._peak_lr, expected)
         to_peak = peak / lr
         facts |= {key: facts[key] * to_peak for key in ("adam_rms", "adamw_over_weight") if key in facts}
         sizes = []

@@ -47,6 +47,21 @@ def test_ranges_are_those_of_the_good_runs(name: str) -> None:
     assert quantity.label.partition(" {")[0] in line(GOOD[0])
 
 
+def test_large_embeddings_are_no_warning() -> None:
+    """Those of a small model, or trained beside adapters; without any matrix for Muon it is a warning."""
+    levels = {
+        share: [found.level for found in diagnose({"adamw_share": share})] for share in (0.9, 0.99, 1.0)
+    }
+    assert levels == {0.9: [], 0.99: ["look"], 1.0: ["bad"]}
+
+
+def test_tiny_rates_are_shown() -> None:
+    """Those of reinforcement learning were a change of 0.00 %."""
+    (finding,) = diagnose({"update_over_weight": 1.3e-5})
+    assert finding.level == "look" and "by 0.0013 % of their size" in finding.text
+
+
 def test_the_page_has_every_quantity() -> None:
+    """Log lines end with the key to look up there."""
     page = (REPOSITORY / "docs/health.md").read_text()
-    assert [name for name in QUANTITIES if f"`{name}`" not in page] == []
+    assert [name for name in (*QUANTITIES, "time_exchange") if f"`{name}`" not in page] == []

@@ -381,13 +381,13 @@ def test_summary_over_ranks(ranks: Any) -> None:
 
 
 def recorded(
-    rates: list[float], *, configured: float, clipping: float = 0.0, norm: float = 1.0
+    rates: list[float], *, configured: float, clipping: float = 0.0, norm: float = 1.0, first: int = 1
 ) -> list[dict]:
     """Return the summary of each of some steps at these rates, whose update is 1 and whose weights are 2."""
     recorder, summaries = StepRecorder(every=1, check=True), []
-    for lr in rates:
+    for number, lr in enumerate(rates, first):
         facts = {"muon_lr": lr, "configured_lr": configured, "adam_lr": 0.1, "adam_rms": 0.02}
-        with recorder.step(facts=lambda facts=facts: facts):
+        with recorder.step(number, facts=lambda facts=facts: facts):
             sums = {
                 "blocks": 1,
                 "values": 4,
@@ -410,6 +410,12 @@ def test_updates_are_judged_at_the_peak_of_the_rate() -> None:
     judged = [summary["update_over_weight"] for summary in summaries[1:]]
     assert judged == pytest.approx([0.01, 0.01, 0.01, 0.004, 0.004])
     assert summaries[3]["matrices"]["w"]["update_over_weight"] == pytest.approx(0.004 / 2)
+
+
+def test_a_resumed_run_is_judged_at_the_configured_rate() -> None:
+    """Its process sees the end of a schedule only, and would report that the rate is too low."""
+    resumed = recorded([0.002, 0.001], configured=0.01, first=101)
+    assert [summary["update_over_weight"] for summary in resumed] == pytest.approx([0.01, 0.01])
 
 
 def test_outcomes_of_steps_are_counted_between_samples() -> None:

@@ -522,3 +522,14 @@ def test_checkpoints_of_an_engine_need_one(setting: dict[str, Any]) -> None:
     layer(torch.ones(2, 4)).sum().backward()
     with pytest.raises(deepspeed_muon.ConfigError, match="only with DeepSpeed"):
         Muon(layer, **setting).step()
+
+
+def test_excluded_matrices_are_judged_by_the_smallest_of_adamws_rates() -> None:
+    """The remedy, a param group of their own for the embeddings, ends the finding."""
+    blocks, table = nn.Linear(64, 64, bias=False), nn.Embedding(10, 64)
+    model = nn.Sequential(table, blocks)
+    one_group = Muon(model, lr=0.5, exclude=["1.weight"])
+    changes = [one_group.run_facts()["adamw_over_weight"]]
+    groups: list[Any] = [{"params": [table.weight], "lr": 0.5}, {"params": [blocks.weight], "lr": 1e-3}]
+    changes.append(Muon(groups, model=model, lr=0.5, exclude=["1.weight"]).run_facts()["adamw_over_weight"])
+    assert changes == pytest.approx([8 * rate * math.sqrt(0.1 / 1.9) for rate in (0.5, 1e-3)])
