@@ -386,7 +386,7 @@ class Muon(torch.optim.Optimizer):
         warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)
 
     def record_norms(self, norms: Mapping[str, Tensor]) -> None:
-        """Record the norm of the step's raw gradients by algorithm, where it can be told."""
+        """Record the norms of the step's raw gradients by algorithm, unless DeepSpeed mixes the algorithms up."""
         if self.norms_by_algorithm is not None:
             self.norms_by_algorithm = dict(norms)
 
