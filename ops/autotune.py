@@ -133,6 +133,7 @@ class Tuner:
             started = time.perf_counter()
             choice = measure(problem, candidates, device)
             self._seconds_spent += time.perf_counter() - started
+            # A choice for which the time was up is not cached: the next process may measure all candidates.
             if choice.reason == "measured":
                 choices = {**self._read(), key: {**asdict(choice), "candidates": names}}
                 write_json(self._file, {"identity": self._identity, "choices": choices})
@@ -166,6 +167,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
     """
     deadline = time.perf_counter() + PROBLEM_SECONDS
     sample = replace(problem, batch=min(problem.batch, max(1, BATCH_NUMEL // (problem.rows * problem.cols))))
+    # (batch, rows, cols), with the same values in every process.
     x = torch.randn(sample.batch, sample.rows, sample.cols, generator=torch.Generator().manual_seed(0))
     x = x.to(device=device, dtype=sample.input_dtype)
     choice = Choice("torch standard", "no candidate passed the cross-check")

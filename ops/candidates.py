@@ -227,9 +227,11 @@ def candidates_for(
         operators: ``torch.ops.deepspeed_muon``, or ``None`` without native operators.
         without: What must not be used, by the names of :data:`.gate.COMPONENTS`.
     """
+    # 1. The orders of the products that the method allows, the expected winner first.
     methods = ["standard"]
     if problem.settings.method == "gram" and problem.ratio >= _GRAM_TRIED_FROM:
         methods = ["gram", "standard"] if problem.ratio >= 2.0 else ["standard", "gram"]
+    # 2. Native operators and torch's code.
     native: list[Candidate] = []
     if "native" not in without and operators is not None and has_kernel(operators, problem.device):
         for variant in _variants(problem, operators):
@@ -237,6 +239,7 @@ def candidates_for(
     # torch's code uses the standard order below ratio 2 even with method "gram".
     torch_methods = [method for method in methods if method == "standard" or problem.ratio >= 2.0]
     candidates = native + [_torch(method) for method in torch_methods]
+    # 3. The kernels of Triton and quack: in front where they are the expected winners, else behind the native ones.
     half = problem.settings.dtype in (torch.float16, torch.bfloat16)
     if problem.device == "cuda" and half and "triton" not in without and triton_products() is not None:
         position = 0 if _has_tcgen05(problem.index) else len(native)
@@ -244,6 +247,7 @@ def candidates_for(
     if half and "quack" not in without and _is_for_quack(problem) and quack_products() is not None:
         position = 0 if _has_tcgen05(problem.index) else len(native)
         candidates[position:position] = [_torch(method, "quack") for method in torch_methods]
+    # 4. Each of them also as a CUDA graph, if launches may take longer than the kernels.
     if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO or "graphs" in without:
         return candidates
     return candidates + [
@@ -305,7 +309,7 @@ def _native(method: str, operators: ModuleType) -> Candidate:
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         result: Tensor = operators.orthogonalize(
             x,
-            [value for row in settings.coefficients for value in row],
+            [value for row in settings.coefficients for value in row],  # flat: a, b, c, a, b, c, ...
             order,
             sorted(restart_steps(settings.coefficients, settings.dtype)) if order.startswith("gram") else [],
             settings.dtype,
@@ -414,6 +418,7 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
     if x.device not in _streams:
         _streams[x.device] = torch.cuda.Stream(x.device)
     pool, stream, current = _pools[x.device], _streams[x.device], torch.cuda.current_stream(x.device)
+    # A graph reads from fixed addresses, so every replay copies its input to this one.
     graph_input = x.clone()
     stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
@@ -428,6 +433,7 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
         raise
     current.wait_stream(stream)
 
+    # Every replay writes to the same addresses, so each caller gets a copy.
     def replay(x: Tensor) -> Tensor:
         graph_input.copy_(x)
         graph.replay()

@@ -93,6 +93,7 @@ def cuda_checks(
             if context_is_broken():
                 raise BrokenContextError(message) from error
             results = [failed_check(component, message)]
+        # Graphs of a component that failed are not tested.
         if not all(check["ok"] for check in results):
             failed.add(component)
         checks += [{**check, "component": component} for check in results]
@@ -141,6 +142,7 @@ def _orthogonalize(operators: ModuleType, device: str, dtype: torch.dtype) -> It
     for method in [base + variant for base in ("standard", "gram") for variant in variants]:
         restarts = sorted(restart_steps(rows, dtype)) if method.startswith("gram") else []
         errors = []
+        # Stored by rows and by columns.
         for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):
             result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, 1e-12)
             errors.append(error_of(result.cpu(), right))
@@ -195,7 +197,7 @@ def _products(product: Callable[..., torch.Tensor], device: str, dtype: torch.dt
     processors = torch.cuda.get_device_properties(device).multi_processor_count if has_cuda_kernel else 0
     for shape in product_shapes(processors):
         a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
-        c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
+        c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)  # (batch, m, m)
         result = product(a, a, c, 1.5, -0.5, 2.0)
         error = error_of(result.double(), torch_operators.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
         if not torch.equal(result, result.mT):
@@ -266,6 +268,7 @@ def _unpack_apply(operators: ModuleType, device: str, dtype: torch.dtype) -> Ite
             run(tensors[:2], tensors[2:], table, _APPLY_RATES)
             results.append(tensors[:2])
         tensors = _flat(device, (*params, dtype, dtype))
+        # The same with rates on the device, which take another path.
         rates = _APPLY_RATES.to(device, torch.float32)
         operators.unpack_apply_(tensors[:2], tensors[2:], table, rates)
         errors += [_relative(*pair) for pair in zip(results[0], results[1], strict=True)]

@@ -154,6 +154,7 @@ class Orthogonalizer:
             return candidate, Choice(candidate.name, "ns_backend is torch")
         if self.backend == "auto" and (small := in_fp32(problem)):
             return small, Choice(small.name, "small matrices on a CPU")
+        # On a GPU only what passed the self-test of this machine is offered.
         failed = trusted(device).failed
         if self.backend == "ops" and "native" in failed:
             raise InstallationError(
@@ -170,6 +171,7 @@ class Orthogonalizer:
                 )
         if problem.batch * problem.rows * problem.cols == 0:
             return candidates[0], Choice(candidates[0].name, "empty")
+        # The first candidate is the expected winner.
         if not self._measure:
             return candidates[0], Choice(
                 candidates[0].name,

@@ -75,6 +75,7 @@ def cuda_verdict(device: int) -> Verdict:
     Args:
         device: Index of the GPU among those visible to this process.
     """
+    # The self-test itself has to run what it tests.
     if os.environ.get(_IN_SELF_TEST):
         return Verdict()
     return decide(_identity(device), _command(device))
@@ -136,6 +137,7 @@ def _cached(file: Path) -> Verdict | None:
     failed, until = content.get("failed"), content.get("until")
     if not isinstance(failed, dict):
         return None
+    # Expired, or so far in the future that the clock must have been set back.
     if until is not None and not time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS:
         return None
     return Verdict(failed, transient=until is not None)
@@ -175,12 +177,14 @@ def _self_test(command: Sequence[str], seconds: float) -> tuple[Verdict, list[di
     ended: dict[str, str] = {}  # component to how the self-test ended in it
     limit = time.monotonic() + 2 * seconds
     while True:
+        # Each repetition skips one more component, so there are no more of them than components.
         failures, why, running = _run([*command, *ended], min(seconds, limit - time.monotonic()))
         if failures is not None:
             transient = bool(failures.pop("transient", False) or ended)
             checks = failures.pop("checks", [])
             failed = {component: str(text) for component, text in failures.items()}
             return Verdict({**ended, **failed}, transient), checks if isinstance(checks, list) else []
+        # No component to blame, or no time left: nothing is trusted.
         if running not in COMPONENTS or running in ended or time.monotonic() >= limit:
             return Verdict(dict.fromkeys(COMPONENTS, why), transient=True), []
         ended[running] = why

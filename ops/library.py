@@ -149,6 +149,7 @@ def prebuilt_path(spec: BuildSpec) -> Path | None:
     """Return the library that ``DS_BUILD_MUON=1 pip install`` built, if it has code for the GPUs of this machine."""
     needed = set(toolchain.architectures(spec))
     for path in sorted(PACKAGE.glob(f"{toolchain.library_name(spec.portable_key)}*.so")):
+        # The end of the file name lists the architectures: muon_ops_KEY_sm_80_sm_90a.so.
         if needed <= {f"sm_{name}" for name in path.stem.split("_sm_")[1:]}:
             return path
     return None

@@ -72,6 +72,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Replace a file atomically; do nothing if its folder is not writable."""
+    # Readers take no lock, so they must never see half of a file.
     partial = file.with_suffix(f".{os.getpid()}")
     try:
         partial.write_text(json.dumps(content, indent=1))

@@ -37,6 +37,7 @@ def mirror_squares(out: Tensor) -> None:
     """Make the squares on the diagonal of contiguous matrices ``(batch, m, m)`` symmetric, in place."""
     batch, m, _ = out.shape
     count = m // _SQUARE
+    # All complete squares in one view, (batch, count, 256, 256), and the smaller one that may be left at the end.
     squares = out.as_strided((batch, count, _SQUARE, _SQUARE), (m * m, _SQUARE * (m + 1), m, 1))
     last = out[:, count * _SQUARE :, count * _SQUARE :]
     for blocks in (squares, last):

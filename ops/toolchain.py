@@ -171,6 +171,7 @@ def build_spec(
         headers += [CSRC.glob("cuda/*.cuh"), CSRC.glob("cuda/*.h")]
     for path in sorted([*sources, *(path for group in headers for path in group)]):
         digest.update(path.relative_to(CSRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    # Up to here the digest is the same on machines with other GPUs and with another nvcc.
     portable_key = digest.hexdigest()[:16]
     digest.update("\0".join(nvcc_flags).encode())
     if with_cuda:

@@ -38,6 +38,7 @@ def sym_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, 
     if c is not None:
         result += beta * c.to(dtype)
     result.diagonal(dim1=-2, dim2=-1).add_(diag)
+    # Element (i, j) and element (j, i) may be rounded differently, so the lower triangle is copied to the upper one.
     lower = result.to(a.dtype).tril()
     return lower + lower.tril(-1).mT
 
@@ -77,6 +78,7 @@ def momentum_pack_(
         rates: ``(matrices, 2)``, float64 on the CPU: momentum in [0, 1), and 1 with Nesterov momentum, else 0.
     """
     for (momentum, nesterov), rows in _with_equal_rates(table, rates):
+        # Views of all fragments with these rates. Each _foreach call processes them in a few kernels.
         stored = [bufs[row[0]].narrow(0, row[1], row[4]) for row in rows]
         gradients = _promoted([grads[row[0]].narrow(0, row[1], row[4]) for row in rows])
         promoted = _promoted(stored, gradients[0].dtype)
@@ -104,6 +106,7 @@ def block_scales(largest: Tensor) -> Tensor:
     """
     # A tensor, because on a GPU a division by a Python number is a product with its reciprocal.
     scales = largest / torch.full_like(largest, 127.0)
+    # A scale of 17 bits times a code of 7 bits is exact in fp32.
     truncated = scales.view(torch.int32).bitwise_and(-(1 << _LOW_BITS)).view(torch.float32)
     return torch.where(truncated < _SMALLEST, 0.0, truncated)
 
@@ -134,9 +137,10 @@ def from_codes(codes: Tensor, scales: Tensor, phase: int) -> Tensor:
 
 def quantize(values: Tensor, phase: int) -> tuple[Tensor, Tensor]:
     """Return the int8 codes of flat values and the scales of their blocks; ``phase`` as for :func:`from_codes`."""
+    # Complete the first and the last block. Zeros do not change the largest magnitude.
     padding = (phase, -(phase + values.numel()) % BLOCK)
     blocks = torch.nn.functional.pad(values, padding).view(-1, BLOCK)  # (blocks, BLOCK)
-    scales = block_scales(blocks.abs().amax(1).float())
+    scales = block_scales(blocks.abs().amax(1).float())  # (blocks,) fp32
     return to_codes(blocks, scales.unsqueeze(1)).view(-1).narrow(0, phase, values.numel()), scales
 
 
@@ -165,18 +169,21 @@ def momentum_pack_int8_(
     for row, (phase, first_scale) in zip(table.tolist(), blocks.tolist(), strict=True):
         partition, offset, out, out_offset, numel, matrix = row
         momentum, nesterov = values[matrix]
-        count = -(-(phase + numel) // BLOCK)
+        count = -(-(phase + numel) // BLOCK)  # blocks that the fragment touches
         for begin in range(0, count, _MAX_NUMEL // BLOCK):
             end = min(begin + _MAX_NUMEL // BLOCK, count)
+            # Blocks [begin, end) have elements [start, stop) of the fragment.
             start, stop = max(0, begin * BLOCK - phase), min(numel, end * BLOCK - phase)
             before = phase if begin == 0 else 0
             old_codes = codes[partition].narrow(0, offset + start, stop - start)
             old_scales = scales[partition].narrow(0, first_scale + begin, end - begin)
+            # 1. Momentum and direction, as in momentum_pack_, from the dequantised momentum.
             grad = grads[partition].narrow(0, offset + start, stop - start)
             grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             buf = from_codes(old_codes, old_scales, before).to(grad.dtype).lerp_(grad, 1.0 - momentum)
             direction = torch.lerp(grad, buf, momentum) if nesterov else buf
             outs[out].narrow(0, out_offset + start, stop - start).copy_(direction)
+            # 2. Quantise the new momentum in place.
             new_codes, new_scales = quantize(buf, before)
             old_codes.copy_(new_codes)
             old_scales.copy_(new_scales)
@@ -211,10 +218,12 @@ def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Te
 def _apply_by_rates_of_device(
     params: Sequence[Tensor], updates: Sequence[Tensor], table: Tensor, rates: Tensor
 ) -> None:
+    # Zeros in place of the rates, whose values the host does not know: rows are grouped by number of elements alone.
     for _, rows in _with_equal_rates(table, torch.zeros(rates.shape)):
         stored = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
         (weights,) = _promoted([torch.cat(stored)])  # flat, fp32
         update = torch.cat([updates[row[2]].narrow(0, row[3], row[4]) for row in rows])
+        # Two vectors (fragments,) in one copy, then the rates of every element, (numel,).
         numels, matrices = to_device(torch.tensor([row[4:] for row in rows]).T.contiguous(), rates.device)
         lr_scales, decays = (
             rate.to(weights.dtype).repeat_interleave(numels, output_size=len(weights))
@@ -280,13 +289,17 @@ def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[floa
     """Yield a pair of rates and the rows of a table that have it, at most ``_MAX_NUMEL`` elements or one row a time."""
     values = rates.tolist()
     rows_by_rates: dict[tuple[float, float], list[list[int]]] = {}
+    numel_by_rates: dict[tuple[float, float], int] = {}
     for row in table.tolist():
         pair = (values[row[5]][0], values[row[5]][1])
         rows = rows_by_rates.setdefault(pair, [])
-        if rows and sum(numel for _, _, _, _, numel, _ in rows) + row[4] > _MAX_NUMEL:
+        numel = numel_by_rates.get(pair, 0) + row[4]
+        if rows and numel > _MAX_NUMEL:
             yield pair, rows[:]
             rows.clear()
+            numel = row[4]
         rows.append(row)
+        numel_by_rates[pair] = numel
     yield from rows_by_rates.items()
 
 

@@ -33,11 +33,13 @@ def _sym_gemm(  # type: ignore[no-untyped-def]
     inside_rows, inside_cols = rows < m, cols < m
     # 64-bit offsets: a batch of matrices may have more than 2^31 elements.
     rows_int64, cols_int64 = rows.to(tl.int64), cols.to(tl.int64)
+    # Pointers to the rows of both operands: (TILE, 1) and (1, TILE).
     left = a + batch * a_batch + rows_int64[:, None] * a_row
     right = b + batch * b_batch + cols_int64[None, :] * b_row
     sums = tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, k, DEPTH):
         depth = start + tl.arange(0, DEPTH)
+        # (TILE, DEPTH) of a and (DEPTH, TILE) of b^T; beyond the edges they are 0, which adds nothing.
         x = tl.load(
             left + depth[None, :] * a_col, mask=inside_rows[:, None] & (depth[None, :] < k), other=0.0
         )
@@ -52,6 +54,7 @@ def _sym_gemm(  # type: ignore[no-untyped-def]
         valid = inside_rows[:, None] & inside_cols[None, :] & lower
         sums += beta * tl.load(c_tile, mask=valid, other=0.0).to(tl.float32)
     sums = tl.where(rows[:, None] == cols[None, :], sums + diag, sums)
+    # Rounded before it is mirrored, so that both halves get the same bits.
     value = sums.to(out.dtype.element_ty)
     mirrored = tl.trans(value)
     value = tl.where(lower, value, mirrored)  # differs only in tiles on the diagonal
@@ -74,7 +77,7 @@ def sym_gemm(
         c = None if c is None else c.unsqueeze(0)
         return sym_gemm(a.unsqueeze(0), b.unsqueeze(0), c, alpha, beta, diag).squeeze(0)
     batch, m, k = a.shape
-    out = a.new_empty(batch, m, m)
+    out = a.new_empty(batch, m, m)  # (batch, m, m) in the dtype of a
     if not out.numel():
         return out
     size = 128 if batch * _triangle(-(-m // 128)) >= _TILES_FROM else 64

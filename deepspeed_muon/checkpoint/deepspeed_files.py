@@ -501,6 +501,7 @@ class DeepSpeedFiles:
         for transfer in transfers:
             parameter, key, member = transfer.parameter, transfer.key, transfer.fragment.rank
             flat, offset = self._flat(parameter, key, member), transfer.fragment.partition_offset
+            # DeepSpeed's Muon may have stored the momentum of the full matrix in place of the fragment's.
             if key == "momentum_buffer" and (parameter.name, member) in self._full_momentum_offsets:
                 start = self._full_momentum_offsets[parameter.name, member]
                 offset = start + transfer.fragment.matrix_offset

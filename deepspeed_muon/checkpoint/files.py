@@ -159,6 +159,7 @@ def load_pickle(path: Path, *, trust: bool = False) -> Any:
         CheckpointError: Naming the file and, if there is one, the class that is not allowed.
     """
     allowed: list[Any] = [pkgutil.resolve_name(name) for name in _ALLOWED_CLASSES]
+    # Where a file calls getattr, the unpickler calls _zero_stage, which returns members of this one class only.
     allowed.append((_zero_stage, "builtins.getattr"))
     with refusing(str(path)):
         if not path.is_file() and path.exists():  # torch would wait for the writer of a pipe

@@ -211,6 +211,7 @@ def checked(model: type[_Model], content: object, refusal: str) -> _Model:
         return model.model_validate(content)
     except ValidationError as error:
         lines = []
+        # Without the inputs, which may be as large as the file.
         for item in error.errors(include_url=False, include_context=False, include_input=False)[:10]:
             location = ".".join(map(str, item["loc"]))
             message = item["msg"].removeprefix("Value error, ")
@@ -349,6 +350,7 @@ def parse_json(text: bytes, path: str) -> dict[str, Any]:
 def _checksum(content: Mapping[str, Any]) -> str:
     """Return the sha256 of a document in canonical form, without the checksum that it may have."""
     document = {key: value for key, value in content.items() if key != _CHECKSUM}
+    # Sorted and without spaces, so that the digest does not depend on the layout of the file.
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

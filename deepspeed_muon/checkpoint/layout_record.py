@@ -60,6 +60,7 @@ class _Entry(ParameterRecord):
 
     name: str
     partition: Count
+    # The fields of a Placement.
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
     block_starts: tuple[Count, ...] = ()
@@ -163,6 +164,7 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
     if entry.step or entry.rows or entry.tensors:
         raise ValueError(f"{where}a layout has no state")
     end = 0
+    # Fragments of row state follow each other without gaps.
     for rows in entry.rows_by_owner:
         if rows.matrix_offset != end or rows.rank >= world_size:
             raise ValueError(f"{where}its row state is not {rows}")

@@ -141,6 +141,7 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
             if records[name].step:
                 state[number] = {key: full_tensor(name, key) for key in keys}
                 if algorithm == "adamw":
+                    # torch's AdamW has its step count in a tensor; torch's Muon counts no steps.
                     state[number]["step"] = torch.tensor(float(records[name].step))
         settings = _torch_settings(index, algorithm, names, lossy)
         content[f"{algorithm}.pt"] = {
@@ -217,6 +218,7 @@ def convert_to_universal(
             shutil.copyfile(path, copy)
             stage_3_name = partial / f"zero_pp_rank_0_{copy.name}"  # stage 3 looks for this name
             try:
+                # Both names have one content, so a hard link is enough where the file system has them.
                 os.link(copy, stage_3_name)
             except OSError:
                 shutil.copyfile(copy, stage_3_name)

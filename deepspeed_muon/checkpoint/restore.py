@@ -288,6 +288,7 @@ class _RestorePlan:
             return self.state.flat_tensor(partition, key)
         new_tensors = self.new_tensors.setdefault(partition.index, {})
         if key not in new_tensors and key in ROW_STATE:
+            # One tensor for all matrices of the partition: (rows that this rank stores,).
             parameters = (p for p in self.state.parameters.values() if p.partition == partition.index)
             numel = sum(rows.numel for p in parameters for rows in p.local_fragments(key))
             new_tensors[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=partition.tensor.device)

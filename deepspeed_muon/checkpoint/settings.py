@@ -67,7 +67,7 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         where: The checkpoint, for errors.
     """
     checked_groups = checked_settings(index.groups, where)
-    # The saved groups that the parameters of each live group come from.
+    # 1. The saved groups that the parameters of each live group come from.
     saved_groups: dict[int, set[int]] = {}
     for parameter in state.parameters.values():
         saved_group = index.parameters[parameter.name].group

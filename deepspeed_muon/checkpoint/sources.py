@@ -373,6 +373,7 @@ def _tensor_offsets(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int
     Raises:
         CheckpointError: If the header has anything else.
     """
+    # The fixed words and the offsets of an entry have at most 128 characters, a dimension has 24.
     longest = 1024 + sum(len(json.dumps(name)) + 128 + 24 * len(shape) for name, shape in shapes.items())
     length = int.from_bytes(file.read(8), "little")
     if length > longest:

@@ -255,15 +255,18 @@ class MuonConfig(_VariantSettings):
         """
         if not isinstance(params, (Mapping, type(None))):
             raise ConfigError(f"{where}: must be an object, got {shown(params)}")
+        # 1. Unknown keys, with suggestions that pydantic would not make.
         unknown = [str(key) for key in params or {} if key not in cls.model_fields]
         if unknown:
             raise ConfigError(
                 "\n".join(v.unknown_key_message(key, cls.model_fields, where) for key in unknown)
             )
         try:
+            # 2. Every key by itself.
             config = cls.model_validate({**(params or {})})
         except ValidationError as error:
             raise ConfigError(readable(error, params or {}, where)) from None
+        # 3. Keys together, which the checks of fields do not see.
         config.coefficients()
         config.check_combinations()
         return config
@@ -331,6 +334,7 @@ class MuonConfig(_VariantSettings):
         """
         coefficients = self.coefficients()
         dtype = resolve_ns_dtype(self.ns_dtype, device)
+        # An explicit ns_dtype was checked by check_combinations.
         if self.ns_dtype == "auto" and not tolerates_rounding(coefficients, dtype):
             dtype = torch.float32
         method = self.ns_method
@@ -424,6 +428,7 @@ def refuse_unknown_keys(group: Mapping[str, object], where: str, not_misspelt: C
         ConfigError: Naming the key.
     """
     for key, value in group.items():
+        # A group may have keys of the caller's own, so unknown ones are refused only if they resemble a setting.
         is_on = key in v.TORCH_OPTIONS and value is not None and value is not False
         is_misspelt = key not in not_misspelt and difflib.get_close_matches(
             str(key), GROUP_KEYS, n=1, cutoff=0.8
@@ -477,6 +482,7 @@ def takes_settings(init: _Init) -> _Init:
         init: The constructor. Mutated: its ``__signature__`` gets the keys after its own parameters, and in its
             ``__doc__`` an entry for each key replaces the line of ``lr, **settings``.
     """
+    # 1. The signature: the constructor's own parameters, then a keyword for each key.
     types = get_type_hints(MuonConfig)
     signature = inspect.signature(init, eval_str=True)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -493,6 +499,7 @@ def takes_settings(init: _Init) -> _Init:
     ]
     parameters = sorted([*named, *keys], key=lambda parameter: parameter.kind)
     init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    # 2. The docstring: an entry for each key, from its description.
     if init.__doc__ is not None:  # python -OO strips docstrings
         entries = []
         for name, field in KEYS:

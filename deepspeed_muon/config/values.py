@@ -87,6 +87,7 @@ _ALLOWED = {
     "exclude": "must be a list of name patterns",
 }
 
+# Type of pydantic's error to the words for it and the name of the bound in the error's context.
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -137,6 +138,7 @@ def readable(error: ValidationError, params: Mapping[str, object], where: str) -
         for position, step in enumerate(location[1:], start=1):
             is_bracketed = isinstance(step, int) or (position, location[0]) == (1, "matrices")
             key += f"[{step!r}]" if is_bracketed else f".{step}"
+        # The first error of a key is shown: a union has one for each of its types.
         lines.setdefault(key, f"{where}.{key}: {message} (got {shown(value)})")
     return "\n".join(lines.values())
 
@@ -169,6 +171,7 @@ def _number(value: object) -> float:
         )
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise ValueError("must be a number")
+    # Numbers of numpy become Python's, which JSON can hold.
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
@@ -344,6 +347,7 @@ class StatePolicy:
         half = self.half_states
         if key == "momentum_buffer" and self.quantizes_momentum:
             return torch.int8
+        # The user's momentum_dtype takes precedence over bf16_optimizer_states.
         if key == "momentum_buffer" and self.momentum_dtype is not None:
             half = self.momentum_dtype == "bf16"
         return torch.bfloat16 if half else torch.promote_types(master, torch.float32)

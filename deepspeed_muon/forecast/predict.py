@@ -292,6 +292,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
         settings: Stage, parallel sizes and iteration.
     """
     muon = [route for route in routes if route.algorithm == "muon"]
+    # (5, world_size): the four vectors of the result, and the elements of shards that each rank owns.
     zeros = np.zeros((5, settings.world_size))
     total = Exchange([-1] * len(muon), zeros[0], zeros[1], zeros[2], zeros[3])
     total.overlap = settings.config.exchange_overlap
@@ -423,6 +424,7 @@ def zero_bytes(routes: Sequence[Route], settings: PlanSettings) -> float:
     total = 0.0
     for _, local, data_parallel in divisions(routes, settings):
         numel, ranks = sum(route.numel for route in local), data_parallel.world_size
+        # How often a rank sends (W-1)/W of all elements; an all-reduce counts twice.
         passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
         total += passes * numel * settings.model_dtype.itemsize * (ranks - 1) / ranks
     return total

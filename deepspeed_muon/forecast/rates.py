@@ -306,6 +306,7 @@ def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
     """Print the sizes of the updates at two widths; return 1 if one deviates from the scale rule."""
     if "hidden_size" not in model:
         raise ConfigError("--check: the model's config.json has no hidden_size that could be divided")
+    # The wider one of the two models has a width of at most 512.
     shrink = max(1, 2 ** math.ceil(math.log2(model["hidden_size"] / 512)))
     full_width, half_width = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
     print(

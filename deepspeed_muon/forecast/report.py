@@ -77,9 +77,11 @@ def forecast(
         exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`; computed if absent.
     """
     exchange = exchange or predict.exchange_of(routes, settings)
+    # 1. What both optimizers have in common.
     parameters, muon_numel, adamw_numel = predict.parameter_bytes(routes, settings)
     zero = predict.zero_bytes(routes, settings)
     zero_seconds = _ring_seconds(settings, zero)
+    # 2. Muon's step. Gather and scatter are both counted with the bytes of the larger one.
     flops = float(exchange.flops.max())
     gather, scatter = exchange.gather_elements, exchange.scatter_elements
     exchange_seconds = _exchange_seconds(
@@ -102,6 +104,7 @@ def forecast(
         zero_bytes=zero,
         zero_seconds=zero_seconds,
     )
+    # 3. AdamW for all parameters, to compare.
     adamw = StepForecast(
         sent_bytes=0.0,
         flops=0.0,

@@ -106,6 +106,7 @@ class QkClip:
             ConfigError: If query and key weights are divided over different groups of ranks, or tensor parallelism
                 leaves their heads on different ranks.
         """
+        # 1. How tensor parallelism divides the heads of each layer.
         tensor_groups = (step_set.tensor_group for step_set in step_sets)
         self._tensor_group = next((group for group in tensor_groups if group is not None), None)
         rank, ranks = 0, 1
@@ -115,6 +116,7 @@ class QkClip:
                 matrix.name: matrix.is_sharded for step_set in step_sets for matrix in step_set.matrices
             }
             self._divisions = [_division(layer, cut_of) for layer in self.layers]
+        # 2. The rows of the heads in this rank's partitions, and the data-parallel group of the attention weights.
         names = {block.parameter for layer in self.layers for block in layer.rows}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for number, step_set in enumerate(step_sets):
@@ -148,6 +150,7 @@ class QkClip:
         """
         if self._largest is not None:
             return
+        # 1. Largest logits and bounds of all layers in one tensor, (values,) fp32.
         local = []  # of each layer the largest logits and the bounds, (heads,) fp32
         for recorder in self._recorders:
             for recorded in (recorder.largest, recorder.bounds):
@@ -156,11 +159,13 @@ class QkClip:
                 local.append(recorded.to(self._device))
         # A maximum with NaN would differ between ranks.
         flat = torch.cat(local).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        # 2. The maxima over all data-parallel ranks, then those of the heads on other tensor-parallel ranks.
         if self._group is not None and dist.get_world_size(self._group) > 1:
             all_reduce_tensor(flat, self._group, purpose="comparison of attention logits", how="max")
         reduced = self._of_all_heads(flat, [len(values) for values in local])
         self._largest, bounds = reduced[::2], reduced[1::2]
         self._make_report(self._largest, bounds)
+        # 3. Which layers compute their logits in the next step: decided by reduced values, so all ranks agree.
         for recorder, bound in zip(self._recorders, bounds, strict=True):
             # A layer without a bound is computed. Modules that record logits of their own have none and need none.
             recorder.exact = not -math.inf < max(bound) <= _BOUNDED_BELOW * self.settings.threshold
@@ -324,6 +329,7 @@ def head_fragments(
             if division == "query heads" and block.role == "key":
                 first, served = 0, ranks * served
             for head in range(block.heads):
+                # The rows of the head are elements [begin, end) of the parameter; this rank has [low, high) of them.
                 begin = (block.start + head * block.stride) * block.row_numel
                 end = begin + block.rows * block.row_numel
                 low = max(begin, fragment.matrix_offset)

@@ -53,6 +53,7 @@ def attach(model: nn.Module) -> list[nn.Module]:
         }
         if not recorders:
             continue
+        # Before the layers are changed, because it may raise.
         _record_in(pretrained)
         for module, recorder in recorders.items():
             setattr(module, _ATTRIBUTE, recorder)
@@ -149,6 +150,7 @@ def _recording(base: str) -> Callable[..., Any]:
                 causal=causal and attention_mask is None and query.shape[2] > 1,
                 mask=attention_mask,
             )
+        # transformers does not register eager attention: the module of each model has a function of its own.
         if base == "eager":
             function = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         else:

@@ -334,11 +334,12 @@ def max_logits(
     grouped = query.reshape(batch, key_heads, group, queries, width)  # group: query heads of one key head
     visible = None if mask is None else _visible(mask, key_heads, group)
     largest = torch.full((key_heads, group), -math.inf, dtype=torch.float32, device=query.device)
-    rows = max(1, _BLOCK_NUMEL // max(batch * heads * keys, 1))
+    rows = max(1, _BLOCK_NUMEL // max(batch * heads * keys, 1))  # queries at once
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
         block_keys = min(keys, stop) if causal else keys
         block = grouped[:, :, :, start:stop].reshape(batch, key_heads, group * (stop - start), width)
+        # (batch, key heads, group * rows, keys), so that one product serves all query heads of a key head
         logits = block @ key[:, :, :block_keys].mT
         logits = logits.view(batch, key_heads, group, stop - start, block_keys)
         if causal:
@@ -348,6 +349,7 @@ def max_logits(
             visible_block = visible[..., start:stop, :] if visible.shape[-2] > 1 else visible
             logits.masked_fill_(~visible_block[..., :block_keys], -math.inf)
         if logits.numel():
+            # Over batch, queries and keys: (key heads, group).
             largest = torch.maximum(largest, logits.amax(dim=(0, 3, 4)).float())
     return largest.reshape(heads).mul_(scale)
 
@@ -371,6 +373,7 @@ def logit_bounds(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
     query_norms, key_norms = (
         torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax(dim=-1) for x in (query, key)
     )
+    # (batch, key heads, group)
     bounds: Tensor = query_norms.unflatten(1, (key.shape[1], -1)) * key_norms.unsqueeze(-1)
     return bounds.amax(dim=0).flatten().mul_(scale).float()
 
@@ -381,6 +384,7 @@ def _visible(mask: Tensor, key_heads: int, group: int) -> Tensor:
         mask = mask > torch.finfo(mask.dtype).min / 2
     while mask.ndim < 4:
         mask = mask.unsqueeze(0)
+    # One mask for all heads.
     if mask.shape[1] == 1:
         return mask.unsqueeze(2)
     return mask.reshape(mask.shape[0], key_heads, group, *mask.shape[2:])

@@ -38,7 +38,7 @@ class Mixtures:
                     parent = ".".join(components[:position])
                     counts[parent] |= set()  # makes the entry
                     if number := next(filter(str.isdigit, components[position + 1 :]), None):
-                        numbers[parent].add(int(number))
+                        numbers[parent].add(int(number))  # a module for each expert
                     elif len(shape) == 3:
                         counts[parent].add(shape[0])  # (experts, rows, cols)
                     elif member.layer is not None and member.layer.stack:
@@ -46,6 +46,7 @@ class Mixtures:
                 elif len(shape) == 3 and member.kind in ("weight", "bare", "experts") and shape[0] > 1:
                     depth = 2 if components[-1] == "weight" else 1
                     stacks[".".join(components[:-depth])].add(shape[0])
+        # Experts are numbered from 0.
         for parent, expert_numbers in numbers.items():
             counts[parent].add(max(expert_numbers) + 1)
         return cls(dict(counts), dict(stacks))

@@ -78,6 +78,7 @@ class LayerReader:
         uses = self._uses[cls].get(name, set())
         products = uses & {"input x output", "output x input", "product"}
         if products:
+            # Products from both sides say nothing about the storage order.
             return products.pop() if len(products) == 1 else "product"
         return "no product" if uses == {"no product"} else None
 

@@ -241,6 +241,7 @@ class EqualRates:
                 # A schedule with different rates may end at one floor for all (eta_min, min_lr).
                 self._done.add(number)
                 continue
+            # The rates that the groups were given.
             configured = {group["algorithm"]: group["lr_ratio"] * self._reference_lr for group in halves}
             if len(set(configured.values())) > 1:
                 self._done.update(halves_of)
@@ -390,12 +391,15 @@ def build_groups(
     """
     if isinstance(params, nn.Module):
         model, params = params, params.parameters()
+    # 1. The caller's groups, with the names and modules that the model gives to their parameters.
     in_model = model_parameters_by_name(model, shards) if model is not None else {}
     callers = _caller_groups(params, in_model)
     members = {id(member.param): member for group in callers for member in group.members}
+    # 2. Route all parameters, frozen ones as if they were trained.
     explicit = _explicit_algorithms((group.settings, group.members) for group in callers)
     partial = model is not None and is_divided(model)
     if_trained = _route_as_trained(list(members.values()), config, explicit, partial=partial)
+    # 3. Divide the groups by algorithm.
     groups = [group for caller in callers for group in _divide(caller, if_trained, config, rates or {})]
     if not groups:
         raise RoutingError(
@@ -493,6 +497,7 @@ def divide_again(
     """
     divided: list[tuple[float, GroupSettings, list[Tensor], int | None]] = []
     for number, caller in routed.callers.items():
+        # 1. Sort the parameters by what needs a group of its own.
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
         kinds = {
             n: (group["algorithm"], group["name"] if group.get("moe") else None)
@@ -509,6 +514,8 @@ def divide_again(
                     params_of.setdefault((*kind, param.dtype if by_dtype else None, fitting), []).append(
                         param
                     )
+        # 2. Give each kind a group: the one that it has, a copy of a similar one, or a new one. Fractional positions
+        # sort a new group behind a similar one, or else Muon's before and AdamW's behind all groups.
         taken: set[int] = set()
         for (algorithm, experts, _, fitting), params in params_of.items():
             if fitting is not None:
@@ -540,10 +547,12 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
     items = list(params)
     if not items:
         raise RoutingError("the optimizer got an empty list of parameters")
+    # 1. A list of parameters is one group.
     if not all(isinstance(item, dict) for item in items):
         if any(isinstance(item, dict) for item in items):
             raise RoutingError("params mixes parameters and param groups; pass one or the other")
         items = [{"params": items}]
+    # 2. The entries of each group, with their names.
     groups = []
     # Whether an entry has a name, to the first such entry.
     first_entry: dict[bool, str] = {}
@@ -686,6 +695,7 @@ def _route_as_trained(
             return attempt_in_halves(as_trained[:middle]) | attempt_in_halves(as_trained[middle:])
 
     try:
+        # All at once. If that fails, halving finds the frozen parameters that cannot be trained.
         return attempt(frozen, partial=partial)
     except MuonError:
         if not frozen:
@@ -727,6 +737,7 @@ def _make_group(
     replaced = GROUP_KEYS | set(_ALGORITHM_KEYS) | TORCH_OPTIONS.keys()
     extra = {key: value for key, value in group.settings.items() if key not in replaced}
     prefix = "muon" if algorithm == "muon" else "adam"
+    # From the general to the specific: the configuration, rates that were given as tensors, the caller's group.
     settings = _checked_settings(group, config).group_defaults(algorithm)
     rate_key = "lr" if getattr(config, f"{prefix}_lr") is None else f"{prefix}_lr"
     settings["lr"] = rates.get(rate_key, settings["lr"])

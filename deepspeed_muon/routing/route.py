@@ -89,6 +89,7 @@ class Route:
         """Rows of each block of the stored matrix; empty for one block with all rows."""
         blocks = () if self.transposed else self.output_blocks
         if self.kind == "experts":
+            # The blocks of the first expert, then those of the second, and so on.
             return (blocks or (self.matrix_shape[0] // self.experts,)) * self.experts
         return blocks
 
@@ -190,6 +191,7 @@ def rows_of(routes: Sequence[Route], *, per_parameter: bool = False) -> list[dic
     """
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for route in routes:
+        # Layers that differ in their numbers alone share a row.
         starred = ".".join("*" if text.isdigit() else text for text in route.name.split("."))
         name = route.name if per_parameter else starred
         row = rows.setdefault(

@@ -69,6 +69,7 @@ def route_parameters(
     config = config or _DEFAULTS
     for member in parameters:
         _refuse_untrainable(member)
+    # Without modules there are only the claims of names and shapes.
     if any(member.layer is None for member in parameters):
         by_name = joint_claims(parameters, ModelEnds())
         parameters = [
@@ -104,6 +105,7 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
         for pattern in getattr(config, key):
             if not matches(pattern, candidates, key):
                 raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {problem} {candidates[:3]}")
+    # A setting that divides nothing is a mistake, which would otherwise go unnoticed.
     by_config = [pattern for pattern, entry in config.matrices.items() if entry.heads == "config"]
     per_head = [name for parameter_names, route in routed if route.per_head for name in parameter_names]
     if by_config and not any(matches(pattern, per_head, "matrices") for pattern in by_config):
@@ -207,6 +209,7 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
     )
     kind = _matrix_kind(member, shape, is_set_to_muon=is_set_to_muon)
     algorithm, claim = _decide(member, kind, config, explicit)
+    # What the defaults would have decided: the diagnosis warns of an override such as a router that goes to Muon.
     overridden: Rule | None = None
     if claim.rule in ("group", "include", "exclude"):
         usual_algorithm, usual_claim = _decide(member, kind, _DEFAULTS, {})

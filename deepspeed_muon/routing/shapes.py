@@ -85,6 +85,7 @@ class AttentionShape:
         width, head_dim = _first(config, _WIDTHS), _first(config, ("head_dim", "d_kv"))
         if head_dim is None and width is not None and width % heads == 0:
             head_dim = width // heads
+        # Multi-head latent attention: head dimensions without and with rotary embedding, and of values.
         nope, rope, value = (_first(config, (f"{name}_head_dim",)) for name in ("qk_nope", "qk_rope", "v"))
         ordinary = ((heads, head_dim),) if head_dim else ()
         grouped = ((key_value_heads, head_dim),) if head_dim else ()
@@ -269,6 +270,7 @@ def shard_blocks(
         RoutingError: If it is unknown which rows of a fused projection a rank has, or the ranks have different blocks.
     """
     if len(blocks) == 1:
+        # Sharded along the output, so that this rank has some rows of the block.
         if shards.dim == int(transposed):
             return shards.sizes[:1], shards
         return tuple(blocks), shards

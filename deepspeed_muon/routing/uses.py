@@ -174,6 +174,7 @@ def uses_of(kind: type) -> dict[str, set[Use]]:
         if base.__module__.startswith("torch.nn.modules"):
             continue
         for name, function in vars(base).items():
+            # A method that a subclass overrides is not called.
             if name in seen or not isinstance(function, FunctionType):
                 continue
             seen.add(name)

@@ -68,7 +68,7 @@ class _Rectangles(NamedTuple):
 
 
 class BlockSums:
-    """Computes the sums over the blocks of one chunk's matrices, and updates the weights by a variant's factors."""
+    """Computes the sums over the blocks of one chunk's matrices, and updates the weights by a variant's rates."""
 
     def __init__(
         self,

@@ -258,8 +258,8 @@ class RateTable:
                 numbers[key] = self._numbers(groups[index], step)
             read.append(numbers[key])
         if read != self._read or self._rates is None:
-            self._read = read
             self._rates = self._made(read)
+            self._read = read  # not if that raised: the next step has to raise, too
         return self._rates
 
     def _numbers(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -362,6 +363,21 @@ def test_torchs_passes_have_as_many_operations_for_50_fragments_as_for_one(
             torch_operators.unpack_apply_([buf], [out], table, rates(0.02, 0.99))
         counts.append(operations.count)
     assert counts[0] == counts[1]
+
+
+def test_the_work_of_the_host_is_proportional_to_the_fragments() -> None:
+    """A fused weight that is stored transposed has one for every row of every block; counted are calls in Python."""
+    counts = []
+    for many in (100, 400):
+        table = torch.tensor([(0, 8 * n, 0, 8 * n, 7, 0) for n in range(many)])
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, arg, calls=calls: calls.append(event))  # type: ignore[misc]
+        try:
+            torch_operators.unpack_apply_([torch.ones(3200)], [torch.ones(3200)], table, rates(0.02, 0.99))
+        finally:
+            sys.setprofile(None)
+        counts.append(calls.count("call"))
+    assert counts[1] < 6 * counts[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
