@@ -1,9 +1,9 @@
 """``python -m deepspeed_muon rates CONFIG``: the settings of this optimizer, each with its reason.
 
 The input is a DeepSpeed configuration whose optimizer is AdamW, this Muon or DeepSpeed's, or the arguments of torch's,
-Megatron-LM's, verl's, Dion's or xtuner's Muon as JSON. With ``--from`` and ``--to`` (or ``--model``) the rate is carried from the run on which it was tuned
-to one of another size (:mod:`deepspeed_muon.forecast.size_laws`). With ``--check``, one step with random gradients
-measures the size of the updates at two widths.
+Megatron-LM's, verl's, Dion's or xtuner's Muon. With ``--from`` and ``--to`` (or ``--model``) the rate is carried
+from the run on which it was tuned to one of another size (:mod:`deepspeed_muon.forecast.size_laws`). With ``--check``,
+one step with random gradients measures the size of the updates at two widths.
 """
 
 from __future__ import annotations
