@@ -1,9 +1,9 @@
 """``python -m deepspeed_muon rates CONFIG``: the settings of this optimizer, each with its reason.
 
-The input is a DeepSpeed configuration whose optimizer is AdamW, this Muon, DeepSpeed's or torch's, or Megatron-LM's
-arguments as JSON. With ``--from`` and ``--to`` (or ``--model``) the rate is carried from the run on which it was tuned
-to one of another size (:mod:`deepspeed_muon.forecast.size_laws`). With ``--check``, one step with random gradients
-measures the size of the updates at two widths.
+The input is a DeepSpeed configuration whose optimizer is AdamW, this Muon or DeepSpeed's, or the arguments of torch's,
+Megatron-LM's, verl's, Dion's or xtuner's Muon. With ``--from`` and ``--to`` (or ``--model``) the rate is carried
+from the run on which it was tuned to one of another size (:mod:`deepspeed_muon.forecast.size_laws`). With ``--check``,
+one step with random gradients measures the size of the updates at two widths.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def add_subcommand(subparsers: Any) -> None:
         "rates", help="convert the settings of AdamW or another Muon, and carry its rate"
     )
     parser.add_argument(
-        "config", help="a DeepSpeed configuration, or Megatron-LM's arguments as a JSON object"
+        "config", help="a DeepSpeed configuration, or another framework's arguments as a JSON object"
     )
     sizes = ", ".join(f"{size} ({meaning})" for size, meaning in SIZES.items())
     parser.add_argument(
