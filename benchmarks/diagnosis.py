@@ -46,7 +46,7 @@ def page(rows: list[support.Row], steps: int) -> list[str]:
     def cell(value: object) -> object:
         return f"{value:.3g}" if isinstance(value, float) else "" if value is None else value
 
-    told = (
+    conditions = (
         f"A GPT of width 64, two layers, on Python's standard library; {RANKS} ranks, {steps} steps of 512 tokens.",
         "`loss`: first, and mean of the last ten. Findings about time are those of a tiny model on a busy machine.",
     )
@@ -54,7 +54,7 @@ def page(rows: list[support.Row], steps: int) -> list[str]:
     cells = [
         [row["run"], *(cell(row.get(key)) for key in _SHOWN), ", ".join(row["findings"])] for row in rows
     ]
-    return [*support.heading("The diagnosis of good and bad runs", *told), *support.table(heads, cells)]
+    return [*support.heading("The diagnosis of good and bad runs", *conditions), *support.table(heads, cells)]
 
 
 def main() -> None:

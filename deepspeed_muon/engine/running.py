@@ -116,9 +116,11 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
 
 
 def _largest_clipped_norm(optimizer: Muon, total_norm: Any) -> Any:
-    """Return the largest of the norms by which the gradients of the last step were clipped, on its device."""
+    """Return the largest norm by which gradients of the last step were clipped, on its device; ``None`` for none."""
+    if optimizer.config.clip == "all":
+        return total_norm
     norms = norms_to_clip_by(optimizer.config.clip, total_norm, optimizer.norms_by_algorithm or {})
-    return torch.stack(list(norms.values())).max() if norms and optimizer.config.clip != "all" else total_norm
+    return torch.stack(list(norms.values())).max() if norms else None
 
 
 def _grad_norms(optimizer: Muon) -> dict[str, float]:

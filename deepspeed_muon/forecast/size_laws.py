@@ -135,9 +135,9 @@ def read_sizes(option: str, values: Sequence[str]) -> dict[str, float]:
         except ValueError:
             size = math.nan
         if name not in SIZES or not 0 < size < math.inf:
-            known = ", ".join(f"{key} ({meaning})" for key, meaning in SIZES.items())
+            accepted = ", ".join(f"{key} ({meaning})" for key, meaning in SIZES.items())
             raise ConfigError(
-                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {known} and a positive number, "
+                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {accepted} and a positive number, "
                 f"got {value!r}"
             )
         if name in sizes:

@@ -490,3 +490,18 @@ def test_stages_of_other_algorithms(ranks: Any) -> None:
         assert norm > 0 and by_algorithm is None
     for message in ranks(2).run(in_other_orders, clip="adamw"):
         assert message.startswith("ConfigError: optimizer.params.clip: 'adamw' needs param groups"), message
+
+
+def matrices_alone(rank: int, world_size: int) -> dict[str, Any]:
+    """Train a model without a parameter of AdamW, whose gradients "adamw" leaves as they are; return its health."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False))
+    params = {"clip": "adamw", "include": ["*"], "health": 1}
+    engine = training.initialize(model, training.ds_config(1, clipping=1e-6, params=params))
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+    return deepspeed_muon.health(engine)
+
+
+def test_what_is_not_clipped_is_not_reported_as_clipped(ranks: Any) -> None:
+    (health,) = ranks(1).run(matrices_alone)
+    assert health["grad_norm_muon"] > 1e-4 and "clip_coefficient" not in health
