@@ -137,8 +137,8 @@ def read_sizes(option: str, values: Sequence[str]) -> dict[str, float]:
         if name not in SIZES or not 0 < size < math.inf:
             accepted = ", ".join(f"{key} ({meaning})" for key, meaning in SIZES.items())
             raise ConfigError(
-                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {accepted} and a positive number, "
-                f"got {value!r}"
+                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {accepted} and a positive "
+                f"number, got {value!r}"
             )
         if name in sizes:
             raise ConfigError(f"{option}: {name} is given twice")
