@@ -37,9 +37,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,10 @@ WORK = Path(tempfile.gettempdir()) / "deepspeed_muon_gpu"
 """Builds and unpacked wheels."""
 OUT = ROOT / "runs" / "gpu"
 PARTS = ("check", "time", "train", "sanitize")
+UNTIMED = ("check", "sanitize")
+"""Parts whose steps may run side by side."""
+RUNNING: set[int] = set()
+"""The sessions of the steps that are running."""
 LOG_BYTES = 512 << 10
 """Of the log of a step, of which beginning and end are stored."""
 
@@ -159,7 +165,9 @@ def steps_of(out: Path) -> dict[str, list[Step]]:
     cuda = (("DS_ACCELERATOR", "cuda"),)
     library = (("MUON_CUDA_LIBRARY", str(LIBRARY)),)
     needs_library = ("a CUDA GPU", "nvcc")
-    binding = Step("native operators", python("-c", BINDING), 300, cuda, (), python("-c", BINDING), True)
+    binding = Step(
+        "native operators", python("-c", BINDING), 300, cuda, (), python("-c", BINDING), prepares=True
+    )
     kernels = Step("kernels as a library", python("-c", BUILD), 240, (), needs_library, prepares=True)
     return {
         "check": [
@@ -346,6 +354,7 @@ def run_step(step: Step, log: Path, *, site: Path | None = None) -> str:
             )
         except OSError as error:
             return f"did not start: {error}"
+        RUNNING.add(child.pid)
         try:
             code = child.wait(timeout=step.seconds)
             ended = "ok" if code == 0 else f"failed with {code}"
@@ -355,6 +364,7 @@ def run_step(step: Step, log: Path, *, site: Path | None = None) -> str:
             # What it has started, too: otherwise it would keep the memory of the GPU.
             kill_session(child.pid)
             child.poll()
+            RUNNING.discard(child.pid)
     text = log.read_bytes()
     if len(text) > LOG_BYTES:
         half = LOG_BYTES // 2
@@ -417,7 +427,7 @@ class Session:
     """
 
     def __init__(self, out: Path, *, dry_run: bool, facts: dict[str, Any], fresh: bool = False) -> None:
-        self.out, self.dry_run = out, dry_run
+        self.out, self.dry_run, self._saving = out, dry_run, threading.Lock()
         self.logs = out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         identity = {"machine": facts, "revision": revision(), "dry run": dry_run}
@@ -451,47 +461,64 @@ class Session:
         *,
         limit: float = math.inf,
         site: Path | None = None,
+        jobs: int = 1,
     ) -> bool:
-        """Run the steps that are not "ok" yet one after the other; return whether none failed.
+        """Run the steps that are not "ok" yet, ``jobs`` of an untimed part side by side; return whether none failed.
 
         After ``limit`` seconds no step is running.
         """
         has, deadline = set(has), time.monotonic() + limit
-        factor = DRY_RUN_FACTOR if self.dry_run else 1
         built: set[str] = set()
         for part, steps in parts.items():
             left = [step for step in steps if self.outcome(part, step).get("ended") != "ok"]
             is_finished = all(step.prepares for step in left)
-            for step in steps:
-                outcome = self.outcome(part, step)
-                is_repeated = step.prepares and not is_finished and step.name not in built
-                if outcome.get("ended") == "ok" and not is_repeated:
+            repeated = [
+                step for step in steps if step.prepares and not is_finished and step.name not in built
+            ]
+            chosen = [step for step in steps if step in left or step in repeated]
+
+            def run(step: Step, part: str = part) -> None:
+                self._run(part, step, has, deadline, built, site)
+
+            for stage in (True, False):  # what later steps need first
+                together = [step for step in chosen if step.prepares is stage]
+                if jobs == 1 or part not in UNTIMED:
+                    for step in together:
+                        run(step)
                     continue
-                chosen = self._chosen(step, has)
-                if isinstance(chosen, str):
-                    outcome |= {"ended": chosen}
-                elif (seconds := min(step.seconds * factor, deadline - time.monotonic())) < 5:
-                    outcome.setdefault("ended", "not started: no time left")
-                elif step.name in built:
-                    outcome |= {"ended": "ok", "seconds": 0}
-                else:
-                    print(f"== {part}: {step.name} (at most {seconds:.0f} s)", flush=True)
-                    log = self.logs / f"{re.sub('[^A-Za-z0-9]+', '-', f'{part}-{step.name}')}.log"
-                    started = time.monotonic()
-                    ended = run_step(
-                        Step(step.name, chosen, seconds, self._environment(step)), log, site=site
-                    )
-                    outcome |= {
-                        "ended": ended,
-                        "seconds": round(time.monotonic() - started, 1),
-                        "log": log.name,
-                    }
-                    print(f"   {ended}, {outcome['seconds']} s", flush=True)
-                    if step.prepares and ended == "ok":
-                        built.add(step.name)
-                self.save(step)
+                with ThreadPoolExecutor(jobs) as pool:
+                    try:
+                        list(pool.map(run, together))
+                    except BaseException:  # this process is being ended, and what it has started with it
+                        pool.shutdown(wait=False, cancel_futures=True)
+                        for session in list(RUNNING):
+                            kill_session(session)
+                        raise
         ended = [self.outcome(part, step)["ended"] for part, steps in parts.items() for step in steps]
         return all(end == "ok" or end.startswith("left out") for end in ended)
+
+    def _run(
+        self, part: str, step: Step, has: set[str], deadline: float, built: set[str], site: Path | None
+    ) -> None:
+        outcome, chosen = self.outcome(part, step), self._chosen(step, has)
+        seconds = min(step.seconds * (DRY_RUN_FACTOR if self.dry_run else 1), deadline - time.monotonic())
+        if isinstance(chosen, str):
+            outcome |= {"ended": chosen}
+        elif seconds < 5:
+            outcome.setdefault("ended", "not started: no time left")
+        elif step.name in built:
+            outcome |= {"ended": "ok", "seconds": 0}
+        else:
+            print(f"== {part}: {step.name} (at most {seconds:.0f} s)\n", end="", flush=True)
+            log = self.logs / f"{re.sub('[^A-Za-z0-9]+', '-', f'{part}-{step.name}')}.log"
+            started = time.monotonic()
+            ended = run_step(Step(step.name, chosen, seconds, self._environment(step)), log, site=site)
+            outcome |= {"ended": ended, "seconds": round(time.monotonic() - started, 1), "log": log.name}
+            print(f"   {step.name}: {ended}, {outcome['seconds']} s\n", end="", flush=True)
+            if step.prepares and ended == "ok":
+                built.add(step.name)
+        with self._saving:
+            self.save(step)
 
     def _chosen(self, step: Step, has: set[str]) -> list[str] | str:
         """Return the command that runs, or why none does."""
@@ -679,6 +706,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, help=f"results ({OUT.relative_to(ROOT)})")
     parser.add_argument("--fresh", action="store_true", help="run also what is ok in the results there")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="of this call")
+    parser.add_argument("--jobs", type=int, default=1, help="steps of check and sanitize side by side (1)")
     parser.add_argument("--wheels", type=Path, nargs="+", metavar="FOLDER", help="wheels to use")
     parser.add_argument("--python", default="3.12", help="for wheels: the version of the interpreter (3.12)")
     parser.add_argument("--mib", type=float, default=math.inf, help="for wheels: the most that they take")
@@ -706,7 +734,11 @@ def main() -> int:
     session = Session(out, dry_run=arguments.dry_run, facts=facts, fresh=arguments.fresh)
     steps = steps_of(out)
     all_right = session.run(
-        {part: steps[part] for part in arguments.parts or PARTS}, has, limit=arguments.limit, site=site
+        {part: steps[part] for part in arguments.parts or PARTS},
+        has,
+        limit=arguments.limit,
+        site=site,
+        jobs=arguments.jobs,
     )
     print(f"{session.page}\nPlease attach this page and the JSON beside it to an issue.")
     return 0 if all_right else 1

@@ -98,6 +98,31 @@ def test_a_later_call_runs_what_is_not_ok_yet_and_what_prepares_it(gpu: ModuleTy
     assert made.read_text() == "againagainagain"
 
 
+def test_steps_run_side_by_side_but_for_timed_ones_and_after_what_prepares_them(
+    gpu: ModuleType, tmp_path: Path
+) -> None:
+    def waiting(name: str, other: str) -> Any:
+        code = f"""
+import pathlib, time
+folder = pathlib.Path({str(tmp_path)!r})
+assert (folder / "prepared").exists()
+(folder / {name!r}).touch()
+while not (folder / {other!r}).exists():
+    time.sleep(0.05)
+"""
+        return step(gpu, name, code)
+
+    prepared = step(gpu, "preparing", f"open({str(tmp_path / 'prepared')!r}, 'x')", prepares=True)
+    steps = [waiting("one", "two"), prepared, waiting("two", "one")]
+    session = gpu.Session(tmp_path / "out", dry_run=False, facts=FACTS)
+    assert session.run({"check": steps}, GPU, jobs=2), session.page.read_text()
+    alone = "import os, sys, time; os.mkdir('{0}'); time.sleep(0.5); os.rmdir('{0}')".format(
+        tmp_path / "alone"
+    )
+    session = gpu.Session(tmp_path / "out", dry_run=False, facts=FACTS, fresh=True)
+    assert session.run({"time": [step(gpu, name, alone) for name in "ab"]}, GPU, jobs=2)
+
+
 def test_the_page_has_speeds_whole_steps_and_losses(gpu: ModuleType, tmp_path: Path) -> None:
     state = {
         "machine": FACTS,
