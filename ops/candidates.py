@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -335,7 +336,9 @@ Run = Callable[[Tensor, NsSettings], Tensor]
 Replay = Callable[[Tensor], Tensor]
 _Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, bool, NsSettings]
 
-_pools: dict[torch.device, Any] = {}
+# The memory pool of a device, and the replays whose graphs use it. Where all of them are gone, torch cannot capture into
+# it any more, and the next graph gets a new pool.
+_pools: dict[torch.device, tuple[Any, weakref.WeakSet[Replay]]] = {}
 # One stream for all captures on a device: cuBLAS allocates a workspace for every stream that it has seen.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -387,14 +390,10 @@ class Replayed:
             self._replays[shape] = capture_cuda(self.run, x, settings)
 
     def release(self) -> None:
-        """Free the graphs and their memory.
-
-        The memory pool is dropped too, because torch cannot capture into a pool whose graphs are all destroyed.
-        """
+        """Free the graphs and their memory."""
         for device in {shape[0] for shape in self._replays}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            _pools.pop(device, None)
         self._replays.clear()
 
 
@@ -413,11 +412,12 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
     Raises:
         RuntimeError: If ``run`` does something that cannot be captured, or the device is out of memory.
     """
-    if x.device not in _pools:
-        _pools[x.device] = torch.cuda.graph_pool_handle()
+    if x.device not in _pools or not _pools[x.device][1]:
+        _pools[x.device] = torch.cuda.graph_pool_handle(), weakref.WeakSet()
     if x.device not in _streams:
         _streams[x.device] = torch.cuda.Stream(x.device)
-    pool, stream, current = _pools[x.device], _streams[x.device], torch.cuda.current_stream(x.device)
+    pool, replays = _pools[x.device]
+    stream, current = _streams[x.device], torch.cuda.current_stream(x.device)
     # A graph reads from fixed addresses, so every replay copies its input to this one.
     graph_input = x.clone()
     stream.wait_stream(current)
@@ -439,4 +439,5 @@ def capture_cuda(run: Run, x: Tensor, settings: NsSettings) -> Replay:
         graph.replay()
         return result.clone()
 
+    replays.add(replay)
     return replay

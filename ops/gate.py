@@ -9,6 +9,7 @@ cached for some minutes. torch's code replaces the components that failed, and o
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import math
@@ -91,10 +92,22 @@ def cached_verdict(device: int) -> Verdict | None:
 
 
 def _identity(device: int) -> list[str]:
-    driver = str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  # only in torch with CUDA
     quack = installed_version("quack-kernels")
-    identity = [torch.cuda.get_device_name(device), driver, torch.__version__, library.key()]
+    identity = [torch.cuda.get_device_name(device), _driver(), torch.__version__, library.key()]
     return [*identity, f"quack {quack}"] if quack else identity
+
+
+def _driver() -> str:
+    """Return the version of the driver, which torch does not tell: its release, or the CUDA version that it supports.
+
+    The release is not known everywhere (not under WSL).
+    """
+    with suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    version = ctypes.c_int()
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return str(version.value)
 
 
 def decide(

@@ -65,10 +65,9 @@ def product_faults(
         # Above the diagonal there may be anything.
         read = c.tril() + torch.full_like(c, float("nan")).triu(1)
     result = triton_sym.sym_gemm(a, a, read, alpha, beta, diag)
-    exact = alpha * (a.double() @ a.double().mT) + diag * torch.eye(m, dtype=torch.float64, device=device)
-    size = abs(alpha) * (a.double().abs() @ a.double().abs().mT) + abs(diag) * torch.eye(
-        m, dtype=torch.float64
-    )
+    identity = torch.eye(m, dtype=torch.float64, device=device)
+    exact = alpha * (a.double() @ a.double().mT) + diag * identity
+    size = abs(alpha) * (a.double().abs() @ a.double().abs().mT) + abs(diag) * identity
     if c is not None:
         exact, size = exact + beta * c.double(), size + abs(beta) * c.double().abs()
     # One rounding to the dtype; sums of k terms and what is added in fp32.
