@@ -336,8 +336,8 @@ Run = Callable[[Tensor, NsSettings], Tensor]
 Replay = Callable[[Tensor], Tensor]
 _Shape = tuple[torch.device, torch.dtype, tuple[int, ...], bool, bool, NsSettings]
 
-# The memory pool of a device, and the replays whose graphs use it. Where all of them are gone, torch cannot capture into
-# it any more, and the next graph gets a new pool.
+# The memory pool of a device, and the replays whose graphs use it. Where all of them are gone, torch cannot capture
+# into it any more, and the next graph gets a new pool.
 _pools: dict[torch.device, tuple[Any, weakref.WeakSet[Replay]]] = {}
 # One stream for all captures on a device: cuBLAS allocates a workspace for every stream that it has seen.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
