@@ -329,6 +329,8 @@ def environment_of(step: Step, site: Path | None) -> dict[str, str]:
     return {
         "TORCH_EXTENSIONS_DIR": str(WORK / "extensions"),
         **os.environ,
+        # The builders of DeepSpeed (FusedAdam) raise on 9.0a, which some machines set; ours read 9.0 as that.
+        "TORCH_CUDA_ARCH_LIST": re.sub(r"(?<=\d)[af]", "", os.environ.get("TORCH_CUDA_ARCH_LIST", "")),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "4",
