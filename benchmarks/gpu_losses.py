@@ -1,4 +1,4 @@
-"""Loss and milliseconds of each whole step: this project, FusedAdam and DeepSpeed's Muon on the same batches.
+"""Loss and milliseconds of each whole step, and peak memory: this project, FusedAdam, DeepSpeed's Muon.
 
     python benchmarks/gpu_losses.py --device cuda --model 350M --out OUT       # one GPU
     python benchmarks/gpu_losses.py --model tiny --steps 6 --length 64         # a rehearsal on a CPU
@@ -17,6 +17,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("", "examples")]
@@ -29,12 +30,19 @@ from deepspeed_muon import muon_optimizer  # noqa: E402
 
 ADAM = "DeepSpeed AdamW"
 MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
-OPTIMIZERS = {"ours": MUON_RATES, ADAM: {"lr": 3e-4}, "DeepSpeed Muon, standard": MUON_RATES}
+OPTIMIZERS = {
+    "ours": MUON_RATES,
+    ADAM: {"lr": 3e-4},
+    "DeepSpeed Muon, gram": MUON_RATES,  # its default
+    "DeepSpeed Muon, standard": MUON_RATES,
+}
 
 
 def train(optimizer: str, batches: list[Tensor], arguments: Namespace) -> Row:
     """Train a new model on all batches."""
-    device, model, rates = arguments.device, step_ranks.decoder(arguments.model), OPTIMIZERS[optimizer]
+    device, rates = arguments.device, OPTIMIZERS[optimizer]
+    with torch.device(device):
+        model = step_ranks.decoder(arguments.model)
     engine = step_ranks.make_engine(optimizer, model, 1, 1, device, weight_decay=0.0, **rates)
     row: Row = {"optimizer": optimizer, "losses": [], "ms": []}
     for batch in batches:
@@ -46,6 +54,8 @@ def train(optimizer: str, batches: list[Tensor], arguments: Namespace) -> Row:
         step_ranks.wait(device)
         row["ms"].append(1e3 * (time.perf_counter() - start))
         row["losses"].append(loss.item())
+    if device != "cpu":
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
     if optimizer == "ours":
         row["kernels"] = muon_optimizer(engine).kernel_report()
     engine.destroy()
@@ -62,8 +72,11 @@ def page(rows: list[Row], arguments: Namespace) -> list[str]:
             "first step, ms": ms[0],
             "later step, ms": later[name],
             "x FusedAdam": later[name] / later.get(ADAM, math.nan),
+            **({"peak, GiB": peak / 2**30} if peak else {}),
         }
-        for name, losses, ms in ((row["optimizer"], row["losses"], row["ms"]) for row in rows)
+        for name, losses, ms, peak in (
+            (row["optimizer"], row["losses"], row["ms"], row.get("peak_bytes")) for row in rows
+        )
     ]
     told = f"{arguments.sequences} x {arguments.length} tokens a step; later step: median of the second half."
     return [*support.heading(f"Whole steps of the {arguments.model} model", told), *support.table_of(lines)]

@@ -121,8 +121,8 @@ print(json.dumps(facts))
 """
 """Prints what a page says about its machine."""
 
-ADAM, THEIRS = "DeepSpeed AdamW", "DeepSpeed Muon, standard"
-OPTIMIZERS = ("ours", ADAM, THEIRS)
+ADAM, THEIRS, STANDARD = "DeepSpeed AdamW", "DeepSpeed Muon, gram", "DeepSpeed Muon, standard"
+OPTIMIZERS = ("ours", ADAM, THEIRS, STANDARD)
 
 
 @dataclass(frozen=True)
@@ -271,15 +271,15 @@ def against_float64(
 
 
 def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
-    """Return the steps of the part ``time``: flat passes, products, iteration, optimizer steps."""
+    """Return the steps of the part ``time``: products, iteration, flat passes, optimizer steps."""
     common = python("benchmarks/newton_schulz.py", "--threads", "1")
     tiny = ["--seconds", "0.05", "--shapes", "32x64", "--sizes", "64", "--numel", "4096"]
     shapes = ["--shapes", "1024x2816", "2048x5504", "4096x4096"]
     steps = []
     for name, part, seconds, options in (
+        ("symmetric products", "sym_gemm", 120, ["--seconds", "0.5"]),
+        ("iteration at three shapes", "iteration", 240, ["--seconds", "0.5", *shapes]),
         ("flat passes", "flat", 60, ["--seconds", "0.5"]),
-        ("symmetric products", "sym_gemm", 120, ["--seconds", "1"]),
-        ("iteration at three shapes", "iteration", 240, ["--seconds", "1", *shapes]),
     ):
         command = [*common, "--only", part, "--out", str(out / part)]
         cuda = [*command, "--device", "cuda", *options]
@@ -293,7 +293,7 @@ def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
 
 def trainings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
     """Return a step for each model and optimizer: a process each, which frees all its memory at its end."""
-    order = [("1.3B", "ours"), ("1.3B", ADAM), *(("350M", name) for name in OPTIMIZERS), ("1.3B", THEIRS)]
+    order = [*(("1.3B", name) for name in OPTIMIZERS[:3]), *(("350M", name) for name in OPTIMIZERS)]
     steps = []
     for model, name in order:
         command = python(
@@ -637,13 +637,14 @@ def losses_of(results: dict[str, Any]) -> list[str]:
         later = {row["optimizer"]: sorted(row["ms"])[len(row["ms"]) // 2] for row in rows}
         lines += [f"## Whole steps, {name.removeprefix('losses-')}", ""]
         lines += table(
-            ("optimizer", "first step, ms", "median, ms", "x FusedAdam"),
+            ("optimizer", "first step, ms", "median, ms", "x FusedAdam", "peak, GiB"),
             (
                 (
                     row["optimizer"],
                     row["ms"][0],
                     later[row["optimizer"]],
                     later[row["optimizer"]] / later[ADAM] if ADAM in later else None,
+                    row["peak_bytes"] / 2**30 if "peak_bytes" in row else None,
                 )
                 for row in rows
             ),

@@ -134,7 +134,12 @@ def test_the_page_has_speeds_whole_steps_and_losses(gpu: ModuleType, tmp_path: P
             "sym_gemm": {"sym_gemm": [{"m": 2048, "sym_gemm, TFLOP/s": 512.34567, "quack, TFLOP/s": 498.0}]},
             "losses-350M": {
                 "rows": [
-                    {"optimizer": "ours", "ms": [90.0, 30.0, 30.0], "losses": [4.0, 3.5, 3.25]},
+                    {
+                        "optimizer": "ours",
+                        "ms": [90.0, 30.0, 30.0],
+                        "losses": [4.0, 3.5, 3.25],
+                        "peak_bytes": 3 << 29,
+                    },
                     {"optimizer": "DeepSpeed AdamW", "ms": [50.0, 20.0, 20.0], "losses": [4.0, 3.75]},
                 ]
             },
@@ -144,7 +149,7 @@ def test_the_page_has_speeds_whole_steps_and_losses(gpu: ModuleType, tmp_path: P
     for line in (
         "| m | sym_gemm, TFLOP/s | quack, TFLOP/s |",
         "| 2048 | 512.3 | 498 |",
-        "| ours | 90 | 30 | 1.5 |",
+        "| ours | 90 | 30 | 1.5 | 1.5 |",
         "| 3 | 3.25 |  |",
         "| check | self-test | ok | 3 |",
     ):
