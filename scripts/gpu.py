@@ -122,6 +122,8 @@ print(json.dumps(facts))
 """Prints what a page says about its machine."""
 
 ADAM, THEIRS, STANDARD = "DeepSpeed AdamW", "DeepSpeed Muon, gram", "DeepSpeed Muon, standard"
+LIBRARIES = {"ops": "ours", "torch": "cuBLAS", "triton": "Triton", "quack": "quack"}
+"""First words of the names of candidates."""
 OPTIMIZERS = ("ours", ADAM, THEIRS, STANDARD)
 
 
@@ -658,9 +660,25 @@ def losses_of(results: dict[str, Any]) -> list[str]:
                 for step in range(longest)
             ),
         )
-        kernels = {kernel["ran"] for row in rows for kernel in row.get("kernels", [])}
-        lines += [f"Kernels that ran: {', '.join(sorted(kernels)) or 'none'}.", ""]
+        kernels = {kernel["problem"]: kernel for row in rows for kernel in row.get("kernels", [])}
+        lines += [
+            "Newton-Schulz: what ran, its milliseconds, and how many times as long each library takes.",
+            "",
+        ]
+        heads = ("problem", "ran", "ms", *(f"{library}, x" for library in LIBRARIES.values()))
+        lines += table(heads, (kernel_row(kernel) for kernel in kernels.values()))
     return lines
+
+
+def kernel_row(kernel: dict[str, Any]) -> list[object]:
+    """Return a problem, what ran, its milliseconds, and how many times as long the best of each library takes."""
+    times = kernel["milliseconds"]
+    best = {
+        library: min((ms for name, ms in times.items() if name.split()[0] == library), default=None)
+        for library in LIBRARIES
+    }
+    ms = times.get(kernel["ran"])
+    return [kernel["problem"], kernel["ran"], ms, *(ms and each and each / ms for each in best.values())]
 
 
 def download(names: list[str], folder: Path, version: str, mib: float) -> None:

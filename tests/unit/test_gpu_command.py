@@ -139,6 +139,17 @@ def test_the_page_has_speeds_whole_steps_and_losses(gpu: ModuleType, tmp_path: P
                         "ms": [90.0, 30.0, 30.0],
                         "losses": [4.0, 3.5, 3.25],
                         "peak_bytes": 3 << 29,
+                        "kernels": [
+                            {
+                                "problem": "8x512x512",
+                                "ran": "ops gram+sm90",
+                                "milliseconds": {
+                                    "ops gram+sm90": 2.0,
+                                    "torch gram": 4.0,
+                                    "torch gram+graph": 3.0,
+                                },
+                            }
+                        ],
                     },
                     {"optimizer": "DeepSpeed AdamW", "ms": [50.0, 20.0, 20.0], "losses": [4.0, 3.75]},
                 ]
@@ -150,6 +161,7 @@ def test_the_page_has_speeds_whole_steps_and_losses(gpu: ModuleType, tmp_path: P
         "| m | sym_gemm, TFLOP/s | quack, TFLOP/s |",
         "| 2048 | 512.3 | 498 |",
         "| ours | 90 | 30 | 1.5 | 1.5 |",
+        "| 8x512x512 | ops gram+sm90 | 2 | 1 | 1.5 |  |  |",
         "| 3 | 3.25 |  |",
         "| check | self-test | ok | 3 |",
     ):

@@ -1,4 +1,4 @@
-"""quack as a candidate: a stand-in leaves the squares on the diagonal as its kernel does. No GPU has run it yet."""
+"""quack as a candidate: a stand-in leaves the squares on the diagonal as its kernel does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's symmetric product in its interpreter, and which problems it is a candidate for. No GPU has run it yet."""
+"""Triton's symmetric product in its interpreter, and which problems it is a candidate for."""
 
 from __future__ import annotations
 
