@@ -1,6 +1,7 @@
-"""How a tuned rate is carried to a model of another size: what was measured in this repository, and published laws.
+"""How a tuned rate is carried to a run of another size: what was measured in this repository, and published laws.
 
-Only what was measured here is applied. The laws are for other optimizers and other sizes, and are printed beside it.
+One published law is followed, because it was right in the runs here, which are of other models than those that it was
+fitted on. The others are printed beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.updates import AdjustLrName
+from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName
 
 Sizes = Mapping[str, float]
 """The sizes of a run that are known, by their names in :data:`SIZES`."""
@@ -90,7 +91,7 @@ class Law:
 
 LAWS = {
     "marin": Law(
-        {"width": -0.15, "tokens": -0.395, "batch": 0.5},
+        {"width": WIDTH_EXPONENT["original"], "tokens": -0.395, "batch": 0.5},
         "MuonH, mixtures of experts of width 512 to 1280, 4 to 240 tokens a parameter, no clipping. At 300 to 600 "
         "tokens a parameter the best rate was 1.2 to 1.4 times the law's (marin#7856)",
         "marin-community/marin#5951",
@@ -118,6 +119,9 @@ LAWS = {
     ),
 }
 """Laws by the name that ``--apply`` takes."""
+
+CARRIED_BY = "marin"
+"""The law that ``rates`` follows without ``--apply``, over the sizes that it is given: the runs here agree with it."""
 
 
 def read_sizes(option: str, values: Sequence[str]) -> dict[str, float]:
