@@ -1,9 +1,9 @@
 """Compares the health of a run with the ranges of runs that went well, and suggests what to change.
 
-The ranges of :data:`QUANTITIES` are data: ``good`` is the range over the good runs of ``benchmarks/diagnosis.py``, whose
-raw output is ``benchmarks/results/diagnosis.json`` (small models, 200 steps). A value outside of ``limits`` is reported;
-they are wide enough for larger models, where published rates of pretraining change matrices by 0.3 % to 3 % of
-their size in a step. A test compares ``good`` and ``limits`` with that file.
+The ranges of :data:`QUANTITIES` are data. ``good`` is the range over the good runs of ``benchmarks/diagnosis.py``, with
+their raw output in ``benchmarks/results/diagnosis.json`` (small models, 200 steps). A value outside of ``limits`` is
+reported; these are wide enough for larger models, of which a step changes matrices by 0.3 % to 3 % of their size at
+published rates of pretraining. A test compares both with that file.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ QUANTITIES: dict[str, Quantity] = {
         "group.",
         level="bad",
     ),
-    # RMS of a step over RMS of the weights. A fine-tuning run is below the lower limit on purpose, so that is only "look".
+    # RMS of a step over RMS of the weights. Fine-tuning is below the lower limit on purpose: that is only "look".
     "update_over_weight": Quantity(
         (1.5e-3, 0.2),
         "At the highest rate a step changes the matrices by {percent:.2g} % of their size: right for fine-tuning. For "
