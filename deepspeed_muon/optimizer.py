@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         stats: Counters of what was sent and orthogonalised.
         recorder: Samples and counters of :func:`deepspeed_muon.health`.
         ranks: The ranks of the engine; this one alone without DeepSpeed.
-        host: What checkpoints need of the engine, a :class:`deepspeed_muon.checkpoint.live.Host`.
+        host: What checkpoints need of the engine, a :class:`deepspeed_muon.checkpoint.parameters.Host`.
         overflow: Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         skipped_steps: How many steps were skipped.
         rates_of_step: ``id`` of each param group to its rate in the last step, after which a schedule changed it.
