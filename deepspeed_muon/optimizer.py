@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         stats: Counters of what was sent and orthogonalised.
         recorder: Samples and counters of :func:`deepspeed_muon.health`.
         ranks: The ranks of the engine; this one alone without DeepSpeed.
-        host: What checkpoints need of the engine, a :class:`deepspeed_muon.checkpoint.live.Host`.
+        host: What checkpoints need of the engine, a :class:`deepspeed_muon.checkpoint.parameters.Host`.
         overflow: Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         skipped_steps: How many steps were skipped.
         rates_of_step: ``id`` of each param group to its rate in the last step, after which a schedule changed it.
@@ -105,6 +105,7 @@ class Muon(torch.optim.Optimizer):
         qk_clip: Attention logits and what clips them; ``None`` without the setting.
         step_ends_outside: Whether the engine clears the logits after a step, which is several calls of :meth:`step`.
         exchange_buffers: The communication buffers, once the optimizer is bound.
+        runners: The runner of each step set, with its exchange plan; empty before the optimizer is bound.
     """
 
     # torch's GradScaler then sets grad_scale and found_inf on this object for the time of a step, instead of
@@ -210,6 +211,7 @@ class Muon(torch.optim.Optimizer):
         self._equal_rates = EqualRates(config.reference_lr)
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
+        self.runners: list[StepRunner] = []
         # Whether refuse_zero_weights has seen the weights since the optimizer was bound.
         self._norms_are_checked = False
         # Tensors of the param groups that are in no step set, because their routes say frozen.
@@ -518,13 +520,14 @@ class Muon(torch.optim.Optimizer):
             overlap=overlaps(step_sets, self.config),
         )
         before, self._bound = self._bound, BoundSteps(step_sets, self.config, resources)
+        self.runners = self._bound.runners
         if before is not None:
             self._bound.take_over(before)
         self._norms_are_checked = False
         self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
         # 2. Kernels. They are timed now: in the first step the other ranks would wait for the one that measures.
         with _without_autocast():
-            for runner in self._bound.runners:
+            for runner in self.runners:
                 for x in runner.inputs():
                     self._orthogonalizer.prepare(x, settings=runner.context.ns_settings, device=device)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
@@ -597,11 +600,6 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
 
     # For the engine
-
-    @property
-    def runners(self) -> list[StepRunner]:
-        """The bound step sets with their exchange plans; empty before the optimizer is bound."""
-        return [] if self._bound is None else list(self._bound.runners)
 
     @property
     def bound_steps(self) -> BoundSteps:
