@@ -97,7 +97,9 @@ class Run:
         """The arguments of ``deepspeed_muon.Muon``."""
         rates = {"muon_lr": self.rate, "adam_lr": self.rest}
         decay = {"muon_weight_decay": self.decay / self.rate} if self.decay else {}
-        return {**rates, **decay, **OPTIMIZERS[self.optimizer], "health": False}
+        warmup = {"momentum_warmup": {"from": 0.85, "steps": self.momentum_warmup}}
+        warmup = warmup if self.momentum_warmup else {}
+        return {**rates, **decay, **warmup, **OPTIMIZERS[self.optimizer], "health": False}
 
 
 def read_rows(path: Path) -> dict[Run, Row]:

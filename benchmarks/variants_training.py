@@ -24,7 +24,6 @@ POINTS = 12
 """How often a run measures itself."""
 CURVE_BATCHES, LAST_BATCHES = 8, 64
 MAX_NORM = 1.0
-FIRST_MOMENTUM, MOMENTUM = 0.85, 0.95
 CLIPPED: dict[str, tuple[str, ...]] = {
     "all": ("all",),
     "adamw": ("adamw",),
@@ -93,13 +92,6 @@ def clip(model: GPT, optimizer: torch.optim.Optimizer, policy: str) -> list[floa
     return [float(torch.nn.utils.clip_grad_norm_(sets[name], MAX_NORM)) for name in CLIPPED[policy]]
 
 
-def warm_momentum(optimizer: torch.optim.Optimizer, step: int, steps: int) -> None:
-    """Set the momentum of Muon's groups for a step, which rises linearly and stays from step ``steps`` on."""
-    for group in optimizer.param_groups:
-        if group.get("use_muon"):
-            group["momentum"] = FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * min(1.0, step / steps)
-
-
 def train(run: Run, *, curve: bool = True) -> Row:
     """Trains once. ``loss`` is ``None`` if the run diverged; without ``curve`` only its end is measured."""
     if run.optimizer.endswith("after row sums"):
@@ -132,8 +124,6 @@ def trained(run: Run, points: int) -> Row:
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
-        if run.momentum_warmup:
-            warm_momentum(optimizer, step, run.momentum_warmup)
         measured = points > 0 and (step + 1) % max(1, run.steps // points) == 0
         before = [weight.detach().clone() for weight in hidden] if measured else []
         clock = time.process_time()
