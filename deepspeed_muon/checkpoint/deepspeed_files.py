@@ -42,17 +42,13 @@ from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     OURS,
     SCALE_KEYS,
+    ParameterRecord,
     Progress,
     json_settings,
     saved_schedule,
 )
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records, save_of
-from deepspeed_muon.checkpoint.parameters import (
-    ParameterRecord,
-    PartitionedParameter,
-    Transfer,
-    slices_by_name,
-)
+from deepspeed_muon.checkpoint.parameters import PartitionedParameter, Transfer, slices_by_name
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import counted, logger
 from deepspeed_muon.plan.placement import Placement, flat_placement, full_slice, sharded_placement

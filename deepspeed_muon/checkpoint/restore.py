@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import folder_of, refusing
-from deepspeed_muon.checkpoint.index import OURS, Progress
-from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.parameters import STATE_KEYS, ParameterRecord
+from deepspeed_muon.checkpoint.index import OURS, STATE_KEYS, ParameterRecord, Progress
+from deepspeed_muon.checkpoint.parameters import LiveParameter, LiveState, collect, require_all_ranks
 from deepspeed_muon.checkpoint.settings import (
     SettingsSnapshot,
     check_schedule,

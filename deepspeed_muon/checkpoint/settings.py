@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepspeed_muon.checkpoint.index import COUNTERS, CheckpointIndex, Progress
-from deepspeed_muon.checkpoint.live import LiveState, host_of, optimizer_of
+from deepspeed_muon.checkpoint.parameters import LiveState, host_of, optimizer_of
 from deepspeed_muon.config.settings import GroupSettings, checked_group_settings
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import logger, warn

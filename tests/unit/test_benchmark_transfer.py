@@ -36,10 +36,6 @@ def parabola(best_octave: float, above: dict[int, float]):
     )
 
 
-def test_the_plan_of_the_docstring_is_that_of_the_runs():
-    assert "\n    ".join(["", *transfer.plan(read_rows(variants.RAW))]) in transfer.__doc__
-
-
 def test_two_more_seeds_at_the_rates_that_are_compared():
     rows = trained({}, parabola(math.log2(0.008), {0: 0, 1: 0.1, 2: -0.1}))
     assert transfer.tuned_rate(rows, "match_rms_adamw") == 0.008
