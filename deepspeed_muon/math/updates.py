@@ -76,7 +76,7 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
 
 AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
 
-WIDTH_EXPONENT: dict[AdjustLrName, float] = {"original": 0.0, "match_rms_adamw": -0.65, "spectral": -0.65}
+WIDTH_EXPONENT: dict[AdjustLrName, float] = {"original": -0.15, "match_rms_adamw": -0.65, "spectral": -0.65}
 """Muon's best rate follows ``width ** exponent``, as measured; ``unit_rms_norm`` was not.
 
 ``benchmarks/rates.py`` makes the fit and its table, ``tests/unit/test_benchmark_rates.py`` compares. The last two rules
