@@ -27,11 +27,11 @@ from tests.support.autoep_models import (
     build_source,
     compute_exactly,
     source_state,
-    with_plain_linears,
 )
 from tests.support.comparisons import relative, within
 from tests.support.contract import compare_norms, params_of, train_reference
 from tests.support.counting import count_second_step
+from tests.support.models import with_plain_linears
 from tests.support.moe_hugging_face import EXPERTS as HF_EXPERTS
 from tests.support.moe_hugging_face import HIDDEN as HF_HIDDEN
 from tests.support.moe_hugging_face import INNER as HF_INNER
@@ -40,7 +40,7 @@ from tests.support.moe_hugging_face import build as build_hugging_face
 from tests.support.moe_hugging_face import muon_names
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_GATE, FP32_MODEL, HALF_MODEL, Arithmetic, limits
-from tests.support.tensor_parallel import AUTOTP
+from tests.support.tensor_parallel import autotp
 from tests.support.thinning import each_value, full, usual
 
 STEPS = 4
@@ -61,11 +61,11 @@ def make_engine(
     """Return an engine whose experts AutoEP has divided over ``ep_size`` ranks; ``frozen`` is a part of names."""
     sections = {"expert_parallel": autoep_config(ep_size), **(extra or {})}
     if tensor_size > 1:
-        sections["tensor_parallel"] = {"autotp_size": tensor_size, **AUTOTP}
+        sections["tensor_parallel"] = autotp(tensor_size)
     config = training.ds_config(stage, extra=sections, **settings)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model = build_source(last, loaded=not zero_init)
-        model = model if tensor_size == 1 else with_plain_linears(model)
+        model = model if tensor_size == 1 else with_plain_linears(model, ("up", "down"))
     if zero_init:
         source = source_state(last)
         for name, param in model.named_parameters():

@@ -51,7 +51,7 @@ def settings(folder: str, *, device: str = "nvme", pipelined: bool = False, **mo
         offload |= {"nvme_path": folder, "pipeline_read": pipelined, "pipeline_write": pipelined}
     extra = {"aio": {"block_size": 512}, **more.pop("extra", {})}
     zero = {"offload_optimizer": offload, "sub_group_size": SUB_GROUP}
-    return training.ds_config(3, clipping=0.5, zero=zero, extra=extra, **more)
+    return training.ds_config(3, zero=zero, extra=extra, **{"clipping": 0.5, **more})
 
 
 def read(engine: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def read(engine: Any) -> dict[str, Any]:
             wrapper._release_swap_buffers(index)
             swapped.append([key for key, value in swapped_state.items() if not value.numel()])
     report = {
-        "params": training._assemble(engine, lambda _, tensor: copies[tensor]["fp32"]),
+        "params": training.assemble(engine, lambda _, tensor: copies[tensor]["fp32"]),
         "steps": [value["step"] for value in copies.values()],
         "state": [
             [value[key] for key in sorted(value) if torch.is_tensor(value[key])] for value in copies.values()
@@ -80,7 +80,7 @@ def read(engine: Any) -> dict[str, Any]:
         "swapped": swapped,
     }
     if optimizer.state_policy.momentum_dtype != "int8":
-        report["momentum"] = training._assemble(engine, lambda _, t: copies[t].get("momentum_buffer"))
+        report["momentum"] = training.assemble(engine, lambda _, t: copies[t].get("momentum_buffer"))
     return report
 
 

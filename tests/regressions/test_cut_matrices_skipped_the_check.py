@@ -64,7 +64,7 @@ def train_scaled(
 
     strategy.orthogonalize_sharded = spoiling(original)
     config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
-    engine = tensor_parallel._engine("megatron", 2, config)
+    engine = tensor_parallel.make_engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     for runner in optimizer.runners:
         whole = runner._strategy._local

@@ -34,9 +34,8 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
     elif kind == "pipeline":
         model, _ = pipelines.make_pipeline(topology.get("model", "tied"), size)
     elif kind == "autotp":
-        config["tensor_parallel"] = {"autotp_size": size, **tensor_parallel.AUTOTP}
-        torch.manual_seed(0)
-        model = tensor_parallel.PlainLinears()
+        config["tensor_parallel"] = tensor_parallel.autotp(size)
+        model = tensor_parallel.plain_linears()
     elif kind == "megatron":
         mpu = tensor_parallel.Mpu(size)
         mark = topology.get("mark", "all")
