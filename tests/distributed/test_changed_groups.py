@@ -6,7 +6,6 @@ Parameters are frozen and unfrozen, the engine's model tells more than the progr
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +52,15 @@ def unfreeze(
     elif not own:
         config = training.ds_config(stage, precision=precision)
     engine = training.initialize(model, config, optimizer=optimizer)
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed_muon").addHandler(handler)
-    try:
-        for step in range(4):
-            training.run_step(engine, step, rank, world_size, 1)
-            if step == 0:
-                model.requires_grad_(True)
-    finally:
-        logging.getLogger("deepspeed_muon").removeHandler(handler)
+    messages = training.heard()
+    for step in range(4):
+        training.run_step(engine, step, rank, world_size, 1)
+        if step == 0:
+            model.requires_grad_(True)
     return {
         "params": training.full_masters(engine),
         "messages": [text for text in messages if "unfrozen" in text],
         "routes": {route.name: route.algorithm for route in deepspeed_muon.routes(engine)},
-        "groups": len(engine.basic_optimizer.param_groups),
     }
 
 

@@ -397,25 +397,6 @@ def monitored(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     return report
 
 
-def refused(rank: int, world_size: int, **settings: Any) -> str:
-    return training.refusal(lambda: training.make_engine(training.ds_config(**settings)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"stage": 2, "params": {"clip": "separate"}}, "clip other than all, with gradient_clipping 0"),
-        (
-            {"stage": 0, "clipping": 1.0, "params": {"clip": "adamw_only"}},
-            "optimizer.params.clip: Input should be 'all', 'adamw' or 'separate' (got 'adamw_only')",
-        ),
-    ],
-)
-def test_refused(ranks: Any, settings: dict[str, Any], text: str) -> None:
-    for message in ranks(1).run(refused, **settings):
-        assert message.startswith("ConfigError") and text in message, message
-
-
 def test_refused_without_deepspeed() -> None:
     model = build("toy")
     optimizer = Muon(model, clip="separate")

@@ -85,6 +85,7 @@ DIFFERENCES: list[tuple[dict[str, Any], str]] = [
     ({"params": {"momentum": 0.9}}, "momentum"),
     ({"params": {"exclude": ["blocks.0.*"]}}, "routes"),
     ({"gradient_clipping": 0.7}, "gradient_clipping"),
+    ({"params": {"health": 7}}, "optimizer.params.health"),
 ]
 
 
@@ -94,13 +95,13 @@ DIFFERENCES: list[tuple[dict[str, Any], str]] = [
 def test_ranks_that_disagree_fail_on_every_rank(
     ranks: Any, difference: dict[str, Any], said: str, stage: int
 ) -> None:
-    for text in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference, common={}):
+    for text in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference):
         assert text.startswith("RankDisagreementError: ") and said in text and "[2]" in text, text
 
 
 def test_error_on_one_rank_stops_all(ranks: Any) -> None:
     wrong = "ConfigError: optimizer.params: unknown key 'momentun'; did you mean 'momentum'?"
-    texts = ranks(3).run(try_to_start, stage=3, on_last_rank={"params": {"momentun": 0.9}}, common={})
+    texts = ranks(3).run(try_to_start, stage=3, on_last_rank={"params": {"momentun": 0.9}})
     assert all(text.startswith("RankDisagreementError: ") for text in texts[:2]), texts
     assert f"rank 2: {wrong}" in texts[0] and texts[2].startswith(wrong)
 
@@ -109,13 +110,15 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
     ("change", "kind", "said"),
     [
         ({"params": {"lr": -0.1}}, "ConfigError", "optimizer.params.lr"),
+        ({"params": {"clip": "adamw_only"}}, "ConfigError", "clip: Input should be 'all', 'adamw' or 'separate'"),
+        ({"params": {"clip": "separate"}}, "ConfigError", "clip other than all, with gradient_clipping 0"),
         ({"params": {"ns_schedule": "cans", "ns_steps": 7}}, "ConfigError", "set ns_steps to 5"),
         ({"params": {"exclude": ["bloks.*"]}}, "RoutingError", "matches no parameter"),
         ({"optimizer": {"type": "Muon", "parms": {}}}, "ConfigError", "'parms'; did you mean 'params'?"),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:
-    for text in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
+    for text in ranks(2).run(try_to_start, stage=1, common=change):
         assert text.startswith(f"{kind}: ") and said in text, text
 
 

@@ -202,16 +202,6 @@ def test_a_schedule_that_diverges_in_bf16(ranks: Any) -> None:
     assert not all(bool(torch.isfinite(value).all() and value.abs().max() < 100) for value in blind.values())
 
 
-def disagree(rank: int, world_size: int) -> str:
-    start = lambda: training.make_engine(training.ds_config(1, params={"health": 1 + rank}))  # noqa: E731
-    return training.refusal(start, deepspeed_muon.RankDisagreementError)
-
-
-def test_ranks_with_other_settings_are_told(ranks: Any) -> None:
-    for message in ranks(2).run(disagree):
-        assert "optimizer.params.health" in message
-
-
 # A bad row moment of NorMuon (from a damaged state) made its whole matrix NaN: only what came before was checked.
 
 BETA2 = 0.9

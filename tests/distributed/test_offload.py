@@ -135,7 +135,7 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
     ],
 )
 def test_refused(ranks: Any, change: dict[str, Any], said: list[str]) -> None:
-    for text in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
+    for text in ranks(2).run(try_to_start, stage=1, common=change):
         assert text.startswith("ConfigError: ") and all(words in text for words in said), text
 
 

@@ -279,10 +279,15 @@ def train(
 
 
 def try_to_start(
-    rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    common: dict[str, Any] | None = None,
+    on_last_rank: dict[str, Any] | None = None,
 ) -> str:
-    """Start an engine whose configuration differs on the last rank; return the error."""
-    changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
+    """Start an engine whose configuration is changed, or on the last rank only; return the error."""
+    changes = {**(common or {}), **(on_last_rank or {} if rank == world_size - 1 else {})}
     config = ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
     return refusal(lambda: make_engine({**config, **changes}).destroy())
 
