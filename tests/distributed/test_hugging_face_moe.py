@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from itertools import product
 from typing import Any
@@ -14,7 +13,7 @@ from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 
 import deepspeed_muon
 from tests.support import training
-from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
+from tests.support.accelerate_ranks import NEEDS_ACCELERATE, reset_hugging_face, use_cpu_ranks
 from tests.support.comparisons import all_within, relative
 from tests.support.contract import compare_norms
 from tests.support.moe_hugging_face import (
@@ -31,11 +30,7 @@ from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, limits
 from tests.support.thinning import each_value, full, usual
 
-MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: the extra 'hf'"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would take the GPU, DeepSpeed the CPU"),
-]
+pytestmark = NEEDS_ACCELERATE
 
 STEPS = 3
 # As in test_hugging_face: a router's gradients are small, and AdamW divides by their size.

@@ -53,45 +53,56 @@ def refused(folder: Path, *needles: str) -> None:
         assert needle in str(caught.value), str(caught.value)
 
 
-BAD = [
+def test_good_values_are_read(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert verify_folder(tmp_path).groups == [GROUP]
+    assert checked_settings([GROUP], "here")[0]["betas"] == (0.9, 0.95)
+
+
+SETTINGS = [
     *(("lr", value) for value in (-1, "0.1", None, True)),
     *(("betas", value) for value in ([2, 3], [0.9], [True, False])),
-    *[
+    *(
         ("initial_lr", -1),
         ("lr_ratio", "x"),
         ("weight_decay", -0.1),
         ("momentum", 5),
         ("eps", 0),
         ("beta2", 1),
-    ],
-    *[("adjust_lr_fn", "mystery"), ("nesterov", 2), ("weight_decay_mode", "sideways")],
+    ),
+    *(("adjust_lr_fn", "mystery"), ("nesterov", 2), ("weight_decay_mode", "sideways")),
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), BAD)
+@pytest.mark.parametrize(("key", "value"), SETTINGS)
 def test_settings_pass_the_checks_of_the_configuration(tmp_path: Path, key: str, value: Any) -> None:
-    path = write(tmp_path)
-    assert verify_folder(tmp_path).groups == [GROUP]
-    assert checked_settings([GROUP], "here")[0]["betas"] == (0.9, 0.95)
-    edit(path, lambda content: content["groups"][0].update({key: value}))
+    edit(write(tmp_path), lambda content: content["groups"][0].update({key: value}))
     refused(tmp_path, f"param group 0.{key}", "hyperparameters=False")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("cur_scale", 0), ("cur_iter", -3), ("cur_iter", 1.5), ("last_overflow_iter", -2), ("surprise", 1)],
-)
-def test_loss_scale(tmp_path: Path, key: str, value: Any) -> None:
-    edit(write(tmp_path), lambda content: content["progress"]["loss_scale"].update({key: value}))
-    refused(tmp_path, key)
+LOSS_SCALE = [
+    ("cur_scale", 0),
+    ("cur_iter", -3),
+    ("cur_iter", 1.5),
+    ("last_overflow_iter", -2),
+    ("surprise", 1),
+]
+COUNTERS = product(["global_steps", "global_samples", "skipped_steps"], [-1, 1.5, "3", True, 1 << 62])
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    each_value(product(["global_steps", "global_samples", "skipped_steps"], [-1, 1.5, "3", True, 1 << 62])),
+    ("section", "key", "value"),
+    [
+        *(("loss_scale", *case) for case in LOSS_SCALE),
+        *each_value(("", *case) for case in COUNTERS),
+    ],
 )
-def test_counters(tmp_path: Path, key: str, value: Any) -> None:
-    edit(write(tmp_path), lambda content: content["progress"].update({key: value}))
+def test_progress(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    def change(content: dict[str, Any]) -> None:
+        progress = content["progress"]
+        (progress[section] if section else progress)[key] = value
+
+    edit(write(tmp_path), change)
     refused(tmp_path, key)
 
 
