@@ -31,14 +31,23 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "kind"),
-    [(0, 2, "toy"), (1, 3, "mixed"), full(2, 4, "toy"), (3, 2, "unused"), (3, 4, "toy"), full(3, 3, "mixed")],
+    ("stage", "world", "kind", "wire"),
+    [
+        (0, 2, "toy", "bf16"),
+        (1, 3, "mixed", "bf16"),
+        full(2, 4, "toy", "bf16"),
+        (3, 2, "unused", "bf16"),
+        (3, 4, "toy", "bf16"),
+        full(3, 3, "mixed", "bf16"),
+        full(0, 2, "toy", "int8"),
+        (3, 3, "toy", "int8"),
+    ],
 )
-def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str) -> None:
+def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str, wire: str) -> None:
     """The same sums in the same order: equal to the last bit, with the same messages."""
     outcomes = []
     for overlap in (False, True):
-        params = {"exchange_chunk_numel": CHUNK, "exchange_overlap": overlap, "wire_dtype": "bf16"}
+        params = {"exchange_chunk_numel": CHUNK, "exchange_overlap": overlap, "wire_dtype": wire}
         idle = {"idle_from": 2} if kind == "unused" else {}
         settings = {"stage": stage, "kind": kind, "steps": 3, "params": params, **idle}
         outcomes.append(ranks(world).run(training.train, **settings))
@@ -134,19 +143,18 @@ def across_calls(
     """
     extra = {"bf16": {"enabled": True}} if bf16 else {}
     zero: dict[str, Any] = {"sub_group_size": 400} if stage == 3 else {}
-    params = {
-        "exchange_chunk_numel": CHUNK,
-        "exchange_overlap": overlap,
-        "wire_dtype": "bf16",
-    }
+    params = {"exchange_chunk_numel": CHUNK, "exchange_overlap": overlap, "wire_dtype": "bf16"}
     config = training.ds_config(stage, zero=zero, extra=extra, params=params)
     model = build("toy", width=24)
     named = list(model.named_parameters())
-    halves = [[p for n, p in named if ("up" in n) == up] for up in (True, False)]
-    groups = [{"params": half, "lr": rate} for half, rate in zip(halves, (0.02, 0.01), strict=True)]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    groups = [
+        {"params": [param for name, param in named if ("up" in name) == up], "lr": rate}
+        for up, rate in ((True, 0.02), (False, 0.01))
+    ]
+    engine = training.initialize(model, config, model_parameters=groups)
     optimizer = deepspeed_muon.muon_optimizer(engine)
-
+    with_matrices = max(number for number, runner in enumerate(optimizer.runners) if runner.plan.matrices)
+    chosen = with_matrices if lose == "matrices" else len(optimizer.runners) - 1
     inner, calls = optimizer.step, []
     gradients: list[StorageWeakRef] = []
     kept = 0
@@ -161,13 +169,12 @@ def across_calls(
             if param.grad is not None
         ]
         calls.append(0)
-        chosen = len(optimizer.runners) - 1 if lose == "others" else lose_at(optimizer)
         if lose and len(calls) == 2 * len(optimizer.runners) + chosen + 1:
             # As in an engine that exchanges flags in each call: ZeRO has looked at the gradients before.
             optimizer.bound_steps.forget_flags()
-            held = [param for group in optimizer.param_groups for param in group["params"]]
             if rank == 0:
-                held[0].grad.view(-1)[0] = float("inf")
+                first = next(param for group in optimizer.param_groups for param in group["params"])
+                first.grad.view(-1)[0] = float("inf")
         return inner(*args)
 
     optimizer.step = step
@@ -183,11 +190,6 @@ def across_calls(
         "kept gradients": kept,
         "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer.runners),
     }
-
-
-def lose_at(optimizer: Any) -> int:
-    """Return the number of the last step set with matrices."""
-    return max(number for number, runner in enumerate(optimizer.runners) if runner.plan.matrices)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_muon.variants import VARIANTS
+from tests.support.contract import params_of
 from tests.support.counting import count_a_step, counted
 from tests.support.host_waits import count_waits
 from tests.support.thinning import full, pairwise, usual
@@ -37,16 +38,19 @@ def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
         assert really == pytest.approx(predicted, rel=0.02), result
 
 
+HEADS = {"matrices": {"*": {"heads": "config"}}}
+
+
 @pytest.mark.parametrize(
     ("stage", "world", "kind", "params"),
     [
         (0, 2, "mixed", {}),
         full(1, 4, "mixed", {}),
-        full(2, 3, "heads", {"matrices": {"*": {"heads": "config"}}}),
+        full(2, 3, "heads", HEADS),
         full(3, 2, "mixed", {}),
-        (3, 4, "heads", {"matrices": {"*": {"heads": "config"}}}),
+        (3, 4, "heads", HEADS),
         (2, 4, "mixed", {"variant": "normuon"}),
-        (3, 3, "heads", {"variant": "normuon", "matrices": {"*": {"heads": "config"}}}),
+        (3, 3, "heads", {"variant": "normuon", **HEADS}),
     ],
 )
 def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params: dict[str, Any]) -> None:
@@ -108,17 +112,10 @@ STAGES_AND_DTYPES = [
 CASES = [(*case, variant) for case in STAGES_AND_DTYPES for variant in VARIANTS]
 
 
-def waiting_settings(variant: str, stage: int, dtype: str) -> dict[str, Any]:
-    """Return the arguments with which the waits of a variant are counted."""
-    params: dict[str, Any] = {"ns_backend": "torch", "variant": variant, "health": 1000}
-    if variant == "hyperball":
-        params["muon_weight_decay"] = 0.0
-    return {"stage": stage, "clipping": 1.0, "precision": dtype, "params": params}
-
-
 @pytest.mark.parametrize(("stage", "dtype", "variant"), pairwise(CASES))
 def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
     """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
-    for counts in ranks(2).run(count_waits, **waiting_settings(variant, stage, dtype)):
+    params = {**params_of(variant), "ns_backend": "torch", "health": 1000}
+    for counts in ranks(2).run(count_waits, stage=stage, clipping=1.0, precision=dtype, params=params):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts
