@@ -180,12 +180,10 @@ class Filters(nn.Module):
 
 
 def engine_of(seed: int) -> Any:
-    import deepspeed
-
     torch.manual_seed(seed)
     model = Filters()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.named_parameters()), config=training.ds_config(0)
+    engine = training.initialize(
+        model, training.ds_config(0), model_parameters=list(model.named_parameters())
     )
     model.to(memory_format=torch.channels_last)  # DeepSpeed does not broadcast weights of such strides
     assert not model.conv.weight.is_contiguous()
