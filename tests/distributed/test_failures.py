@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -130,11 +129,11 @@ def left_out(rank: int, world_size: int, *, stage: int) -> Any:
     params = {"wire_dtype": "fp16", "nonfinite_grad": "error"}
     config = ds_config(stage, params=params, zero={"sub_group_size": 500} if stage == 3 else {})
     model = build("toy", exact=False)
-    own = [p for name, p in model.named_parameters() if name == "blocks.1.up.weight"]
-    others = [p for p in model.parameters() if p is not own[0]]
-    groups = [{"params": others}, {"params": own, "muon_lr": 0.01}]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
-    handle = own[0].register_hook(lambda grad: grad * 1e9)
+    matrix = model.get_parameter("blocks.1.up.weight")
+    others = [param for param in model.parameters() if param is not matrix]
+    groups = [{"params": others}, {"params": [matrix], "muon_lr": 0.01}]
+    engine = training.initialize(model, config, model_parameters=groups)
+    handle = matrix.register_hook(lambda grad: grad * 1e9)
     training.run_step(engine, 0, rank, world_size, 1)
     handle.remove()
     before = tensors_of(engine)
@@ -165,11 +164,10 @@ def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) 
     if how == "all" and odd:
         model = build("toy", width=20)
     config = training.ds_config(stage)
-    given: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    optimizer = None
     if client == "instance":
-        del config["optimizer"]
-        given = {"optimizer": deepspeed_muon.Muon(model, lr=0.02)}
-    start = lambda: deepspeed.initialize(model=model, config=config, **given)  # noqa: E731
+        optimizer = deepspeed_muon.Muon(model, **config.pop("optimizer")["params"])
+    start = lambda: training.initialize(model, config, optimizer=optimizer)  # noqa: E731
     return training.refusal(start, deepspeed_muon.RankDisagreementError)
 
 
