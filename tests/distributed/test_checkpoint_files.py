@@ -19,7 +19,6 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import (
     NEXT_LOSS_HALF,
-    OFFLOAD,
     PERSISTENT,
     ROUND,
     SMALL,
@@ -34,6 +33,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value, full
+from tests.support.training import OFFLOAD
 
 
 @pytest.fixture(scope="module")

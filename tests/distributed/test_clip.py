@@ -21,7 +21,6 @@ from tests.support.autoep_models import AUTOEP_MATRICES, STACKS
 from tests.support.autoep_models import build_plain as build_autoep
 from tests.support.comparisons import all_within, relative, within
 from tests.support.contract import STEPS, backward, train_reference
-from tests.support.host_waits import count_waits
 from tests.support.models import GRIDS, MATRICES, Linear, batch, build
 from tests.support.moe_models import MOE_MATRICES
 from tests.support.moe_models import build_plain as build_moe
@@ -294,22 +293,6 @@ def test_autoep(ranks: Any, stage: int, setting: str, clip: str) -> None:
 def test_nvme(ranks: Any, tmp_path: Path, clip: str) -> None:
     """Sub-groups whose masters are on the disk between steps; the norms of their gradients are not."""
     check(ranks(2), "tests.distributed.test_nvme:train", "toy", 2, clip, clipping=0.5, folder=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "extra"),
-    [full(0, "fp32", {}), (0, "bf16", {}), (1, "fp16", {}), (1, "bf16", FP32_SUMS), full(3, "bf16", {})],
-)
-def test_no_wait_is_added(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
-    """The norms by algorithm are read together with the status of the gradients, or stay on the device."""
-    waits = []
-    for clip in ("all", "separate"):
-        params = {"ns_backend": "torch", "health": 1000, "clip": clip}
-        (counts,) = ranks(1).run(
-            count_waits, stage=stage, clipping=LIMIT, precision=precision, extra=extra, params=params
-        )
-        waits.append(sum(n for where, n in counts.items() if where.startswith("deepspeed_muon")))
-    assert waits == [1, 1]
 
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # What else decides where fragments lie and travel.
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
-    "offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "offload": {"stage": 2, "zero": training.OFFLOAD},
     "round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
     "sub-groups": {"stage": 3, "zero": {"sub_group_size": 150}},
     "chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},

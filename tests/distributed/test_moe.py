@@ -150,12 +150,6 @@ def test_ways_of_passing_the_parameters(ranks: Any, groups: str, stage: int) -> 
     assert found == {("muon", False), ("adamw", False), ("muon", True), ("adamw", True)}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("stage", [1, 2])
-def test_offload(ranks: Any, stage: int) -> None:
-    compare(ranks(4).run(train, stage=stage, ep_size=2, clipping=0.5, zero=training.OFFLOAD), 4, 0.5)
-
-
 @pytest.mark.parametrize(
     ("stage", "precision", "extra"),
     [(1, "bf16", training.FP32_SUMS), full(2, "bf16", {}), (0, "fp16", {})],

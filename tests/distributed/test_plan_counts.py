@@ -14,6 +14,7 @@ from tests.support.contract import params_of
 from tests.support.counting import count_a_step, counted
 from tests.support.host_waits import count_waits
 from tests.support.thinning import full, pairwise, usual
+from tests.support.training import FP32_SUMS
 
 
 def assert_as_predicted(result: dict[str, Any], *keys: str) -> None:
@@ -101,21 +102,20 @@ def test_collectives_are_counted_by_any_name(ranks: Any) -> None:
 
 
 STAGES_AND_DTYPES = [
-    (3, "bf16"),
-    (3, "fp16"),
-    (2, "fp16"),
-    (1, "fp16"),
-    (1, "bf16"),
-    (0, "bf16"),
-    (0, "fp32"),
+    *((3, "bf16"), (3, "fp16"), (2, "fp16"), (1, "fp16"), (1, "bf16"), (1, "bf16, fp32 sums")),
+    *((0, "bf16"), (0, "fp32")),
 ]
-CASES = [(*case, variant) for case in STAGES_AND_DTYPES for variant in VARIANTS]
+CASES = [
+    (*case, variant, clip)
+    for case, variant, clip in product(STAGES_AND_DTYPES, VARIANTS, ("all", "separate"))
+]
 
 
-@pytest.mark.parametrize(("stage", "dtype", "variant"), pairwise(CASES))
-def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
-    """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
-    params = {**params_of(variant), "ns_backend": "torch", "health": 1000}
-    for counts in ranks(2).run(count_waits, stage=stage, clipping=1.0, precision=dtype, params=params):
+@pytest.mark.parametrize(("stage", "dtype", "variant", "clip"), pairwise(CASES))
+def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str, clip: str) -> None:
+    """Status, overflow, norm and those by algorithm are read at once; what DeepSpeed itself waits for counts apart."""
+    params = {**params_of(variant), "ns_backend": "torch", "health": 1000, "clip": clip}
+    settings = {"precision": dtype.partition(",")[0], "extra": FP32_SUMS if "sums" in dtype else {}}
+    for counts in ranks(2).run(count_waits, stage=stage, clipping=0.2, params=params, **settings):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts

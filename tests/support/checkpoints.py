@@ -181,9 +181,6 @@ SMALL = {"sub_group_size": 200}
 ROUND = {"round_robin_gradients": True}
 
 
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-
-
 PERSISTENT = {"stage3_param_persistence_threshold": 300}
 
 

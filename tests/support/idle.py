@@ -31,12 +31,6 @@ MANNERS = (
 )
 
 
-CPU = {"device": "cpu"}
-
-
-OFFLOAD = {"offload_optimizer": CPU}
-
-
 def lead(
     rank: int,
     world_size: int,
