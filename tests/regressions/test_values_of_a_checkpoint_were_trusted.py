@@ -192,53 +192,42 @@ def test_verify_names_tensors_that_are_not_finite(tmp_path: Path, capsys: Any) -
     assert cli.main(["checkpoint", "verify", "--allow-nonfinite", str(tmp_path)]) == 0
 
 
-def diverged(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
+def saved(rank: int, world_size: int, *, folder: str, stage: int, diverges: bool = False) -> None:
     engine = training.make_engine(training.ds_config(stage))
     training.run_step(engine, 0, rank, world_size, 1)
     optimizer = engine.basic_optimizer
     for partition in (p for runner in optimizer.runners for p in runner.step_set.partitions):
         for key in ("momentum_buffer", "exp_avg"):
             state = optimizer.state[partition.tensor].get(key)
-            if state is not None and rank == 0:
+            if state is not None and rank == 0 and diverges:
                 state.view(-1)[0] = math.inf if partition.muon else math.nan
     consolidate(engine, folder)
 
 
-def restored(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
+def restored(rank: int, world_size: int, *, folder: str, stage: int, options: dict[str, bool]) -> Any:
+    """Report why a set is refused; then restore it with options, and report what the engine has."""
     engine = training.make_engine(training.ds_config(stage), seed=7)
     training.run_step(engine, 0, rank, world_size, 1)
     message, changed = attempted(engine, lambda: restore(engine, folder))
-    restore(engine, folder, allow_nonfinite=True)
+    restore(engine, folder, **options)
     found = [bool(torch.isfinite(state).all()) for state in training.full_states(engine, "exp_avg").values()]
-    return {"message": message, "changed": changed, "finite": found}
+    rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
+    return {"message": message, "changed": changed, "finite": found, "rates": rates}
 
 
 def test_a_state_with_nan_is_restored_only_when_asked_for(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(diverged, folder=str(tmp_path), stage=2)
-    for result in ranks(2).run(restored, folder=str(tmp_path), stage=3):
+    ranks(2).run(saved, folder=str(tmp_path), stage=2, diverges=True)
+    options = {"allow_nonfinite": True}
+    for result in ranks(2).run(restored, folder=str(tmp_path), stage=3, options=options):
         assert "allow_nonfinite=True" in result["message"] and "(exp_avg)" in result["message"], result
         assert "(momentum_buffer)" in result["message"]
         assert not result["changed"] and not all(result["finite"])
 
 
-def settings_restored(rank: int, world_size: int, *, folder: str) -> Any:
-    """Try a set whose settings are refused; then the same without its settings."""
-    engine = training.make_engine(training.ds_config(1), seed=7)
-    message, changed = attempted(engine, lambda: restore(engine, folder))
-    restore(engine, folder, hyperparameters=False)
-    rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
-    return {"message": message, "changed": changed, "rates": rates}
-
-
-def saved(rank: int, world_size: int, *, folder: str) -> Any:
-    engine = training.make_engine(training.ds_config(1))
-    training.run_step(engine, 0, rank, world_size, 1)
-    consolidate(engine, folder)
-
-
 def test_bad_settings_are_refused_by_restore(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(saved, folder=str(tmp_path))
+    ranks(2).run(saved, folder=str(tmp_path), stage=1)
     edit(tmp_path / INDEX, lambda content: content["groups"][0].update(lr=-1))
-    for result in ranks(2).run(settings_restored, folder=str(tmp_path)):
+    options = {"hyperparameters": False}
+    for result in ranks(2).run(restored, folder=str(tmp_path), stage=1, options=options):
         assert "param group 0.lr" in result["message"] and not result["changed"], result
         assert result["rates"] == [0.02, 3e-3]
