@@ -245,7 +245,10 @@ def refused(rank: int, world_size: int, *, how: str, stage: int) -> dict[str, An
     return {"message": message, "unchanged": before == after}
 
 
-OUTSIDE = ["RoutingError: ", "not in the model of deepspeed.initialize: temperature"]
+OUTSIDE = [
+    "ConfigError: the optimizer has parameters that are",
+    "not in the model of deepspeed.initialize: temperature",
+]
 REPLACED = [f"RoutingError: parameter {LATE}up.weight of the optimizer is not the model's", "pass a function"]
 SCHEDULED = [
     "RoutingError: the learning-rate scheduler was made for 2 param groups",
