@@ -57,13 +57,18 @@ def offloaded(
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero", "kernel"),
-    [*((stage, CPU, "deepspeed_cpu_adam") for stage in (1, 2, 3)), (3, {}, "torch_fused")],
+    ("stage", "zero", "client", "kernel"),
+    [
+        *((stage, CPU, False, "deepspeed_cpu_adam") for stage in (1, 2, 3)),
+        # Ours brings the native Adam along, so ``zero_force_ds_cpu_optimizer: false`` need not be set.
+        *((stage, CPU, True, "deepspeed_cpu_adam") for stage in (2, 3)),
+        (3, {}, False, "torch_fused"),
+    ],
 )
 def test_the_native_adam_runs_where_state_is_offloaded(
-    ranks: Any, stage: int, zero: dict[str, Any], kernel: str
+    ranks: Any, stage: int, zero: dict[str, Any], client: bool, kernel: str
 ) -> None:
-    for result in (results := ranks(2).run(offloaded, stage=stage, zero=zero)):
+    for result in (results := ranks(2).run(offloaded, stage=stage, zero=zero, client=client)):
         assert result["kernels"] == [kernel], result["reasons"]
         assert result["devices"] == ["cpu"]
     compare(results, "toy", 2, 0.5)
@@ -78,12 +83,6 @@ def test_twin_flow_matches_the_reference(ranks: Any) -> None:
         compare(results, "toy", 2, 0.5)
         assert results[0]["group_keys"] == plain[0]["group_keys"]
         assert results[0]["sub_groups"] > 2
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_client_optimizer_can_be_offloaded(ranks: Any, stage: int) -> None:
-    """Ours brings the native Adam along, so ``zero_force_ds_cpu_optimizer: false`` need not be set."""
-    compare(ranks(2).run(offloaded, stage=stage, zero=CPU, client=True), "toy", 2, 0.5)
 
 
 HALF = {"enabled": True, "bf16_master_weights_and_grads": True}
