@@ -124,19 +124,14 @@ def recording_trainer() -> type:
             self.seen: list[Tensor] = []
             self.losses: list[float] = []
             self.rates: list[list[float]] = []
-            self.saved_state: dict[str, Any] = {}
-
-        def keep_state(self, step: int) -> None:
-            """Keep masters and momentum as they are after ``SAVED_AT`` steps."""
-            if step == SAVED_AT:
-                self.saved_state = training.outcome(self.model_wrapped)
+            self.saved_state: dict[str, Any] = {}  # after SAVED_AT steps
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             output = super().compute_loss(model, inputs, *args, **kwargs)
             if model.training:
                 loss = output[0] if isinstance(output, tuple) else output
-                if not self.saved_state:
-                    self.keep_state(self.state.global_step)
+                if not self.saved_state and self.state.global_step == SAVED_AT:
+                    self.saved_state = training.outcome(self.model_wrapped)
                 self.seen.append(inputs["input_ids"].clone())
                 self.losses.append(float(loss))
                 optimizer = deepspeed_muon.muon_optimizer(self.model_wrapped)
@@ -187,9 +182,7 @@ def trainer_run(
     start = gathered_weights(model)
     extra: dict[str, Any] = {}
     if client:
-        rates = {"muon_lr": RATES["muon_lr"], "adam_lr": RATES["learning_rate"]}
-        fixed = {"betas": (0.9, 0.95), "eps": 1e-6, "ns_dtype": "fp32", "wire_dtype": "fp32"}
-        chosen = {"model": model, **rates, **fixed, "weight_decay": 0.1}
+        chosen = {**training.MUON_PARAMS, "model": model, "eps": 1e-6}
         extra["optimizer_cls_and_kwargs"] = (deepspeed_muon.Muon, chosen)
     trainer = recording_trainer()(
         model=model, args=arguments, train_dataset=rows(64, 1), eval_dataset=rows(6, 2), **extra
