@@ -141,7 +141,7 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
 
     import deepspeed_muon
     from deepspeed_muon.checkpoint.layout_record import record_of
-    from deepspeed_muon.checkpoint.live import collect, describe_parameters
+    from deepspeed_muon.checkpoint.parameters import collect, describe_parameters
     from deepspeed_muon.engine.topology import read_step_sets
     from deepspeed_muon.routing.param_groups import order_for_partitions
     from deepspeed_muon.transport.agreement import agree

@@ -93,18 +93,19 @@ class Muon(torch.optim.Optimizer):
         stats: Counters of what was sent and orthogonalised.
         recorder: Samples and counters of :func:`deepspeed_muon.health`.
         ranks: The ranks of the engine; this one alone without DeepSpeed.
-        host: What checkpoints need of the engine, a :class:`deepspeed_muon.checkpoint.live.Host`.
+        host: What checkpoints need of the engine, a :class:`deepspeed_muon.checkpoint.parameters.Host`.
         overflow: Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         skipped_steps: How many steps were skipped.
         rates_of_step: ``id`` of each param group to its rate in the last step, after which a schedule changed it.
         measure_norms: Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it, and in a
             sampled step behind it those by algorithm.
         norms_by_algorithm: The norm of the raw gradients in the last step, of all ranks, by algorithm; empty where
-            nobody measured them, ``None`` where they cannot be told apart.
+            nobody measured them, ``None`` where DeepSpeed mixes the algorithms up in one norm.
         frozen_on_some_rank: Whether any rank has parameters that are frozen, and may be unfrozen later.
         qk_clip: Attention logits and what clips them; ``None`` without the setting.
         step_ends_outside: Whether the engine clears the logits after a step, which is several calls of :meth:`step`.
         exchange_buffers: The communication buffers, once the optimizer is bound.
+        runners: The runner of each step set, with its exchange plan; empty before the optimizer is bound.
     """
 
     # torch's GradScaler then sets grad_scale and found_inf on this object for the time of a step, instead of
@@ -124,7 +125,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Route the parameters and make the param groups.
 
-        A rate that is a tensor of one element stays that tensor in the groups.
+        A learning rate that is given as a tensor of one element is stored in the groups as that tensor.
 
         Args:
             params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of
@@ -133,7 +134,8 @@ class Muon(torch.optim.Optimizer):
                 number under ``caller_group``.
             lr, **settings: The keys of ``optimizer.params``.
             model: The module that ``params`` belongs to, if that is no module itself: its names and module types
-                tell embeddings, heads and convolutions from hidden matrices. ``deepspeed.initialize`` tells them, too.
+                distinguish embeddings, heads and convolutions from hidden matrices. ``deepspeed.initialize`` passes it,
+                too.
 
         Raises:
             ConfigError: If a setting is unknown or out of range.
@@ -209,6 +211,7 @@ class Muon(torch.optim.Optimizer):
         self._equal_rates = EqualRates(config.reference_lr)
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
+        self.runners: list[StepRunner] = []
         # Whether refuse_zero_weights has seen the weights since the optimizer was bound.
         self._norms_are_checked = False
         # Tensors of the param groups that are in no step set, because their routes say frozen.
@@ -242,13 +245,15 @@ class Muon(torch.optim.Optimizer):
         """
         facts = {"muon_numel": 0.0, "adamw_numel": 0.0}
         adam_sizes: list[float] = []  # the RMS of an update of each group
-        for group in reversed(self.param_groups):  # of several groups the first one's rate counts
+        # Reversed, so that the first group of an algorithm overwrites the rates of later ones.
+        for group in reversed(self.param_groups):
             if group["algorithm"] == "muon":
                 configured = group["lr_ratio"] * self.config.reference_lr
                 facts |= {"muon_lr": self.muon_lr, "configured_lr": configured}
             else:
                 lr, beta = self.rates_of_step.get(id(group), float(group["lr"])), group["betas"][0]
-                # Of gradients that are noise; arXiv 2502.16982 measured 0.2 to 0.4 times the rate.
+                # For gradients that are noise: 0.23 times the rate for beta 0.9; arXiv 2502.16982 measured 0.2 to 0.4.
+                # The mean m of such gradients has (1 - beta) / (1 + beta) of their variance, and sqrt(v) is their size.
                 adam_sizes.append(lr * math.sqrt((1 - beta) / (1 + beta)))
                 facts |= {"adam_lr": lr, "adam_rms": adam_sizes[-1]}
         for route in self.routes:
@@ -298,6 +303,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # In the first step, and after parameters were converted or unfrozen.
         if not self.managed:
             self._bind_to_parameters()
         elif self._bound is None:
@@ -321,6 +327,7 @@ class Muon(torch.optim.Optimizer):
             self.refuse_zero_weights()
             self.warn_of_equal_rates()
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
+        # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if self.qk_clip is not None:
             self.qk_clip.reduce()  # a collective, so before anything that some of the ranks might skip
@@ -336,6 +343,7 @@ class Muon(torch.optim.Optimizer):
             grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
             norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
         if measured:
+            # The gradients were measured as they are stored: times the scale.
             divisor = 1.0 if scale is None else float(scale)
             unscaled = {key: norm / divisor for key, norm in zip(measured, norms, strict=True)}
             self._global_grad_norm = float(unscaled.pop("all"))
@@ -348,7 +356,7 @@ class Muon(torch.optim.Optimizer):
         nonfinite = [name for report in reports for name in report.nonfinite]
         if nonfinite:
             self._skip(nonfinite)
-            current, reports = [], []
+            current, reports = [], []  # nothing is updated, but attention logits are cleared
 
         # 4. Muon: momentum, all-to-all to the owners, orthogonalisation, all-to-all back, decay and update.
         #    AdamW for the other partitions of the set, while the first all-to-all is in flight.
@@ -433,6 +441,7 @@ class Muon(torch.optim.Optimizer):
 
     def _bind_to_parameters(self) -> None:
         """Bind to the parameters themselves, without DeepSpeed: at first, after a conversion, and after unfreezing."""
+        # 1. Is the binding still valid?
         converted = any(p.dtype != dtype or p.device != device for p, dtype, device in self._bound_as)
         unfrozen = any(param.requires_grad and param.grad is not None for param in self._frozen)
         if self._bound is not None and not converted and not unfrozen:
@@ -444,6 +453,7 @@ class Muon(torch.optim.Optimizer):
                 "the optimizer: pass the Muon itself to deepspeed.initialize, without another optimizer around it, and "
                 "call deepspeed_muon.register() before, if you have called unregister()"
             )
+        # 2. What is frozen may have changed; what only an engine can do is refused.
         self.routed = self.routed.current()
         if self._bound is None:
             self.routed.warn_of_missing_names()
@@ -458,7 +468,8 @@ class Muon(torch.optim.Optimizer):
                 f"optimizer clips nothing: remove the key, and call torch.nn.utils.clip_grad_norm_ on the params of "
                 f"the groups that you want to clip (group['algorithm'] is 'muon' or 'adamw')"
             )
-        # The numbers are those of a state dict, in which frozen parameters have one, too.
+        # 3. Every parameter is a partition of its own. Its number is that in a state dict, which counts frozen
+        # parameters, too.
         numbered = {number: param for number, param in enumerate(params) if self.is_trained(param)}
         step_set, device = step_set_of_parameters(params, numbered, self.routed.by_id)
         if self.config.qk_clip is not None and self.qk_clip is None:
@@ -467,6 +478,7 @@ class Muon(torch.optim.Optimizer):
             self.attach_qk_clip(self._model)
         self.bind([step_set], device=device)
         self._bound_as = [(param, param.dtype, param.device) for param in params]
+        # model.half() and model.to(device) convert the parameters in place and leave the state behind.
         if converted:
             follow_parameters(self.state, self.state_policy)
 
@@ -491,8 +503,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             InstallationError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
-        # Replicas of other processes (DDP) must round like this one. They cannot agree on what was measured, since it
-        # is not known which of them take a step.
+        # 1. What the step sets share, and their plans. Replicas of other processes (DDP) must round like this one. They
+        # cannot agree on what was measured, since it is not known which of them take a step.
         replicas = ranks is None and dist.is_initialized() and dist.get_world_size() > 1
         self._orthogonalizer = Orthogonalizer(self.config.ns_backend, measure=not replicas)
         self.ranks = ranks or Ranks()
@@ -508,13 +520,14 @@ class Muon(torch.optim.Optimizer):
             overlap=overlaps(step_sets, self.config),
         )
         before, self._bound = self._bound, BoundSteps(step_sets, self.config, resources)
+        self.runners = self._bound.runners
         if before is not None:
             self._bound.take_over(before)
         self._norms_are_checked = False
         self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
-        # Kernels are timed now: in the first step the other ranks would wait for the one that measures.
+        # 2. Kernels. They are timed now: in the first step the other ranks would wait for the one that measures.
         with _without_autocast():
-            for runner in self._bound.runners:
+            for runner in self.runners:
                 for x in runner.inputs():
                     self._orthogonalizer.prepare(x, settings=runner.context.ns_settings, device=device)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
@@ -540,13 +553,14 @@ class Muon(torch.optim.Optimizer):
             ConfigError: If a setting is unknown or out of range.
             RoutingError: If there are more or fewer groups, or one has another size or another algorithm here.
         """
-        state_dict = copy.copy(state_dict)
+        state_dict = copy.copy(state_dict)  # hooks may change its entries
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         # Under DeepSpeed the params of the groups are partitions, which have padding and no name.
         names = None if self.managed else {key: route.name for key, route in self.routed.by_id.items()}
         loaded = read_state_dict(state_dict, self.param_groups, self.config, self.state_policy, names=names)
+        # Not by torch's load_state_dict, which casts floating-point state to the dtype of the parameter.
         self.state = defaultdict(dict, loaded.state)
         self.param_groups = [ParamGroup(settings) for settings in loaded.settings]
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -575,6 +589,7 @@ class Muon(torch.optim.Optimizer):
                 "save it with engine.save_checkpoint or deepspeed_muon.checkpoint.consolidate, or take its state_dict()"
             )
         routes = PortableRoutes.of(self.routed, self.param_groups)
+        # A copy of a bound optimizer would share its buffers; it binds itself in its first step.
         return {**super().__getstate__(), "routes": routes, "config": self.config, "model": self._model}
 
     def __setstate__(self, state: StateDict) -> None:
@@ -585,11 +600,6 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
 
     # For the engine
-
-    @property
-    def runners(self) -> list[StepRunner]:
-        """The bound step sets with their exchange plans; empty before the optimizer is bound."""
-        return [] if self._bound is None else list(self._bound.runners)
 
     @property
     def bound_steps(self) -> BoundSteps:

@@ -23,6 +23,7 @@ whether the rename happened, all files are left, and the next save removes those
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -57,24 +58,26 @@ from deepspeed_muon.checkpoint.files import (
 from deepspeed_muon.checkpoint.index import (
     FORMAT,
     INDEX_NAME,
+    ITEM_BYTES,
     OURS,
     SHARD_PATTERN,
     CheckpointIndex,
     FileRecord,
+    ParameterRecord,
+    Shapes,
     json_settings,
     load_index,
-    software_versions,
-)
-from deepspeed_muon.checkpoint.live import LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.parameters import (
-    ITEM_BYTES,
-    ParameterRecord,
-    PartitionedParameter,
-    Shapes,
-    Transfer,
     shard_header,
-    slices_by_name,
+    software_versions,
     tensor_name,
+)
+from deepspeed_muon.checkpoint.parameters import (
+    LiveState,
+    PartitionedParameter,
+    Transfer,
+    collect,
+    require_all_ranks,
+    slices_by_name,
     transfers,
 )
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
@@ -145,7 +148,8 @@ def consolidate(
             plan = SavePlan(slices_by_name(parameters), shard_bytes, save_id, all_ranks().size)
             _compare_replicas(state, parameters)
         # 3. Write the shards and replace the index.
-        write_set(folder, plan, PieceExchange(state, plan).fill, index_fields, writer, all_ranks())
+        fill = functools.partial(_exchange_pieces, state, plan)
+        write_set(folder, plan, fill, index_fields, writer, all_ranks())
     return folder
 
 
@@ -373,54 +377,48 @@ class SavePlan:
 # ---- from partitions to files ------------------------------------------------------------------------------
 
 
-class PieceExchange:
-    """Sends every rank its piece of a round with one all-to-all."""
+def _exchange_pieces(
+    state: LiveState, plan: SavePlan, pieces: Sequence[Piece | None], content: Tensor
+) -> None:
+    """Send every rank its piece of a round with one all-to-all. Must be called by all ranks.
 
-    def __init__(self, state: LiveState, plan: SavePlan) -> None:
-        self._state, self._plan = state, plan
-        self._empty = torch.empty(0, dtype=torch.float32, device=state.device)
-
-    def _elements(self, transfer: Transfer) -> Tensor:
-        """Return the elements of a transfer from this rank, ``(numel,)`` fp32."""
-        parameter = self._state.parameters[transfer.parameter.name]
-        return self._state.elements(
-            parameter, transfer.key, transfer.fragment.partition_offset, transfer.numel
-        )
-
-    def fill(self, pieces: Sequence[Piece | None], content: Tensor) -> None:
-        """Exchange the pieces of one round. Must be called by all ranks.
-
-        Args:
-            pieces: The piece of every rank.
-            content: Receives this rank's piece, ``(piece_numel,)`` fp32 on the CPU. Mutated.
-        """
-        rank = all_ranks().position
-        # 1. List all transfers of the round; every rank gets the same list.
-        planned = [
-            (transfer, writer)
-            for writer, piece in enumerate(pieces)
-            if piece is not None
-            for transfer in self._plan.transfers(piece, writer)
-        ]
-        # 2. Copy what stays on this rank; sort the rest by receiver and by sender.
-        sent: list[list[Tensor]] = [[] for _ in pieces]
-        received: list[list[Transfer]] = [[] for _ in pieces]
-        for transfer, writer in planned:
-            if transfer.source == writer == rank:
-                transfer.write(self._elements(transfer), content)
-            elif transfer.source == rank:
-                sent[writer].append(self._elements(transfer))
-            elif writer == rank:
-                received[transfer.source].append(transfer)
-        # All ranks have the same list, so all of them skip the collective or none does.
-        if all(transfer.source == writer for transfer, writer in planned):
-            return
-        # 3. Exchange, and write what was received into the piece.
-        numels = [[transfer.numel for transfer in from_rank] for from_rank in received]
-        purpose = "exchange of a checkpoint's pieces"
-        elements = exchange_tensors(sent, numels, like=self._empty, group=None, purpose=purpose)
-        for transfer, source in zip(chain(*received), chain(*elements), strict=True):
-            transfer.write(source, content)
+    Args:
+        state: Of this rank.
+        plan: Of the save.
+        pieces: The piece of every rank.
+        content: Receives this rank's piece, ``(piece_numel,)`` fp32 on the CPU. Mutated.
+    """
+    rank = all_ranks().position
+    # 1. List all transfers of the round; every rank gets the same list.
+    planned = [
+        (transfer, writer)
+        for writer, piece in enumerate(pieces)
+        if piece is not None
+        for transfer in plan.transfers(piece, writer)
+    ]
+    # 2. Write what is local into the piece; sort the rest by receiver and by sender.
+    sent: list[list[Tensor]] = [[] for _ in pieces]
+    received: list[list[Transfer]] = [[] for _ in pieces]
+    for transfer, writer in planned:
+        if transfer.source == rank:
+            parameter, offset = state.parameters[transfer.parameter.name], transfer.fragment.partition_offset
+            elements = state.elements(parameter, transfer.key, offset, transfer.numel)  # (numel,) fp32
+            if writer == rank:
+                transfer.write(elements, content)
+            else:
+                sent[writer].append(elements)
+        elif writer == rank:
+            received[transfer.source].append(transfer)
+    # All ranks have the same list, so all of them skip the collective or none does.
+    if all(transfer.source == writer for transfer, writer in planned):
+        return
+    # 3. Exchange, and write what was received into the piece.
+    numels = [[transfer.numel for transfer in from_rank] for from_rank in received]
+    like = torch.empty(0, dtype=torch.float32, device=state.device)
+    purpose = "exchange of a checkpoint's pieces"
+    by_source = exchange_tensors(sent, numels, like=like, group=None, purpose=purpose)
+    for transfer, elements in zip(chain(*received), chain(*by_source), strict=True):
+        transfer.write(elements, content)
 
 
 class ShardFile:

@@ -42,17 +42,13 @@ from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     OURS,
     SCALE_KEYS,
+    ParameterRecord,
     Progress,
     json_settings,
     saved_schedule,
 )
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records, save_of
-from deepspeed_muon.checkpoint.parameters import (
-    ParameterRecord,
-    PartitionedParameter,
-    Transfer,
-    slices_by_name,
-)
+from deepspeed_muon.checkpoint.parameters import PartitionedParameter, Transfer, slices_by_name
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import counted, logger
 from deepspeed_muon.plan.placement import Placement, flat_placement, full_slice, sharded_placement
@@ -110,9 +106,8 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
             # A zip archive of torch.save. The keys of dictionaries are legible in its pickle.
             with zipfile.ZipFile(path) as archive:
                 pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        except (
-            Exception
-        ) as error:  # a damaged file can make the reader raise anything; the next file may be intact
+        except Exception as error:
+            # A damaged file can make the reader raise anything; the next file may be intact.
             logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
             continue
         return any(RECORD_KEY.encode() in content for content in pickles)

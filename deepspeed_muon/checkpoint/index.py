@@ -1,7 +1,8 @@
-"""The JSON index of a consolidated set: its schema, its checksum, and how it is read and written.
+"""What is in a consolidated set: the schema and checksum of its JSON index, names and headers of its tensors.
 
-A consolidated set is a folder with ``muon_index.json`` and the safetensors files that the index names. A save writes
-the index last, so a folder without one holds no set.
+A consolidated set is a folder with ``muon_index.json`` and the safetensors files that the index names. They hold full
+tensors by name, which each have a :class:`ParameterRecord` in the index. A save writes the index last, so a folder
+without one holds no set.
 
 The index is untrusted. Its size is bounded, it must fit :class:`CheckpointIndex` exactly, file names cannot lead out of
 the folder, and the sizes of tensors are compared with those of the files. The checksum is computed from a canonical
@@ -20,15 +21,15 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from deepspeed_muon.checkpoint.files import MAX_BYTES, read_regular, refusing
-from deepspeed_muon.checkpoint.parameters import ITEM_BYTES, Count, ParameterRecord, Steps
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.variants import ROW_STATE
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
@@ -45,7 +46,93 @@ VERSION: Literal[1] = 1
 """Version of the format."""
 _CHECKSUM = "sha256"
 
+STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+"""Optimizer state with the shape of the parameter, by algorithm; the fp32 master comes on top."""
+ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
+"""Optimizer state with one number for each row of each block, by algorithm. A run has that of its variant only."""
+
+ITEM_BYTES = 4
+"""All tensors of a consolidated set are fp32."""
+
+# No model has more, and sizes in bytes still fit into 64 bits.
+_MAX_NUMEL = 1 << 50
+
+Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
+Count = Annotated[int, Field(ge=0, le=1 << 53, strict=True)]
+Steps = Annotated[int, Field(ge=0, le=1 << 40, strict=True)]
+Blocks = Annotated[tuple[Dimension, ...], Field(max_length=1 << 16)]
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Shapes by name of tensor, in the order in which a file stores the tensors."""
+
 _Model = TypeVar("_Model", bound=BaseModel)
+
+
+class ParameterRecord(BaseModel):
+    """One parameter of a checkpoint: its full tensor, its algorithm, and the files that hold its state.
+
+    Attributes:
+        shape: Of the full tensor.
+        algorithm: Which optimizer updates it.
+        heads: How many blocks (attention heads, experts, parts of fused projections) are orthogonalised separately.
+        grid: Rows and columns of the blocks, unless they are ``heads`` equal blocks of rows.
+        transposed: Whether the weight is stored as input x output.
+        group: Index of its param group.
+        rows: Length of its per-row state; 0 without such state.
+        row_keys: Keys of its per-row state.
+        step: Optimizer steps taken; 0 without optimizer state.
+        tensors: Key (``fp32`` or a key of the state) to the file that holds the tensor. Empty until a set is written.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
+    algorithm: Literal["muon", "adamw"]
+    heads: Dimension = 1
+    grid: tuple[Blocks, Blocks] | None = None
+    transposed: Annotated[bool, Field(strict=True)] = False
+    group: Count
+    rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
+    row_keys: Annotated[tuple[str, ...], Field(max_length=len(ROW_STATE))] = ()
+    step: Steps = 0
+    tensors: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, route: object, **fields: object) -> ParameterRecord:
+        """Return a record with the shape and the algorithm of a route or of another record, and further fields."""
+        copied = ("shape", "algorithm", "heads", "grid", "transposed")
+        return cls(**{**{name: getattr(route, name) for name in copied}, **fields})
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def tensor_keys(self) -> tuple[str, ...]:
+        """Keys of the tensors that a set holds: ``fp32`` and, once a step was taken, those of the state."""
+        if not self.step:
+            return ("fp32",)
+        return ("fp32", *STATE_KEYS[self.algorithm], *self.row_keys)
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor with a key."""
+        return (self.rows,) if key in ROW_KEYS[self.algorithm] else self.shape
+
+    @model_validator(mode="after")
+    def _validate(self) -> ParameterRecord:
+        numel, row_keys = self.numel, ROW_KEYS[self.algorithm]
+        if numel > _MAX_NUMEL:
+            raise ValueError(f"shape {list(self.shape)} is absurd")
+        if self.heads > numel:
+            raise ValueError(f"{self.heads} heads do not fit shape {list(self.shape)}")
+        if self.rows > numel or (self.rows and not row_keys):
+            raise ValueError(
+                f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
+            )
+        if not set(self.row_keys) <= set(row_keys) or len(set(self.row_keys)) < len(self.row_keys):
+            raise ValueError(f"row_keys {list(self.row_keys)} are not distinct keys of {list(row_keys)}")
+        return self
 
 
 class FileRecord(BaseModel):
@@ -217,6 +304,23 @@ def checked(model: type[_Model], content: object, refusal: str) -> _Model:
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{location}: {message}" if location else message)
         raise CheckpointError(refusal + "\n".join(lines)) from error
+
+
+# ---- tensors in files --------------------------------------------------------------------------------------
+
+
+def tensor_name(key: str, parameter: str) -> str:
+    """Return the name of a tensor inside the safetensors files."""
+    return f"{key}/{parameter}"
+
+
+def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors header for fp32 tensors, and the bytes of all of them together."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        start, end = end, end + math.prod(shape) * ITEM_BYTES  # in bytes, from the end of the header
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    return header, end
 
 
 # ---- what JSON can hold ------------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.index import checked
-from deepspeed_muon.checkpoint.live import LiveParameter, LiveState, collect
-from deepspeed_muon.checkpoint.parameters import Count, ParameterRecord, PartitionedParameter
+from deepspeed_muon.checkpoint.index import Count, ParameterRecord, checked
+from deepspeed_muon.checkpoint.parameters import LiveParameter, LiveState, PartitionedParameter, collect
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon

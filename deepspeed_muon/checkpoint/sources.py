@@ -29,20 +29,18 @@ from deepspeed_muon.checkpoint.files import (
 from deepspeed_muon.checkpoint.index import (
     CONSOLIDATED_FOLDER,
     INDEX_NAME,
+    ITEM_BYTES,
+    STATE_KEYS,
     CheckpointIndex,
+    ParameterRecord,
+    Shapes,
     checked,
     load_index,
     parse_json,
-)
-from deepspeed_muon.checkpoint.parameters import (
-    ITEM_BYTES,
-    STATE_KEYS,
-    ParameterRecord,
-    Shapes,
-    matching_views,
     shard_header,
     tensor_name,
 )
+from deepspeed_muon.checkpoint.parameters import matching_views
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.plan.placement import Fragment, TensorSlice

@@ -63,7 +63,8 @@ RATE_KEYS = ("lr", "muon_lr", "adam_lr")
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
-# The names and settings of variants are declared in their own files, which type checkers cannot follow.
+# The names and settings of variants are declared in their own files. Type checkers cannot follow that, so they see a
+# model without these fields, and any string as a name.
 if TYPE_CHECKING:
     VariantName: TypeAlias = str
     _VariantSettings = BaseModel
@@ -255,7 +256,7 @@ class MuonConfig(_VariantSettings):
         """
         if not isinstance(params, (Mapping, type(None))):
             raise ConfigError(f"{where}: must be an object, got {shown(params)}")
-        # 1. Unknown keys, with suggestions that pydantic would not make.
+        # 1. Unknown keys, with suggestions. Pydantic would only say "Extra inputs are not permitted".
         unknown = [str(key) for key in params or {} if key not in cls.model_fields]
         if unknown:
             raise ConfigError(
@@ -339,7 +340,7 @@ class MuonConfig(_VariantSettings):
             dtype = torch.float32
         method = self.ns_method
         if (
-            not isinstance(self.ns_schedule, str)
+            not isinstance(self.ns_schedule, str)  # the user's own
             and dtype.itemsize == 2
             and steps_that_need_an_exact_input(coefficients)
         ):
@@ -394,6 +395,7 @@ class MuonConfig(_VariantSettings):
         Both have the keys of both, because schedulers write the same keys into all groups.
         """
         muon, adam = self.muon_defaults(), self.adam_defaults()
+        # Of keys that both read (lr, weight_decay) the group has the value of its own algorithm.
         return {**adam, **muon} if algorithm == "muon" else {**muon, **adam}
 
     @property
@@ -428,7 +430,8 @@ def refuse_unknown_keys(group: Mapping[str, object], where: str, not_misspelt: C
         ConfigError: Naming the key.
     """
     for key, value in group.items():
-        # A group may have keys of the caller's own, so unknown ones are refused only if they resemble a setting.
+        # A group may have keys of the caller's own ("name", "lr_scale"), so unknown ones are refused only if they
+        # resemble a setting ("weight_deca").
         is_on = key in v.TORCH_OPTIONS and value is not None and value is not False
         is_misspelt = key not in not_misspelt and difflib.get_close_matches(
             str(key), GROUP_KEYS, n=1, cutoff=0.8
@@ -450,6 +453,7 @@ def checked_group_settings(
     Raises:
         ConfigError: With one line per bad key, naming the key, the value and what is allowed.
     """
+    # 1. None, which stands for a default in optimizer.params, and rates that are no settings.
     values = {key: group[key] for key in sorted(group.keys() & GROUP_SETTINGS)}
     rates = {key: group[key] for key in _GROUP_RATES if key in group}
     problems = [f"{where}.{key}: must be set (got None)" for key, value in values.items() if value is None]
@@ -463,6 +467,7 @@ def checked_group_settings(
             problems.append(f"{where}.{key}: must be a number of at least 0 (got {shown(value)})")
     if problems:
         raise ConfigError("\n".join(problems))
+    # 2. The settings, each alone and together.
     settings = MuonConfig() if config is None else config
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
     checked = MuonConfig.from_params(
@@ -497,12 +502,14 @@ def takes_settings(init: _Init) -> _Init:
         for name, field in KEYS
         if name not in signature.parameters
     ]
+    # Signature requires this order of kinds: positional parameters before keywords.
     parameters = sorted([*named, *keys], key=lambda parameter: parameter.kind)
     init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     # 2. The docstring: an entry for each key, from its description.
     if init.__doc__ is not None:  # python -OO strips docstrings
         entries = []
         for name, field in KEYS:
+            # Markdown to reStructuredText: "[rates.md](rates.md#over-widths)" becomes "docs/rates.md", `x` ``x``.
             text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", field.description or "").replace("`", "``")
             indent = " " * 12
             entry = textwrap.fill(

@@ -126,7 +126,8 @@ def readable(error: ValidationError, params: Mapping[str, object], where: str) -
             message = f"must be {word} {context[name]:g}"
         elif isinstance(context.get("error"), ValueError):
             message = str(context["error"])
-        # In "matrices" the location of a key begins with the section and a name pattern.
+        # The location of a key is (key, ...). In "matrices" it begins with the section and a name pattern:
+        # ("matrices", "*.qkv.weight", "heads", 0).
         end = 3 if location[0] == "matrices" else 1
         if len(location) >= end and location[end - 1] in _ALLOWED:
             location, message = location[:end], _ALLOWED[str(location[end - 1])]
@@ -134,6 +135,7 @@ def readable(error: ValidationError, params: Mapping[str, object], where: str) -
             for step in location:
                 nested = nested[step]
             value = nested
+        # ('matrices', '*.qkv.weight', 'heads') is shown as matrices['*.qkv.weight'].heads.
         key = str(location[0])
         for position, step in enumerate(location[1:], start=1):
             is_bracketed = isinstance(step, int) or (position, location[0]) == (1, "matrices")
@@ -184,7 +186,7 @@ def _flag(value: object) -> bool:
 def pair(value: object) -> object:
     """Raise for anything but two values, which pydantic checks then."""
     if isinstance(value, str):
-        return _number(value)
+        return _number(value)  # raises, with the remedy for a string
     if not hasattr(value, "__len__") or len(value) != 2:
         raise ValueError("must be two numbers, as in [0.9, 0.95]")
     return value

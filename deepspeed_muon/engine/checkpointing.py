@@ -22,10 +22,9 @@ from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
-from deepspeed_muon.checkpoint.live import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
-from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
-from deepspeed_muon.checkpoint.settings import SettingsSnapshot
+from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
+from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original

@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
-from deepspeed_muon.checkpoint.live import Host, collect, require_all_ranks
+from deepspeed_muon.checkpoint.parameters import Host, collect, describe_parameters, require_all_ranks
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of
@@ -346,7 +346,8 @@ def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **
             facts.record(fact, ", ".join(unfrozen) or "none", scope)
             optimizer.routed = optimizer.routed.current()
         _bind_to_wrapper(engine, optimizer)
-        optimizer.host.describe(optimizer.routes, tensor_slices(engine, optimizer.routed.by_id))
+        slices = tensor_slices(engine, optimizer.routed.by_id)
+        optimizer.host.parameters = describe_parameters(optimizer.routes, slices)
         if unfrozen:
             announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
     return original(*args, **kwargs)

@@ -52,7 +52,7 @@ from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.live import host_of, optimizer_of
+from deepspeed_muon.checkpoint.parameters import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
 from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView, view_of

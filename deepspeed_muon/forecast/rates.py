@@ -26,6 +26,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.frameworks import framework_settings
 from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
 from deepspeed_muon.forecast.size_laws import (
+    CARRIED_BY,
     LAWS,
     MEASURED,
     MEASURED_ON,
@@ -92,7 +93,7 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument(
         "--apply",
         choices=LAWS,
-        help="carry muon_lr by this published law instead of what was measured in this repository",
+        help="carry muon_lr by this published law alone, also over the width",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -187,9 +188,7 @@ def _text(report: Mapping[str, Any], applied: str | None) -> str:
     if before and after:
         lines.append(f"from {sizes(before)} to {sizes(after)}")
         lines += _wrapped("  measured here   ", f"{report['measured']}. Measured on {MEASURED_ON}.")
-        status = (
-            f"{applied} is applied" if applied else "not applied: --apply NAME carries muon_lr by one of them"
-        )
+        status = f"{applied} is applied" if applied else "--apply NAME carries muon_lr by one of them alone"
         lines.append(f"  published ({status})")
         if settings.get("adjust_lr_fn") in ROOT_OF_WIDTH:
             lines.append(
@@ -231,39 +230,49 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
         translation: The settings. Mutated.
         before: The sizes of the run on which the rate was tuned.
         after: The sizes of the run to train.
-        law_name: The key of :data:`LAWS` to apply; without it the width is followed as it was measured.
+        law_name: The key of :data:`LAWS` to apply; without it that of :data:`CARRIED_BY`, over the
+            sizes that are known of both runs.
 
     Raises:
-        ConfigError: If ``before`` or ``after`` lack a size of the law.
+        ConfigError: If ``before`` or ``after`` lack a size of the law that ``law_name`` asks for.
     """
     config = translation.config()
     exponent, tuned, width = width_exponent(config), before.get("width"), after.get("width")
-    if law_name is not None:
-        law = LAWS[law_name]
-        if missing := law.missing(before, after, config.adjust_lr_fn):
-            raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
-        factor = law.factor(before, after, config.adjust_lr_fn)
-        _multiply_rate(
-            translation, factor, f"{law.formula()}, {law.source}: applied because --apply asks for it"
-        )
-    elif tuned and width and tuned != width:
-        if exponent is None:
+    law = LAWS[law_name or CARRIED_BY]
+    powers = law.powers(config.adjust_lr_fn)
+    if law_name and (missing := law.missing(before, after, config.adjust_lr_fn)):
+        raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
+    ratios = {size: after[size] / before[size] for size in powers if size in before and size in after}
+    if any(ratio != 1.0 for ratio in ratios.values()):
+        if exponent is None and law_name is None:
             translation.notes.append(
-                f"the rate is not carried to the other width: the measured runs do not say how it follows the width "
-                f"under {_rule_of(config)}"
+                f"the rate is not carried to the other size: the measured runs do not say how it follows one under "
+                f"{_rule_of(config)}"
             )
-        elif exponent == 0.0:
-            _multiply_rate(translation, 1.0, "kept: under 'original' it hardly depends on the width")
         else:
-            ratio = width / tuned
-            _multiply_rate(translation, ratio**exponent, f"{ratio:g}^{exponent:g} for the width, as measured")
+            factors = " ".join(f"{ratio:.4g}^{powers[size]:g} ({size})" for size, ratio in ratios.items())
+            source = (
+                f"{law.source}: applied because --apply asks for it"
+                if law_name
+                else "which the runs here agree with"
+            )
+            _multiply_rate(
+                translation,
+                law.factor(before, after, config.adjust_lr_fn),
+                ratios.get("width", 1.0) ** powers.get("width", 0.0),
+                f"{factors}: {source}",
+            )
     if exponent and tuned:
         reason = "the width that the rate is for: training a wider model begins with a warning"
         translation.put("tuned_width", round(width or tuned), reason)
 
 
-def _multiply_rate(translation: Translation, factor: float, reason: str) -> None:
-    """Give Muon a rate of its own, ``factor`` times the one that it has, and keep its product with the decay."""
+def _multiply_rate(translation: Translation, factor: float, of_width: float, reason: str) -> None:
+    """Give Muon a rate of its own, ``factor`` times the one that it has.
+
+    The decay is divided by ``of_width``, the part of the factor that follows the width: over widths its product with
+    the rate was kept in the measured runs. Over tokens and batch the decay stays.
+    """
     settings, config = translation.settings, translation.config()
     key = "lr" if settings.get("muon_lr") is None else "muon_lr"
     rate, decay = settings[key], config.muon_defaults()["weight_decay"]
@@ -290,11 +299,11 @@ def _multiply_rate(translation: Translation, factor: float, reason: str) -> None
         translation.notes.append(
             f"weight_decay is 'auto' and stays: its product with Muon's rate becomes {factor:.3g} of what it was"
         )
-    elif decay:
+    elif decay and of_width != 1.0:
         translation.put(
             "muon_weight_decay",
-            _three_digits(decay / factor),
-            f"{decay:g} / {factor:.3g}: its product with the rate stays, as in the measured runs",
+            _three_digits(decay / of_width),
+            f"{decay:g} / {of_width:.3g}: over widths its product with the rate stays, as in the measured runs",
         )
 
 

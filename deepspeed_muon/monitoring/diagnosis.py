@@ -1,9 +1,9 @@
-"""Judges what health measures of a run by the ranges of runs that went well, and says what to change.
+"""Compares the health of a run with the ranges of runs that went well, and suggests what to change.
 
-The ranges of :data:`QUANTITIES` are data: ``good`` is what the good runs of ``benchmarks/diagnosis.py`` had, with their
-raw output in ``benchmarks/results/diagnosis.json`` (small models, 200 steps), and ``limits`` are what a run may have
-before it is reported, wide enough for larger models: published rates of pretraining change matrices by 0.3 % to 3 % of
-their size in a step. A test compares both with that file.
+The ranges of :data:`QUANTITIES` are data. ``good`` is the range over the good runs of ``benchmarks/diagnosis.py``, with
+their raw output in ``benchmarks/results/diagnosis.json`` (small models, 200 steps). A value outside of ``limits`` is
+reported; these are wide enough for larger models, of which a step changes matrices by 0.3 % to 3 % of their size at
+published rates of pretraining. A test compares both with that file.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Quantity:
 
 
 QUANTITIES: dict[str, Quantity] = {
+    # Counters of the check that every result passes: any block that failed it is reported.
     "failed": Quantity(
         (0, 0), "", "{value:.0f} updates were left out because they were wrong in fp32 too.", level="bad"
     ),
@@ -64,6 +65,7 @@ QUANTITIES: dict[str, Quantity] = {
         (0, 0),
         too_high="{value:.0f} updates were recomputed in fp32. If the number grows, set ns_dtype to fp32.",
     ),
+    # The cosine of the angle between update and direction. 1e-300 excludes 0, where the update does not descend.
     "alignment": Quantity(
         (1e-300, math.inf), "Updates point away from their directions (alignment at or below 0).", level="bad"
     ),
@@ -76,6 +78,7 @@ QUANTITIES: dict[str, Quantity] = {
         label="skipped steps {}",
         unit=".0%",
     ),
+    # The median, over the clipped and unclipped steps since the last sample, of the factor applied to the gradients.
     "clip_coefficient": Quantity(
         (1e-4, math.inf),
         "Gradients are clipped to nothing: in {clipped:.0%} of the steps, at a coefficient of {value:.1g}. They are "
@@ -106,6 +109,7 @@ QUANTITIES: dict[str, Quantity] = {
         "group.",
         level="bad",
     ),
+    # RMS of a step over RMS of the weights. Fine-tuning is below the lower limit on purpose: that is only "look".
     "update_over_weight": Quantity(
         (1.5e-3, 0.2),
         "At the highest rate a step changes the matrices by {percent:.2g} % of their size: right for fine-tuning. For "
@@ -118,6 +122,7 @@ QUANTITIES: dict[str, Quantity] = {
         label="change of the matrices in a step {}",
         unit=".2%",
     ),
+    # RMS of Muon's steps over that of AdamW's. Judged only where both have one rate; see diagnose.
     "update_over_adamw": Quantity(
         (0.1, 5),
         "Updates are {value:.2g} times as large as AdamW's would be at the same rate: this scale rule takes AdamW's "
@@ -128,6 +133,7 @@ QUANTITIES: dict[str, Quantity] = {
         good=(0.77, 14),
         label="size of updates over AdamW's at adam_lr {}",
     ),
+    # Root mean square distance of the singular values from the band of the schedule.
     "orthogonality_error": Quantity(
         (0, 0.6),
         too_high="The singular values of the updates are {value:.2f} away from the band of the schedule: the gradients "
@@ -171,6 +177,7 @@ def diagnose(values: Mapping[str, float]) -> list[Finding]:
         if low <= value <= high:
             continue
         is_high = value > high
+        # The suggested rate moves the value to the geometric middle of the good runs: 0.0133 for 0.0059 to 0.03.
         usual = math.sqrt(math.prod(quantity.good)) if quantity.good else 0.0
         factor = (value / usual if is_high else usual / value) if usual and value else math.inf
         template = quantity.too_high if is_high else quantity.too_low
@@ -178,6 +185,7 @@ def diagnose(values: Mapping[str, float]) -> list[Finding]:
             continue  # NaN, where nothing is too small
         text = template.format(
             **{
+                # for the template of clip_coefficient, where the run's folder lacks the file
                 "clipped": math.nan,
                 **values,
                 "value": value,
@@ -190,6 +198,7 @@ def diagnose(values: Mapping[str, float]) -> list[Finding]:
         if name == "adamw_share" and value < 1:
             level = "look"  # large embeddings beside small matrices or adapters may be what the user wants
         results.append(Finding(level, name, text))
+    # Fractions of the inner step; nothing is compared where none was timed.
     exchange = values.get("time_gather", 0.0) + values.get("time_scatter", 0.0)
     if exchange > values.get("time_newton_schulz", math.inf):
         text = (

@@ -113,12 +113,15 @@ def _by_step(run: dict[str, Series]) -> dict[str, Series]:
 
     The events of DeepSpeed and of health have training samples as positions; the event "step" has the step for each.
     """
+    # Example: with 32 samples a step, "step" has (3200, 100), (6400, 200). A loss at 4800 is that of step 150; one at
+    # 6432, logged after the last sample of health, is extrapolated to step 201.
     # 1. Steps by training samples, extrapolated linearly to the last position.
     step_of = sorted({0: 0.0, **dict(run.get(_STEP, []))}.items())
     if len(step_of) == 1:
         return run
     by_samples = {name for name in run if name.startswith(("Train_Samples_", _OURS))}
     samples = sorted({x for name in by_samples for x, _ in run[name]})
+    # np.interp is constant beyond its last point, so one at the last position is added.
     (x0, step0), (x1, step1) = step_of[-2:]
     step_of.append((samples[-1], step1 + (samples[-1] - x1) * (step1 - step0) / (x1 - x0)))
     steps = np.interp(samples, [x for x, _ in step_of], [step for _, step in step_of]).tolist()
@@ -181,12 +184,14 @@ def write_page(folder: Path, out: Path) -> list[Finding]:
     """
     run = read_run(folder)
     results = findings(run)
+    # 1. The series of each chart.
     charts = {"Loss": _loss_series(run)}
     for title, names in _CHARTS.items():
         charts[title] = {name: run.get(_OURS + name, []) for name in names}
     charts["Learning rates"] = {
         name: values for name, values in run.items() if name.endswith("lr") or "lr_" in name
     }
+    # 2. The findings, the charts that have values, and a table of all events.
     axis = "step" if _STEP in run else "step or sample"
     items = (f'<li class="{level}"><b>{level}</b> {html.escape(text)}</li>' for level, _, text in results)
     body = ["<ul>", *items, "</ul>"]

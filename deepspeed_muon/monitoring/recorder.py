@@ -192,15 +192,19 @@ class StepRecorder:
         if not self.due(number):
             yield None
             return
-        # A sample's matrices are spread evenly over the model's depth; successive samples shift by one matrix.
+        # 1. Choose the matrices.
+        # They are spread evenly over the model's depth; successive samples shift by one matrix: 1, 3, 5, 7 of 8, then
+        # 2, 4, 6, 0.
         count = min(self.matrices, self._total)
         shift = number // self.every
         self._sampled_matrices = frozenset(
             (shift + j * self._total // count) % self._total for j in range(count)
         )
+        # 2. The optimizer steps, and calls the methods below while this generator is suspended.
         self._sample = sample = Sample()
         try:
             yield sample
+            # 3. What this rank measured.
             for name, start, end in self._spans:
                 end.synchronize()
                 sample.seconds[name] = sample.seconds.get(name, 0.0) + start.elapsed_time(end) / 1000.0
@@ -208,6 +212,7 @@ class StepRecorder:
             sample.redone, sample.failed = self.redone, self.failed
             sample.facts = {**facts(), **self._read_outcomes()}
             self._add_sizes(sample)
+            # The mean time of all steps since the last sample, forward and backward pass included.
             (before, then), now = self._last_sample, time.perf_counter()
             if number > before:
                 sample.facts["step_seconds"] = (now - then) / (number - before)
@@ -217,6 +222,7 @@ class StepRecorder:
             self._sums_by_name.clear()
             self._weights.clear()
             self._spans.clear()
+        # 4. Over all ranks.
         ranks = ranks or Ranks()
         self._summary = {"step": number, **summarize(sample, ranks)}
         if self._steps >= self.report_after and ranks.position == 0:
@@ -232,9 +238,12 @@ class StepRecorder:
             return
         # A rate that rises is expected to reach the configured one; that of a resumed run is expected to have done so.
         expected = facts["configured_lr"] if self._is_rising or self._is_resumed else 0.0
+        # A step is proportional to its rate, and so it is judged at the rate of the peak: at a hundredth of it, in a
+        # warm-up, a step is scaled up by 100.
         peak = max(self._peak_lr, expected)
         to_peak = peak / lr
         facts |= {key: facts[key] * to_peak for key in ("adam_rms", "adamw_over_weight") if key in facts}
+        # (RMS of the step at the peak, RMS of the weights) of each sampled matrix
         sizes = []
         for name, measured in sample.matrices.items():
             if (weights := self._weights.get(name)) is None:
@@ -259,6 +268,7 @@ class StepRecorder:
         if not outcomes:
             return {}
         for skipped, norm, clipping in outcomes:
+            # torch.nn.utils.clip_grad_norm_ and DeepSpeed multiply by clipping / (norm + 1e-6) if that is below 1.
             if not skipped and norm is not None and clipping > 0:
                 clipped.append(min(1.0, clipping / (float(norm) + 1e-6)))
         result = {"skipped": sum(skipped for skipped, *_ in outcomes) / len(outcomes)}
@@ -349,6 +359,7 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         measurement are absent.
     """
     purpose = "summary of health"
+    # 1. Sums over the ranks. A rank without a measurement contributes 0 to the sum and to the count that divides it.
     # Sampling itself is excluded from the time of the step.
     total = sample.seconds.get("step", 0.0) - sample.seconds.get("sampling", 0.0)
     measured = sample.matrices.values()
@@ -364,12 +375,14 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         local[f"lost {kind}"], local[f"total {kind}"] = sample.losses.get(kind, (0.0, 0.0))
     local |= {key: sample.facts.get(key, 0.0) for key in _SUMMED}
     sums = dict(zip(local, ranks.all_reduce(list(local.values()), "sum", purpose=purpose), strict=True))
+    # 2. Maxima over the ranks.
     sigma = max((health["sigma_max"] for health in measured), default=0.0)
-    # Negative: no rank has it.
+    # A fact is negative after the reduction if no rank has it.
     largest = {"seconds": total, "sigma_max": sigma, **{key: sample.facts.get(key, -1.0) for key in _LARGEST}}
     largest = dict(
         zip(largest, ranks.all_reduce(list(largest.values()), "max", purpose=purpose), strict=True)
     )
+    # 3. The summary, without the quantities that no rank measured.
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}
     if count := sums["matrices"]:
         summary |= {key: sums[key] / count for key in _MEANS}
@@ -390,6 +403,7 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         summary["update_over_weight"] = sums["step_rms"] / sums["weight_rms"]
         if (adam_rms := largest["adam_rms"]) > 0:
             summary["update_over_adamw"] = sums["step_rms"] / count / adam_rms
+    # 4. The matrices by name, from all ranks, and the judgement.
     matrices: dict[str, dict[str, float]] = {}
     for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, purpose=purpose):
         # Different expert-parallel ranks can have different matrices of one name.

@@ -106,9 +106,10 @@ class ModelEnds:
         outputs = outputs if isinstance(outputs, int) else inputs
         sides = getattr(config, "patch_size", None)
         sides = [sides] if isinstance(sides, int) else sides if isinstance(sides, (list, tuple)) else [1]
-        area = math.prod(sides) if len(sides) > 1 else sides[0] ** 2
+        area = math.prod(sides) if len(sides) > 1 else sides[0] ** 2  # pixels of a patch
         depth = getattr(config, "patch_size_t", None)
-        # 2. the layers outside blocks with as many channels, or with all channels of a patch (2-D, or with depth)
+        # 2. the layers outside blocks with as many channels, or with all channels of a patch (2-D, or with depth):
+        # for 4 latent channels and patches of 2 x 2 a layer reads 4 channels, or 16
         pixel_counts = (1, area, area * depth if isinstance(depth, int) else area)
         weights = [
             param
@@ -174,7 +175,7 @@ def end_claims(members: Sequence[NamedParameter], ends: ModelEnds) -> dict[int, 
     """
     matrices = [member for member in members if len(member.full_shape) > 1]
     claims: dict[int, list[Claim]] = {}
-    first_below: dict[str, int] = {}
+    first_below: dict[str, int] = {}  # see _first_layer
     for member in matrices:
         claims_of_member = claims.setdefault(id(member.param), [])
         if id(member.param) in ends.embeddings:
@@ -276,6 +277,7 @@ def _heads(matrices: Sequence[NamedParameter], ends: ModelEnds) -> dict[int, Cla
             claims.setdefault(id(member.param), Claim("head", f"output head: makes {outputs} channels"))
     # 3. the shape of the largest embedding
     embeddings = [m.full_shape for m in matrices if m.kind == "embedding" and len(m.full_shape) == 2]
+    # (vocabulary, width), the shape of the projection onto the vocabulary too
     largest = max(embeddings, default=None) if ends.is_complete else None
     if largest is not None and largest[0] <= largest[1]:
         largest = None  # a small table: a hidden layer may have the same shape
@@ -344,11 +346,16 @@ def _candidates(
     for candidate in candidates:
         rows, cols = candidate.member.sides
         # Does a later head read the output of this one?
-        later_heads = [
-            later
-            for later in candidates
-            if later.index > candidate.index and not _are_parallel(candidate.path, later.path, ends)
-        ]
+        components = candidate.path.split(".")
+        later_heads = []
+        for later in candidates:
+            # Children of a ModuleDict are alternatives: "heads.a.0" is not read by "heads.b.0" ("heads" in common).
+            pairs = zip(components, later.path.split("."), strict=False)
+            common = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+            are_parallel = ".".join(components[:common]) in ends.parallel
+            if later.index > candidate.index and not are_parallel:
+                later_heads.append(later)
+        # sides are (outputs, inputs)
         readers = [later for later in later_heads if later.member.sides[1] == rows]
         is_consumed = any(reader.container == candidate.container for reader in readers)
         if rows != cols:  # many layers read as many inputs as a square matrix has outputs
@@ -392,7 +399,7 @@ def _head_around(components: Sequence[str], ends: ModelEnds) -> tuple[str, NameE
             if entry is not None and component.lower() in ("decoder", "generator") and below:
                 entry = None  # a decoder of several modules, not a projection
         # In a list of parallel heads every child is a head: "lm_heads.3" for a codebook, a ModuleDict of tasks.
-        lengths = [position + 1 + span.count(".")]
+        lengths = [position + 1 + span.count(".")]  # components of the path up to the head
         lengths += [
             end + 1
             for end in range(position + 1, len(components))
@@ -402,14 +409,6 @@ def _head_around(components: Sequence[str], ends: ModelEnds) -> tuple[str, NameE
             continue
         return ".".join(components[: max(lengths)]), entry
     return None
-
-
-def _are_parallel(first: str, second: str, ends: ModelEnds) -> bool:
-    """Return whether two paths lead through different children of a module whose children are alternatives."""
-    components = first.split(".")
-    pairs = zip(components, second.split("."), strict=False)
-    common = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
-    return ".".join(components[:common]) in ends.parallel
 
 
 def _last_matrix(model: nn.Module) -> tuple[int, bool] | None:

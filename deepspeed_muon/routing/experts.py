@@ -44,6 +44,7 @@ class Mixtures:
                     elif member.layer is not None and member.layer.stack:
                         counts[parent].add(member.layer.stack)
                 elif len(shape) == 3 and member.kind in ("weight", "bare", "experts") and shape[0] > 1:
+                    # "moe.w1" and "moe.w1.weight" are stacks of the module "moe"
                     depth = 2 if components[-1] == "weight" else 1
                     stacks[".".join(components[:-depth])].add(shape[0])
         # Experts are numbered from 0.
@@ -72,6 +73,7 @@ class Mixtures:
                     (component for component in below if match_name(component, "router beside experts")), None
                 )
                 if parent in self.counts and len(shape) == 2:
+                    # (experts, width); a bare parameter may be stored as input x output
                     if shape[0] in self.counts[parent] or (
                         member.kind == "bare" and shape[1] in self.counts[parent]
                     ):

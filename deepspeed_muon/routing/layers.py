@@ -43,11 +43,13 @@ class LayerReader:
         for name, param in parameters:
             kind = _kind(module, name)
             shape = true_shape(param)
-            transposed = _transposed(module, kind)
+            transposed = _transposed(module, kind)  # by type, True or unknown
+            # transformers' experts with interleaved gate and up projections (gpt-oss)
             interleaved = getattr(module, "is_concatenated", True) is False
             stack, product = 0, ""
             claims: list[Claim] = []
-            # The type says little: read the source, then the number of experts, then the bias beside the weight.
+            # The type of the module does not decide: read its source, then the number of experts, then the bias beside
+            # the weight.
             if len(shape) > 1 and kind in ("weight", "bare", "experts"):
                 use = self._use(module, name) if kind != "experts" else None
                 transposed = (
@@ -91,13 +93,15 @@ class LayerReader:
         use: Use | None,
         product: str,
     ) -> Iterator[Claim]:
-        """Yield the claims for AdamW on a parameter whose module's type is not a layer that we know."""
+        """Yield the claims for AdamW on a parameter of a module that is no known layer by its type."""
+        # Both have claims elsewhere: as hidden matrices (rules.py), and as biases by name (parameters.py).
         if product or match_name(name, "bias"):
             return
         if use == "no product":
             yield Claim("no_product", f"{type(module).__name__} does not multiply by it")
         elif getattr(param, "_no_weight_decay", False):
             yield Claim("no_product", "marked with _no_weight_decay")
+        # Matrices of ones or zeros are gains and biases, unless the name says weight: projections may start at zero.
         elif not (kind == "bare" and match_name(name, "weight")) and (value := _constant(param)) is not None:
             yield Claim("no_product", f"a gain or bias by its initial values, all {value:g}", certain=False)
 
@@ -184,12 +188,14 @@ def _stack(module: nn.Module, shape: tuple[int, ...]) -> int:
 
 def _side_of_bias(name: str, shape: tuple[int, ...], vectors: dict[str, int]) -> int | None:
     """Return the dimension of a matrix whose size is that of the bias beside it; ``None`` without such a bias."""
+    # weight and bias, attn_weight and attn_bias, kernel and bias, w1 and b1, W_in and b_in
     bias_names = {
         name.replace("weight", "bias"),
         name.replace("kernel", "bias"),
         re.sub(r"^w", "b", re.sub(r"^W", "b", name)),
     }
     sizes = {vectors[bias] for bias in bias_names - {name} if bias in vectors}
+    # The bias of a square matrix does not show which side are the outputs.
     if len(sizes) != 1 or len(shape) != 2 or shape[0] == shape[1]:
         return None
     size = sizes.pop()

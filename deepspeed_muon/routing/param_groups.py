@@ -68,6 +68,7 @@ class ParamGroup(dict[str, Any]):
                 f"param group: {key} is {self[key]!r} and cannot become {value!r} once the optimizer is made; use "
                 f"'include' or 'exclude', or give the group {key!r} when you make it"
             )
+        # OneCycleLR with cycle_momentum writes betas, because the optimizer has them among its defaults.
         if key == "betas" and self.get("algorithm") == "muon":
             super().__setitem__("momentum", float(value[0]))
         super().__setitem__(key, value)
@@ -244,7 +245,7 @@ class EqualRates:
             # The rates that the groups were given.
             configured = {group["algorithm"]: group["lr_ratio"] * self._reference_lr for group in halves}
             if len(set(configured.values())) > 1:
-                self._done.update(halves_of)
+                self._done.update(halves_of)  # one warning for all groups
                 warn(
                     "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, although muon_lr is %g and "
                     "adam_lr %g: a schedule or the program writes one number into both halves of the group. Give the "
@@ -282,7 +283,8 @@ def rate_warning(config: MuonConfig, rates: Mapping[str, Collection[float]]) -> 
     # 2. One rate is set for both, under a rule other than the one that makes it serve both.
     if config.muon_lr is not None or config.adam_lr is not None or not lr or lr not in muon_rates:
         return None
-    # Updates over AdamW's usual ones at the same rate, 0.2; the rules without an entry depend on the shape.
+    # RMS of an update of Muon over the 0.2 that AdamW's usually have at the same rate: 1 under match_rms_adamw,
+    # 1 / 0.2 under spectral. Under the rules without an entry it depends on the shape.
     ratio = {"match_rms_adamw": 1.0, "spectral": 5.0}.get(config.adjust_lr_fn, 0.0) * config.update_scale
     if "adjust_lr_fn" in rule and 0.5 <= ratio <= 2.0:
         return None
@@ -313,25 +315,32 @@ def warn_of_rates(config: MuonConfig, groups: Sequence[GroupSettings], routes: S
         rates.setdefault(group["algorithm"], set()).add(float(group["lr"]))
     if (sentence := rate_warning(config, rates)) is not None:
         warn("deepspeed_muon: %s", sentence)
-    width, exponent = model_width(routes), width_exponent(config)
-    if exponent and config.tuned_width is not None and width > config.tuned_width:
-        rate = config.muon_defaults()["lr"]
+    width, exponent, rate = model_width(routes), width_exponent(config), config.muon_defaults()["lr"]
+    if config.tuned_width is None or not exponent or width <= config.tuned_width:
+        return
+    factor = (width / config.tuned_width) ** exponent
+    if factor < 0.75:  # within that, the kept rate costs no more than the noise of a run
+        other_rule = ""
+        if config.adjust_lr_fn != "original":
+            other_rule = ", or tune once with adjust_lr_fn 'original', whose best rate moves less"
         warn(
             "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the best "
-            "rate fell with width^%g where it was measured: set muon_lr to %.3g (it is %g) and tuned_width to %d, or "
-            "tune once with adjust_lr_fn 'original', whose rate holds over widths (docs/rates.md)",
+            "rate fell with width^%g where it was measured: set muon_lr to %.3g (it is %g) and tuned_width to %d%s "
+            "(docs/rates.md)",
             config.tuned_width,
             width,
             _rule(config),
             exponent,
-            rate * (width / config.tuned_width) ** exponent,
+            rate * factor,
             rate,
             width,
+            other_rule,
         )
 
 
 def width_exponent(config: MuonConfig) -> float | None:
     """Return the exponent with which Muon's best rate follows the width; ``None`` where it was not measured."""
+    # Under a variant with "apply" the rate is relative to the weights, and no scale rule is used.
     relative = VARIANTS[config.variant].apply is not None
     return None if relative else WIDTH_EXPONENT.get(config.adjust_lr_fn)
 
@@ -449,12 +458,14 @@ def route_again(
     in_model = model_parameters_by_name(model, shards)
     params = {id(param): param for group in groups for param in group["params"]}
     _refuse_replaced(routed, params, in_model)
-    # Frozen parameters that are in no group are listed as long as the model has them.
+    # 1. The parameters: first those that were routed before, in their order. Frozen parameters that are in no group are
+    # listed as long as the model has them.
     order = [key for key in routed.members if key in params or key in in_model]
     order += [key for key in params if key not in routed.members]
     members = {
         key: _with_names_of_both(routed.members.get(key), in_model.get(key), params.get(key)) for key in order
     }
+    # 2. Their routes.
     explicit = _explicit_algorithms(
         (routed.callers[group[CALLER_GROUP]].settings, [members[id(param)] for param in group["params"]])
         for group in groups
@@ -498,7 +509,9 @@ def divide_again(
     divided: list[tuple[float, GroupSettings, list[Tensor], int | None]] = []
     for number, caller in routed.callers.items():
         # 1. Sort the parameters by what needs a group of its own.
+        # position among all groups to the groups that were made from this caller's group
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
+        # and to what such a group is for: (algorithm, expert-parallel group)
         kinds = {
             n: (group["algorithm"], group["name"] if group.get("moe") else None)
             for n, group in present.items()
@@ -515,10 +528,12 @@ def divide_again(
                         param
                     )
         # 2. Give each kind a group: the one that it has, a copy of a similar one, or a new one. Fractional positions
-        # sort a new group behind a similar one, or else Muon's before and AdamW's behind all groups.
+        # sort a new group behind a similar one, or else Muon's before and AdamW's behind all groups: with a single
+        # group, AdamW's at position 0, a new one for Muon gets the position -0.5.
         taken: set[int] = set()
         for (algorithm, experts, _, fitting), params in params_of.items():
             if fitting is not None:
+                # Where the dtype divides a group further, its first dtype keeps the object.
                 group = present[fitting] if fitting not in taken else ParamGroup(present[fitting])
                 taken.add(fitting)
                 position, origin = float(fitting), fitting
@@ -569,7 +584,9 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
             raise RoutingError(
                 f"the params of param group {number} are a set, whose order differs between runs and ranks; pass a list"
             )
-        entries = [entries] if isinstance(entries, Tensor) else list(entries)
+        entries = (
+            [entries] if isinstance(entries, Tensor) else list(entries)
+        )  # torch accepts a bare tensor, too
         settings = {key: value for key, value in item.items() if key not in ("params", "param_names")}
         names = item.get("param_names")
         if names is not None and len(names) != len(entries):
@@ -587,6 +604,7 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
                     f"{entry_name} is a {type(param).__name__}, expected a parameter or a (name, parameter) pair"
                 )
             names_of_param = () if name is None else (str(name),)
+            # The model's names and modules say more than the caller's names.
             member = in_model.get(id(param)) or NamedParameter(names_of_param, param)  # type: ignore[arg-type]
             members.append(member)
             if id(member.param) in seen:
@@ -716,7 +734,7 @@ def _divide(
 
     DeepSpeed's experts are in separate groups, with the marks that its wrappers expect.
     """
-    _checked_settings(group, config)
+    _checked_settings(group, config)  # raises also for a group without trainable parameters
     groups: list[GroupSettings] = []
     for algorithm in ("muon", "adamw"):
         params_of: dict[str | None, list[Tensor]] = {}  # by expert-parallel group
@@ -742,11 +760,13 @@ def _make_group(
     rate_key = "lr" if getattr(config, f"{prefix}_lr") is None else f"{prefix}_lr"
     settings["lr"] = rates.get(rate_key, settings["lr"])
     for key in ("lr", "weight_decay"):
+        # muon_lr, else lr; a tensor stays the caller's tensor, through which the rate is changed
         value = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
         if value is not None:
             settings[key] = value if isinstance(value, Tensor) else float(value)
     if algorithm == "muon":
         config.check_variant(settings, group.where)
+    # DeepSpeed's schedulers write one number into all groups. The engine multiplies it by this ratio for each group.
     reference = config.reference_lr
     settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
     kind = {"algorithm": algorithm, "use_muon": algorithm == "muon", CALLER_GROUP: group.number}

@@ -46,7 +46,7 @@ def model_parameters_by_name(
     layers: dict[int, Layer] = {}
     claims: dict[int, list[Claim]] = {}
     reader = LayerReader()
-    for path, module in model.named_modules():
+    for path, module in model.named_modules():  # parents before children
         for param, layer, layer_claims in reader.read(path, module):
             # A weight that an embedding and a linear layer share counts as the embedding's.
             if id(param) not in layers or layer.kind == "embedding":
@@ -64,7 +64,7 @@ def model_parameters_by_name(
             param,
             layers.get(key, Layer("bare")),
             tuple(claims.get(key, ())),
-            shapes.get(names[key][0].rpartition(".")[0]),
+            shapes.get(names[key][0].rpartition(".")[0]),  # of the module that has the parameter
             (shards or {}).get(key),
         )
         for key, param in params.items()
@@ -137,6 +137,7 @@ def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
     of_experts = isinstance(experts, int) and experts > 1  # target_parameters
     for name in getattr(module, "adapter_layer_names", ()):
         adapters = getattr(module, name, None)
+        # A and B of LoRA on a single matrix are hidden matrices themselves; all other adapters are AdamW's.
         half = name in ("lora_A", "lora_B")
         if isinstance(adapters, nn.Module) and (of_experts or not half):
             reason = _EXPERTS_LORA if half else "an adapter other than LoRA"

@@ -87,9 +87,11 @@ class Route:
     @property
     def row_blocks(self) -> tuple[int, ...]:
         """Rows of each block of the stored matrix; empty for one block with all rows."""
+        # A transposed weight has its outputs along the columns.
         blocks = () if self.transposed else self.output_blocks
         if self.kind == "experts":
-            # The blocks of the first expert, then those of the second, and so on.
+            # The blocks of the first expert, then those of the second: (2, 8, 4) with outputs split into 6 and 2 is a
+            # 16 x 4 matrix of the row blocks 6, 2, 6, 2.
             return (blocks or (self.matrix_shape[0] // self.experts,)) * self.experts
         return blocks
 
@@ -180,6 +182,7 @@ def model_width(routes: Sequence[Route]) -> int:
     matrices_with: Counter[int] = Counter()
     for route in routes:
         if route.algorithm == "muon":
+            # A size counts once for each weight, even if its blocks are square, or many.
             matrices_with.update({size for _, *shape in route.kinds_of_blocks() for size in shape})
     return max(matrices_with, key=lambda size: (matrices_with[size], size), default=0)
 
@@ -208,7 +211,7 @@ def rows_of(routes: Sequence[Route], *, per_parameter: bool = False) -> list[dic
         )
         row["tensors"] += 1
         row["elements"] += route.numel
-        if row["tensors"] > 1:
+        if row["tensors"] > 1:  # a row of a single parameter shows its number
             row["name"] = name
     return list(rows.values())
 

@@ -33,6 +33,7 @@ from deepspeed_muon.routing.shapes import (
     true_shape,
 )
 
+# Kinds of layers whose weight is (out, in / groups, *kernel), or transposed (in, out / groups, *kernel).
 _FILTERS = ("convolution", "grouped convolution", "transposed convolution")
 # The user is warned of matrices with at least this many elements that AdamW updates because of a guess.
 _LARGE = 65_536
@@ -105,7 +106,7 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
         for pattern in getattr(config, key):
             if not matches(pattern, candidates, key):
                 raise RoutingError(f"optimizer.params.{key}: pattern {pattern!r} {problem} {candidates[:3]}")
-    # A setting that divides nothing is a mistake, which would otherwise go unnoticed.
+    # A "heads": "config" that divides no weight is a mistake, which would otherwise go unnoticed.
     by_config = [pattern for pattern, entry in config.matrices.items() if entry.heads == "config"]
     per_head = [name for parameter_names, route in routed if route.per_head for name in parameter_names]
     if by_config and not any(matches(pattern, per_head, "matrices") for pattern in by_config):
@@ -138,7 +139,7 @@ def warn_of_large_guesses(routes: Sequence[Route]) -> None:
         if route.algorithm == "adamw"
         and not route.certain
         and route.numel >= _LARGE
-        and min(route.shape[-2:]) >= 16
+        and min(route.shape[-2:]) >= 16  # narrower ones are tables or per-head vectors, and rarely matrices
         and route.rule in ("shape", "no_product")
     ]
     if not large:
@@ -178,7 +179,7 @@ def _refuse_untrainable(member: NamedParameter) -> None:
             f"DeepSpeed's ZeRO and AutoTP divide ordinary parameters themselves: leave out fully_shard (FSDP2), "
             f"parallelize_module and the like"
         )
-    if not param.is_complex() and param.dtype not in _TRAINABLE:
+    if param.dtype not in _TRAINABLE:
         raise RoutingError(
             f"{text} is {param.dtype}, and only float32, float64, bfloat16 and float16 can be trained here; keep the "
             f"parameter in one of them and convert it in forward, freeze it, or leave it to another optimizer"
@@ -199,7 +200,14 @@ def _refuse_untrainable(member: NamedParameter) -> None:
 def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Algorithm]) -> Route:
     shape = true_shape(member.param)
     # 1. Which algorithm?
-    settings = _matrices_entry(member, config)
+    # Of several patterns of "matrices" that match, the first one that has a key decides this key.
+    entries: dict[str, Any] = {}
+    for pattern, entry in config.matrices.items():
+        if matches(pattern, member.names, "matrices"):
+            entries = {**entry.model_dump(exclude_none=True), **entries}
+    settings = MatricesConfig(**entries)
+    # A setting that asks for Muon makes a 3-dimensional weight a stack of matrices (_matrix_kind). "heads": "config" is
+    # no such setting: it is meant for broad patterns such as "*".
     is_set_to_muon = (
         explicit.get(id(member.param)) == "muon"
         or _chosen(member, config, "include") is not None
@@ -290,7 +298,9 @@ def _divide(
     They are those of the unsharded layer, also if this rank has a shard of it.
     """
     shape = member.full_shape
-    rows = math.prod(shape[:-1]) // experts if kind == "experts" else shape[0]
+    # Example: 16 experts of Llama 4, (16, 5120, 16384) and stored as input x output, have 16384 outputs each. "gate_up"
+    # splits them into blocks of 8192 columns in each of the 16 matrices.
+    rows = math.prod(shape[:-1]) // experts if kind == "experts" else shape[0]  # of one matrix
     output = shape[-1] if transposed else rows
     sizes: tuple[int, ...] = (output,)
     description = ", stored as input x output" if transposed else ""
@@ -317,17 +327,9 @@ def _divide(
     elif attention is not None:
         why = attention.why_undivided(leaf_name(plain_name(member.name)), output)
         description += "" if why is None else f", {why}"
+    # sizes (4096, 1024, 1024) with 32, 8 and 8 heads: 48 blocks of 128
     blocks = tuple(size // count for size, count in zip(sizes, heads, strict=True) for _ in range(count))
     return blocks, per_head, description
-
-
-def _matrices_entry(member: NamedParameter, config: MuonConfig) -> MatricesConfig:
-    """Return the settings of ``matrices`` for a parameter; of several matching patterns the first with a key counts."""
-    entries: dict[str, Any] = {}
-    for pattern, entry in config.matrices.items():
-        if matches(pattern, member.names, "matrices"):
-            entries = {**entry.model_dump(exclude_none=True), **entries}
-    return MatricesConfig(**entries)
 
 
 def _chosen(member: NamedParameter, config: MuonConfig, key: str) -> str | None:
@@ -397,6 +399,7 @@ def _decide(
         return "adamw", Claim("exclude", f"exclude pattern {pattern!r}")
     if (pattern := _chosen(member, config, "include")) is not None:
         return "muon", Claim("include", f"include pattern {pattern!r}")
+    # A stack that is not called experts is read as "experts" only where a setting asks for it (_matrix_kind).
     if (
         kind == "experts"
         and len(member.full_shape) > 2
@@ -418,7 +421,7 @@ def _decide(
     if len(shape) == 2 and member.names and member.kind in (None, "bare", "experts"):
         claim = _bare_matrix(member)
         return ("muon" if claim.rule == "hidden" else "adamw"), claim
-    # Nothing claims it for AdamW. How certain is it that this is a hidden matrix?
+    # Nothing claims it for AdamW, so it is Muon's. How certain is it that this is a hidden matrix?
     if member.layer is None:
         return "muon", Claim(
             "hidden", _REASONS[kind] + (" by name" if member.names else " by shape"), certain=False
@@ -455,6 +458,7 @@ def _bare_matrix(member: NamedParameter) -> Claim:
     """
     if member.layer is not None and member.layer.product:
         return Claim("hidden", f"hidden matrix: {member.layer.product}")
+    # Without modules, "weight" is the name that nearly all layers give to their matrix.
     if member.layer is None and any(name.rpartition(".")[2] == "weight" for name in member.names):
         return Claim("hidden", "hidden matrix by name", certain=False)
     last = next((bare_name(name) for name in member.names), "")

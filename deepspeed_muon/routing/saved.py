@@ -33,9 +33,11 @@ def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Seque
     *path, last = name.split(".")
     if len(shape) not in (3, 4, 5) or last != "weight" or "experts" in path or shape[-1] > _MAX_KERNEL:
         return None
+    # The bias has an element for each output: dimension 0 of a convolution, 1 of a transposed one (in, out, *kernel).
     bias = shapes.get(".".join((*path, "bias")))
     if bias is not None and tuple(bias) == (shape[1],) != (shape[0],):
         return "transposed convolution"
+    # (channels, 1, *kernel) are the filters of a depthwise convolution
     return "grouped convolution" if shape[1] == 1 < shape[0] else "convolution"
 
 

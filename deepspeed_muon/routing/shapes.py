@@ -81,11 +81,12 @@ class AttentionShape:
         heads = _first(config, _HEADS)
         if heads is None:
             return None
-        key_value_heads = _first(config, _KEY_VALUE_HEADS) or heads
+        key_value_heads = _first(config, _KEY_VALUE_HEADS) or heads  # fewer with grouped queries
         width, head_dim = _first(config, _WIDTHS), _first(config, ("head_dim", "d_kv"))
         if head_dim is None and width is not None and width % heads == 0:
             head_dim = width // heads
-        # Multi-head latent attention: head dimensions without and with rotary embedding, and of values.
+        # Multi-head latent attention (DeepSeek-V3: nope 128, rope 64, value 128): a head of q_b_proj has nope + rope
+        # outputs, one of kv_b_proj nope + value, since the rotary dimensions of the key are shared by all heads.
         nope, rope, value = (_first(config, (f"{name}_head_dim",)) for name in ("qk_nope", "qk_rope", "v"))
         ordinary = ((heads, head_dim),) if head_dim else ()
         grouped = ((key_value_heads, head_dim),) if head_dim else ()
@@ -100,6 +101,7 @@ class AttentionShape:
     @property
     def _fused(self) -> Heads:
         """The heads of query, key and value in a fused projection; empty if their size is unknown."""
+        # The last entry is ordinary attention: latent attention, which comes first, has no fused projection.
         return self.query[-1:] + self.key[-1:] + self.value[-1:] if self.key else ()
 
     def qkv_sizes(self) -> tuple[int, ...]:
@@ -114,6 +116,7 @@ class AttentionShape:
         """Return the number of heads of each part of the projection ``leaf``, given their sizes; 1 where unknown."""
         if len(sizes) == 1:
             return (self.heads_of(leaf, sizes[0]) or 1,)
+        # A split into other sizes than those of query, key and value has parts of unknown meaning.
         if leaf in _FUSED_NAMES and tuple(sizes) == self.qkv_sizes():
             return [count for count, _ in self._fused]
         return (1,) * len(sizes)
@@ -167,6 +170,7 @@ def attention_shapes(model: nn.Module) -> dict[str, AttentionShape | None]:
         shape = AttentionShape.from_linear_attention(module)
         config = getattr(module, "config", None)
         if shape is None and config is not None and not isinstance(config, (str, int, float)):
+            # A multimodal configuration has the heads of its language model one level below.
             text_config = getattr(config, "text_config", None)
             shape = AttentionShape.from_config(config) or AttentionShape.from_config(text_config)
         shapes[name] = shape or shapes.get(name.rpartition(".")[0])
@@ -269,6 +273,7 @@ def shard_blocks(
     Raises:
         RoutingError: If it is unknown which rows of a fused projection a rank has, or the ranks have different blocks.
     """
+    # The output is dimension 0, or 1 of a weight that is stored as input x output: int(transposed).
     if len(blocks) == 1:
         # Sharded along the output, so that this rank has some rows of the block.
         if shards.dim == int(transposed):
@@ -289,6 +294,8 @@ def shard_blocks(
             f"cut; or {remedy}"
         )
     else:
+        # Sharded along the output. Of 8 query heads, 4 ranks have 2 complete ones each. Of the single key head of
+        # multi-query attention each has a quarter: that block stays sharded, and all ranks iterate on it together.
         local = shards.blocks_of_shard(blocks)
     if local is None:
         raise RoutingError(

@@ -17,130 +17,45 @@ from typing import Literal
 
 Use = Literal["input x output", "output x input", "product", "no product", "unknown"]
 
-# Methods and functions by their result: the same values (_SAME), those of the transpose, the same values in another
-# shape, or other values computed elementwise.
+# Methods and functions by their result: the same values, those of the transpose, the same values in another shape, or
+# other values computed elementwise.
 _SAME = frozenset(
-    {
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "contiguous",
-        "clone",
-        "cuda",
-        "cpu",
-        "detach",
-        "data",
-        "requires_grad_",
-    }
+    (
+        *("to", "type", "type_as", "float", "half", "bfloat16", "double", "cuda", "cpu"),
+        *("contiguous", "clone", "detach", "data", "requires_grad_"),
+    )
 )
-_TRANSPOSES = frozenset(
-    {
-        "T",
-        "mT",
-        "t",
-        "transpose",
-        "swapaxes",
-    }
-)
-_RESHAPES = frozenset(
-    {
-        "view",
-        "reshape",
-        "view_as",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "repeat",
-        "flatten",
-        "permute",
-        "broadcast_to",
-        "chunk",
-        "split",
-        "unbind",
-        "repeat_interleave",
-        "tile",
-        "narrow",
-        "index_select",
-        "rearrange",
-        "cat",
-        "stack",
-        "concat",
-        "concatenate",
-        "flip",
-        "roll",
-    }
+_TRANSPOSES = frozenset(("T", "mT", "t", "transpose", "swapaxes"))
+_JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
+_RESHAPES = _JOINS | frozenset(
+    (
+        *("view", "reshape", "view_as", "unsqueeze", "squeeze", "flatten", "permute", "rearrange"),
+        *("expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile"),  # copies
+        *("chunk", "split", "unbind", "narrow", "index_select"),  # slices
+        *("flip", "roll"),
+    )
 )
 _ELEMENTWISE = frozenset(
-    {
-        "exp",
-        "sigmoid",
-        "tanh",
-        "softplus",
-        "softmax",
-        "log",
-        "abs",
-        "neg",
-        "clamp",
-        "relu",
-        "silu",
-        "gelu",
-        "square",
-        "sqrt",
-        "rsqrt",
-        "pow",
-        "mul",
-        "add",
-        "sub",
-        "div",
-        "lerp",
-        "addcmul",
-        "where",
-        "cos",
-        "sin",
-        "logsigmoid",
-        "masked_fill",
-    }
+    (
+        *("add", "sub", "mul", "div", "lerp", "addcmul", "where", "masked_fill", "clamp"),
+        *("abs", "neg", "square", "sqrt", "rsqrt", "pow", "exp", "log", "cos", "sin"),
+        *("sigmoid", "logsigmoid", "tanh", "softplus", "softmax", "relu", "silu", "gelu"),
+    )
 )
+# Functions that read a parameter as a gain, a bias or a table, and never as a matrix.
 _GAINS = frozenset(
-    {
-        "layer_norm",
-        "rms_norm",
-        "group_norm",
-        "batch_norm",
-        "instance_norm",
-        "normalize",
-        "interpolate",
-    }
+    (
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize"),
+        "interpolate",  # of tables of position embeddings
+    )
 )
-_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
-_MATMULS = frozenset(
-    {
-        "matmul",
-        "mm",
-        "bmm",
-    }
-)
+_MATMULS = frozenset(("matmul", "mm", "bmm"))
 # Attributes and methods that read no values.
 _METADATA = frozenset(
-    {
-        "shape",
-        "dtype",
-        "device",
-        "size",
-        "numel",
-        "ndim",
-        "dim",
-        "element_size",
-        "is_cuda",
-        "requires_grad",
-        "grad",
-        "is_meta",
-    }
+    (
+        *("shape", "size", "numel", "ndim", "dim", "dtype", "element_size"),
+        *("device", "is_cuda", "is_meta", "requires_grad", "grad"),
+    )
 )
 
 
@@ -192,6 +107,10 @@ class _Method:
     function: Callable[..., object]
     kind: type
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    # name of a variable to the expressions that read it
+    loads: dict[str, list[ast.Name]] = field(default_factory=dict)
+    # names of the arguments, and of the variables that are computed from them
+    activations: set[str] = field(default_factory=set)
 
     def uses(self) -> Iterator[tuple[str, Use]]:
         """Yield each attribute of ``self`` that the method reads, and how it uses it."""
@@ -203,12 +122,12 @@ class _Method:
         for parent in ast.walk(tree):
             for child in ast.iter_child_nodes(parent):
                 self.parents[child] = parent
-        self.loads: dict[str, list[ast.Name]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self.loads.setdefault(node.id, []).append(node)
+        # 2. which names are activations: arguments, and what is computed from them
         self._find_activations(tree)
-        # 2. every read of self.attribute
+        # 3. every read of self.attribute, followed outwards
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_self(node.value):
                 for use in self.follow(_Reference(node)):
@@ -216,9 +135,12 @@ class _Method:
 
     def follow(self, reference: _Reference) -> Iterator[Use]:
         """Yield the uses of one reference, also of the variables to which it is assigned."""
+        # Example: in x @ self.weight.to(x.dtype).T the node moves from self.weight to the call of to, to .T and to the
+        # product. There it is the right operand and transposed once: "output x input".
         while True:
             node = reference.node
             parent = self.parents.get(node)
+            # A condition reads no values: "if self.bias is not None".
             if parent is None or isinstance(parent, (ast.Expr, ast.Compare, ast.BoolOp, ast.If)):
                 return
             # An attribute or method of the value: weight.T, weight.view(...), weight.matmul(x).
@@ -237,7 +159,9 @@ class _Method:
                 elif parent.attr not in _SAME:
                     yield "unknown"
                     return
-                reference.node = self._called(parent)
+                # The value is that of the call, weight.view(...), or of the attribute itself, weight.T.
+                call = self.parents.get(parent)
+                reference.node = call if isinstance(call, ast.Call) and call.func is parent else parent
             # x @ weight, or weight @ x
             elif isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.MatMult):
                 yield _product(reference, left=node is parent.left)
@@ -265,6 +189,7 @@ class _Method:
             elif isinstance(parent, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
                 yield from self._assigned(reference, parent)
                 return
+            # Returned as it is, the caller may multiply by it; a value that was computed elementwise is a result.
             elif isinstance(parent, ast.Return) and reference.derived:
                 yield "no product"
                 return
@@ -284,25 +209,27 @@ class _Method:
             remaining.extend(ast.iter_child_nodes(node))
         return False
 
-    def _find_activations(self, tree: ast.AST) -> set[str]:
-        """Return the arguments of the method and the variables that are computed from them."""
-        self.activations: set[str] = set()
+    def _find_activations(self, tree: ast.AST) -> None:
+        """Fill :attr:`activations`."""
         for node in ast.walk(tree):
             if isinstance(node, ast.arguments):
                 arguments = [*node.posonlyargs, *node.args, *node.kwonlyargs]
                 self.activations |= {argument.arg for argument in arguments} - {"self", "cls"}
         assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-        for _ in range(3):  # variables that are computed from variables
+        # Repeated, because a variable may be computed from one that is assigned further down, in a loop.
+        for _ in range(3):
             for statement in assignments:
-                if self._reads_activations(_source(statement.value), but=tree):
+                # In self.weight.to(x.device) or self.weight.type_as(x) the activation decides only dtype and device.
+                value = statement.value
+                while (
+                    isinstance(value, ast.Call)
+                    and isinstance(value.func, ast.Attribute)
+                    and value.func.attr in _SAME
+                ):
+                    value = value.func.value
+                if self._reads_activations(value, but=tree):
                     names = {n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
                     self.activations |= names - {"self"}
-        return self.activations
-
-    def _called(self, attribute: ast.Attribute) -> ast.AST:
-        """Return the call if ``attribute`` is a method that is called, else ``attribute``."""
-        parent = self.parents.get(attribute)
-        return parent if isinstance(parent, ast.Call) and parent.func is attribute else attribute
 
     def _argument(self, reference: _Reference, call: ast.Call) -> Use | None:
         """Return the use of an argument in a call; ``None`` if the result is made from the argument's elements."""
@@ -343,11 +270,13 @@ class _Method:
             statement.targets if isinstance(statement, ast.Assign) else [statement.target]  # type: ignore[attr-defined]
         )
         names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        # Written into elements of another tensor it is a table; the depth bounds recursion through "w = f(w)".
         if reference.depth > 3 or any(isinstance(target, ast.Subscript) for target in targets):
             yield "unknown" if reference.depth > 3 else "no product"
             return
         for name in names:
             for load in self.loads.get(name.id, ()):
+                # Reads above the assignment are of another value. (Those of a loop's next turn are missed.)
                 if load.lineno >= statement.lineno:  # type: ignore[attr-defined]
                     yield from self.follow(
                         _Reference(
@@ -360,13 +289,6 @@ class _Method:
                     )
         if reference.derived and not any(self.loads.get(name.id) for name in names):
             yield "no product"
-
-
-def _source(value: ast.AST) -> ast.AST:
-    """Return the expression without conversions: ``self.weight`` for ``self.weight.to(x.device)``."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME:
-        value = value.func.value
-    return value
 
 
 def _is_self(node: ast.AST) -> bool:
@@ -404,6 +326,7 @@ def _einsum(reference: _Reference, equation: str, operand: int) -> Use:
         return "no product"
     if reference.derived:
         return "unknown"
+    # More letters are a stack of matrices ("ebi,eoi->ebo"), whose order of storage is not decided here.
     if len(letters) != 2 or reference.reshaped:
         return "product"
     return "output x input" if (letters[0] in produced) != reference.transposed else "input x output"

@@ -65,6 +65,8 @@ class Int8Blocks:
         for fragment, starts in sorted(fragments, key=lambda pair: pair[0].partition_offset):
             # 1. the ranges in which blocks are counted from one start, as offsets in the parameter
             first, stop = fragment.matrix_offset, fragment.matrix_offset + fragment.numel
+            # Example: elements 600 to 999 are the ranges [600, 1000) with before = 600 % 256 = 88. Its blocks end at
+            # 768 and 1000, so it has ceil((88 + 400) / 256) = 2 scales.
             bounds = [first, *(start for start in starts if first < start < stop), stop]
             for begin, end in pairwise(bounds):
                 # 2. the same as offsets in the partition; a block that began on another rank has a scale here too
@@ -80,6 +82,7 @@ class Int8Blocks:
             Elements of the fragment's first block that precede the fragment, and the index of that block's scale.
         """
         blocks = self._ranges[bisect_right(self._offsets, offset) - 1]
+        # as if the range began with its first block, before elements earlier
         skipped, before = divmod(blocks.before + offset - blocks.offset, BLOCK)
         return before, blocks.scale + skipped
 
@@ -93,20 +96,21 @@ class Int8Blocks:
             numel: The number of elements to decode.
         """
         values = torch.zeros(numel, device=codes.device)  # (numel,) fp32
+        # from the range that contains the first element
         for blocks in self._ranges[max(0, bisect_right(self._offsets, offset) - 1) :]:
-            start, stop = max(offset, blocks.offset), min(offset + numel, blocks.offset + blocks.numel)
             if blocks.offset >= offset + numel:
                 break
+            start, stop = max(offset, blocks.offset), min(offset + numel, blocks.offset + blocks.numel)
             if start < stop:
                 before, scale = self.row(start)
-                used = scales.narrow(0, scale, -(-(before + stop - start) // BLOCK))
+                used = scales.narrow(0, scale, -(-(before + stop - start) // BLOCK))  # (blocks,) fp32
                 decoded = from_codes(codes.narrow(0, start, stop - start), used, before)
                 values.narrow(0, start - offset, stop - start).copy_(decoded)
         return values
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes, int8 like ``values``, and scales ``(count,)`` of a partition's flat fp32 momentum."""
-        codes = torch.zeros_like(values, dtype=torch.int8)
+        codes = torch.zeros_like(values, dtype=torch.int8)  # padding is in no range, and keeps 0
         scales = torch.zeros(self.count, device=values.device)
         for blocks in self._ranges:
             new_codes, new_scales = quantize(values.narrow(0, blocks.offset, blocks.numel), blocks.before)

@@ -46,6 +46,7 @@ _SCHEDULER_KEYS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_m
 _KERNEL_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options of torch's optimizers that do not change what is computed."""
 
+# Keys of a parameter's state, by algorithm.
 _REQUIRED = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}
 _ALLOWED = {
     "muon": frozenset(("momentum_buffer", "step", SCALE_KEY, *ROW_STATE)),
@@ -217,6 +218,7 @@ def _check_convention(
     # Of torch.optim.Muon, whose momentum is a mean too: only the iteration may differ.
     if "ns_coefficients" in saved:
         coefficients, steps = saved["ns_coefficients"], saved.get("ns_steps")
+        # torch runs one polynomial ns_steps times
         if [tuple(coefficients)] * (steps or 0) != [*config.coefficients()]:
             raise ConfigError(
                 f"{where} was saved by torch.optim.Muon with ns_coefficients {shown(coefficients)} and ns_steps "
@@ -224,6 +226,8 @@ def _check_convention(
                 f"[{shown(list(coefficients))}] * {shown(steps)}"
             )
         return
+    # Keller Jordan's Muon of today saves none of these keys, and a mean. Earlier versions and their copies save them,
+    # and some of these a sum.
     if "algorithm" in saved or not (
         keys_of_muons := sorted(saved.keys() & {"nesterov", "ns_steps", "backend_steps"})
     ):
@@ -318,7 +322,7 @@ def _is_count(value: object) -> bool:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
-    return 0 <= float(value) < 1 << 53 and float(value).is_integer()
+    return 0 <= float(value) < 1 << 53 and float(value).is_integer()  # larger floats do not count every step
 
 
 def _converted(entry: StateDict, param: Tensor, policy: StatePolicy, conversions: set[str]) -> StateDict:
@@ -337,6 +341,7 @@ def _converted(entry: StateDict, param: Tensor, policy: StatePolicy, conversions
         if key == "step":
             state[key] = int(value)
         else:
+            # The dtypes of row state and scales do not depend on the policy.
             dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
             if torch.int8 in (dtype, value.dtype) and dtype != value.dtype:
                 conversions.add(f"{value.dtype} to {dtype}".replace("torch.", ""))

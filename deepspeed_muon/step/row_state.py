@@ -39,6 +39,8 @@ def sharded_sums(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> Shard
     assert matrix.shards is not None
 
     add_up = functools.partial(all_reduce_tensor, group=group, purpose="sums of rows")
+    # Of a matrix of 8 outputs and 6 inputs on two ranks, a rank has either 4 outputs, and so complete rows, but not all
+    # of them; or 3 inputs, and so a half of every row.
     if matrix.shards_outputs:
         return ShardedSums(add_rows=add_up)
     return ShardedSums(cols=sum(matrix.shards.sizes), add_columns=add_up)
@@ -59,7 +61,7 @@ def before_iteration(
     """
     if variant.before_iteration is None:
         return directions
-    oriented = directions.mT if matrix.transposed else directions
+    oriented = directions.mT if matrix.transposed else directions  # a row for each output, as variants expect
     changed = variant.before_iteration(oriented, sharded_sums(matrix, group))
     return changed.mT if matrix.transposed else changed
 
@@ -100,16 +102,19 @@ class RowStorage:
             settings: As :attr:`.Rates.settings`.
         """
         context, rows = self._context, dict[str, dict[int, Tensor]]()
+        # 1. in fp32 on the device of the iteration; a vector that is both already is not copied
         copies = {
             index: {key: vector.to(context.device, torch.float32) for key, vector in by_key.items()}
             for index, by_key in vectors.items()
         }
+        # 2. a view of each matrix's rows, (outputs,)
         for entry in context.variant.state:
             rows[entry.key] = {
                 index: copies[partition][entry.key].narrow(0, fragment.partition_offset, fragment.numel)
                 for index, partition, fragment in self._local
             }
         yield OwnedRows(self._matrices, context.variant, settings, rows, group=context.tensor_group)
+        # 3. back into optimizer.state
         for index, by_key in vectors.items():
             for key, vector in by_key.items():
                 if copies[index][key] is not vector:
@@ -168,6 +173,7 @@ class OwnedRows:
             The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)`` for each key.
         """
         assert self._variant.row_factors is not None
+        # 1. state and settings of the blocks: (blocks, outputs) and (blocks, 1) for each key
         state = self.stored(blocks)
         if anew:
             state = {
@@ -179,11 +185,13 @@ class OwnedRows:
             )
             for number, setting in enumerate(self._variant.settings)
         }
+        # 2. a factor for each row, (blocks, outputs), of blocks that have a row for each output
         first = self._matrices[blocks[0][0]]
         oriented = results.mT if first.transposed else results
         factors, state = self._variant.row_factors(
             oriented, state, settings, sharded_sums(first, self._group)
         )
+        # 3. the updates, in the memory order of the results
         updates = torch.empty_like(oriented, dtype=dtype)
         torch.mul(oriented, factors.unsqueeze(-1), out=updates)
         return updates.mT if first.transposed else updates, state
@@ -193,7 +201,7 @@ class OwnedRows:
         stored = {}
         for key in self.rows:
             views = self._views(key, blocks)
-            joint = _joint(views)
+            joint = _joint(views)  # (blocks, outputs), or None where the vectors are not adjacent
             stored[key] = torch.stack(views) if joint is None else joint
         return stored
 
@@ -247,6 +255,7 @@ class OwnedRows:
         stored: list[Tensor] = []
         sent: list[Tensor] = []
         for index, segment in segments:
+            # in bytes, behind the update
             start = (segment.buffer_offset + segment.buffer_numel) * buffer.element_size()
             for rows in self.rows.values() if index in active else ():
                 stored.append(rows[index].view(torch.uint8))
@@ -256,10 +265,13 @@ class OwnedRows:
 
     def _views(self, key: str, blocks: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return a view of the rows of each block."""
+        # Example: a stored 6 x 4 matrix of two experts, each input x output (3 x 4) with a gate and an up half, has the
+        # grid ((3, 3), (2, 2)). Its outputs are columns, so it has 4 numbers for each expert, 8 in all. Block 3, the up
+        # half of the second expert, is row 1, column 1 of the grid: the numbers 6 and 7.
         views = []
         for index, number in blocks:
             matrix, rows = self._matrices[index], self.rows[key][index]
-            if not matrix.is_sharded:
+            if not matrix.is_sharded:  # a shard is a single block
                 row_blocks, col_blocks = matrix.grid
                 row, col = divmod(number, len(col_blocks))
                 if matrix.transposed:

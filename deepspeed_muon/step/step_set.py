@@ -86,6 +86,7 @@ class StepSet:
 
     def local_fragments(self) -> list[list[tuple[int, Fragment]]]:
         """Return this rank's fragments of each partition, with the position of their parameter in :attr:`layouts`."""
+        # Layouts name partitions by index, which need not be consecutive within a step set.
         position_of = {partition.index: position for position, partition in enumerate(self.partitions)}
         local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
         for number, layout in enumerate(self.layouts):
@@ -110,7 +111,9 @@ class StepSet:
                 that are never read.
             flags: For each matrix, whether any rank has a gradient of it.
         """
-        gradient_of = {**flat, **grads}  # the weights stand in where no gradient is read
+        # The passes take a tensor for every partition, and read only the fragments of active matrices. So the weights
+        # stand in where no gradient is read, and zeros where one is read that this rank does not have.
+        gradient_of = {**flat, **grads}
         if not flat.keys() <= grads.keys():
             used = {matrix.partition for matrix, flag in zip(self.matrices, flags, strict=True) if flag}
             gradient_of |= {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
@@ -167,6 +170,7 @@ def read_step_set(
         group,
         0 if group is None else dist.get_rank(group),
         1 if group is None else dist.get_world_size(group),
+        # the model's dtype, not that of the fp32 masters in the partitions
         next((params[0].dtype for _, _, params, _ in partitions if params), torch.float32),
         wider_group,
         native_adam=native_adam,
@@ -200,6 +204,7 @@ def step_set_of_parameters(
         )
     partitions = []
     for index, param in trained.items():
+        # a single rank that has all elements
         placements = [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else []
         partitions.append((index, param, [param], placements))
     return read_step_set(partitions, routes), devices.pop()

@@ -1,16 +1,14 @@
 """The studies of fine-tuning and of rewards: their lists of runs, what is trained again, their pages."""
 
-import json
 import math
 import re
-from collections import Counter
 from dataclasses import asdict
 
 import pytest
 import torch
 
 from benchmarks import finetuning, rewards, training_runs
-from benchmarks.finetuning import BLOCKS, OPTIMIZERS, RATES, Cell, FineTuning, Pretraining
+from benchmarks.finetuning import BLOCKS, RATES, Cell, FineTuning, Pretraining
 from benchmarks.rewards import GROUP, PAIR, Reinforcement, Start
 from benchmarks.training_runs import ADAMW
 
@@ -20,19 +18,13 @@ CELL = Cell("1M", "code", "much", "full")
 @pytest.mark.parametrize("study", [finetuning, rewards])
 def test_every_run_comes_once_and_after_what_it_starts_from(study):
     runs = list(study.runs())
-    assert max(Counter(runs).values()) == 1
+    assert len(set(runs)) == len(runs)
     position = {run: index for index, run in enumerate(runs)}
     for run in runs:
         if isinstance(run, FineTuning):
             assert position[Pretraining(run.size, run.old)] < position[run]
         if isinstance(run, Reinforcement):
             assert position[Start(run.success)] < position[run]
-    assert sum(isinstance(run, (Pretraining, Start)) for run in runs) == {finetuning: 4, rewards: 2}[study]
-
-
-def test_seven_rates_and_five_seeds_at_the_smaller_size():
-    cells = Counter(run.cell for run in finetuning.runs() if isinstance(run, FineTuning) and run.size == "1M")
-    assert len(cells) == 8 and set(cells.values()) == {7 * 5 * len(OPTIMIZERS)}
 
 
 def test_a_run_is_trained_once_and_a_failed_one_again(tmp_path, capfd):
@@ -54,27 +46,19 @@ def test_a_run_is_trained_once_and_a_failed_one_again(tmp_path, capfd):
 
 def fixture_rows(seeds=3):
     """AdamW's frontier is old = 3 - new; Muon's has 0.1 less of the old text's loss, and ends 0.2 lower."""
-    rows = [{"run": "Pretraining", "size": "1M", "text": "code", "decay_from": 4000, "gain": 0.01}]
-    rows[0] |= {"blocks": {"code": [1.0] * BLOCKS, "prose": [2.0] * BLOCKS}, "hardware": "cpu", "torch": "2"}
+    machine = {"hardware": "cpu", "torch": "2"}
+    rows = [{"run": "Pretraining", "size": "1M", "text": "code", "decay_from": 4000, "gain": 0.01, **machine}]
+    rows[0]["blocks"] = {"code": [1.0] * BLOCKS, "prose": [2.0] * BLOCKS}
     for seed in range(seeds):
         for optimizer, shift in ((ADAMW, 0.0), ("Muon, match", 0.1)):
             for index, rate in enumerate(RATES["full"]):
                 new = 2 - (0.1 + 0.2 * shift) * (index + 1) + 0.001 * seed
-                run = FineTuning("1M", "code", "much", "full", optimizer, rate, seed)
+                run = asdict(FineTuning("1M", "code", "much", "full", optimizer, rate, seed))
                 losses = {
                     "new_losses": [new] * BLOCKS,
                     "old_losses": [3 - new - shift + 0.002 * seed] * BLOCKS,
                 }
-                rows.append(
-                    {
-                        "run": "FineTuning",
-                        **asdict(run),
-                        **losses,
-                        "moved": 0.1,
-                        "hardware": "cpu",
-                        "torch": "2",
-                    }
-                )
+                rows.append({"run": "FineTuning", **run, **losses, "moved": 0.1, **machine})
     return rows
 
 
@@ -118,15 +102,9 @@ def reward_rows():
                 if optimizer != ADAMW and index > 3:
                     reward = 0.0
                 curve = [[0, 0.4, None, None, None, None], [10, reward, 0.4, 0.2, 0.1, 0.2]]
-                run = {"run": "Reinforcement", **asdict(Reinforcement(0.4, 0.04, optimizer, rate, seed))}
-                yield {
-                    **run,
-                    "curve": curve,
-                    "finite": True,
-                    "reward": reward,
-                    "hardware": "cpu",
-                    "torch": "2",
-                }
+                run = asdict(Reinforcement(0.4, 0.04, optimizer, rate, seed))
+                result = {"curve": curve, "finite": True, "reward": reward, "hardware": "cpu", "torch": "2"}
+                yield {"run": "Reinforcement", **run, **result}
 
 
 def test_page_of_rewards():
@@ -162,23 +140,6 @@ def test_clipping_stops_the_gradient_and_the_penalty_pulls_back():
     now.grad = None
     rewards.policy_loss(now, torch.zeros(3, 1), torch.full((3, 1), -1.0), advantages, kl=0.1).backward()
     assert now.grad[2] > 0
-
-
-def test_prose_has_no_markup():
-    page = (
-        ".TH TOOL 1\n.SH NAME\n"
-        "The \\fB\\-\\-verbose\\fR option makes the program say what it does while it copies the files that were\n"
-        "given to it, one after the other, into the folder.\n.PP\nToo short.\n\n  $ indented code is no prose\n"
-        "even if it is as long as all of the sentences of this page taken together are and ends as one.\n"
-    )
-    paragraphs = list(finetuning.paragraphs_of_prose(page))
-    assert [text[:24] for text in paragraphs] == ["The --verbose option mak"]
-
-
-def test_rows_are_lines_of_json(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"run": "Start"}) + "\n")
-    assert training_runs.read_rows(path) == [{"run": "Start"}]
 
 
 @pytest.mark.parametrize("study", [finetuning, rewards])

@@ -17,8 +17,7 @@ import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, offline, restore
 from deepspeed_muon.checkpoint.consolidate import ShardFile, pack, remove_stale, shard_name
 from deepspeed_muon.checkpoint.files import file_digest, lock, unlock
-from deepspeed_muon.checkpoint.index import load_index, sealed_json
-from deepspeed_muon.checkpoint.parameters import ParameterRecord
+from deepspeed_muon.checkpoint.index import ParameterRecord, load_index, sealed_json
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
 

@@ -32,19 +32,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    command = [
-        "python",
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        folder,
-        source,
-    ]
-    run_command(command)
+    options = ["-q", "--no-deps", "--no-build-isolation", "-w", folder]
+    run_command(["python", "-m", "pip", "wheel", *options, source])
     (path,) = folder.glob("*.whl")
     return path
 
@@ -114,15 +103,10 @@ def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp
         assert f"before {on} False" in done.stdout and f"after {on}" in done.stdout, (value, done.stdout)
 
 
-def test_citation_and_changelog_have_the_version_of_the_code(tmp_path: Path) -> None:
+def test_citation_and_changelog_have_the_version_of_the_code() -> None:
     faults = load_script("release_version").faults
     assert not faults(REPOSITORY)
     assert faults(REPOSITORY, "v0.0.1")[0].startswith("the tag is v0.0.1")
-    for name in ("deepspeed_muon/version.py", "CITATION.cff", "CHANGELOG.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(REPOSITORY / name, tmp_path / name)
-    (tmp_path / "deepspeed_muon" / "version.py").write_text('__version__ = "9.9"\n')
-    assert [fault.split()[0] for fault in faults(tmp_path)] == ["CITATION.cff", "the"]
 
 
 def test_links_of_the_readme_work_on_pypi() -> None:

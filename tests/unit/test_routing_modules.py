@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route, format_routes, rows_of, summarize_routes
@@ -365,11 +364,3 @@ def test_without_the_model_names_are_guesses() -> None:
     model = Tree(wte=nn.Embedding(30, 8), mix=Linear(8, 8, bias=False), lm_head=Linear(8, 30, bias=False))
     found = {route.name: route.certain for route in Muon(model.named_parameters()).routes}
     assert found == {"wte.weight": True, "mix.weight": False, "lm_head.weight": True}
-
-
-def test_filters_in_groups_need_the_model() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), Linear(128, 4))
-    groups = [{"params": [model[0].weight, model[2].weight], "use_muon": True}]
-    with pytest.raises(RoutingError, match="model=model"):
-        Muon([dict(group) for group in groups])
-    assert [route.kind for route in Muon(groups, model=model).routes] == ["convolution", "matrix"]
