@@ -134,9 +134,8 @@ def check(
         assert len(result["norms"]) == len(norms)
         for number, (norm, expected) in enumerate(zip(result["norms"], norms, strict=True)):
             within(abs(norm - expected) / expected, allowed.norms, f"norm {number}")
-        for name, value in result.get("means", {}).items():
-            error = float((value - means[name]).norm() / means[name].norm())
-            within(error, allowed.momentum[name], f"running mean of {name}")
+        errors = {name: relative(value, means[name]) for name, value in result.get("means", {}).items()}
+        all_within(errors, allowed.momentum, "running mean of")
         if paths:
             errors = {
                 name: relative(value, end[name], start[name])

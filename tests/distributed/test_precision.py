@@ -103,10 +103,7 @@ def check_close(result: dict[str, Any], arithmetic: Arithmetic, variant: str = "
     compare_matrices([result], "toy", 2, 0.5, arithmetic, variant=variant)
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [(0, {}), (1, {}), (2, OFFLOAD), (3, {"sub_group_size": 200})],
-)
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, OFFLOAD), (3, {"sub_group_size": 200})])
 def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, zero: dict[str, Any]) -> None:
     result = ranks(2).run(run, stage=stage, zero=zero, params={"momentum_dtype": "bf16"})[0]
     assert "momentum_buffer bfloat16" in result["dtypes"] and "exp_avg float32" in result["dtypes"]
@@ -119,9 +116,9 @@ def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, ze
     allowed = limits(reference, "toy", 2, 0.5).paths
     all_within({name: errors[name] for name in others}, allowed, "path of")
     within(errors[worst], 1e-2, f"path of {worst}")
-    for name, expected in momentum.items():
-        error = float((result["momentum"][name] - expected).norm() / expected.norm())
-        within(error, 2**-8, f"momentum of {name}")
+    all_within(
+        {name: relative(result["momentum"][name], momentum[name]) for name in momentum}, 2**-8, "momentum of"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,17 +141,18 @@ def test_int8_momentum_matches_the_rounding_reference(
     params = {"momentum_dtype": "int8", **settings.get("params", {})}
     result = ranks(world).run(run, stage=stage, **{**settings, "params": params})[0]
     assert {"momentum_buffer int8", "momentum_scale float32", "exp_avg float32"} <= {*result["dtypes"]}
-    start, end, momentum = rounding_reference(
-        world * settings.get("accumulation", 1), 0.5, "int8", cuts_in(result)
-    )
+    micro_batches = world * settings.get("accumulation", 1)
+    start, end, momentum = rounding_reference(micro_batches, 0.5, "int8", cuts_in(result))
     errors = {name: relative(result["params"][name], end[name], start[name]) for name in MATRICES["toy"]}
     # A scale of fp32 and one of float64 (1e-7 apart) are cut to different 17 bits in one of a hundred blocks, and a
     # matrix is off by 2^-16 then. Codes differ, by 1/127 of one element, where the values lie on two sides of a tie.
     within(sorted(errors.values())[-3], 1e-4, "all paths but two")
     within(max(errors.values()), 3e-2, "path")
-    for name, expected in momentum.items():
-        error = float((result["momentum"][name] - expected).norm() / expected.norm())
-        within(error, 1 / 127, f"momentum of {name}")
+    all_within(
+        {name: relative(result["momentum"][name], momentum[name]) for name in momentum},
+        1 / 127,
+        "momentum of",
+    )
 
 
 def resumed(
@@ -311,10 +309,10 @@ def test_a_growing_loss_scale_changes_nothing(ranks: Any, stage: int) -> None:
     assert result["scales"] == sorted(set(result["scales"])), "it grew in every step"
     check_close(result, FP16_MODEL)
     _, _, _, momentum = reference("toy", 2, 0.5)
-    for name, expected in momentum.items():
-        # Half the gradient in one of the steps would be 0.1 and more; fp16 weights put gradients off by 2^-10 or so.
-        error = float((result["momentum"][name] - expected).norm() / expected.norm())
-        within(error, 2e-2, f"momentum of {name}")
+    # Half the gradient in one of the steps would be 0.1 and more; fp16 weights put gradients off by 2^-10 or so.
+    all_within(
+        {name: relative(result["momentum"][name], momentum[name]) for name in momentum}, 2e-2, "momentum of"
+    )
 
 
 @pytest.mark.parametrize("stage", [full(0), full(1), 3])

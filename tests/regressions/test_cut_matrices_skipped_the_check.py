@@ -146,8 +146,7 @@ def cut_result(rank: int, wholes: torch.Tensor, dim: int) -> tuple[ResultCheck, 
 
 def assert_orthogonalized(update: torch.Tensor, matrix: torch.Tensor) -> None:
     expected = newton_schulz(matrix, resolve_schedule("quintic"))
-    error = float((update - expected).norm() / expected.norm())
-    within(error, iteration_limit(matrix, torch.float32), "update")
+    within(relative(update, expected), iteration_limit(matrix, torch.float32), "update")
 
 
 def settle_parts(rank: int, world_size: int, *, dim: int) -> dict[str, Any]:
