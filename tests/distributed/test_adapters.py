@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import deepspeed
@@ -17,7 +18,7 @@ from tests.support.contract import compare_paths
 from tests.support.models import SMALL_DECODER
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, Limits, measured_limits
-from tests.support.thinning import full
+from tests.support.thinning import usual
 
 pytestmark = needs("transformers", "peft")
 
@@ -127,19 +128,7 @@ def train_reference(kind: str, muon: list[str], micros: int) -> tuple[Any, Any, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind"),
-    [
-        (2, "lora"),
-        (3, "dora"),
-        (3, "experts"),
-        full(2, "experts"),
-        full(3, "lora"),
-        full(2, "dora"),
-        full(2, "nf4"),
-        full(3, "nf4"),
-        full(2, "head"),
-        full(3, "head"),
-    ],
+    ("stage", "kind"), usual(product((2, 3), ADAPTERS), {(2, "lora"), (3, "dora"), (3, "experts")})
 )
 def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None:
     """Muon updates B, AdamW A, magnitudes, those of stacked experts and the head's; what is frozen has no state."""

@@ -13,7 +13,7 @@ import deepspeed_muon
 from tests.support import tensor_parallel, training
 from tests.support.models import MATRICES, batch, build
 from tests.support.snapshots import changed, tensors_of
-from tests.support.thinning import each_value
+from tests.support.thinning import each_value, usual
 from tests.support.training import ds_config, try_to_start
 
 
@@ -278,37 +278,27 @@ def assert_skipped_once(reports: list[dict[str, Any]]) -> None:
 
 FP16 = {"fp16": {"hysteresis": 1, "initial_scale_power": 8}}
 CASES = [
-    # stage, precision, clipping, further configuration
-    (0, "fp32", 0.0, {}),
-    (0, "fp32", 0.5, {}),
-    (1, "fp32", 0.0, {}),
-    (2, "fp32", 0.0, {}),
-    (3, "fp32", 0.0, {}),
-    (0, "bf16", 0.0, {}),
-    (1, "bf16", 0.0, {}),
-    (1, "bf16", 0.0, {"data_types": {"grad_accum_dtype": "bf16"}}),
-    (2, "bf16", 0.0, {}),
-    (2, "bf16", 0.5, {}),
-    (3, "bf16", 0.0, {}),
-    (2, "bf16", 0.0, {"bf16": {"check_grad_overflow": False}}),
-    (1, "fp32", 0.0, {"zero_optimization": {"compute_grad_norm": False}}),
-    (0, "fp16", 0.0, FP16),
-    (2, "fp16", 0.0, FP16),
-    (3, "fp16", 0.0, FP16),
+    # Stage, precision, clipping, further configuration, and the parameter: Muon's matrix or AdamW's.
+    (*case, name)
+    for case in (
+        *product(range(4), ("fp32", "bf16"), (0.0,), ({},)),
+        *((0, "fp32", 0.5, {}), (2, "bf16", 0.5, {})),
+        (1, "bf16", 0.0, {"data_types": {"grad_accum_dtype": "bf16"}}),
+        (2, "bf16", 0.0, {"bf16": {"check_grad_overflow": False}}),
+        (1, "fp32", 0.0, {"zero_optimization": {"compute_grad_norm": False}}),
+        *((stage, "fp16", 0.0, FP16) for stage in (0, 2, 3)),
+    )
+    for name in ("embed.weight", "blocks.1.up.weight")
 ]
-# Muon's matrix and AdamW's, each way of skipping once at least.
-NAMES = ["embed.weight", "blocks.1.up.weight"]
-SHORT = {(0, NAMES[0]), (0, NAMES[1]), (11, NAMES[1]), (12, NAMES[0])}
+# Each way of skipping once at least.
+SHORT = [
+    *((0, "fp32", 0.0, {}, name) for name in ("embed.weight", "blocks.1.up.weight")),
+    (2, "bf16", 0.0, {"bf16": {"check_grad_overflow": False}}, "blocks.1.up.weight"),
+    (1, "fp32", 0.0, {"zero_optimization": {"compute_grad_norm": False}}, "embed.weight"),
+]
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "clipping", "extra", "name"),
-    [
-        pytest.param(*case, name, marks=[] if (number, name) in SHORT else pytest.mark.full)
-        for number, case in enumerate(CASES)
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize(("stage", "precision", "clipping", "extra", "name"), usual(CASES, SHORT))
 def test_once_for_each_step_of_the_engine(
     ranks: Any, stage: int, precision: str, clipping: float, extra: dict[str, Any], name: str
 ) -> None:

@@ -79,23 +79,13 @@ def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
 
 def ds_config(stage: int, *, scheduler: str | None, params: dict[str, Any] | None = None) -> dict[str, Any]:
     """A configuration with ``auto`` wherever Hugging Face fills it in."""
-    optimizer = {
-        "lr": "auto",
-        "betas": "auto",
-        "eps": "auto",
-        "weight_decay": "auto",
-        "muon_lr": RATES["muon_lr"],
-        "ns_dtype": "fp32",
-        "wire_dtype": "fp32",
-        **(params or {}),
-    }
+    filled_in = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    fixed = {"muon_lr": RATES["muon_lr"], "ns_dtype": "fp32", "wire_dtype": "fp32"}
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config: dict[str, Any] = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
+        **dict.fromkeys((*sizes, "gradient_clipping"), "auto"),
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "Muon", "params": optimizer},
+        "optimizer": {"type": "Muon", "params": {**filled_in, **fixed, **(params or {})}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
     }
     if stage == 3:
@@ -244,31 +234,23 @@ def train_reference(
     return start, {name: param.detach() for name, param in model.named_parameters()}, norms
 
 
+TIED, UNTIED = ({"kind": "qwen2", "tied": tied} for tied in (True, False))
+CHECKPOINTED = {"lr_scheduler_type": "cosine", "gradient_checkpointing": True}
 CASES: dict[str, dict[str, Any]] = {
-    "stage0-linear": {"stage": 0, "kind": "qwen2", "tied": False, "options": {"lr_scheduler_type": "linear"}},
+    "stage0-linear": {"stage": 0, **UNTIED, "options": {"lr_scheduler_type": "linear"}},
     "stage1-cosine": {
         "stage": 1,
         "kind": "llama",
         "tied": True,
-        "options": {
-            "lr_scheduler_type": "cosine",
-            "gradient_accumulation_steps": 2,
-            "gradient_checkpointing": True,
-        },
+        "options": {**CHECKPOINTED, "gradient_accumulation_steps": 2},
     },
     "stage2-deepspeed-schedule": {
         "stage": 2,
-        "kind": "qwen2",
-        "tied": True,
+        **TIED,
         "scheduler": "WarmupDecayLR",
         "options": {"warmup_steps": 2},
     },
-    "stage3-cosine": {
-        "stage": 3,
-        "kind": "qwen2",
-        "tied": True,
-        "options": {"lr_scheduler_type": "cosine", "gradient_checkpointing": True},
-    },
+    "stage3-cosine": {"stage": 3, **TIED, "options": CHECKPOINTED},
     "stage2-client": {"stage": 2, "kind": "llama", "tied": False, "client": True, "options": {}},
 }
 

@@ -177,11 +177,8 @@ def moved_away(
 @pytest.mark.parametrize(
     ("stage", "precision", "momentum"),
     [
-        full(1, "bf16", None),
-        full(2, "bf16", None),
-        full(2, "fp32", None),
-        full(3, "fp32", None),
-        full(3, "bf16", None),
+        *(full(stage, "bf16", None) for stage in (1, 2, 3)),
+        *(full(stage, "fp32", None) for stage in (2, 3)),
         full(2, "bf16", "bf16"),
         (3, "bf16", "bf16"),
         (2, "bf16", "int8"),

@@ -34,19 +34,10 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "stages", "world", "zero"),
     [
-        ("toy", 2, 4, 0),
-        ("tied", 2, 4, 1),
-        ("toy", 3, 3, 1),
-        *(
-            full(*case)
-            for case in (
-                ("toy", 2, 2, 1),
-                ("toy", 2, 4, 1),
-                ("tied", 2, 2, 0),
-                ("toy", 3, 3, 0),
-                ("toy", 3, 6, 1),
-            )
-        ),
+        *(("toy", 2, 4, 0), ("tied", 2, 4, 1), ("toy", 3, 3, 1)),
+        *(full("toy", 2, world, 1) for world in (2, 4)),
+        *(full("toy", 3, *case) for case in ((3, 0), (6, 1))),
+        full("tied", 2, 2, 0),
     ],
 )
 def test_pipeline_matches_the_reference(ranks: Any, kind: str, stages: int, world: int, zero: int) -> None:

@@ -357,20 +357,8 @@ class Switched(Toy):
         return self.branches(x, self.used)
 
 
-MODELS: dict[str, type[Toy]] = {
-    "toy": Toy,
-    "unused": Unused,
-    "wide": Wide,
-    "single": Single,
-    "heads": Heads,
-    "mixed": Mixed,
-    "adapters": Adapters,
-    "tied": Tied,
-    "fused": Fused,
-    "convolutions": Convolutions,
-    "even": Even,
-    "switched": Switched,
-}
+_KINDS = (Toy, Unused, Wide, Single, Heads, Mixed, Adapters, Tied, Fused, Convolutions, Even, Switched)
+MODELS: dict[str, type[Toy]] = {kind.__name__.lower(): kind for kind in _KINDS}
 
 
 def _block_matrices(count: int, *more: str) -> set[str]:
