@@ -353,7 +353,7 @@ def saved_schedule(state: object) -> dict[str, Any] | None:
     schedule = dict(state)
     for key, value in state.items():
         if isinstance(value, Counter):
-            schedule[key] = sorted(value.elements())
+            schedule[key] = sorted(value.elements())  # {30: 1, 60: 2} as [30, 60, 60]
         elif isinstance(value, float) and math.isinf(value):
             schedule[key] = None
     return schedule if is_json(schedule) else None
@@ -392,6 +392,7 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
     for key, value in document.items():
         entries = value.items() if isinstance(value, dict) else ()
         # A line for each parameter and file, so that grep and diff are of use.
+        # [1:-1] takes the braces off: "name": {...}
         rows = ",\n".join("  " + json.dumps({name: entry})[1:-1] for name, entry in entries)
         lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else " " + json.dumps({key: value})[1:-1])
     sealed = ("{\n" + ",\n".join(lines) + "\n}\n").encode()

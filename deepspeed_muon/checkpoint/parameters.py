@@ -101,10 +101,12 @@ class PartitionedParameter:
         elif key in ROW_KEYS[self.record.algorithm]:
             fragments = self.row_fragments
         else:
+            # Fragments are in the order of the ranks; those before the first element are not looked at.
             ranks = range(self.placement.rank_of(start), self.placement.ranks.stop)
             fragments = map(self.placement.fragment_on, ranks)
         for fragment in filter(None, fragments):
-            # What [start, stop) and the fragment have in common, and where that begins in the partition.
+            # What [start, stop) and the fragment have in common, and where that begins in the partition. Example: of
+            # [4, 9) a fragment with elements 6 to 15 from offset 20 on has [6, 9), at the offsets 20 to 22.
             first = max(start, fragment.matrix_offset)
             last = min(stop, fragment.matrix_offset + fragment.numel)
             if first < last:
@@ -122,6 +124,7 @@ class PartitionedParameter:
         if key not in ROW_KEYS[self.record.algorithm] or not self.row_fragments:
             return self.tensor_slice
         # Each row is an output of the layer. Ranks that slice the inputs all have the state of all outputs.
+        # A slice of a stack has some of its experts, each with all of its outputs.
         slices_outputs = len(self.tensor_slice.shape) > 2 or (
             (self.tensor_slice.dim == 1) == self.record.transposed
         )
@@ -201,6 +204,7 @@ def transfers(
         # From elements of the full tensor to elements of the slice.
         begin, end = tensor_slice.local_elements_before(start), tensor_slice.local_elements_before(stop)
         if begin < end:
+            # members has global ranks; the reader is a position among them
             reader = parameter.members.index(writer) if writer in parameter.members else 0
             for fragment in parameter.fragments_between(begin, end, key, reader=reader):
                 yield Transfer(parameter, key, fragment, piece_start)
@@ -220,6 +224,7 @@ def slices_by_name(
     """
     slices: dict[str, dict[TensorSlice, PartitionedParameter]] = {}
     for parameter in parameters:
+        # Data-parallel groups with the same slice, such as those of a copy on tensor-parallel ranks, hold equal values.
         slices.setdefault(parameter.name, {}).setdefault(parameter.tensor_slice, parameter)
     for name, parameter_of in slices.items():
         first, *further = parameter_of.values()
@@ -346,7 +351,7 @@ class Host:
                 class_name,
             )
         scaler = self.view.dynamic_scaler()
-        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
+        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}  # None for a static scale
         loss_scale = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         return Progress.model_validate(
             {

@@ -60,7 +60,7 @@ _KINDS = {
     "megatron": "Megatron-LM's Muon",
     "dion": "Dion's Muon or xtuner's",
 }
-_QUINTIC = [3.4445, -4.775, 2.0315]
+_QUINTIC = [3.4445, -4.775, 2.0315]  # the default of torch.optim.Muon, and of ns_schedule here
 _ADAM_HALF = "AdamW's half; written out because the default here differs"
 
 
@@ -139,7 +139,7 @@ def _rates(arguments: argparse.Namespace) -> int:
 
 def _sizes_of_model(routes: Sequence[Route]) -> dict[str, float]:
     """Return width and depth of a model; the depth is one more than the largest first number in a name."""
-    numbers = [re.search(r"\.(\d+)\.", route.name) for route in routes]
+    numbers = [re.search(r"\.(\d+)\.", route.name) for route in routes]  # layers.31.mlp: 31
     depth = max((int(number[1]) + 1 for number in numbers if number), default=0)
     return {name: size for name, size in (("width", model_width(routes)), ("depth", depth)) if size}
 
@@ -315,7 +315,7 @@ def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
     """Print the sizes of the updates at two widths; return 1 if one deviates from the scale rule."""
     if "hidden_size" not in model:
         raise ConfigError("--check: the model's config.json has no hidden_size that could be divided")
-    # The wider one of the two models has a width of at most 512.
+    # The wider one of the two models has a width of at most 512: a width of 4096 is divided by 8, and by 16.
     shrink = max(1, 2 ** math.ceil(math.log2(model["hidden_size"] / 512)))
     full_width, half_width = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
     print(
@@ -386,6 +386,7 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
         ConfigError: If the optimizer cannot be translated, or the translated settings are invalid.
     """
     section = content.get("optimizer")
+    # A DeepSpeed configuration has a section; Megatron-LM's arguments are flat, with the optimizer's name as a string.
     if isinstance(section, Mapping):
         type_name, params = str(section.get("type", "")), section.get("params") or {}
     else:
@@ -414,6 +415,7 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
 
 
 def _kind(type_name: str, params: Mapping[str, Any]) -> str:
+    # Arguments that only one optimizer has decide before the name: several are called Muon.
     if _MEGATRON & set(params):
         return "megatron"
     if type_name.lower() in _ADAM:
@@ -442,6 +444,7 @@ def _from_adamw(translation: Translation) -> None:
 
 
 def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> None:
+    # 1. The rate. At ZeRO 1 to 3 DeepSpeed clips the update, so with clipping its rate says nothing about one here.
     clipping = content.get("gradient_clipping", 0.0)
     if clipping and (content.get("zero_optimization") or {}).get("stage", 0):
         shared = translation.source.pop("lr", None)
@@ -454,6 +457,7 @@ def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> Non
         )
         if shared is not None:
             translation.take("adam_lr", shared, "its half is not affected: the same")
+    # 2. Everything else has the same name; a rate that is missing gets its default, so that it is seen.
     if translation.source.pop("per_head_muon", False):
         translation.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
     translation.take_rest()
@@ -486,7 +490,8 @@ def _from_torch(translation: Translation) -> None:
 
 
 def _from_megatron(translation: Translation) -> None:
-    # There is no take_rest() at the end: the remaining arguments describe the model.
+    # There is no take_rest() at the end: the remaining arguments describe the model. Arguments of the command line have
+    # dashes, and Muon's own a prefix: --muon-scale-mode is scale_mode below.
     source = {key.replace("-", "_").removeprefix("muon_"): value for key, value in translation.source.items()}
     translation.source = source
     extra, mode = source.get("extra_scale_factor", 1.0), source.get("scale_mode", "spectral")
@@ -551,6 +556,7 @@ def _from_dion(translation: Translation) -> None:
 def expected_size(route: Route, config: MuonConfig) -> float:
     """Return the RMS of an update divided by the rate, as the scale rule gives it for exact orthogonalisation."""
     square = 0.0
+    # RMS^2 = |update|^2 / elements, and |update|^2 is the sum over blocks of scale^2 * min(rows, cols).
     for count, rows, cols in route.kinds_of_blocks():
         # All min(rows, cols) singular values are 1, so that is the squared Frobenius norm before scaling.
         out, into = (cols, rows) if route.transposed else (rows, cols)
@@ -587,6 +593,7 @@ def measured_sizes(
         member.param.grad = torch.randn_like(member.param)
     optimizer.step()
     # 3. The sizes of the updates.
+    # A variant with "apply" has no scale rule: its step is rate times the norm of the weights.
     relative = VARIANTS[config.variant].apply is not None
     rate = config.muon_defaults()["lr"]
     measured = {}
@@ -596,6 +603,7 @@ def measured_sizes(
             size = float(step / old.norm()) if relative else float(step) / math.sqrt(route.numel)
             expected = 1.0 if relative else expected_size(route, config)
             shape = "x".join(map(str, route.shape))
+            # The last of equal layers stands for all of them.
             measured[re.sub(r"\.\d+\.", ".*.", route.name)] = (shape, size, expected)
     return measured
 

@@ -70,7 +70,7 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
         decay: Learning rate times weight decay.
     """
     if decay != 0.0:
-        aligned = (param * direction).ge_(0.0)
+        aligned = (param * direction).ge_(0.0)  # 1 where the update pulls towards zero, else 0
         param.sub_(aligned.mul_(param), alpha=decay)
 
 
@@ -142,13 +142,14 @@ def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
     device = params[0].device
     # The kernel increments the counter before it uses it, and wants one tensor for each parameter.
     steps = [torch.full((), float(settings.step - 1), device=device) for _ in params]
+    # The functional forms: torch.optim.AdamW would keep a state of its own.
     function = adamw if settings.decoupled else adam
     function(
         params,
         grads,
         exp_avgs,
         exp_avg_sqs,
-        [],
+        [],  # max_exp_avg_sqs, for amsgrad
         steps,
         fused=True,
         amsgrad=False,

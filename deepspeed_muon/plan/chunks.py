@@ -50,6 +50,7 @@ class WireFormat:
         """
         if not self.block:
             return numel
+        # 300 elements in int8: 300 bytes, already a multiple of 4, and two scales, so 308
         return -(-numel // _SCALE_BYTES) * _SCALE_BYTES + -(-numel // self.block) * _SCALE_BYTES
 
     def bytes_per_element(self, itemsize: int) -> float:
@@ -115,7 +116,7 @@ class Segment(NamedTuple):
             matrix_numel: Elements from the start of a matrix to that of the next one.
         """
         matrices, gap = self.shape[0], following.buffer_offset - self.buffer_offset
-        # Two matrices set the distance of all that follow.
+        # Two matrices set the distance of all that follow: with buffer offsets 0 and 12, the third one must be at 24.
         expected_gap = gap if matrices == 1 else self.buffer_strides[0] * matrices
         if (
             self.shape[1:] != following.shape[1:]
@@ -396,8 +397,11 @@ def _by_holder(
     first = min(placements[index].ranks.start for index in indices)
     # The last of ``ranks`` only ends them.
     ranks = np.arange(first, max(placements[index].ranks.stop for index in indices) + 1)
+    # Where the fragment of each rank starts; the difference to the next start is its length.
     numels = np.array([np.diff(placements[index].starts(ranks)) for index in indices])  # (matrices, ranks)
-    # The buffer is ordered by rank, and by matrix within a rank.
+    # The buffer is ordered by rank, and by matrix within a rank. Example: matrices of 8 and 6 elements, half of each on
+    # ranks 0 and 1: numels ((4, 4), (3, 3)), totals (7, 7), rank_offsets (0, 7), offsets_in_rank ((0, 0), (4, 4)). Rank
+    # 1's half of the second matrix is at 7 + 4.
     buffer_numels = wire.buffer_numel(numels)  # (matrices, ranks)
     totals = buffer_numels.sum(axis=0)  # (ranks,)
     rank_offsets = np.cumsum(totals) - totals

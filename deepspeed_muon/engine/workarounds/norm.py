@@ -140,6 +140,7 @@ def unscale_and_clip_grads(
     divisors: dict[str, Any] = {"muon": applied, "adamw": applied}
     for algorithm, norm in norms_to_clip_by(policy, total_norm, norms).items() if view.max_norm else ():
         if policy == "all":
+            # as torch.nn.utils.clip_grad_norm_: multiply by max_norm / (norm + 1e-6) if that is below 1
             divisors[algorithm] *= max(1.0, (float(norm) / applied + 1e-6) / view.max_norm)
         else:
             divisors[algorithm] *= ((norm / applied + 1e-6) / view.max_norm).clamp(min=1.0)
@@ -264,13 +265,14 @@ def _norms_of_all_experts(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> T
 
     zero = torch.zeros((), device=engine.device)
 
+    # (lists,): the sum of squares of each list over the experts of one group of ranks, or over all that is no expert
     def sums(name: str | None) -> Tensor:
         return torch.stack(
             [torch.stack(squares.get((number, name)) or [zero]).sum() for number in range(len(lists))]
         )
 
     total = sums(None)  # (lists,)
-    for name in sorted(names):
+    for name in sorted(names):  # in one order on all ranks
         experts = sums(name)
         dist.all_reduce(experts, group=groups._get_expert_parallel_group(name))
         total = total + experts
