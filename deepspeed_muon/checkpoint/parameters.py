@@ -581,13 +581,15 @@ def collect(engine: Any) -> LiveState:
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer.runners:
         step_set = runner.step_set
+        # 1. The ranks that share the step set, and where they store row state.
+        # A step set without a process group is that of a single rank.
+        members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
+        members = shared_members.setdefault(members, members)
         # By index of the matrix; none for variants without row state.
         row_fragments: dict[int, list[Fragment]] = {}
         for origin, fragment in zip(runner.assignment.origin, runner.row_fragments, strict=False):
             row_fragments.setdefault(origin, []).append(fragment)
-        # A step set without a process group is that of a single rank.
-        members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
-        members = shared_members.setdefault(members, members)
+        # 2. Each parameter: the engine's description, the layout of the step set, the optimizer's state.
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.adamw_parameters)
         for index, layout in enumerate(layouts):
