@@ -108,15 +108,6 @@ def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
             param.data = tensor
 
 
-def _divide_scalar(original: Original, init: Any, param: Any) -> None:
-    """Let ZeRO 3 divide a parameter; scalars, which were broadcast, without another broadcast, which takes none."""
-    if param.dim():
-        original(init, param)
-    else:
-        init._convert_to_deepspeed_param(param)
-        param.partition()
-
-
 def configure_expert_parallel(
     original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object
 ) -> object:
@@ -227,7 +218,15 @@ def _admitted(
         if LEAF_INPUTS.is_needed:
             prepare_inputs(engine.module)
         original = Init._zero_init_param
-        divide = lambda init, param: _divide_scalar(original, init, param)  # noqa: E731
+
+        def divide(init: Any, param: Any) -> None:
+            # It broadcasts the parameter, which fails for scalars. They were broadcast with the model already.
+            if param.dim():
+                original(init, param)
+            else:
+                init._convert_to_deepspeed_param(param)
+                param.partition()
+
         wrapping.enter_context(mock.patch.object(Init, "_zero_init_param", divide))
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
