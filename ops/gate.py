@@ -98,7 +98,7 @@ def _identity(device: int) -> list[str]:
 
 
 def _driver() -> str:
-    """Return the version of the driver, which torch does not tell: its release, or the CUDA version that it supports.
+    """Return the version of the driver, which torch does not have: its release, or the CUDA version that it supports.
 
     The release is not known everywhere (not under WSL).
     """

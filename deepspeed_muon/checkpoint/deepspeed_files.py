@@ -226,7 +226,7 @@ class DeepSpeedFiles:
         optimizers: The ``state_dict()`` of the optimizer in each.
         kind: Which optimizer saved them.
         stage: The ZeRO stage.
-        progress: How far the run had come.
+        progress: How far the run had advanced.
         slices: Name of each full tensor to the slices of it that data-parallel groups hold.
         parameters: Name of each full tensor to its record.
         index_fields: What the index of a conversion says besides files and parameters.
@@ -718,9 +718,9 @@ def settings_to_repeat(
 
     Args:
         algorithms: Algorithm of every parameter in the checkpoint, by name.
-        routes: Of :func:`~deepspeed_muon.routing.saved.route_saved`, with the same patterns.
-        include: The patterns that were used.
-        exclude: The patterns that were used.
+        routes: What :func:`~deepspeed_muon.routing.saved.route_saved` returned with the same patterns.
+        include: The patterns for Muon that were used.
+        exclude: The patterns for AdamW that were used.
 
     Returns:
         Sentences; none if there is nothing to say.

@@ -88,8 +88,8 @@ class _Group(BaseModel):
     """What a rank's file says of one data-parallel group of the rank.
 
     Attributes:
-        name: Of the group.
-        rank: Of the file inside the group.
+        name: The name of the group, equal in the files of all its ranks.
+        rank: The rank inside the group whose file it is.
         world_size: Ranks of the group.
         parameters: All parameters, in the file of the group's first rank, and in every file if each rank has all.
     """

@@ -50,14 +50,14 @@ class PartitionedParameter:
     With tensor, expert or pipeline parallelism each data-parallel group has a slice of its own.
 
     Attributes:
-        record: Of the full tensor.
+        record: The record of the full tensor.
         tensor_slice: Which slice of the full tensor the group holds; has the name of the full tensor.
         placement: Where the elements of the slice are in the partitions of the group.
         row_fragments: Where its per-row state is stored, in rows and ascending; empty without such state. Of a
             replicated parameter every member has all of it.
         members: The members of the group: global ranks, or numbers of files. One object for all parameters of a group.
         partition: Index of the flat partition on each member.
-        block_starts: Of int8 momentum, see :func:`~deepspeed_muon.step.int8.block_starts`; else empty.
+        block_starts: With int8 momentum, see :func:`~deepspeed_muon.step.int8.block_starts`; else empty.
     """
 
     record: ParameterRecord
@@ -447,7 +447,7 @@ class ParameterInfo(NamedTuple):
     """What the engine knows of a trained parameter before any step.
 
     Attributes:
-        record: Of the full tensor.
+        record: The record of the full tensor.
         tensor_slice: Which slice of the full tensor this rank's parameter is.
         route_reason: Why it goes to its algorithm.
     """
@@ -463,7 +463,7 @@ def describe_parameters(
     """Describe each trained parameter, by its name on this rank.
 
     Args:
-        routes: Of the parameters.
+        routes: The routes of this rank's parameters.
         slices: By name, for parameters that are slices of a full tensor or have another name in it: the slice, or why
             it is unknown. The reason is returned in place of a description.
     """
@@ -521,7 +521,7 @@ class LiveState:
     Attributes:
         optimizer: Our optimizer inside the engine.
         host: The engine around it.
-        parameters: By name of the full tensor, in an order that all ranks with the same parameters share.
+        parameters: Name of the full tensor to its parameter, in an order that all ranks with the same parameters share.
         device: Where the collectives' tensors must be.
     """
 

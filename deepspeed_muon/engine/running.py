@@ -136,12 +136,12 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
 
     The number in ``warmup_max_lr``, ``cycle_max_lr`` or ``lr_range_test_min_lr`` is the rate of a group with ``lr``
     (with ``muon_lr`` if ``lr`` is absent). A group whose own rate is a tenth of that gets a tenth of the number. Lists
-    with one value per group stay as they are.
+    with one value per group are not changed.
 
     Args:
         scheduler: The scheduler that DeepSpeed made or the client passed. Mutated.
         optimizer: Our optimizer, whose groups (with their ``lr_ratio``) it writes.
-        given: The scheduler's section of the configuration, which tells one number from a list of equal ones.
+        given: The scheduler's section of the configuration, which shows whether equal rates were given as one number.
     """
     # Scheduler to its attributes with one value for each group, and the keys of the configuration that fill them. The
     # first attribute has the rates of the first iteration.

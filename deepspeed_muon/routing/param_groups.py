@@ -184,8 +184,8 @@ class PortableRoutes:
     """The routes in a copied or pickled optimizer, by position, since the copies of parameters have other ids.
 
     Attributes:
-        entries: Of each parameter: itself, or ``None`` if it is frozen and in no group, and so not copied; its route;
-            its route if it were trained, or ``None``.
+        entries: For each parameter: the parameter, or ``None`` if it is frozen and in no group, and so not copied; its
+            route; the route that it would have if it were trained, or ``None``.
         rest: Everything of the routes that does not depend on ids.
     """
 
@@ -760,7 +760,7 @@ def _make_group(
     rate_key = "lr" if getattr(config, f"{prefix}_lr") is None else f"{prefix}_lr"
     settings["lr"] = rates.get(rate_key, settings["lr"])
     for key in ("lr", "weight_decay"):
-        # muon_lr, else lr; a tensor stays the caller's tensor, through which the rate is changed
+        # muon_lr, else lr. A tensor is stored as it is, since the caller changes the rate through it.
         value = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
         if value is not None:
             settings[key] = value if isinstance(value, Tensor) else float(value)

@@ -237,7 +237,7 @@ class FlatView(View):
             offset, remainder = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
             if remainder or offset < 0 or offset + numel > flat.numel():
                 raise BindingError(
-                    f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group "
+                    f"parameter of shape {true_shape(param)} is not in the flat buffer of its param group "
                     f"{index}; its data was replaced after deepspeed.initialize"
                 )
             yield param, flat_placement(offset, numel, flat.numel() // ranks)
@@ -404,7 +404,7 @@ class ZeroView(View):
 
         Args:
             autocast: Whether the engine uses ``torch_autocast``. Otherwise the scaler is left over from another engine
-                of the process, and the loss scale stays the engine's own.
+                of the process, and the loss scale remains the engine's own.
         """
         scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
         if scaler is None or not autocast:
@@ -657,7 +657,7 @@ def _combined(norms: Sequence[Tensor]) -> Tensor:
 def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
 
-    Everything else stays in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
+    Everything else remains in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
     compared: between two steps all that is swapped is empty. A load makes another dict of all states.
     """
     state = optimizer.state.get(master, {})
