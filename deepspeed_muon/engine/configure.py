@@ -87,7 +87,7 @@ def broadcast_model(original: Original, engine: DeepSpeedEngine, *args: object, 
 
 @contextlib.contextmanager
 def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Let scalars and weights of other strides (``channels_last``) have one dimension, and then their own layout again.
+    """Flatten scalars and weights of other strides (``channels_last``), and restore their layout at the end.
 
     DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which makes
     all weights contiguous, those with other strides remain contiguous: they are broadcast once more.
