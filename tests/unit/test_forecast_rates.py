@@ -36,13 +36,8 @@ def settings(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_adamws_defaults_are_written_out() -> None:
-    assert settings(ADAMW) == {
-        "lr": 3e-4,
-        "adjust_lr_fn": "match_rms_adamw",
-        "weight_decay": 0.1,
-        "betas": [0.9, 0.999],
-        "eps": 1e-8,
-    }
+    rates = {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.1}
+    assert settings(ADAMW) == {**rates, "betas": [0.9, 0.999], "eps": 1e-8}
 
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
@@ -63,21 +58,12 @@ def test_auto_of_the_trainer_stays() -> None:
 
 @pytest.mark.parametrize(("clipping", "stage", "rate"), [(1.0, 2, 0.02), (0.0, 2, 3.0), (1.0, 0, 3.0)])
 def test_a_rate_for_clipped_updates_does_not_carry_over(clipping: float, stage: int, rate: float) -> None:
-    params = {"muon_lr": 3.0, "adam_lr": 1e-3, "momentum": 0.9, "per_head_muon": True, "torch_adam": True}
-    content = {
-        "optimizer": {"type": "Muon", "params": params},
-        "gradient_clipping": clipping,
-        "zero_optimization": {"stage": stage},
-    }
-    kind, found = translate(content)
-    assert kind == "deepspeed"
-    assert found.settings == {
-        "muon_lr": rate,
-        "adam_lr": 1e-3,
-        "momentum": 0.9,
-        "matrices": {"*": {"heads": "config"}},
-    }
-    assert list(found.left_out) == ["torch_adam"]
+    kept = {"adam_lr": 1e-3, "momentum": 0.9}
+    params = {"muon_lr": 3.0, **kept, "per_head_muon": True, "torch_adam": True}
+    content = {"optimizer": {"type": "Muon", "params": params}, "gradient_clipping": clipping}
+    kind, found = translate({**content, "zero_optimization": {"stage": stage}})
+    assert kind == "deepspeed" and list(found.left_out) == ["torch_adam"]
+    assert found.settings == {"muon_lr": rate, **kept, "matrices": {"*": {"heads": "config"}}}
 
 
 @pytest.mark.parametrize("coefficients", [(3.4445, -4.7750, 2.0315), (3.0, -3.2, 1.2)])
@@ -123,24 +109,21 @@ def test_dions_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("optimizer", "more", "message"),
     [
-        ({"optimizer": {"type": "Lion", "params": {}}}, "'Lion' has no counterpart"),
-        ({}, "'' has no counterpart"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr: must be at least 0"),
-        ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
-        ({"optimizer": "muon", "muon_extra_scale_factor": "1"}, "a value of the wrong type"),
-        ({"optimizer": "muon", "muon_scale_mode": "original"}, "'original' is none of Megatron-LM's modes"),
-        (
-            {"optimizer": {"type": "Muon", "params": {"adjust_lr": None}}},
-            "adjust_lr: None has no counterpart",
-        ),
-        ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor: must be positive"),
+        ({"type": "Lion", "params": {}}, {}, "'Lion' has no counterpart"),
+        ({}, {}, "'' has no counterpart"),
+        ({"type": "AdamW", "params": {"lr": -1}}, {}, "optimizer.params.lr: must be at least 0"),
+        ({"type": "AdamW", "params": [1]}, {}, "optimizer.params: must be an object"),
+        ({"type": "Muon", "params": {"adjust_lr": None}}, {}, "adjust_lr: None has no counterpart"),
+        ("muon", {"muon_extra_scale_factor": "1"}, "a value of the wrong type"),
+        ("muon", {"muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor: must be positive"),
+        ("muon", {"muon_scale_mode": "original"}, "'original' is none of Megatron-LM's modes"),
     ],
 )
-def test_what_cannot_be_translated(content: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_translated(optimizer: Any, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        translate(content)
+        translate({"optimizer": optimizer, **more})
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
@@ -258,22 +241,22 @@ def test_published_laws_are_applied_only_if_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--from", "heigth=3"], "--from: must be NAME=NUMBER, as in width=512"),
-        (["--to", "width=big"], "--to: must be NAME=NUMBER, as in width=512"),
-        (["--to", "width=-1"], "and a positive number, got 'width=-1'"),
-        (["--to", "width=1", "width=2"], "--to: width is given twice"),
+        ("--from heigth=3", "--from: must be NAME=NUMBER, as in width=512"),
+        ("--to width=big", "--to: must be NAME=NUMBER, as in width=512"),
+        ("--to width=-1", "and a positive number, got 'width=-1'"),
+        ("--to width=1 width=2", "--to: width is given twice"),
         (
-            ["--from", "width=1", "tokens=1", "--to", "width=2", "--apply", "marin"],
+            "--from width=1 tokens=1 --to width=2 --apply marin",
             "--apply marin: needs tokens and batch in --from and in --to",
         ),
-        (["--from", "batch=1", "--to", "batch=2", "--apply", "nanochat"], "--apply nanochat: needs width in"),
+        ("--from batch=1 --to batch=2 --apply nanochat", "--apply nanochat: needs width in"),
     ],
 )
 def test_sizes_that_cannot_be_read(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"})
-    assert main(["rates", str(file), *arguments]) == 2
+    assert main(["rates", str(file), *arguments.split()]) == 2
     assert message in capsys.readouterr().err
 
 
