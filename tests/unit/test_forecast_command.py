@@ -16,12 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.model_shapes import (
-    PRESETS,
-    from_config,
-    load_model,
-    with_separate_experts,
-)
+from deepspeed_muon.forecast.model_shapes import PRESETS, from_config, load_model, with_separate_experts
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
 from deepspeed_muon.forecast.report import report
 from deepspeed_muon.math.coefficients import resolve_schedule
