@@ -227,9 +227,9 @@ def test_the_runtime_of_a_toolkit_of_pip_is_linked(tmp_path: Path) -> None:
         folder.mkdir()
 
     def link(target: Path, source: str, *flags: str) -> None:
-        target.with_suffix(".c").write_text(source)
-        program = ["cc", "-shared", "-fPIC", str(target.with_suffix(".c"))]
-        subprocess.run([*program, *flags, "-o", str(target)], check=True)
+        file = tmp_path / f"{target.name}.c"
+        file.write_text(source)
+        subprocess.run(["cc", "-shared", "-fPIC", str(file), *flags, "-o", str(target)], check=True)
 
     assert toolchain.runtime_flags(tmp_path / "without", build) == []
     link(library, "int cudaGetLastError(void) { return 0; }\n", "-Wl,-soname,libcudart.so.13")
