@@ -9,9 +9,9 @@ number of these programs may work on one ``--out``, and all may be killed: what 
 
 **Transfer.** Cuts through ``BASE`` along width, depth, steps and batch. In each cell a rule has seven rates with seed
 0, from a fourth to four times the centre; the best one, the printed one and the tuned one have two more seeds. The
-tuned rate is the best of the seven at ``BASE`` over three seeds; the printed rate is that times
-``(width / 128) ** WIDTH_EXPONENT``. AdamW's rate for the rest and the share of a weight that decays in a step are the
-same everywhere. At width 128 ``match_rms_adamw`` differs from "original" by constants only, so it has fewer cells.
+tuned rate is the best of the seven at ``BASE`` over three seeds; the printed rate is what ``rates`` makes of it.
+AdamW's rate for the rest and the share of a weight that decays in a step are the same everywhere. At width 128
+``match_rms_adamw`` differs from "original" by constants only, so it has fewer cells.
 
 **Clipping and momentum.** ``ARMS`` with equal seeds, at the rates that ``variants.py`` found best for the steps. The
 largest models, batches and numbers of steps have three of the arms, and all of them at once are left out.
@@ -59,7 +59,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import variants  # the path is set above
 from benchmarks.variants import OPTIMIZERS, Row, Run, loss, read_rows, rounded
-from deepspeed_muon.math.updates import WIDTH_EXPONENT
+from deepspeed_muon.forecast.size_laws import CARRIED_BY, LAWS
 
 RAW = variants.RAW.with_name("transfer.jsonl")
 DECAY = 0.002
@@ -118,14 +118,20 @@ def policy_cell(size: str, steps: int, tokens: int) -> Cell:
     return Cell(**variants.SIZES[size], steps=steps, tokens=tokens, rest=0.064)
 
 
-def width_factor(rule: str, cell: Cell) -> float:
-    """Return what a rate of ``BASE`` is multiplied by."""
-    return (cell.dim / BASE.dim) ** WIDTH_EXPONENT[OPTIMIZERS[rule].get("adjust_lr_fn", "original")]
+def printed_factor(rule: str, cell: Cell) -> float:
+    """Return what ``python -m deepspeed_muon rates`` multiplies a rate of ``BASE`` by."""
+    if rule == "hyperball":
+        return 1.0
+    before, after = (
+        {"width": each.dim, "tokens": each.steps * each.tokens, "batch": each.tokens} for each in (BASE, cell)
+    )
+    return LAWS[CARRIED_BY].factor(before, after, OPTIMIZERS[rule].get("adjust_lr_fn", "original"))
 
 
 def seven_rates(rule: str, cell: Cell) -> list[float]:
-    """Return the rates that are tried with seed 0."""
-    return [rounded(CENTRES[rule] * width_factor(rule, cell) * factor) for factor in FACTORS]
+    """Return the rates that are tried with seed 0; their middle moves with the width where the best one does."""
+    middle = CENTRES[rule] * (cell.dim / BASE.dim) ** (-0.65 if rule == "match_rms_adamw" else 0.0)
+    return [rounded(middle * factor) for factor in FACTORS]
 
 
 def tuned_rate(rows: Rows, rule: str) -> float | None:
@@ -140,7 +146,7 @@ def compared_rates(rows: Rows, rule: str, cell: Cell) -> dict[str, float]:
     """Return the rates with three seeds: "printed", "tuned" and "best", as far as they are known."""
     rates = {}
     if tuned := tuned_rate(rows, rule):
-        rates = {"printed": rounded(tuned * width_factor(rule, cell)), "tuned": tuned}
+        rates = {"printed": rounded(tuned * printed_factor(rule, cell)), "tuned": tuned}
     first = [cell.run(rule, rate) for rate in seven_rates(rule, cell)]
     if all(run in rows for run in first):
         rates["best"] = min(first, key=lambda run: loss(rows[run])).rate

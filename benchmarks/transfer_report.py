@@ -41,12 +41,6 @@ Line = dict[float, float]
 """Octave of a rate to the loss there."""
 
 
-def law_factor(cell: Cell) -> float:
-    """Return the published factor of a rate, ``d^-0.15 T^-0.35 B^0.5`` for ``T`` tokens in steps of ``B``."""
-    tokens = cell.steps * cell.tokens / (BASE.steps * BASE.tokens)
-    return (cell.dim / BASE.dim) ** -0.15 * tokens**-0.35 * (cell.tokens / BASE.tokens) ** 0.5
-
-
 def losses_by_rate(rows: Rows, rule: str, cell: Cell) -> dict[float, dict[int, float]]:
     """Return rate to seed to loss of the finished runs."""
     losses: dict[float, dict[int, float]] = {}
@@ -200,11 +194,26 @@ def cells() -> list[Cell]:
     return list(dict.fromkeys([BASE, *itertools.chain(*CUTS.values()), *VARIANTS_CELLS]))
 
 
-def transfer_tables(rows: Rows) -> list[str]:
-    """Return for each rule the excess of its printed rate in each cell, then the exponents of its best rate."""
+def pooled_noise(rows: Rows) -> float:
+    """Return the deviation of a loss over all cells, for those with too few runs."""
     deviations = [(value, degrees) for cell in cells() for value, degrees in [noise(rows, cell)] if degrees]
     degrees = sum(degrees for _, degrees in deviations)
-    pooled = math.sqrt(sum(d * value**2 for value, d in deviations) / degrees) if degrees else math.nan
+    return math.sqrt(sum(d * value**2 for value, d in deviations) / degrees) if degrees else math.nan
+
+
+def fits_of(rows: Rows, rule: str) -> dict[Cell, Fit]:
+    """Return the cells of a rule that have enough runs."""
+    pooled = pooled_noise(rows)
+    return {cell: fitted for cell in cells() if (fitted := fit(rows, rule, cell, pooled))}
+
+
+def printed_rate(tuned: float, rule: str, cell: Cell) -> float:
+    """Return what ``python -m deepspeed_muon rates`` makes of the tuned rate."""
+    return transfer.rounded(tuned * transfer.printed_factor(rule, cell))
+
+
+def transfer_tables(rows: Rows) -> list[str]:
+    """Return for each rule the excess of its printed rate in each cell, then the exponents of its best rate."""
     lines: list[str] = []
     for rule in transfer.CENTRES:
         tuned = transfer.tuned_rate(rows, rule)
@@ -212,10 +221,10 @@ def transfer_tables(rows: Rows) -> list[str]:
         if tuned is None:
             lines += ["The runs of the base are not complete."]
             continue
-        fits = {cell: fitted for cell in cells() if (fitted := fit(rows, rule, cell, pooled))}
+        fits = fits_of(rows, rule)
         table, counts = [], {"yes": 0, "open": 0, "no": 0}
         for cell, fitted in fits.items():
-            printed = transfer.rounded(tuned * transfer.width_factor(rule, cell))
+            printed = printed_rate(tuned, rule, cell)
             chose = cell == BASE or (rule == "match_rms_adamw" and cell in CHOSE_EXPONENT)
             excess = fitted.excess(printed)
             if not chose:
@@ -232,12 +241,11 @@ def transfer_tables(rows: Rows) -> list[str]:
                     mean_and_error(fitted.paired(printed)),
                     verdict(excess),
                     signed(*fitted.excess(tuned)) if printed != tuned else "",
-                    signed(*fitted.excess(tuned * law_factor(cell))) if cell != BASE else "",
                 ]
             )
         heads = ["cell", "rates (runs)", "best rate", "octaves of the printed one above it", "printed"]
         heads += ["excess of the printed", "paired with the best of seed 0 (seeds)", f"within {BOUND}"]
-        heads += ["excess of the tuned", "excess of the published law"]
+        heads += ["excess of the tuned"]
         lines += [
             f"Tuned at the base: {tuned:.3g}. In the cells that chose no constant (without *) the printed rate is "
             f"within {BOUND} nats of the best in {counts['yes']}, not in {counts['no']}, and open in {counts['open']}: "
@@ -325,7 +333,7 @@ def page(rows: Rows, runs: Iterable[Run]) -> list[str]:
         f"{hours:.1f} core hours, and the seeds at best rates that are not known.",
         "",
         "How losses, best rates, excesses and standard errors are made: `benchmarks/transfer_report.py`. A cell with * "
-        "chose a constant. The published law is `d^-0.15 T^-0.35 B^0.5`.",
+        "chose a constant. The printed rate is what `python -m deepspeed_muon rates` makes of the tuned one.",
         *transfer_tables(rows),
         "",
         "# Clipping policies and momentum warm-up",

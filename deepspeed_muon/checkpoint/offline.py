@@ -30,8 +30,7 @@ from deepspeed_muon.checkpoint.consolidate import (
 from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, find_tag_folder, model_files
 from deepspeed_muon.checkpoint.files import folder_of, make_folder, new_folder, refusing, replace_file
 from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, CheckpointIndex, load_index
-from deepspeed_muon.checkpoint.restore import nonfinite_text
-from deepspeed_muon.checkpoint.settings import checked_settings
+from deepspeed_muon.checkpoint.restore import checked_settings, nonfinite_text
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted

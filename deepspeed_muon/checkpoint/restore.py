@@ -2,15 +2,21 @@
 
 First all ranks check together everything that can be wrong. Only then do they change anything: the settings, which are
 put back if one rank cannot set them, and then the partitions, which each rank fills with its own fragments.
+
+Settings are those of the param groups, which pass the checks of ``optimizer.params``; the counters; the loss scale; and
+the schedule, which must fit the scheduler of the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
+import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,21 +25,34 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import folder_of, refusing
-from deepspeed_muon.checkpoint.index import OURS, STATE_KEYS, ParameterRecord, Progress
-from deepspeed_muon.checkpoint.parameters import LiveParameter, LiveState, collect, require_all_ranks
-from deepspeed_muon.checkpoint.settings import (
-    SettingsSnapshot,
-    check_schedule,
-    group_settings,
-    write_progress,
+from deepspeed_muon.checkpoint.index import COUNTERS, OURS, STATE_KEYS, CheckpointIndex, Progress
+from deepspeed_muon.checkpoint.parameters import (
+    LiveParameter,
+    LiveState,
+    collect,
+    host_of,
+    optimizer_of,
+    require_all_ranks,
 )
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
-from deepspeed_muon.errors import CheckpointError, MuonError
-from deepspeed_muon.logs import listed, warn
+from deepspeed_muon.config.settings import GroupSettings, checked_group_settings
+from deepspeed_muon.errors import CheckpointError, ConfigError, MuonError
+from deepspeed_muon.logs import listed, logger, warn
+from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.step.int8 import SCALE_KEY
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
 from deepspeed_muon.variants import ROW_STATE, VARIANTS
+from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
+
+# Counters of schedulers, of torch and of DeepSpeed; -1 before the first step.
+_SCHEDULER_COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
+# Schedulers of torch that compute their rates from the count of steps, without the method _get_closed_form_lr.
+_CLOSED_FORM = (
+    torch.optim.lr_scheduler.LambdaLR,
+    torch.optim.lr_scheduler.OneCycleLR,
+    torch.optim.lr_scheduler.CyclicLR,
+)
 
 
 def restore(
@@ -118,15 +137,18 @@ def restore_from_source(
             source = open_source()
             stack.callback(source.close)
             before, state = SettingsSnapshot(engine), collect(engine)
-            # The settings of another optimizer do not apply to this run.
-            take_rates = hyperparameters and source.index.source.get("optimizer") == OURS
-            run = source.index.progress if progress else None
             # Raised below, together with the parameters that no rank has.
             problems = _compare_parameters(state, source, with_state)
             if not problems:
-                plan = _RestorePlan.of(state, source, hyperparameters=take_rates, with_state=with_state)
-                if run is not None and scheduler:
-                    check_schedule(engine.lr_scheduler, run, source.where, rates=take_rates)
+                plan = _RestorePlan(
+                    state,
+                    source,
+                    # The settings of another optimizer do not apply to this run.
+                    take_rates=hyperparameters and source.index.source.get("optimizer") == OURS,
+                    progress=source.index.progress if progress else None,
+                    scheduler=scheduler,
+                    with_state=with_state,
+                )
                 nonfinite = source.verify(all_ranks().position, all_ranks().size)
             # A folder on a local disk may hold another checkpoint on each machine.
             digest = hashlib.sha256(source.index.model_dump_json().encode()).hexdigest()
@@ -134,8 +156,8 @@ def restore_from_source(
         _refuse_another_model(state, source, problems)
         _refuse_nonfinite(nonfinite, source, allow_nonfinite)
         # 2. Change the engine: settings, then partitions.
-        _write_settings(plan, before, run, source.where, scheduler=scheduler, rates=take_rates)
-        _write_state(plan, source)
+        _write_settings(plan, before)
+        _write_state(plan)
         state.host.end_restore()
     return source, before
 
@@ -149,35 +171,37 @@ def _compare_parameters(state: LiveState, source: StateSource, with_state: bool)
     problems: list[str] = []
     unmatched = [name for name in records if name not in state.parameters]
     for name, parameter in state.parameters.items():
-        if name in records:
-            problems += _differences(parameter, records[name], with_state)
-            continue
-        shape = parameter.tensor_slice.shape
-        same_shape = next((saved for saved in unmatched if records[saved].shape == shape), None)
-        hint = f"renamed? it has {same_shape} of the same shape" if same_shape else None
-        problems.append(
-            f"parameter {name} is not in the checkpoint ({hint or 'it was frozen, or not in the model'})"
-        )
-    return problems
-
-
-def _differences(parameter: LiveParameter, saved: ParameterRecord, with_state: bool) -> Iterator[str]:
-    live, name, file = parameter.record, parameter.name, saved.tensors["fp32"]
-    if saved.shape != live.shape:
-        yield f"parameter {name} has shape {list(live.shape)}, in the checkpoint {list(saved.shape)} ({file})"
-    elif with_state and saved.algorithm != live.algorithm:
-        yield (
-            f"parameter {name} goes to {live.algorithm} ({parameter.route_reason}), in the checkpoint to "
-            f"{saved.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
-            f"convert it again with --include / --exclude"
-        )
-    elif with_state and saved.rows and parameter.row_fragments:
-        rows = parameter.slice_of(saved.row_keys[0]).length
-        if saved.rows != rows:
-            yield (
-                f"parameter {name} has {rows} numbers in {saved.row_keys[0]}, in the checkpoint {saved.rows} "
-                f"({file}): it was divided into other blocks"
+        live = parameter.record
+        # 1. A parameter that the checkpoint does not have.
+        if name not in records:
+            shape = parameter.tensor_slice.shape
+            same_shape = next((saved for saved in unmatched if records[saved].shape == shape), None)
+            hint = f"renamed? it has {same_shape} of the same shape" if same_shape else None
+            problems.append(
+                f"parameter {name} is not in the checkpoint ({hint or 'it was frozen, or not in the model'})"
             )
+            continue
+        # 2. One with another shape, another algorithm, or other blocks.
+        saved = records[name]
+        file = saved.tensors["fp32"]
+        if saved.shape != live.shape:
+            problems.append(
+                f"parameter {name} has shape {list(live.shape)}, in the checkpoint {list(saved.shape)} ({file})"
+            )
+        elif with_state and saved.algorithm != live.algorithm:
+            problems.append(
+                f"parameter {name} goes to {live.algorithm} ({parameter.route_reason}), in the checkpoint to "
+                f"{saved.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
+                f"convert it again with --include / --exclude"
+            )
+        elif with_state and saved.rows and parameter.row_fragments:
+            rows = parameter.slice_of(saved.row_keys[0]).length
+            if saved.rows != rows:
+                problems.append(
+                    f"parameter {name} has {rows} numbers in {saved.row_keys[0]}, in the checkpoint {saved.rows} "
+                    f"({file}): it was divided into other blocks"
+                )
+    return problems
 
 
 def _refuse_another_model(state: LiveState, source: StateSource, problems: Sequence[str]) -> None:
@@ -232,53 +256,61 @@ def nonfinite_text(names: Sequence[str]) -> str:
 # ---- the plan ----------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class _RestorePlan:
     """What a restore will write. All that can fail is done: checks, look-ups and allocations.
 
     Attributes:
         state: Of the engine.
-        writes: Parameter, key and the flat tensor of this rank's partition to write to.
-        new_tensors: By partition and key: tensors that the optimizer's state does not have yet.
+        source: Where the tensors are read from.
+        take_rates: Whether param groups and schedule take the saved rates.
+        progress: Counters, schedule and loss scale to set; ``None`` leaves them as they are.
+        scheduler: Whether to set the schedule, too.
         steps: Step count by partition; empty if only masters are restored.
+        new_tensors: By partition and key: tensors that the optimizer's state does not have yet.
+        writes: Parameter, key and the flat tensor of this rank's partition to write to.
         settings: New settings by param group.
     """
 
-    state: LiveState
-    writes: list[tuple[LiveParameter, str, Tensor]]
-    new_tensors: dict[int, dict[str, Tensor]]
-    steps: dict[int, int]
-    settings: dict[int, dict[str, Any]]
-
-    @classmethod
-    def of(
-        cls, state: LiveState, source: StateSource, *, hyperparameters: bool, with_state: bool
-    ) -> _RestorePlan:
-        """Make the plan; the engine is not changed."""
-        plan = cls(state, [], {}, _steps_by_partition(state, source) if with_state else {}, {})
-        row_keys = _row_keys(state)
+    def __init__(
+        self,
+        state: LiveState,
+        source: StateSource,
+        *,
+        take_rates: bool,
+        progress: Progress | None,
+        scheduler: bool,
+        with_state: bool,
+    ) -> None:
+        """Make the plan; the engine is not changed. ``with_state``: of momentum and moments, not the masters alone."""
+        self.state, self.source = state, source
+        self.take_rates, self.progress, self.scheduler = take_rates, progress, scheduler
+        # 1. The tensors.
+        self.steps = _steps_by_partition(state, source) if with_state else {}
         if with_state:
             _warn_of_another_variant(state, source)
+        self.new_tensors: dict[int, dict[str, Tensor]] = {}
+        self.writes: list[tuple[LiveParameter, str, Tensor]] = []
         for parameter in state.parameters.values():
             keys: tuple[str, ...] = ("fp32",)
-            if plan.steps.get(parameter.partition):
+            if self.steps.get(parameter.partition):
                 keys += STATE_KEYS[parameter.record.algorithm]
-                keys += row_keys if parameter.row_fragments else ()
+                keys += _row_keys(state) if parameter.row_fragments else ()
             for key in keys:
-                flat = plan._flat_tensor(parameter, key)
+                flat = self._flat_tensor(parameter, key)
                 ends = (f.partition_offset + f.numel for f in parameter.local_fragments(key))
                 if max(ends, default=0) > flat.numel():
                     raise CheckpointError(
                         f"parameter {parameter.name}: this rank's {key} is not in memory (it has {flat.numel()} "
                         f"elements): consolidated sets and universal checkpoints cannot be restored with NVMe offload"
                     )
-                plan.writes.append((parameter, key, flat))
-        if hyperparameters:
-            plan.settings = group_settings(state, source.index, source.where)
-        return plan
+                self.writes.append((parameter, key, flat))
+        # 2. The settings.
+        self.settings = group_settings(state, source.index, source.where) if take_rates else {}
+        if progress is not None and scheduler:
+            _check_schedule(state.host.engine.lr_scheduler, progress, source.where, take_rates)
 
     def _flat_tensor(self, parameter: LiveParameter, key: str) -> Tensor:
-        """Return the flat tensor to write to: the engine's, or a new one that it will get."""
+        """Return the flat tensor to write to, ``(partition_numel,)``: the engine's, or a new one that it will get."""
         partition, policy = parameter.local_partition, self.state.optimizer.state_policy
         dtype = policy.dtype(key, partition.tensor.dtype)
         if key == "momentum_buffer" and (parameter.int8_blocks or dtype == torch.int8):
@@ -341,51 +373,323 @@ def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
         )
 
 
+# ---- settings of param groups ------------------------------------------------------------------------------
+
+
+def checked_settings(groups: Sequence[Mapping[str, object]], where: str) -> list[GroupSettings]:
+    """Return the settings of every saved param group that a run takes over, checked as ``optimizer.params`` would be.
+
+    Raises:
+        CheckpointError: Naming the checkpoint ``where`` and every group and key that cannot be used.
+    """
+    settings: list[GroupSettings] = []
+    problems: list[str] = []
+    for number, group in enumerate(groups):
+        try:
+            settings.append(checked_group_settings(group, f"param group {number}"))
+        except ConfigError as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise CheckpointError(
+            f"{where}: settings of param groups cannot be used:\n"
+            + "\n".join(problems[:20])
+            + "\npass hyperparameters=False to keep those of the configuration"
+        )
+    return settings
+
+
+def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict[int, dict[str, Any]]:
+    """Return the saved settings for each live param group: those on which all its parameters agree.
+
+    Args:
+        state: Of the engine.
+        index: Of the checkpoint.
+        where: The checkpoint, for errors.
+    """
+    checked_groups = checked_settings(index.groups, where)
+    # 1. The saved groups that the parameters of each live group come from.
+    saved_groups: dict[int, set[int]] = {}
+    for parameter in state.parameters.values():
+        saved_group = index.parameters[parameter.name].group
+        saved_groups.setdefault(parameter.record.group, set()).add(saved_group)
+    # 2. Take over each setting that these saved groups have in common.
+    settings: dict[int, dict[str, Any]] = {}
+    for number, origins in saved_groups.items():
+        group = state.optimizer.param_groups[number]
+        # The stages of a pipeline may number their groups differently, and one stage's are saved.
+        algorithm = group["algorithm"]
+        matching = [n for n in sorted(origins) if index.groups[n].get("algorithm", algorithm) == algorithm]
+        candidates = [checked_groups[origin] for origin in matching]
+        keys = group.keys() & (set.intersection(*map(set, candidates)) if candidates else set())
+        # These betas may be AdamW's, which a momentum schedule of torch would write into Muon's momentum.
+        if algorithm == "muon" and any("algorithm" not in index.groups[origin] for origin in matching):
+            keys.discard("betas")
+        settings[number] = {}
+        for key in sorted(keys):
+            values = [candidate[key] for candidate in candidates]
+            if all(value == values[0] for value in values):
+                settings[number][key] = values[0]
+                continue
+            warn(
+                "deepspeed_muon: param group %d joins parameters that had %s = %s; the configuration's value is kept",
+                number,
+                key,
+                values,
+            )
+    return settings
+
+
+# ---- counters, schedule and loss scale ---------------------------------------------------------------------
+
+
+def _write_progress(plan: _RestorePlan, progress: Progress) -> None:
+    """Set the counters, the schedule and the loss scale of the engine, which is mutated, also if this raises.
+
+    Without ``take_rates`` the schedule continues from the saved count with its own rates, which are set in the param
+    groups.
+
+    Raises:
+        CheckpointError: If the scheduler does not take its state.
+    """
+    host, where = plan.state.host, plan.source.where
+    host.set_counters({key: getattr(progress, key) for key in COUNTERS})
+    scheduler = host.engine.lr_scheduler if plan.scheduler else None
+    if scheduler is not None and progress.lr_scheduler is not None:
+        try:
+            scheduler.load_state_dict(_state_to_load(scheduler, progress.lr_scheduler, plan.take_rates))
+            if not plan.take_rates:
+                _set_rates_from_count(scheduler, plan.state.optimizer)
+        except Exception as error:
+            raise _unfit(scheduler, progress, where, f"{type(error).__name__}: {error}") from error
+    elif scheduler is not None:
+        warn("deepspeed_muon: the checkpoint holds no state for the scheduler, which starts afresh")
+    if progress.loss_scale is not None:
+        host.set_loss_scale(progress.loss_scale)
+
+
+def _state_to_load(scheduler: Any, saved: Mapping[str, Any], take_rates: bool) -> dict[str, Any]:
+    """Return a scheduler's own state, updated with the saved one, or with the saved count alone."""
+    live = scheduler.state_dict()
+    count = {key: saved[key] for key in _SCHEDULER_COUNTERS if key in saved}
+    state = {**live, **(saved if take_rates else count)}
+    for key, value in live.items():  # undo the replacements of saved_schedule
+        if isinstance(value, Counter):
+            state[key] = Counter(state[key])
+        elif isinstance(value, float) and state[key] is None:
+            state[key] = value
+    return copy.deepcopy(state)
+
+
+def _set_rates_from_count(scheduler: Any, optimizer: Muon) -> None:
+    """Set the rates of the param groups to those of a scheduler whose count was set."""
+    if all(getattr(scheduler, key, -1) < 0 for key in _SCHEDULER_COUNTERS):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch recommends get_last_lr(), which the count did not change
+        rates = [float(rate) for rate in getattr(scheduler, "_get_closed_form_lr", scheduler.get_lr)()]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+def _check_schedule(scheduler: Any, progress: Progress, where: str, take_rates: bool) -> None:
+    """Raise if the saved schedule does not fit a scheduler, or has a value with which a later step would fail.
+
+    Args:
+        scheduler: The scheduler of this run, or ``None``. Not changed.
+        progress: With the state of the saved one, if there is any.
+        where: The checkpoint, for the message.
+        take_rates: Whether its rates would be taken, not the count alone.
+
+    Raises:
+        CheckpointError: Naming what cannot be used, and the argument that leaves it out.
+    """
+    if scheduler is None or progress.lr_scheduler is None:
+        return
+    problem = _schedule_problem(scheduler, progress.lr_scheduler, take_rates)
+    if problem is not None:
+        raise _unfit(scheduler, progress, where, problem)
+    if progress.lr_scheduler_class not in (None, type(scheduler).__name__):
+        warn(
+            "deepspeed_muon: the saved run's scheduler was %s, this run's is %s and continues from the same count",
+            progress.lr_scheduler_class,
+            type(scheduler).__name__,
+        )
+
+
+def _unfit(scheduler: Any, progress: Progress, where: str, problem: str) -> CheckpointError:
+    saved_class = progress.lr_scheduler_class
+    saved_run = f"was {saved_class}" if saved_class else "is not named in the checkpoint"
+    return CheckpointError(
+        f"{where}: the saved schedule does not fit the scheduler {type(scheduler).__name__} of this run (the saved "
+        f"run's {saved_run}): {problem}; to go on with this run's own schedule, call "
+        f"deepspeed_muon.restore(..., scheduler=False) and leave out restore_from"
+    )
+
+
+def _schedule_problem(scheduler: Any, saved: Mapping[str, Any], take_rates: bool) -> str | None:
+    """Return why a scheduler cannot continue from a saved state, with or without its rates; ``None`` if it can."""
+    if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
+        return "it takes no saved state"
+    live = scheduler.state_dict()
+    # Attributes that begin with _ come and go with torch's versions.
+    differing = {
+        key for key in live.keys() ^ saved.keys() if not str(key).startswith("_") and key != "verbose"
+    }
+    if differing:
+        return f"their states differ in {', '.join(sorted(map(str, differing)))}"
+    by_count = hasattr(scheduler, "last_batch_iteration") or hasattr(scheduler, "_get_closed_form_lr")
+    if not (take_rates or by_count or isinstance(scheduler, _CLOSED_FORM)):
+        return "rates stay those of the configuration, and it cannot compute them from a count of steps"
+    state = _state_to_load(scheduler, saved, take_rates)
+    for key in sorted(live.keys() & state.keys()):
+        live_value, value = live[key], state[key]
+        if live_value is None or value is None:
+            continue
+        if _json_type(live_value) != _json_type(value):
+            return f"{key} is {value!r}, this run's {live_value!r}"
+        if isinstance(value, (list, tuple)) and key.lstrip("_").endswith(("lrs", "lr")):
+            # One rate for each param group: load_state_dict would take another number, and a later step would fail.
+            if len(live_value) != len(value):
+                return f"{key} has {len(value)} values for {len(live_value)} param groups"
+            if any(_json_type(rate) != "number" or not 0 <= rate < math.inf for rate in value):
+                return f"{key} is {value!r}"
+        if key in _SCHEDULER_COUNTERS and not (isinstance(value, int) and -1 <= value <= 1 << 40):
+            return f"{key} is {value!r}"
+    return None
+
+
+def _json_type(value: object) -> str:
+    """Return the type of a value as JSON distinguishes types, by which saved and live values are compared."""
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, (int, float)):
+        return "number"
+    return "list" if isinstance(value, tuple) else type(value).__name__
+
+
+# ---- the settings before a load ----------------------------------------------------------------------------
+
+
+class SettingsSnapshot:
+    """The counters, schedule and param group settings of an engine as they were before a load."""
+
+    def __init__(self, engine: Any) -> None:
+        """Copy them."""
+        self._optimizer = optimizer_of(engine)
+        self._host = host_of(self._optimizer)
+        self._counters = self._host.counters()
+        self._scheduler = engine.lr_scheduler
+        # Both: the attributes include what a state_dict() leaves out, the state copies what the attributes refer to.
+        self._scheduler_attributes = dict(getattr(self._scheduler, "__dict__", {}))
+        self._scheduler_state: Any = None
+        if self._scheduler is not None and hasattr(self._scheduler, "state_dict"):
+            self._scheduler_state = copy.deepcopy(self._scheduler.state_dict())
+        self._groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def warn_of_replaced(self, cause: str, remedy: str, further: Sequence[str] = ()) -> None:
+        """Warn of configured param group settings that have other values now: each key once, with both values.
+
+        Rates that a scheduler computes from its own settings are left out, since it sets them again. So is a momentum
+        that it cycles.
+
+        Args:
+            cause: What replaced them.
+            remedy: How to keep the configured ones.
+            further: Sentences about replaced settings that are not of param groups.
+        """
+        config, scheduler = self._optimizer.config, self._scheduler
+        base_rates = getattr(scheduler, "base_lrs", None)
+        replaced = dict.fromkeys(further)
+        for number, (group, before) in enumerate(
+            zip(self._optimizer.param_groups, self._groups, strict=True)
+        ):
+            is_muon = group["algorithm"] == "muon"
+            keys = set(config.muon_defaults() if is_muon else config.adam_defaults())
+            if getattr(scheduler, "cycle_momentum", False):
+                keys -= {"momentum", "betas"}
+            keys -= VARIANT_SETTINGS.keys() - {setting.name for setting in VARIANTS[config.variant].settings}
+            for key in sorted(keys):
+                configured, now = before[key], group[key]
+                # The present rate is that of the schedule, so the rates that it starts from are compared.
+                if key == "lr" and base_rates is not None:
+                    configured = self._scheduler_attributes["base_lrs"][number]
+                    now = base_rates[number]
+                elif key == "lr" and (scheduler is not None or "initial_lr" in before):
+                    continue
+                if _as_json(configured) != _as_json(now):
+                    specific_key = f"{'muon' if is_muon else 'adam'}_{key}"
+                    name = key if getattr(config, specific_key, None) is None else specific_key
+                    replaced[f"{name} is {_as_json(now)!r}, configured {_as_json(configured)!r}"] = None
+        if replaced and self._optimizer.ranks.position == 0:
+            logger.warning(
+                "deepspeed_muon: %s replaced configured settings by the checkpoint's: %s. To have the configured ones, "
+                "%s",
+                cause,
+                "; ".join(replaced),
+                remedy,
+            )
+
+    def put_back(self) -> None:
+        """Set the engine's counters, schedule and param group settings to what they were."""
+        self._host.set_counters(self._counters)
+        if hasattr(self._scheduler, "__dict__"):
+            self._scheduler.__dict__.clear()
+            self._scheduler.__dict__.update(self._scheduler_attributes)
+        if self._scheduler_state is not None:
+            # What the attributes refer to, such as the schedulers inside a SequentialLR, may have been changed too.
+            self._scheduler.load_state_dict(copy.deepcopy(self._scheduler_state))
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            # Keys that the load has added.
+            for key in group.keys() - settings.keys() - {"params"}:
+                del group[key]
+            group.update(settings)
+
+
+def _as_json(value: object) -> Any:
+    """Return a setting as JSON would hold it, for comparison and display."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
 # ---- the writes --------------------------------------------------------------------------------------------
 
 
-def _write_settings(
-    plan: _RestorePlan,
-    before: SettingsSnapshot,
-    run: Progress | None,
-    where: str,
-    *,
-    scheduler: bool,
-    rates: bool,
-) -> None:
-    """Set progress and param groups, or nothing: all ranks raise if one cannot. Must be called by all ranks.
-
-    ``scheduler`` and ``rates`` are those of :func:`write_progress`.
-    """
+def _write_settings(plan: _RestorePlan, before: SettingsSnapshot) -> None:
+    """Set progress and param groups, or nothing: all ranks raise if one cannot. Must be called by all ranks."""
     try:
         with raise_on_all_ranks(CheckpointError):
-            if run is not None:
-                write_progress(plan.state.optimizer, run, where, scheduler=scheduler, rates=rates)
+            if plan.progress is not None:
+                _write_progress(plan, plan.progress)
             for number, settings in plan.settings.items():
                 plan.state.optimizer.param_groups[number].update(settings)
     except MuonError:
         before.put_back()
         raise
     except BaseException:
-        plan.state.host.begin_restore(where)  # interrupted: the settings mix two states
+        plan.state.host.begin_restore(plan.source.where)  # interrupted: the settings mix two states
         raise
 
 
 @torch.no_grad()
-def _write_state(plan: _RestorePlan, source: StateSource) -> None:
+def _write_state(plan: _RestorePlan) -> None:
     """Fill this rank's partitions from the source. Must be called by all ranks.
 
     After the checks only the disk can fail, or an interrupt happen. Every rank raises then, and the engine refuses to
     continue until a restore has ended.
     """
-    state = plan.state
+    state, source = plan.state, plan.source
     interrupt: BaseException | None = None
     state.host.begin_restore(source.where)
     # 1. Masters and state, into the engine's tensors or new ones.
     try:
         with raise_on_all_ranks(CheckpointError):
             try:
-                _write_partitions(plan, source)
+                _write_partitions(plan)
             except BaseException as caught:
                 interrupt = None if isinstance(caught, Exception) else caught
                 raise CheckpointError(
@@ -416,11 +720,11 @@ def _write_state(plan: _RestorePlan, source: StateSource) -> None:
     state.host.view.refresh_weights()
 
 
-def _write_partitions(plan: _RestorePlan, source: StateSource) -> None:
+def _write_partitions(plan: _RestorePlan) -> None:
     for parameter, key, flat in plan.writes:
         for fragment in parameter.local_fragments(key):
-            if key in source.parameters[parameter.name].tensor_keys:
-                source.read_fragment(parameter.slice_of(key), key, fragment, flat)
+            if key in plan.source.parameters[parameter.name].tensor_keys:
+                plan.source.read_fragment(parameter.slice_of(key), key, fragment, flat)
             else:
                 # State that the saved run did not have, such as that of another variant.
                 start = ROW_STATE[key].start if key in ROW_STATE else 0.0

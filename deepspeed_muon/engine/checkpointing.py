@@ -24,8 +24,7 @@ from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
-from deepspeed_muon.checkpoint.restore import first_lines, restore_from_source
-from deepspeed_muon.checkpoint.settings import SettingsSnapshot
+from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
@@ -87,8 +86,8 @@ def save_checkpoint(
 ) -> object:
     """Let DeepSpeed save with a random id of this save in every rank's files, the first rank's.
 
-    The consolidated set comes before, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that it
-    never names a tag whose set is not complete.
+    The consolidated set is written first, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that
+    it never names a tag whose set is not complete.
     """
     # 1. the consolidated set, and the folder of the tag
     optimizer = engine.basic_optimizer
@@ -213,7 +212,7 @@ def _check_native(
                     f"all files of the save into the folder, or load another tag"
                 )
             difference = _difference(engine, saved)
-        # Files of different saves have equal names and shapes: only the id tells them apart.
+        # Files of different saves have equal names and shapes: only the id distinguishes them.
         if tag is not None:
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)

@@ -397,7 +397,7 @@ def _require_consolidated(engine: DeepSpeedEngine, config: MuonConfig) -> None:
 
 
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
-    """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
+    """Check the routes of all stages of a pipeline together; every rank gets the same result."""
     # The ranks of a data-parallel group have the same routes: one rank of each group is enough.
     across_stages = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
     algorithms = [group["algorithm"] for group in optimizer.param_groups]

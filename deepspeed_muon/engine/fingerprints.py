@@ -156,10 +156,10 @@ def tokens_of(source: str) -> Iterator[str]:
     lines = source.splitlines(keepends=True)
     if lines and lines[0][:1].isspace():
         lines.insert(0, "if True:\n")  # a method, whose first line is indented
+    # string_alone is a string with which a statement begins, held back until it is clear whether it is all of it.
     starts_statement, string_alone = True, ""
-    f_strings: list[
-        tuple[int, int]
-    ] = []  # where those begin that are open (Python 3.12 divides them into tokens)
+    # Where the f-strings begin that are open: Python 3.12 and later divide them into tokens.
+    f_strings: list[tuple[int, int]] = []
     starts = {getattr(token, name, None) for name in ("FSTRING_START", "TSTRING_START")}
     ends = {getattr(token, name, None) for name in ("FSTRING_END", "TSTRING_END")}
     for lexeme in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
@@ -168,6 +168,7 @@ def tokens_of(source: str) -> Iterator[str]:
             f_strings.append(lexeme.start)
             continue
         if lexeme.type in ends:
+            # the text of the f-string, as one token of older versions
             (row, column), (end_row, end_column) = f_strings.pop(), lexeme.end
             rows = lines[row - 1 : end_row]
             rows[-1] = rows[-1][:end_column]

@@ -106,6 +106,7 @@ def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitSta
         return
     is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
     if is_twin_flow:
+        # The wrapper's AdamW adds keys to our groups, so what they had is recorded now.
         wrapping.callback(
             _take_all, engine, optimizer, [(group, frozenset(group)) for group in optimizer.param_groups]
         )
@@ -202,6 +203,7 @@ class CpuAdam:
         self._op.create_adam(self._number, *numbers, settings.decoupled, False)
         for of_param in tensors:
             assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in of_param)
+            # True: with bias correction
             self._op.adam_update(self._number, settings.step, *numbers, True, *of_param)
 
     def _check(self, decoupled: bool, master: torch.dtype, moments: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def configure_lr_scheduler(
 ) -> object:
     """Let DeepSpeed make the scheduler, restore the ratio between the groups' rates in it, load ``restore_from``."""
     optimizer = muon_of(engine)
-    configured = {} if optimizer is None else rates(optimizer)
+    configured = {} if optimizer is None else rates(optimizer)  # before the schedule writes its first rates
     result = original(engine, *args, **kwargs)
     if optimizer is not None:
         from_config = engine.client_lr_scheduler is None
@@ -52,6 +52,7 @@ def configure_lr_scheduler(
             if peak is not None:
                 _warn_of_default_peak(engine.lr_scheduler, peak, configured, optimizer.config.reference_lr)
         _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
+        # Optimizer, wrapper and schedule, which a restore changes, exist only now.
         source = optimizer.config.restore_from
         if source is not None:
             restore(engine, source.path, progress=source.progress, hyperparameters=source.progress)
@@ -64,6 +65,7 @@ def _warn_of_default_peak(
     """Warn if the rates rise to a number that DeepSpeed chose, and not to the configured ones."""
     if reference in (0.0, peak):
         return
+    # The ratios are kept (_keep_rate_ratios): a group at half of the reference rate reaches half of the peak.
     reached = [
         f"{key} {rate * peak / reference:.3g} instead of {rate:.3g}" for key, rate in configured.items()
     ]
@@ -134,13 +136,15 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
 
     The number in ``warmup_max_lr``, ``cycle_max_lr`` or ``lr_range_test_min_lr`` is the rate of a group with ``lr``
     (with ``muon_lr`` if ``lr`` is absent). A group whose own rate is a tenth of that gets a tenth of the number. Lists
-    with one value per group stay as they are.
+    with one value per group are not changed.
 
     Args:
         scheduler: The scheduler that DeepSpeed made or the client passed. Mutated.
         optimizer: Our optimizer, whose groups (with their ``lr_ratio``) it writes.
-        given: The scheduler's section of the configuration, which tells one number from a list of equal ones.
+        given: The scheduler's section of the configuration, which shows whether equal rates were given as one number.
     """
+    # Scheduler to its attributes with one value for each group, and the keys of the configuration that fill them. The
+    # first attribute has the rates of the first iteration.
     kinds: list[tuple[type, dict[str, str]]] = [
         (lr_schedules.LRRangeTest, {"min_lr": "lr_range_test_min_lr"}),
         (lr_schedules.OneCycle, {"min_lrs": "cycle_min_lr", "max_lrs": "cycle_max_lr"}),
@@ -152,12 +156,12 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
     ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]
     for attribute, key in keys.items():
         values = getattr(scheduler, attribute)
-        if attribute in getattr(scheduler, LISTS, ()):
+        if attribute in getattr(scheduler, LISTS, ()):  # the client gave each group its own
             continue
         # With warmup_max_lr null the scheduler has made a list of the groups' own rates.
         if len(set(values)) == 1 and not isinstance(given.get(key, 0.0), (list, tuple, type(None))):
             setattr(scheduler, attribute, [float(v) * ratio for v, ratio in zip(values, ratios, strict=True)])
-    if isinstance(scheduler, lr_schedules.WarmupLR):
+    if isinstance(scheduler, lr_schedules.WarmupLR):  # computed once from the two
         scheduler.delta_lrs = [
             high - low for high, low in zip(scheduler.max_lrs, scheduler.min_lrs, strict=True)
         ]

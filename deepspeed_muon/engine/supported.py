@@ -90,6 +90,7 @@ def _is_cut(engine: DeepSpeedEngine) -> bool:
 def _lacks_masters(engine: DeepSpeedEngine, _: MuonConfig) -> bool:
     if engine.zero_optimization_stage() or engine.bfloat16_enabled() or engine.fp16_enabled():
         return False
+    # Without a wrapper the optimizer updates the model's own weights.
     halves = (torch.bfloat16, torch.float16)
     return any(param.requires_grad and param.dtype in halves for param in engine.module.parameters())
 

@@ -112,6 +112,8 @@ class Sharding:
         widths = self.widths or ((self.shape[dim],),)
         sub_params = ()
         if all(len(set(of_ranks)) == 1 for of_ranks in widths):
+            # Example: (4, 6, 8, 10) cut along dim 1 in widths (3, 3) is a 192 x 10 matrix. Each of the 4 indices before
+            # dim has a sub-parameter of 6 * 8 = 48 rows, so that sub_params are (48, 48, 48, 48).
             inner = torch.Size(self.shape[dim + 1 : -1]).numel()
             sub_params = tuple(sum(of_ranks) * inner for of_ranks in widths)
             if dim < len(self.shape) - 1:
@@ -264,7 +266,7 @@ def _fingerprints(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
     for matrix in step_set.matrices:
         digest, fragment = "", matrix.placement.fragment_on(step_set.rank)
         if not matrix.is_sharded:
-            digest = "copy"
+            digest = "copy"  # of a rank that has no elements of it
             if fragment is not None:
                 values = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
                 digest = hashlib.sha256(

@@ -46,7 +46,7 @@ def ranks_of(engine: DeepSpeedEngine) -> Ranks:
         engine: A ``DeepSpeedEngine`` that knows its process groups: from its ``_broadcast_model`` on.
     """
     process_groups = [engine.seq_data_parallel_group]
-    # Not mpu.get_model_parallel_group: in a pipeline that spans the stages too.
+    # Not mpu.get_model_parallel_group: in a pipeline that one spans the stages, too.
     if (tensor_parallel := tensor_parallel_group(engine)) is not None:
         process_groups.append(tensor_parallel)
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:

@@ -43,7 +43,7 @@ SOURCES = {
 }
 """Repository and file of the formula of each framework."""
 
-_PLAIN = {"nesterov": False}
+_PLAIN = {"nesterov": False}  # off there by default, on here
 
 FRAMEWORKS = (
     FrameworkSettings("Megatron-LM", {"muon_scale_mode": "spectral"}, {**_PLAIN, "adjust_lr_fn": "spectral"}),

@@ -207,6 +207,7 @@ def as_autoep(members: Sequence[NamedParameter]) -> list[NamedParameter]:
     return replaced
 
 
+# Names of the projections after AutoEP has replaced a layer of transformers.
 _AUTOEP = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -215,6 +216,7 @@ def with_separate_experts(members: Sequence[NamedParameter]) -> list[NamedParame
     return _with_experts(
         members,
         lambda module, stacks: {
+            # (experts, out, in) to experts matrices of (out, in)
             f"{module}.{expert}.{name}.weight": shape[1:]
             for expert in range(next(iter(stacks.values()))[0])
             for name, shape in stacks.items()
@@ -302,7 +304,7 @@ def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
     settings = {key: value for key, value in config.items() if key != "model_type"}
     try:
         parsed = transformers.CONFIG_MAPPING[_SAME_SHAPES.get(model_type, model_type)](**settings)
-        # The class that saved the configuration determines the head of the model.
+        # The class that saved the configuration determines the head of the model: LlamaForCausalLM has lm_head.
         saved_classes = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
         matching: list[Any] = [
             model_class
@@ -377,9 +379,8 @@ def _safetensors_shapes(file: Path) -> Shapes:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
-            header = json.loads(
-                stream.read(min(length, 1 << 30))
-            )  # in any other file these 8 bytes can be huge
+            # In any other file these 8 bytes can be a huge number.
+            header = json.loads(stream.read(min(length, 1 << 30)))
         except ValueError as error:
             raise ConfigError(f"{file}: not a safetensors file: {error}") from error
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

@@ -235,11 +235,11 @@ def _shard(route: Route, ranks: int) -> Route:
     """Return the route of a tensor-parallel rank's shard: an equal number of the rows of each block, rounded up."""
     if not route.shape:
         return route
-    dim = len(route.shape) - 2 if route.kind == "experts" else 0
+    dim = len(route.shape) - 2 if route.kind == "experts" else 0  # the rows of each expert
     blocks, length = route.output_blocks, -(-route.shape[dim] // ranks)
     if blocks and not route.transposed:
         blocks = tuple(-(-rows // ranks) for rows in blocks)
-        length = sum(blocks)
+        length = sum(blocks)  # each block is rounded up by itself
     shard = replace(route, shape=(*route.shape[:dim], length, *route.shape[dim + 1 :]), output_blocks=blocks)
     return replace(shard, shards=TensorShards(0, (shard.matrix_shape[0],) * ranks))
 
@@ -366,7 +366,7 @@ def _step_sets(
     else:
         placements = [sharded_placement(0, numel, -(-numel // ranks)) for numel in numels]
     layouts = [muon[number].layout(0, placement) for number, placement in zip(order, placements, strict=True)]
-    start = filled = 0
+    start = filled = 0  # of the running sub-group: its first matrix, and the elements on a rank
     for end, placement in enumerate(placements):
         # ZeRO 3 divides a param group into sub-groups by the elements in a rank's partition.
         if settings.stage == 3 and filled >= SUB_GROUP_NUMEL:
@@ -396,11 +396,13 @@ def _add_tensor_parallel(
     # Newton-Schulz runs on the gathered matrices, not on the shards: count its operations anew.
     total.flops[:] = 0.0
     for first, numbers in numbers_by_group.items():
-        load = total.flops[first : first + size]
+        load = total.flops[first : first + size]  # a view, to which assign_owners adds
         costs = [blocks_flops(muon[number].kinds_of_blocks(), settings.iteration) for number in numbers]
         for number, rank in zip(numbers, assign_owners(costs, [None] * len(costs), load=load), strict=True):
             total.owners[number] = first + rank
             local[first + rank] += muon[number].numel / size
+    # A rank sends all shards that it owns but those of matrices that it orthogonalises itself; it returns to each of
+    # the other size - 1 ranks a shard as large as its own.
     total.gather_elements += owned - local
     total.scatter_elements += local * (size - 1)
     total.internode_elements += fraction_between_nodes(size, settings.gpus_per_node) * (

@@ -26,6 +26,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.frameworks import framework_settings
 from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
 from deepspeed_muon.forecast.size_laws import (
+    CARRIED_BY,
     LAWS,
     MEASURED,
     MEASURED_ON,
@@ -59,7 +60,7 @@ _KINDS = {
     "megatron": "Megatron-LM's Muon",
     "dion": "Dion's Muon or xtuner's",
 }
-_QUINTIC = [3.4445, -4.775, 2.0315]
+_QUINTIC = [3.4445, -4.775, 2.0315]  # the default of torch.optim.Muon, and of ns_schedule here
 _ADAM_HALF = "AdamW's half; written out because the default here differs"
 
 
@@ -92,7 +93,7 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument(
         "--apply",
         choices=LAWS,
-        help="carry muon_lr by this published law instead of what was measured in this repository",
+        help="carry muon_lr by this published law alone, also over the width",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -138,7 +139,7 @@ def _rates(arguments: argparse.Namespace) -> int:
 
 def _sizes_of_model(routes: Sequence[Route]) -> dict[str, float]:
     """Return width and depth of a model; the depth is one more than the largest first number in a name."""
-    numbers = [re.search(r"\.(\d+)\.", route.name) for route in routes]
+    numbers = [re.search(r"\.(\d+)\.", route.name) for route in routes]  # layers.31.mlp: 31
     depth = max((int(number[1]) + 1 for number in numbers if number), default=0)
     return {name: size for name, size in (("width", model_width(routes)), ("depth", depth)) if size}
 
@@ -187,9 +188,7 @@ def _text(report: Mapping[str, Any], applied: str | None) -> str:
     if before and after:
         lines.append(f"from {sizes(before)} to {sizes(after)}")
         lines += _wrapped("  measured here   ", f"{report['measured']}. Measured on {MEASURED_ON}.")
-        status = (
-            f"{applied} is applied" if applied else "not applied: --apply NAME carries muon_lr by one of them"
-        )
+        status = f"{applied} is applied" if applied else "--apply NAME carries muon_lr by one of them alone"
         lines.append(f"  published ({status})")
         if settings.get("adjust_lr_fn") in ROOT_OF_WIDTH:
             lines.append(
@@ -231,39 +230,49 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
         translation: The settings. Mutated.
         before: The sizes of the run on which the rate was tuned.
         after: The sizes of the run to train.
-        law_name: The key of :data:`LAWS` to apply; without it the width is followed as it was measured.
+        law_name: The key of :data:`LAWS` to apply; without it that of :data:`CARRIED_BY`, over the
+            sizes that are known of both runs.
 
     Raises:
-        ConfigError: If ``before`` or ``after`` lack a size of the law.
+        ConfigError: If ``before`` or ``after`` lack a size of the law that ``law_name`` asks for.
     """
     config = translation.config()
     exponent, tuned, width = width_exponent(config), before.get("width"), after.get("width")
-    if law_name is not None:
-        law = LAWS[law_name]
-        if missing := law.missing(before, after, config.adjust_lr_fn):
-            raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
-        factor = law.factor(before, after, config.adjust_lr_fn)
-        _multiply_rate(
-            translation, factor, f"{law.formula()}, {law.source}: applied because --apply asks for it"
-        )
-    elif tuned and width and tuned != width:
-        if exponent is None:
+    law = LAWS[law_name or CARRIED_BY]
+    powers = law.powers(config.adjust_lr_fn)
+    if law_name and (missing := law.missing(before, after, config.adjust_lr_fn)):
+        raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
+    ratios = {size: after[size] / before[size] for size in powers if size in before and size in after}
+    if any(ratio != 1.0 for ratio in ratios.values()):
+        if exponent is None and law_name is None:
             translation.notes.append(
-                f"the rate is not carried to the other width: the measured runs do not say how it follows the width "
-                f"under {_rule_of(config)}"
+                f"the rate is not carried to the other size: the measured runs do not say how it follows one under "
+                f"{_rule_of(config)}"
             )
-        elif exponent == 0.0:
-            _multiply_rate(translation, 1.0, "kept: under 'original' it hardly depends on the width")
         else:
-            ratio = width / tuned
-            _multiply_rate(translation, ratio**exponent, f"{ratio:g}^{exponent:g} for the width, as measured")
+            factors = " ".join(f"{ratio:.4g}^{powers[size]:g} ({size})" for size, ratio in ratios.items())
+            source = (
+                f"{law.source}: applied because --apply asks for it"
+                if law_name
+                else "which the runs here agree with"
+            )
+            _multiply_rate(
+                translation,
+                law.factor(before, after, config.adjust_lr_fn),
+                ratios.get("width", 1.0) ** powers.get("width", 0.0),
+                f"{factors}: {source}",
+            )
     if exponent and tuned:
         reason = "the width that the rate is for: training a wider model begins with a warning"
         translation.put("tuned_width", round(width or tuned), reason)
 
 
-def _multiply_rate(translation: Translation, factor: float, reason: str) -> None:
-    """Give Muon a rate of its own, ``factor`` times the one that it has, and keep its product with the decay."""
+def _multiply_rate(translation: Translation, factor: float, of_width: float, reason: str) -> None:
+    """Give Muon a rate of its own, ``factor`` times the one that it has.
+
+    The decay is divided by ``of_width``, the part of the factor that follows the width: over widths its product with
+    the rate was kept in the measured runs. Over tokens and batch the decay stays.
+    """
     settings, config = translation.settings, translation.config()
     key = "lr" if settings.get("muon_lr") is None else "muon_lr"
     rate, decay = settings[key], config.muon_defaults()["weight_decay"]
@@ -290,11 +299,11 @@ def _multiply_rate(translation: Translation, factor: float, reason: str) -> None
         translation.notes.append(
             f"weight_decay is 'auto' and stays: its product with Muon's rate becomes {factor:.3g} of what it was"
         )
-    elif decay:
+    elif decay and of_width != 1.0:
         translation.put(
             "muon_weight_decay",
-            _three_digits(decay / factor),
-            f"{decay:g} / {factor:.3g}: its product with the rate stays, as in the measured runs",
+            _three_digits(decay / of_width),
+            f"{decay:g} / {of_width:.3g}: over widths its product with the rate stays, as in the measured runs",
         )
 
 
@@ -306,7 +315,7 @@ def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
     """Print the sizes of the updates at two widths; return 1 if one deviates from the scale rule."""
     if "hidden_size" not in model:
         raise ConfigError("--check: the model's config.json has no hidden_size that could be divided")
-    # The wider one of the two models has a width of at most 512.
+    # The wider one of the two models has a width of at most 512: a width of 4096 is divided by 8, and by 16.
     shrink = max(1, 2 ** math.ceil(math.log2(model["hidden_size"] / 512)))
     full_width, half_width = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
     print(
@@ -377,6 +386,7 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
         ConfigError: If the optimizer cannot be translated, or the translated settings are invalid.
     """
     section = content.get("optimizer")
+    # A DeepSpeed configuration has a section; Megatron-LM's arguments are flat, with the optimizer's name as a string.
     if isinstance(section, Mapping):
         type_name, params = str(section.get("type", "")), section.get("params") or {}
     else:
@@ -405,6 +415,7 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
 
 
 def _kind(type_name: str, params: Mapping[str, Any]) -> str:
+    # Arguments that only one optimizer has decide before the name: several are called Muon.
     if _MEGATRON & set(params):
         return "megatron"
     if type_name.lower() in _ADAM:
@@ -433,6 +444,7 @@ def _from_adamw(translation: Translation) -> None:
 
 
 def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> None:
+    # 1. The rate. At ZeRO 1 to 3 DeepSpeed clips the update, so with clipping its rate says nothing about one here.
     clipping = content.get("gradient_clipping", 0.0)
     if clipping and (content.get("zero_optimization") or {}).get("stage", 0):
         shared = translation.source.pop("lr", None)
@@ -445,6 +457,7 @@ def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> Non
         )
         if shared is not None:
             translation.take("adam_lr", shared, "its half is not affected: the same")
+    # 2. Everything else has the same name; a rate that is missing gets its default, so that it is seen.
     if translation.source.pop("per_head_muon", False):
         translation.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
     translation.take_rest()
@@ -477,7 +490,8 @@ def _from_torch(translation: Translation) -> None:
 
 
 def _from_megatron(translation: Translation) -> None:
-    # There is no take_rest() at the end: the remaining arguments describe the model.
+    # There is no take_rest() at the end: the remaining arguments describe the model. Arguments of the command line have
+    # dashes, and Muon's own a prefix: --muon-scale-mode is scale_mode below.
     source = {key.replace("-", "_").removeprefix("muon_"): value for key, value in translation.source.items()}
     translation.source = source
     extra, mode = source.get("extra_scale_factor", 1.0), source.get("scale_mode", "spectral")
@@ -542,6 +556,7 @@ def _from_dion(translation: Translation) -> None:
 def expected_size(route: Route, config: MuonConfig) -> float:
     """Return the RMS of an update divided by the rate, as the scale rule gives it for exact orthogonalisation."""
     square = 0.0
+    # RMS^2 = |update|^2 / elements, and |update|^2 is the sum over blocks of scale^2 * min(rows, cols).
     for count, rows, cols in route.kinds_of_blocks():
         # All min(rows, cols) singular values are 1, so that is the squared Frobenius norm before scaling.
         out, into = (cols, rows) if route.transposed else (rows, cols)
@@ -578,6 +593,7 @@ def measured_sizes(
         member.param.grad = torch.randn_like(member.param)
     optimizer.step()
     # 3. The sizes of the updates.
+    # A variant with "apply" has no scale rule: its step is rate times the norm of the weights.
     relative = VARIANTS[config.variant].apply is not None
     rate = config.muon_defaults()["lr"]
     measured = {}
@@ -587,6 +603,7 @@ def measured_sizes(
             size = float(step / old.norm()) if relative else float(step) / math.sqrt(route.numel)
             expected = 1.0 if relative else expected_size(route, config)
             shape = "x".join(map(str, route.shape))
+            # The last of equal layers stands for all of them.
             measured[re.sub(r"\.\d+\.", ".*.", route.name)] = (shape, size, expected)
     return measured
 

@@ -121,7 +121,7 @@ def forecast(
 
 def _ring_seconds(settings: PlanSettings, nbytes: float) -> float:
     """Return the time of collectives in which each rank sends ``nbytes`` around a ring."""
-    rate = settings.gpu["node_bandwidth"]
+    rate = settings.gpu["node_bandwidth"]  # of one GPU
     if settings.world_size > settings.gpus_per_node:
         # A ring uses every link between nodes once, and the GPUs of a node share its links.
         rate = min(rate, settings.gpus_per_node * settings.gpu["network_bandwidth"])
@@ -134,6 +134,7 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
         return 0.0
     # At stages 1 and 2 a rank exchanges only with the neighbours that have fragments of the same matrices.
     peers = settings.world_size - 1 if settings.stage in (0, 3) else 2 * settings.tensor_parallel
+    # Both networks work at the same time, so the slower one decides.
     node = (1 - exchange.internode_fraction) * nbytes / settings.gpu["node_bandwidth"]
     network = exchange.internode_fraction * nbytes / settings.gpu["network_bandwidth"]
     seconds: float = max(node, network) / LINK_EFFICIENCY
@@ -148,6 +149,7 @@ def _state(muon: int, adamw: int, settings: PlanSettings) -> dict[str, float]:
     """
     policy = StatePolicy(settings.config.momentum_dtype, settings.half_states)
     master, largest = settings.master_dtype, max(muon, adamw)
+    # bytes of an element; int8 has an fp32 scale for each block of 256
     momentum = policy.dtype("momentum_buffer", master).itemsize + policy.quantizes_momentum * 4 / BLOCK
     return {
         "gradient_copy": master.itemsize
@@ -162,7 +164,8 @@ def _buffers(
 ) -> dict[str, float]:
     """Return upper bounds on the bytes of the buffers in Muon's step; ``partition`` is Muon's elements on a rank."""
     chunk = exchange.largest_chunk if exchange.sent_matrices else 0
-    # Directions of one chunk that are not written into the send buffer: at stage 3 only the owner's own fragments.
+    # Directions of one chunk that are not written into the send buffer: at stage 3 only the owner's own fragments, 1 /
+    # W of the chunk on W data-parallel ranks.
     local = min(partition, float(exchange.largest_chunk))
     if settings.stage == 3 and exchange.sent_matrices:
         local = chunk / (settings.world_size // settings.tensor_parallel)
@@ -194,7 +197,7 @@ def _graph_bytes(muon: Sequence[Route], settings: PlanSettings, exchange: Exchan
             owned = blocks_by_owner.setdefault((rows, cols), {})
             owned[owner] = owned.get(owner, 0) + count
     result_bytes = settings.iteration.dtype.itemsize
-    buffers = workspace = 0
+    buffers = workspace = 0  # bytes: of all shapes, and of the largest one
     for (rows, cols), owned in blocks_by_owner.items():
         batch = min(max(owned.values()), graph_batch(rows, cols, settings.iteration))
         buffers += 2 * (settings.direction_bytes + result_bytes) * batch * rows * cols
@@ -349,7 +352,7 @@ def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str
     """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
     pyplot = pyplot_for("--plot")
     model_parallel = settings.tensor_parallel * settings.expert_parallel
-    worlds = [4**power for power in range(8) if not 4**power % model_parallel]
+    worlds = [4**power for power in range(8) if not 4**power % model_parallel]  # 1, 4, 16, ..., 16384
     forecasts = [forecast(routes, replace(settings, world_size=world)) for world in worlds]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
     titles: dict[str, Callable[[StepForecast], float]] = {
@@ -404,6 +407,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if rate is not None and not rate > 0:  # also true for NaN
         raise ConfigError(f"--network-gbit {rate:g}: must be above 0")
     if rate is not None:
+        # Gb/s of a node to bytes per second and GPU
         gpu = {**gpu, "network_bandwidth": rate * 1e9 / 8 / max(1, arguments.gpus_per_node)}
     settings = PlanSettings(
         **{name: getattr(arguments, name) for name in _OPTIONS},

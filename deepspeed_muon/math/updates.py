@@ -70,13 +70,13 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
         decay: Learning rate times weight decay.
     """
     if decay != 0.0:
-        aligned = (param * direction).ge_(0.0)
+        aligned = (param * direction).ge_(0.0)  # 1 where the update pulls towards zero, else 0
         param.sub_(aligned.mul_(param), alpha=decay)
 
 
 AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
 
-WIDTH_EXPONENT: dict[AdjustLrName, float] = {"original": 0.0, "match_rms_adamw": -0.65, "spectral": -0.65}
+WIDTH_EXPONENT: dict[AdjustLrName, float] = {"original": -0.15, "match_rms_adamw": -0.65, "spectral": -0.65}
 """Muon's best rate follows ``width ** exponent``, as measured; ``unit_rms_norm`` was not.
 
 ``benchmarks/rates.py`` makes the fit and its table, ``tests/unit/test_benchmark_rates.py`` compares. The last two rules
@@ -142,13 +142,14 @@ def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
     device = params[0].device
     # The kernel increments the counter before it uses it, and wants one tensor for each parameter.
     steps = [torch.full((), float(settings.step - 1), device=device) for _ in params]
+    # The functional forms: torch.optim.AdamW would keep a state of its own.
     function = adamw if settings.decoupled else adam
     function(
         params,
         grads,
         exp_avgs,
         exp_avg_sqs,
-        [],
+        [],  # max_exp_avg_sqs, for amsgrad
         steps,
         fused=True,
         amsgrad=False,

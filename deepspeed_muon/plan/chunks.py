@@ -50,6 +50,7 @@ class WireFormat:
         """
         if not self.block:
             return numel
+        # 300 elements in int8: 300 bytes, already a multiple of 4, and two scales, so 308
         return -(-numel // _SCALE_BYTES) * _SCALE_BYTES + -(-numel // self.block) * _SCALE_BYTES
 
     def bytes_per_element(self, itemsize: int) -> float:
@@ -115,7 +116,7 @@ class Segment(NamedTuple):
             matrix_numel: Elements from the start of a matrix to that of the next one.
         """
         matrices, gap = self.shape[0], following.buffer_offset - self.buffer_offset
-        # Two matrices set the distance of all that follow.
+        # Two matrices set the distance of all that follow: with buffer offsets 0 and 12, the third one must be at 24.
         expected_gap = gap if matrices == 1 else self.buffer_strides[0] * matrices
         if (
             self.shape[1:] != following.shape[1:]
@@ -299,26 +300,27 @@ def divide_into_chunks(
     chunks: list[list[int]] = []
     for (sent, replicated), members in sorted(kinds.items()):  # False first: what is not sent
         is_broadcast = sent and replicated
-        # Each owner fills its own share of a chunk; all owners fill one share of what is broadcast.
-        share_of = {index: 0 if is_broadcast else owners[index] for index in members}
-        # 2. the size of a chunk: an eighth of the busiest share, within the bounds
+        # The rank towards whose bound a matrix counts: its owner. What is broadcast arrives on every rank, so that all
+        # of it counts towards one bound, for which rank 0 stands.
+        rank_of = {index: 0 if is_broadcast else owners[index] for index in members}
+        # 2. the size of a chunk: an eighth of what the busiest rank owns, within the bounds
         totals = np.zeros(world_size, dtype=np.int64)  # elements that each rank owns
         for index in members:
-            totals[share_of[index]] += matrices[index].numel
+            totals[rank_of[index]] += matrices[index].numel
         least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
         limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least))
-        # 3. every share fills chunk after chunk: number is the chunk at which it is, filled how much it has there
+        # 3. every rank fills chunk after chunk: the chunk that it fills now, and the elements that it has in it
         new_chunks: list[list[int]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
         for index in sorted(members, key=lambda index: matrices[index].numel, reverse=True):
-            share, numel = share_of[index], matrices[index].numel
-            if filled[share] and filled[share] + numel > limit:
-                number[share] += 1
-                filled[share] = 0
-            if number[share] == len(new_chunks):
+            rank, numel = rank_of[index], matrices[index].numel
+            if filled[rank] and filled[rank] + numel > limit:
+                number[rank] += 1
+                filled[rank] = 0
+            if number[rank] == len(new_chunks):
                 new_chunks.append([])
-            new_chunks[number[share]].append(index)
-            filled[share] += numel
+            new_chunks[number[rank]].append(index)
+            filled[rank] += numel
         chunks += [sorted(chunk) for chunk in new_chunks]
     return chunks
 
@@ -396,8 +398,11 @@ def _by_holder(
     first = min(placements[index].ranks.start for index in indices)
     # The last of ``ranks`` only ends them.
     ranks = np.arange(first, max(placements[index].ranks.stop for index in indices) + 1)
+    # Where the fragment of each rank starts; the difference to the next start is its length.
     numels = np.array([np.diff(placements[index].starts(ranks)) for index in indices])  # (matrices, ranks)
-    # The buffer is ordered by rank, and by matrix within a rank.
+    # The buffer is ordered by rank, and by matrix within a rank. Example: matrices of 8 and 6 elements, half of each on
+    # ranks 0 and 1: numels ((4, 4), (3, 3)), totals (7, 7), rank_offsets (0, 7), offsets_in_rank ((0, 0), (4, 4)). Rank
+    # 1's half of the second matrix is at 7 + 4.
     buffer_numels = wire.buffer_numel(numels)  # (matrices, ranks)
     totals = buffer_numels.sum(axis=0)  # (ranks,)
     rank_offsets = np.cumsum(totals) - totals

@@ -212,12 +212,16 @@ class ParameterLayout:
 
 def _blocks_on(rank: int, ranks: int, fused: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Return number and length of the blocks, or shards of blocks, of one rank if all of ``fused`` are sharded."""
+    # Example: query, key and value of 8, 4 and 4 rows on two ranks, in blocks of 4 (two query heads, one key head, one
+    # value head). Rank 1 has rows 4 to 7, 10 and 11, 14 and 15: block 1 complete, 2 rows of block 2 and 2 rows of block
+    # 3.
     local: list[tuple[int, int]] = []
     ends = list(accumulate(blocks))
     for first, length in zip(accumulate(fused, initial=0), fused, strict=False):
         shard = length // ranks
         start, stop = first + rank * shard, first + (rank + 1) * shard
         for number, end in enumerate(ends):
+            # rows that the shard [start, stop) has of the block [end - length, end)
             overlap = min(stop, end) - max(start, end - blocks[number])
             # A block that reaches over two fused matrices is one block of the shard.
             if overlap > 0 and local and local[-1][0] == number:

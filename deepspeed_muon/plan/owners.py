@@ -236,7 +236,7 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
     # Each choice refers to the one before it, so the owners are read from the last matrix to the first.
     owners: list[int] = []
     choice = min(choices, key=itemgetter(0))
-    while choice[2] is not None:
+    while choice[2] is not None:  # the first choice is that before any matrix
         owners.append(choice[1])
         choice = choice[2]
     return owners[::-1]
@@ -267,11 +267,12 @@ def split_blocks(
         limit: The most operations of a slice of several blocks of which no rank holds all elements.
         divisor: As for :func:`assign`.
     """
-    most = max(1, int(limit // cost)) if cost else blocks
+    most = max(1, int(limit // cost)) if cost else blocks  # blocks of a slice that is sent
     holders = [-1] * blocks
     if not placement.replicated:
         starts = np.arange(blocks) * numel  # (blocks,)
         first, last = placement.ranks_of(starts), placement.ranks_of(starts + numel - 1)
+        # -1 where a block crosses from one rank to another
         holders = np.where(first == last, first, -1).tolist()
     slices: list[tuple[int, int]] = []
     for block, holder in enumerate(holders):
@@ -356,7 +357,7 @@ def sent_by_rank(
     np.add.at(scatter, owner, np.where(cut, numel - numel_on_owner, numel * (copies - 1)))
     # 2. gather: a rank sends all that it holds of matrices that it does not own. The first rank has the head, the last
     # one what is left, and those between them a body each, which is added as a difference at both ends and summed up.
-    equal = (numel - head) // np.maximum(body, 1)
+    equal = (numel - head) // np.maximum(body, 1)  # ranks with a full body
     change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
     np.add.at(change, (first + 1)[cut], body[cut])
     np.add.at(change, (first + 1 + equal)[cut], -body[cut])
@@ -414,7 +415,7 @@ def balanced_order(
         # Later kinds fill what is free. Where they cost more per element than this one, it says nothing.
         later = rest_cost / rest_numel if rest_numel and rest_cost * numel < cost * rest_numel else 0.0
         # A partition may have half a matrix too much: the cut then goes through that one.
-        idle = [
+        idle = [  # a heap of (work with later kinds, -free elements, rank)
             (load[rank] + later * free_numel[rank], -free_numel[rank], rank)
             for rank in free
             if 2 * free_numel[rank] > -numel
@@ -432,6 +433,8 @@ def balanced_order(
 
     # 3. partitions with too much and with too little in turn, so that cuts are near their ends
     fullest = deque(sorted(content, key=lambda rank: (free_numel[rank], rank)))
+    # excess is by how far the matrices that were placed so far reach beyond the partitions they were meant for. The
+    # next partition is the one that brings it closer to zero: after one with 5 elements too many, one with 5 too few.
     order, excess = stacks, 0
     while fullest:
         first, last = fullest[0], fullest[-1]

@@ -262,7 +262,8 @@ class TensorSlice:
         """
         inner, local_row, full_row = self._row_numels
         # A row is what follows one index of the dimensions before dim. Of the last row, which is incomplete, each range
-        # counts as far as the element.
+        # counts as far as the element. Example: ranges (0, 3) and (6, 9) along dimension 0 of a 12 x 4 tensor: one row
+        # of 48 elements, of which the rank has 24. Before element 26, in index 6, it has 12 and 2 of them.
         outer, rest = divmod(element, full_row)
         return outer * local_row + sum(
             min(max(rest - start * inner, 0), (stop - start) * inner) for start, stop in self.ranges
@@ -272,7 +273,7 @@ class TensorSlice:
         """Yield where the rank's elements ``[start, stop)`` are in the full tensor: at most three for each range."""
         inner, local_row, full_row = self._row_numels
         for row, count, left, right in row_ranges(start, stop, local_row):
-            range_start = 0  # in the row
+            range_start = 0  # of this range in the rank's row, in elements
             for begin, end in self.ranges:
                 range_stop = range_start + (end - begin) * inner
                 low, high = max(left, range_start), min(right, range_stop)
@@ -304,16 +305,14 @@ def row_ranges(start: int, stop: int, width: int) -> list[tuple[int, int, int, i
 
     Each is given by its first row, the number of rows, its first column, and the column after its last one.
     """
-    first, last = (
-        -(-start // width),
-        stop // width,
-    )  # the first full row, and the first one after the full rows
-    if first > last:  # all inside one row
-        return [(last, 1, start % width, stop % width)]
+    # [5, 14) in rows of 4: element 5 to the end of row 1, row 2, elements 12 and 13 of row 3
+    first, end = -(-start // width), stop // width  # full rows are [first, end)
+    if first > end:  # all inside one row
+        return [(end, 1, start % width, stop % width)]
     ranges = [(first - 1, 1, start % width, width)] if start < first * width else []
-    if last > first:
-        ranges.append((first, last - first, 0, width))
-    return [*ranges, (last, 1, 0, stop % width)] if stop > last * width else ranges
+    if end > first:
+        ranges.append((first, end - first, 0, width))
+    return [*ranges, (end, 1, 0, stop % width)] if stop > end * width else ranges
 
 
 def full_slice(name: str, shape: Sequence[int]) -> TensorSlice:
@@ -324,9 +323,9 @@ def full_slice(name: str, shape: Sequence[int]) -> TensorSlice:
 def cover_tensor(slices: Iterable[TensorSlice]) -> bool:
     """Return whether slices of one tensor, replicas counted once, have each index of it once."""
     distinct = set(slices)
-    if len({(piece.name, piece.shape, piece.dim) for piece in distinct}) > 1:
+    if len({(one.name, one.shape, one.dim) for one in distinct}) > 1:
         return False
-    ranges = sorted(pair for piece in distinct for pair in piece.ranges)
+    ranges = sorted(pair for one in distinct for pair in one.ranges)
     ends = [0, *(stop for _, stop in ranges)]
     are_adjacent = all(end == start for end, (start, _) in zip(ends, ranges, strict=False))
     return are_adjacent and ends[-1] == next(iter(distinct)).length

@@ -73,6 +73,7 @@ class QkClip:
             ConfigError: If there is no attention layer to clip, or one cannot be clipped.
         """
         self.settings = settings
+        # Weak references, because the finalizer below must not keep the models alive.
         recording = [weakref.ref(pretrained) for pretrained in hugging_face.attach(model)]
         # Restores the models when this object is collected, together with its optimizer.
         weakref.finalize(self, hugging_face.detach, recording).atexit = False
@@ -163,7 +164,7 @@ class QkClip:
         if self._group is not None and dist.get_world_size(self._group) > 1:
             all_reduce_tensor(flat, self._group, purpose="comparison of attention logits", how="max")
         reduced = self._of_all_heads(flat, [len(values) for values in local])
-        self._largest, bounds = reduced[::2], reduced[1::2]
+        self._largest, bounds = reduced[::2], reduced[1::2]  # of each layer, in turn
         self._make_report(self._largest, bounds)
         # 3. Which layers compute their logits in the next step: decided by reduced values, so all ranks agree.
         for recorder, bound in zip(self._recorders, bounds, strict=True):
@@ -177,6 +178,7 @@ class QkClip:
             gathered = all_gather_tensor(flat, self._tensor_group, purpose="comparison of attention logits")
         # Ranks that have the same heads computed the same values, perhaps with different rounding.
         return [
+            # (ranks, heads) to (heads,): equal heads on all ranks, or those of the ranks one after the other
             (values.amax(dim=0) if self._divisions[number // 2] == "none" else values.flatten()).tolist()
             for number, values in enumerate(gathered.cpu().split(lengths, dim=1))
         ]
@@ -315,7 +317,7 @@ def head_fragments(
         parameters: Name of each parameter to its partition and this rank's fragment.
         divisions: How tensor parallelism divides each layer.
         rank: This rank in the tensor-parallel group.
-        ranks: Its size.
+        ranks: The size of the tensor-parallel group.
     """
     fragments = []
     for number, (layer, division) in enumerate(zip(layers, divisions, strict=True)):
@@ -323,9 +325,12 @@ def head_fragments(
             partition, fragment = parameters.get(block.parameter, (0, None))
             if fragment is None:
                 continue
-            # Query heads that a head of this block serves.
+            # Query heads that a head of this block serves. Example: 8 query and 2 key heads on each of two ranks that
+            # divide them ("heads"). Key head 1 of rank 1 serves the query heads 8 + 1 * 4 to 8 + 2 * 4 among the 16 of
+            # all ranks.
             served = layer.heads // block.heads
             first = rank * layer.heads if division != "none" else 0
+            # A single key head on every rank serves the query heads of all ranks.
             if division == "query heads" and block.role == "key":
                 first, served = 0, ranks * served
             for head in range(block.heads):

@@ -77,6 +77,7 @@ def detach(references: Sequence[weakref.ref[nn.Module]]) -> None:
         for module in pretrained.modules():
             if hasattr(module, _ATTRIBUTE):
                 delattr(module, _ATTRIBUTE)
+        # Also if the program has chosen another implementation since, which then has no prefix.
         implementation = str(pretrained.config._attn_implementation)
         pretrained.set_attn_implementation(implementation.removeprefix(_PREFIX))
 
@@ -119,6 +120,7 @@ def _register_attention_functions() -> None:
             "attention modules a deepspeed_muon.QkRecorder instead"
         ) from error
     for base in _RECORDABLE:
+        # transformers makes masks by a function under the same name, and without one passes none.
         AttentionInterface.register(_PREFIX + base, _recording(base))
         AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
 
@@ -163,6 +165,7 @@ def _recording(base: str) -> Callable[..., Any]:
 def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder | None:
     """Return a recorder for an attention layer of the known kinds, ``None`` for every other module."""
     config = getattr(module, "config", None) or pretrained.config
+    # 1. Which kind of projections the layer has.
     latent = _is_linear(module, "kv_b_proj") and hasattr(config, "qk_nope_head_dim")
     plain = _is_linear(module, "q_proj") and _is_linear(module, "k_proj")
     fused = next((key for key in ("qkv_proj", "query_key_value", "c_attn") if hasattr(module, key)), None)
@@ -170,6 +173,7 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
         return None
     if existing := recorders_of(module):
         return existing[0]
+    # 2. Layers on whose logits the clip would have no effect, or whose rows are not known.
     where = f"optimizer.params.qk_clip: attention layer {name} ({type(module).__name__})"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ConfigError(
@@ -186,7 +190,8 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
             f"{where} produces queries and keys in {fused}; say where their rows are with a "
             f"deepspeed_muon.QkRecorder.fused that is an attribute of the layer"
         )
-    # The configuration counts the heads of the model; with AutoTP this rank has some of them.
+    # 3. Heads by the rows of the weights: the configuration counts those of the model, and with AutoTP this rank has
+    # some.
     if latent:
         query = "q_b_proj" if _is_linear(module, "q_b_proj") else "q_proj"
         nope, rope = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim)

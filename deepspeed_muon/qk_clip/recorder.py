@@ -156,6 +156,8 @@ class QkRecorder:
                 then all keys, then all values.
         """
         keys = heads if interleaved else key_heads or heads
+        # Rows with 2 heads of 64: q0 q1 k0 k1 v0 v1, or interleaved q0 k0 v0 q1 k1 v1. The first key head starts at row
+        # 128 or 64; from one head to the next there are 64 or 192 rows.
         stride = 3 * head_dim if interleaved else head_dim
         start = head_dim if interleaved else heads * head_dim
         total = (heads + 2 * keys) * head_dim
@@ -186,6 +188,8 @@ class QkRecorder:
             query: Name of the submodule that produces per head the queries without, then those with rotation.
             key_value: Name of the submodule that produces per head the keys without rotation, then the values.
         """
+        # Rows of q_b_proj: nope and rope of head 0, then of head 1. Rows of kv_b_proj: key and value of head 0, then of
+        # 1.
         stride, key_stride = nope_dim + rope_dim, nope_dim + value_dim
         rows = (
             HeadRows(query, "query", heads, nope_dim, stride, total=heads * stride),
@@ -208,6 +212,7 @@ class QkRecorder:
         """
         if query.shape[1] != self.heads:
             raise ConfigError(f"QkRecorder of {self.heads} heads got queries of shape {tuple(query.shape)}")
+        # Both are maxima over all micro-batches until the optimizer's step.
         bounds = logit_bounds(query, key, scale=scale)
         self.bounds = bounds if self.bounds is None else torch.maximum(self.bounds, bounds)
         if self.exact:
@@ -295,6 +300,7 @@ def _resolve(block: HeadRows, module: nn.Module, layer: str) -> Iterator[HeadRow
         if param is None:
             continue
         shape = true_shape(param)
+        # A wrong number of rows means that heads or head_dim are not those of this layer.
         if shape[0] != (block.total or shape[0]) or shape[0] < block.stop:
             raise ConfigError(
                 f"qk_clip: {layer}.{block.parameter}.{kind} has {shape[0]} rows, not the "
@@ -343,6 +349,7 @@ def max_logits(
         logits = block @ key[:, :, :block_keys].mT
         logits = logits.view(batch, key_heads, group, stop - start, block_keys)
         if causal:
+            # Row i of the block is query start + i, from which keys start + i + 1 on are hidden.
             later = torch.ones(stop - start, block_keys, dtype=torch.bool, device=query.device)
             logits.masked_fill_(later.triu_(start + 1), -math.inf)
         if visible is not None:

@@ -184,8 +184,8 @@ class PortableRoutes:
     """The routes in a copied or pickled optimizer, by position, since the copies of parameters have other ids.
 
     Attributes:
-        entries: Of each parameter: itself, or ``None`` if it is frozen and in no group, and so not copied; its route;
-            its route if it were trained, or ``None``.
+        entries: For each parameter: the parameter, or ``None`` if it is frozen and in no group, and so not copied; its
+            route; the route that it would have if it were trained, or ``None``.
         rest: Everything of the routes that does not depend on ids.
     """
 
@@ -315,20 +315,26 @@ def warn_of_rates(config: MuonConfig, groups: Sequence[GroupSettings], routes: S
         rates.setdefault(group["algorithm"], set()).add(float(group["lr"]))
     if (sentence := rate_warning(config, rates)) is not None:
         warn("deepspeed_muon: %s", sentence)
-    width, exponent = model_width(routes), width_exponent(config)
-    if exponent and config.tuned_width is not None and width > config.tuned_width:
-        rate = config.muon_defaults()["lr"]
+    width, exponent, rate = model_width(routes), width_exponent(config), config.muon_defaults()["lr"]
+    if config.tuned_width is None or not exponent or width <= config.tuned_width:
+        return
+    factor = (width / config.tuned_width) ** exponent
+    if factor < 0.75:  # within that, the kept rate costs no more than the noise of a run
+        other_rule = ""
+        if config.adjust_lr_fn != "original":
+            other_rule = ", or tune once with adjust_lr_fn 'original', whose best rate moves less"
         warn(
             "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the best "
-            "rate fell with width^%g where it was measured: set muon_lr to %.3g (it is %g) and tuned_width to %d, or "
-            "tune once with adjust_lr_fn 'original', whose rate holds over widths (docs/rates.md)",
+            "rate fell with width^%g where it was measured: set muon_lr to %.3g (it is %g) and tuned_width to %d%s "
+            "(docs/rates.md)",
             config.tuned_width,
             width,
             _rule(config),
             exponent,
-            rate * (width / config.tuned_width) ** exponent,
+            rate * factor,
             rate,
             width,
+            other_rule,
         )
 
 
@@ -754,7 +760,7 @@ def _make_group(
     rate_key = "lr" if getattr(config, f"{prefix}_lr") is None else f"{prefix}_lr"
     settings["lr"] = rates.get(rate_key, settings["lr"])
     for key in ("lr", "weight_decay"):
-        # muon_lr, else lr; a tensor stays the caller's tensor, through which the rate is changed
+        # muon_lr, else lr. A tensor is stored as it is, since the caller changes the rate through it.
         value = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
         if value is not None:
             settings[key] = value if isinstance(value, Tensor) else float(value)

@@ -97,7 +97,8 @@ class BlockSums:
         self._matrix_of = torch.tensor([*indices], dtype=torch.int64).repeat_interleave(
             torch.tensor(counts)
         )  # (blocks,)
-        # The fragments of the pass, with the index of the block in place of that of the matrix.
+        # The fragments of the pass, with the index of the block in place of that of the matrix: it finds the rates
+        # there. A rectangle that is narrower than its matrix has a fragment for each row.
         rows = [
             (index, start + row * group.stride, source, offset + row * group.stride, group.shape[1], block)
             for group in self._rectangles
@@ -145,6 +146,7 @@ class BlockSums:
             for block, start, rows, cols, stride in rectangles_of(plan.matrices[index], first, first + numel):
                 offsets = (position, offset + start), (updates, updates_offset + start)
                 rectangles.append(((rows, cols, stride), offsets, self._first_block[index] + block))
+        # Equal shapes become adjacent for groupby, each with its offsets ascending.
         rectangles.sort()
         most = _CPU_STACK_NUMEL if device.type == "cpu" else _GPU_STACK_NUMEL
         for (rows, cols, stride), members in groupby(rectangles, key=lambda rectangle: rectangle[0]):
@@ -164,6 +166,7 @@ class BlockSums:
             flat: The flat weights of each of Muon's partitions, as :attr:`.Step.flat`, on any device.
         """
         flat = [weights.to(self._device) for weights in flat]
+        # |W|^2 stands in all three columns, of which only the first is read.
         squares = [group.stacked(flat, group.in_weights).square().sum((1, 2)) for group in self._rectangles]
         is_zero = self._reduced(self._by_block([[values] * 3 for values in squares]))[:, 0].cpu() == 0
         zero_blocks = self._complete[is_zero[self._complete]]
@@ -186,13 +189,14 @@ class BlockSums:
             weights = group.stacked(step.flat, group.in_weights)  # (rectangles, rows, cols)
             update = group.stacked(updates, group.in_updates)
             products = (weights * weights, weights * update, update * update)
-            sums.append([product.sum((1, 2)) for product in products])
+            sums.append([product.sum((1, 2)) for product in products])  # (rectangles,) each
         # 2. sum over ranks
         complete = self._reduced(self._by_block(sums))  # (blocks, 3)
         # 3. rates of the pass
         weight_square, product, update_square = complete.unbind(1)
         lr = to_device(step.rates.apply[self._matrix_of, 0], complete.device)
         rates = torch.stack(rates_of((weight_square, product, update_square), lr), dim=1)  # (blocks, 2)
+        # the dtypes in which the pass computes
         in_double = any(weights.dtype == torch.float64 for weights in step.flat)
         dtype = torch.float64 if in_double else torch.float32
         # 4. update this rank's fragments; the updates of inactive matrices are uninitialised memory
@@ -209,6 +213,7 @@ class BlockSums:
         """
         by_block = torch.zeros((len(self._matrix_of), 3), dtype=torch.float64, device=self._device)
         if sums:
+            # (3 * rectangles,): |W|^2 of all of them, then <W, X>, then |X|^2
             of_rectangles = torch.cat([values for of_kind in zip(*sums, strict=True) for values in of_kind])
             by_block.index_add_(0, self._block_of, of_rectangles.view(3, -1).T.double())
         return by_block.to(self._context.device)
@@ -246,6 +251,8 @@ def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple
         if len(col_blocks) == 1:  # contiguous
             yield block_row, low - start, 1, high - low, high - low
             continue
+        # Blocks side by side, as in a 4 x 6 matrix of the columns 0 to 2 and 3 to 5: elements [2, 14) are column 2 of
+        # row 0 in block 0, columns 3 to 5 of row 0 in block 1, row 1 in both, and columns 0 and 1 of row 2 in block 0.
         for row, count, first_col, end_col in row_ranges(low, high, width):
             for number, (left, right) in enumerate(pairwise(accumulate(col_blocks, initial=0))):
                 left, right = max(left, first_col), min(right, end_col)

@@ -125,7 +125,10 @@ class ResultCheck:
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
+        # Verdicts on the device that this rank has yet to count: indices in the plan, and their flags.
         self._uncounted: list[tuple[list[int], Tensor]] = []
+        # Positions in the step set: what is computed in fp32 from now on, and what was left out in the step before,
+        # whose row state starts anew in this one.
         self._fp32_only: set[int] = set()
         self._new_rows: frozenset[int] = frozenset()
         self._matrices = matrices
@@ -221,6 +224,7 @@ class ResultCheck:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
         for position, (index, _) in enumerate(result.members if self._fp32_only else ()):
             if self._origin[index] in self._fp32_only:
+                # It replaces the entry of the batch, which ran as configured.
                 # Row state, which may be the cause, starts anew once.
                 update = self._in_fp32(result, position, anew=self._origin[index] in self._new_rows)
                 self._replace(result, position, update, "", None)
@@ -231,15 +235,15 @@ class ResultCheck:
             norms, inputs = (
                 _gathered(local, distributed).double().square().sum(0).sqrt() for local in (norms, inputs)
             )
-        # 2. which are wrong, (blocks,) bool
-        # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised: its result may be small.
+        # 2. which are wrong, (blocks,) bool An input of a norm below 1e-12 (a head without a gradient is zero) is not
+        # normalised, so its result may be small: raising its norm to the lower bound leaves only the upper one.
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
-        wrong = norms.clamp(lowest, highest) != norms  # so is NaN
+        wrong = norms.clamp(lowest, highest) != norms  # true for NaN, too
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.row_state is not None and self.recorder.sampling:
             result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         # 3. the verdicts, for the exchange of flags in the next step
-        indices = [index for index, _ in result.members]
+        indices = [index for index, _ in result.members]  # several blocks of a matrix repeat its index
         self.left_out.append(([self._origin[index] for index in indices], wrong))
         if result.distributed is None or result.distributed.counts:
             self._uncounted.append((indices, wrong))

@@ -162,9 +162,12 @@ class GradientStatus:
             starts = list(accumulate(numels, initial=0))
             for number, fragment in local_fragments if numels else ():
                 start, stop = fragment.partition_offset, fragment.partition_offset + fragment.numel
-                while start < stop:  # a fragment may reach over several tensors
+                # A fragment may reach over several tensors. Example: tensors of 6 and 4 elements, a fragment [4, 9):
+                # elements 4 and 5 of the first one, elements 0 to 2 of the second one.
+                while start < stop:
                     tensor = bisect_right(starts, start) - 1
                     offset, end = start - starts[tensor], min(stop, starts[tensor + 1])
+                    # The pass reads one list of tensors: both halves of a row name the same elements.
                     rows.append((*(first_tensor + tensor, offset) * 2, end - start, number))
                     start = end
             first_tensor += len(numels)

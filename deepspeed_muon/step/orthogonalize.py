@@ -32,11 +32,13 @@ def batches(
     matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int], *, by_shards: bool = False
 ) -> list[list[int]]:
     """Group small matrices of equal blocks; with ``by_shards`` only those with equal shards. Large ones are alone."""
+    # 1. which may run together
     members_of: dict[object, list[int]] = {}
     for index in indices:
         matrix = matrices[index]
         kind = matrix.batch_key, matrix.shards if by_shards else None
         members_of.setdefault(kind, []).append(index)
+    # 2. as many as a batch may have
     grouped: list[list[int]] = []
     for members in members_of.values():
         first = matrices[members[0]]
@@ -135,6 +137,7 @@ class LocalOrthogonalizer:
             for shape, members in members_of.items():
                 size = _batch_size(self.context, *shape)
                 calls += [members[start : start + size] for start in range(0, len(members), size)]
+            # A slice of a stack that starts further down belongs to a matrix that the owner of row 0 counts.
             counted = sum(self.matrices[index].first_row == 0 for index in indices)
             planned.append(_Batch(indices, shapes, is_stack, calls, counted))
         return planned
@@ -154,9 +157,11 @@ class LocalOrthogonalizer:
 
     def _grids(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)`` that are grids of blocks, which are copied out and back."""
+        # Example: a fused 12 x 4 weight split into 8, 2 and 2 rows has three row blocks and one column block. The
+        # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.
         update, scales = torch.empty_like(directions), step.rates.scales
         grid = self.matrices[batch.indices[0]].grid
-        position = {index: number for number, index in enumerate(batch.indices)}
+        position = {index: number for number, index in enumerate(batch.indices)}  # of a matrix in the batch
         sources, targets = _block_views(directions, *grid), _block_views(update, *grid)
         for members in batch.calls:
             # Blocks that are side by side are strided views, and the iteration reads contiguous batches.

@@ -133,6 +133,7 @@ class StepRunner:
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
             wire=config.wire_format,
+            # fp32 numbers of a row, in elements of the buffer: 2 for each key in bf16, 4 in int8
             row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
         )
         self.row_fragments: Sequence[Fragment] = ()
@@ -170,7 +171,7 @@ class StepRunner:
         if self._policy.quantizes_momentum:
             for table in self._tables:
                 # Where the first block of each fragment starts and which scale it has: (fragments, 2) int64.
-                fragments = table.pack_table[:, :2].tolist()
+                fragments = table.pack_table[:, :2].tolist()  # position of the partition, offset in it
                 blocks = [self.blocks[self._muon[position].index].row(start) for position, start in fragments]
                 table.blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
         self._sums: list[BlockSums] = []
@@ -250,7 +251,13 @@ class StepRunner:
             # happen in three successive turns, so that chunk t + 1 is gathered and chunk t - 1 scattered while chunk t
             # is orthogonalised. Without overlap, one turn does all three.
             ahead = int(self._overlap)
+            # Example with overlap and two exchanged chunks, turn by turn:
+            #   -1: gather 0                 AdamW, first half of the local matrices
+            #    0: gather 1                 orthogonalise 0, scatter 0
+            #    1:                          orthogonalise 1, scatter 1, second half; apply 0
+            #    2:                          apply 1
             # AdamW and one half of the local matrices hide the first gather, the other half hides the last scatter.
+            # Without overlap, or with nothing exchanged, "half" is all of them.
             half = len(local) - (len(local) // 2 if ahead and exchanged else 0)
             flights: list[InFlight] = []
             for turn in range(-ahead, max(len(exchanged), 1) + ahead):
@@ -290,6 +297,7 @@ class StepRunner:
         mask = None
         if not all(matrix_flags):
             mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])  # (matrices,)
+        # The number of this step, from 1, for the momentum's warm-up; state_of increments the counter below.
         steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
         rates = self._rates.of({index: groups[index] for index in indices}, steps)
         states = [state_of(partition, state, self._policy) for partition in self._muon]
@@ -324,6 +332,7 @@ class StepRunner:
     def _pack(self, flight: InFlight, step: Step) -> None:
         """Update the momentum of a chunk's matrices and write their directions, to the send buffer if they are sent."""
         table, context, send = self._tables[flight.number], self.context, flight.send_buffer
+        # 1. momentum and directions, where the momentum is
         device, dtype = step.momentum[0].device, context.comm_dtype
         # The buffers are not written for matrices without a gradient: nothing reads their old content.
         directions = torch.empty(table.local_numel, dtype=dtype, device=device)  # those that are not sent
@@ -334,6 +343,7 @@ class StepRunner:
         flight.directions = directions.to(context.device)
         if is_direct or not flight.chunk.gathers:  # in the send buffer already, or nothing is sent
             return
+        # 2. the send buffer: uncompressed as one copy, int8 fragment by fragment, since blocks end with a fragment
         sent = sent.to(context.device)
         if context.codec.is_uncompressed:
             send.copy_(sent)
@@ -350,6 +360,7 @@ class StepRunner:
         directions = functools.partial(self._directions, flight)
         for indices, result in self._strategy.updates(owned, directions, step):
             batch, updates = table.batch(indices), result.contiguous().view(-1)  # (matrices * rows * cols,)
+            # Each segment is a strided copy: (matrices, fragments, elements).
             for segment in batch.received:
                 sent, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
                 codec.write(sent, fragments, record_loss)
@@ -415,6 +426,7 @@ class StepRunner:
             rows, cols = matrix.logical_shape
             weights = WeightSums(
                 lr=float(groups[matrix.partition]["lr"]),
+                # of one block: a stack that is stored as input x output has a block of rows for each expert
                 inputs=rows // len(matrix.grid[0]) if matrix.transposed else cols,
                 relative=self.context.variant.apply is not None,
             )

@@ -70,11 +70,12 @@ def orthogonalize_sharded(
     if batch * rows * cols == 0:
         return x.to(settings.dtype, copy=True)
     flat = columns.reshape(batch, rows, columns.shape[-1])  # (batch, rows, local cols)
-    # 2. iterate on the shards of the long side
+    # 2. iterate on the shards of the long side; "rows" is the side that every rank has in full
     flat = _normalized(flat, settings, group)
     if rows <= cols:
         result = _iterate(flat, settings, group)
     else:
+        # (batch, rows, local cols) -> (batch, cols, local rows): the first ranks have a row more
         length, longer = divmod(rows, world_size)
         row_sizes = tuple(length + (rank < longer) for rank in range(world_size))
         # The resharded matrices, (batch, cols, local rows), have no name, so that the iteration frees them.

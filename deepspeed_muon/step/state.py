@@ -142,7 +142,7 @@ def torch_step(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
             continue
         block = _CPU_BLOCK if param.device.type == "cpu" else _GPU_BLOCK
         for slices in zip(*(tensor.split(block) for tensor in adam_tensors), strict=True):
-            p, g, m, v = (tensor.float() for tensor in slices)  # a copy only of those that are not fp32
+            p, g, m, v = (tensor.float() for tensor in slices)  # (block,) fp32; a copy only of other dtypes
             adam_step_([(p, g, m, v)], settings=settings)
             for position, updated in ((0, p), (2, m), (3, v)):
                 if slices[position].dtype != torch.float32:
@@ -226,6 +226,7 @@ class AdamW:
             )
             param = flat[partition.index]
             grad = grads.get(partition.index)
+            # Without a gradient on this rank a parameter may be active through another rank: it decays.
             grad = torch.zeros_like(param) if grad is None else grad
             tensors = (param, grad, entry["exp_avg"].view(-1), entry["exp_avg_sq"].view(-1))
             for offset, numel in _active_ranges(local, active, param.numel()):
@@ -255,6 +256,7 @@ def _active_ranges(
     for number, fragment in sorted(local, key=lambda item: item[1].partition_offset):
         if not active[number]:
             continue
+        # offset + length of the last range: they are adjacent
         if ranges and sum(ranges[-1]) == fragment.partition_offset:
             ranges[-1] = (ranges[-1][0], ranges[-1][1] + fragment.numel)
         else:

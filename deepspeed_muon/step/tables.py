@@ -33,7 +33,7 @@ COLUMNS = 6
 Position of the partition and offset in it; index of the second tensor (:data:`DIRECTIONS` or :data:`SEND`) and offset
 in it; number of elements; index of the matrix.
 """
-_ALIGNMENT = 32  # elements
+_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line
 DIRECTIONS, SEND = 0, 1
 """The second tensors of a table: directions that are not sent, and the send buffer."""
 
@@ -143,14 +143,15 @@ class ChunkTable:
         local: list[Segment] = []
         received: list[list[Segment]] = []  # [i]: the i-th segment of each matrix
         for number, index in enumerate(indices):
-            start = number * numel
+            start = number * numel  # of this matrix in the batch, (matrices, numel)
             if index in self._offset_of:
                 local.append(Segment.of(start, numel, self._offset_of[index], numel))
             for position, segment in enumerate(self._received.get(index, ())):
                 if position == len(received):
                     received.append([])
                 received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
-        # 2. joined where they are at equal distances: one strided copy each
+        # 2. joined where they are at equal distances: one strided copy each. The shards of twelve equal matrices at
+        # ZeRO 3 are one copy of (12, ranks, elements of a shard).
         local_joined = tuple(_joined(local, numel))
         received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
         # 3. whether a single segment is all of the batch: then the buffer itself is read
@@ -162,6 +163,7 @@ class ChunkTable:
 
     def _aligned_offsets(self, indices: Sequence[int]) -> tuple[list[int], int]:
         """Return offsets of consecutive fragments at multiples of 32 elements, and the padded numel of all."""
+        # 40 and 30 elements: offsets 0 and 64, 96 elements in all
         lengths = (-(-self._fragments[index].numel // _ALIGNMENT) * _ALIGNMENT for index in indices)
         ends = list(accumulate(lengths, initial=0))
         return ends[:-1], ends[-1]
@@ -252,7 +254,8 @@ class RateTable:
         numbers: dict[tuple[int, int], tuple[Any, ...]] = {}
         read = []
         for index in self._position_of:
-            step = min(steps[index], warmup_steps + 1)  # momentum does not depend on later ones
+            # After the warm-up momentum does not depend on the step, so that rates are not computed again.
+            step = min(steps[index], warmup_steps + 1)
             key = (id(groups[index]), step)
             if key not in numbers:
                 numbers[key] = self._numbers(groups[index], step)
@@ -292,6 +295,7 @@ class RateTable:
             (lr, _decay(mode, lr, decay), momentum, nesterov, *more)
             for lr, decay, mode, _, momentum, nesterov, *more in read
         ]
+        # Columns: learning rate, decay, momentum, Nesterov, and then the variant's settings.
         settings = [values[4:] for values in numbers]
         columns = 4 + len(self._keys)
         rows = torch.tensor(numbers, dtype=torch.float64).view(-1, columns)[
@@ -317,8 +321,9 @@ class RateTable:
         """
         scales: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
+            # (outputs, inputs) of each block, however the weight is stored
             shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
-            if self._variant.apply is not None:
+            if self._variant.apply is not None:  # its rate is relative to the weights
                 scales.append((1.0,) * len(shapes))
             else:
                 rule, factor = rules[position]

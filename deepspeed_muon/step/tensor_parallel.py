@@ -110,6 +110,7 @@ class OverTensorGroup:
 
     def _assigned(self, indices: Sequence[int]) -> list[list[list[int]]]:
         """Assign matrices to ranks in groups of bounded size: the costliest first, to the rank with the least work."""
+        # of the complete matrices, which a rank gathers
         numels = {index: math.prod(self._matrices[index].logical_shape) for index in indices}
         # 1. in the order of the plan, as many as may be gathered at once
         groups: list[list[int]] = []
@@ -122,6 +123,7 @@ class OverTensorGroup:
         assigned = []
         for group in groups:
             costs = [orthogonalize_flops(*self._matrices[index].logical_shape) for index in group]
+            # None: a matrix may go to any rank at equal cost.
             owners = assign_owners(costs, [None] * len(group), load=np.zeros(len(self._ranks)))
             pairs = [*zip(group, owners, strict=True)]
             assigned.append([[index for index, owner in pairs if owner == rank] for rank in self._ranks])
@@ -190,10 +192,14 @@ class OverTensorGroup:
             return complete
         # 2. one all-to-all: this rank sends its shard of every matrix, and receives all shards of those assigned to it
         sharded = sent[self._rank]
-        shapes = [
-            [_resized(local[index].shape, dims[index], self._shards(index)[1][rank]) for index in sharded]
-            for rank in self._ranks
-        ]
+        # [rank][matrix]: the shape of this rank's shard with the length that the other rank has along dim
+        shapes: list[list[list[int]]] = []
+        for rank in self._ranks:
+            shapes.append([])
+            for index in sharded:
+                shape = list(local[index].shape)
+                shape[dims[index] or 0] = self._shards(index)[1][rank]
+                shapes[-1].append(shape)
         received = self._exchange(
             [[local[index] for index in indices] for indices in sent],
             [[math.prod(shape) for shape in shapes_of_rank] for shapes_of_rank in shapes],
@@ -228,7 +234,7 @@ class OverTensorGroup:
         shards = []  # [matrix][rank]
         for index in by_rank[self._rank]:
             dim, sizes = dims[index], self._shards(index)[1]
-            copies = [complete[index]] * len(self._ranks)
+            copies = [complete[index]] * len(self._ranks)  # the same tensor for every rank
             shards.append(copies if dim is None else complete[index].split(sizes, dim=dim))
         received = self._exchange(
             [[shards_of_matrix[rank] for shards_of_matrix in shards] for rank in self._ranks],
@@ -288,8 +294,3 @@ class OverTensorGroup:
         received = exchange_tensors(by_rank, lengths, like=like, group=self._group, purpose=purpose)
         context.stats.count_exchange(sent_numel * dtype.itemsize)
         return received
-
-
-def _resized(shape: Sequence[int], dim: int | None, length: int) -> list[int]:
-    """Return a shape with another length of one dimension."""
-    return [length if axis == dim else size for axis, size in enumerate(shape)]

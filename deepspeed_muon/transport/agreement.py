@@ -99,6 +99,7 @@ def agree(
     compared = RankFacts() if error is not None or facts is None else facts
     facts_of = {scope or every_rank: sorted(texts.items()) for scope, texts in compared.items()}
     checksums = [int(error is not None), *_checksums(facts_of)]
+    # The number of ranks that failed, and eight sums that are zero if all facts are equal.
     failed, *sums = ranks.all_reduce(checksums, "sum", purpose=purpose)
     # Every rank sees the same sums, so all of them take part in the second collective or none does.
     # 2. a rank failed: all of them raise, with the errors of all
@@ -130,12 +131,8 @@ def raise_on_all_ranks(
 ) -> Iterator[RankFacts]:
     """Let all ranks raise if one of them does in the block, or if they leave it with different facts.
 
-    Must be entered by all ``ranks``. No other rank may wait for one whose block raised.
-
-    Args:
-        kind: See :func:`agree`.
-        ranks: See :func:`agree`.
-        purpose: See :func:`agree`.
+    Must be entered by all ``ranks``. No other rank may wait for one whose block raised. The arguments are those of
+    :func:`agree`.
 
     Yields:
         The facts to compare, for the block to fill in.
@@ -160,6 +157,7 @@ def _checksums(facts_of: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]
     for scope, texts in facts_of.items():
         if scope.size > 1:
             for position, sign in ((scope.position, 1), ((scope.position + 1) % scope.size, -1)):
+                # On three ranks: h(0) - h(1), h(1) - h(2) and h(2) - h(0), if the texts are equal.
                 digest = hashlib.sha256(repr((scope.name, position, texts)).encode()).digest()
                 total += sign * np.frombuffer(digest, dtype="<u4").astype(np.int64)
     numbers: list[int] = total.tolist()

@@ -30,8 +30,9 @@ SLOTS = 3
 
 Exchange = Literal["gather", "scatter"]
 
+# Overlap needs up to three times the buffers. It is left out where they would take more than this.
 _OVERLAP_BYTES = 1 << 30
-_LARGEST = 127.0
+_LARGEST = 127.0  # the largest int8 code; -128 is not used, so that codes are symmetric
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Codec:
             target.copy_(values)
             return
         blocks = self._in_blocks(values)  # (..., blocks, 256) fp32
-        scales = blocks.abs().amax(dim=-1).div_(_LARGEST)
+        scales = blocks.abs().amax(dim=-1).div_(_LARGEST)  # (..., blocks)
         # A block of zeros has no scale. One that is not finite keeps its own, so that the receiver sees it.
         codes = blocks.div_(scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)).round_().to(torch.int8)
         numel = values.shape[-1]  # the zeros at the end of the last block are not sent
@@ -190,6 +191,7 @@ class ExchangeBuffers:
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``numel`` elements of the buffer ``name``; they have their old content."""
+        # Every chunk of every step takes a view of the same few sizes.
         view = self._views.get((name, numel, dtype))
         if view is None:
             if name not in self._memory:
@@ -307,7 +309,7 @@ class ChunkExchange:
 
 
 def overlap_fits(matrices: Iterable[MatrixLayout], wire_bytes: float) -> bool:
-    """Return whether the buffers of overlap stay within 1 GiB if they hold the largest matrix, or block of a stack."""
+    """Return whether the buffers of overlap take at most 1 GiB if they hold the largest matrix, or block of a stack."""
     largest = max((matrix.numel // (matrix.equal_blocks or 1) for matrix in matrices), default=0)
     return 2 * SLOTS * wire_bytes * largest <= _OVERLAP_BYTES
 
@@ -402,6 +404,7 @@ def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -
         )
         return [start_all_to_all(out, send, received_splits, sent_splits, group=group)]
     # Replicated matrices: each owner broadcasts its part of the buffer; this rank is the source of its own.
+    # owner to the slice of the receiving buffer that its updates fill
     updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
     if send.numel():
         updates_of[context.rank] = send

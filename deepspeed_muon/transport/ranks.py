@@ -84,7 +84,9 @@ class Ranks:
     @property
     def position(self) -> int:
         """The number of this rank among them, from 0 to ``size - 1``; not its global rank."""
-        # As an index of a grid with one dimension for each group, the first of which varies fastest.
+        # As an index of a grid with one dimension for each group, the first of which varies fastest. Example: 6 ranks
+        # as a data-parallel group of 3 and a model-parallel group of 2. Rank 2 of the first and rank 1 of the second
+        # group is at 2 + 3 * 1 = 5.
         position, stride = 0, 1
         for group in self.groups:
             position += stride * dist.get_rank(group)
@@ -125,7 +127,7 @@ class Ranks:
             if int(first) == self.size:
                 break
             is_waiting = is_waiting and self.position != int(first)
-            # 2. its items, along each dimension of the grid in turn
+            # 2. its items, along each dimension of the grid in turn; divmod undoes what "position" computes
             position, message = int(first), [local]
             for group in self.groups:
                 position, source = divmod(position, dist.get_world_size(group))

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import SWALR
 
 import deepspeed_muon
 from deepspeed_muon import Muon
-from deepspeed_muon.checkpoint.settings import group_settings
+from deepspeed_muon.checkpoint.restore import group_settings
 from tests.support import training
 
 RATES = (0.02, 0.003)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,10 @@ def test_the_exponent_of_the_width_is_the_fitted_one() -> None:
     mean, error = rates.exponent(RESULTS, "match_rms_adamw")
     assert round(mean / 0.05) * 0.05 == pytest.approx(WIDTH_EXPONENT["match_rms_adamw"])
     assert error < 0.05
-    # "original" has none within two standard errors.
+    # Of "original" it is Marin's, which the fit agrees with, and the root of the width makes the difference.
     mean, error = rates.exponent(RESULTS, "muon")
     assert abs(mean - WIDTH_EXPONENT["original"]) < 2 * error
+    assert WIDTH_EXPONENT["original"] - 0.5 == pytest.approx(WIDTH_EXPONENT["match_rms_adamw"])
 
 
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "spectral"])
@@ -48,10 +48,12 @@ def test_the_printed_costs_are_those_of_the_table() -> None:
             MEASURED[rule].startswith("width^-0.65")
             and f" cost {worst:.3f} nats from width 128" in MEASURED[rule]
         )
-    costs = [max(rates.width_costs(RESULTS, "muon", 0.0))]
-    muon, normuon = (rates.cell_costs(RESULTS, name) for name in ("muon", "normuon"))
-    costs += [muon[256, 6, 300][1], muon[128, 4, 1200][1], normuon[128, 4, 1200][1]]
-    assert re.findall(r"0\.\d+", MEASURED["original"]) == [f"{value:.3f}" for value in costs]
+    law, kept = (
+        max(rates.width_costs(RESULTS, "muon", power)) for power in (WIDTH_EXPONENT["original"], 0.0)
+    )
+    assert MEASURED["original"].startswith(
+        f"width^-0.15 cost {law:.3f} nats from width 128 to 512, the kept rate {kept:.3f}."
+    )
 
 
 def test_the_page_quotes_the_table() -> None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import transfer, transfer_report, variants
 from benchmarks.transfer import BASE, Cell
 from benchmarks.variants import Run, read_rows
+from deepspeed_muon.forecast import size_laws
 
 WIDER = Cell(dim=256)
 
@@ -54,6 +55,19 @@ def test_excess_of_the_printed_and_of_the_tuned_rate():
     excess, error = fitted.excess(0.008)
     assert excess == pytest.approx(0.05 * 0.65**2, rel=0.2) and error == pytest.approx(0, abs=1e-9)
     assert fitted.paired(0.008) == pytest.approx([0.05 * 0.65**2] * 3)
+
+
+@pytest.mark.parametrize(("rule", "name"), [("muon", "original"), ("match_rms_adamw", "match_rms_adamw")])
+def test_what_rates_says_of_the_law_is_what_the_runs_show(rule, name):
+    rows = read_rows(variants.RAW) | read_rows(transfer.RAW)
+    tuned = transfer.tuned_rate(rows, rule)
+    cells = {cell: fitted for cell, fitted in transfer_report.fits_of(rows, rule).items() if cell != BASE}
+    law, kept = (
+        max(fitted.excess(rate(cell))[0] for cell, fitted in cells.items())
+        for rate in (lambda cell: transfer_report.printed_rate(tuned, rule, cell), lambda cell: tuned)
+    )
+    said = f"the law cost at most {law:.3f} nats in {len(cells)} cells, the kept rate {kept:.3f}"
+    assert said in size_laws.MEASURED[name] and law < transfer_report.BOUND
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def test_the_rate_of_adamw_is_carried_to_a_wider_model(report_of: Report) -> Non
 @pytest.mark.parametrize(
     ("params", "muon_lr", "note"),
     [
-        ({}, 0.02, ""),
-        ({"variant": "normuon"}, 0.02, ""),
+        ({}, 0.018, ""),
+        ({"variant": "normuon"}, 0.018, ""),
         ({"adjust_lr_fn": "spectral"}, 0.0127, ""),
         ({"adjust_lr_fn": "unit_rms_norm"}, 0.02, "under unit_rms_norm"),
         ({"variant": "hyperball"}, 0.02, "under hyperball"),
@@ -210,7 +210,6 @@ def test_rules_over_widths(params: dict[str, Any], muon_lr: float, note: str, re
     assert report["optimizer"]["params"]["muon_lr"] == muon_lr
     assert ("tuned_width" in report["optimizer"]["params"]) == (muon_lr != 0.02)
     assert (note in report["notes"][0]) if note else not report["notes"]
-    assert ("kept: under 'original'" in report["reasons"]["muon_lr"]) == (muon_lr == 0.02 and not note)
 
 
 def test_auto_is_not_multiplied(report_of: Report) -> None:
@@ -221,17 +220,23 @@ def test_auto_is_not_multiplied(report_of: Report) -> None:
     assert {law["muon_lr"] for law in report["published"]} == {None}
 
 
-def test_published_laws_are_applied_only_if_asked_for(report_of: Report) -> None:
-    params = {"muon_lr": 0.02, "adam_lr": 1e-3}
+def test_one_law_is_followed_and_others_only_if_asked_for(report_of: Report) -> None:
+    params = {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1}
     sizes = ["--from", "width=256", "tokens=1e9", "batch=5e5", "--to", "width=512", "tokens=8e9", "batch=2e6"]
     report = report_of(params, *sizes)
-    assert report["optimizer"]["params"]["muon_lr"] == 0.02
     laws = {law["name"]: law for law in report["published"]}
     assert laws["marin"]["factor"] == pytest.approx(2**-0.15 * 8**-0.395 * 2, rel=2e-3)
-    assert laws["hyperp"]["without"] == ["depth"] and laws["kellerjordan"]["factor"] == 1.0
-    report = report_of(params, *sizes, "--apply", "marin")
     assert report["optimizer"]["params"]["muon_lr"] == laws["marin"]["muon_lr"]
+    # The product of rate and decay is kept over widths alone.
+    decay = report["optimizer"]["params"]["muon_weight_decay"]
+    assert decay == pytest.approx(0.1 * 2**0.15, rel=5e-3)
+    assert laws["hyperp"]["without"] == ["depth"] and laws["kellerjordan"]["factor"] == 1.0
+    report = report_of(params, *sizes, "--apply", "scion")
+    assert report["optimizer"]["params"]["muon_lr"] == laws["scion"]["muon_lr"]
     assert "because --apply asks for it" in report["reasons"]["muon_lr"]
+    # Sizes that are not given are not followed.
+    report = report_of(params, "--from", "tokens=1e9", "--to", "tokens=8e9", "width=512")
+    assert report["optimizer"]["params"]["muon_lr"] == pytest.approx(0.02 * 8**-0.395, rel=5e-3)
     # The root of the width in the scale of match_rms_adamw is divided out.
     report = report_of({"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}, *sizes)
     laws = {law["name"]: law["factor"] for law in report["published"]}

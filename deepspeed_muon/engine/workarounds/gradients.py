@@ -45,6 +45,7 @@ def partition_grads(
     if view.memory.restart:
         view.memory.restart = False
         view.forget_gradients()
+    # DeepSpeed takes a list of parameters: one call for the first gradients, one for later ones.
     calls: dict[bool, tuple[list[Tensor], list[Tensor]]] = {}
     for param, partition in zip(params_to_release, grad_partitions, strict=True):
         params, partitions = calls.setdefault(_is_first(view, param), ([], []))
@@ -69,6 +70,7 @@ def copy_grads_in_partition(
     if delivered is None:
         with view.in_micro_step(first=is_first):
             return original(param, *args, **kwargs)
+    # The original overwrites the master's gradient with that of this backward pass alone.
     earlier = delivered.clone()
     with view.in_micro_step(first=True):
         result = original(param, *args, **kwargs)

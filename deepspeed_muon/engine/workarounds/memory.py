@@ -1,4 +1,4 @@
-"""Engines of stage 3 that stay in memory after ``engine.destroy()``, with all that they refer to."""
+"""Engines of stage 3 that remain in memory after ``engine.destroy()``, with all that they refer to."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def release_destroyed(original: Original, view: Zero3View, *args: object, **kwar
     """Destroy the wrapper, then drop what refers to each engine of stage 3 for the length of the program."""
     model = view.module
     original(*args, **kwargs)
+    # Setting up the hooks appends the model to this list of the process, and nothing removes it.
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not model]
+    # A functools.lru_cache without bound, keyed by coordinator and module. A decorator around it hides it in a closure.
     cached = vars(PartitionedParameterCoordinator)[CACHED]
     for cell in cached.__closure__ or ():
         cell.cell_contents.cache_clear()

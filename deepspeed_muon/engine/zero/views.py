@@ -233,10 +233,11 @@ class FlatView(View):
             numel = param.numel()
             if numel == 0:
                 continue
+            # in elements from the start of the buffer
             offset, remainder = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
             if remainder or offset < 0 or offset + numel > flat.numel():
                 raise BindingError(
-                    f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group "
+                    f"parameter of shape {true_shape(param)} is not in the flat buffer of its param group "
                     f"{index}; its data was replaced after deepspeed.initialize"
                 )
             yield param, flat_placement(offset, numel, flat.numel() // ranks)
@@ -247,6 +248,7 @@ class FlatView(View):
     def refresh_weights(self) -> None:
         # gloo copies all that it gathers at once, and DeepSpeed's update_lp_params gathers the whole group.
         for index, (partitions, master) in enumerate(zip(self.cut_flats, self.masters, strict=True)):
+            # partitions: (partition_numel,) in half precision for each rank; master: this rank's in fp32
             group = self.group(index)
             rank = dist.get_rank(group)
             partitions[rank].copy_(master)
@@ -369,7 +371,7 @@ class ZeroView(View):
     def in_micro_step(self, *, first: bool) -> Iterator[None]:
         """Let DeepSpeed copy gradients as in the first micro-step, or add them as in later ones."""
         number = self.wrapper.micro_step_id
-        self.wrapper.micro_step_id = 0 if first else max(1, number)
+        self.wrapper.micro_step_id = 0 if first else max(1, number)  # DeepSpeed compares it with 0
         try:
             yield
         finally:
@@ -402,7 +404,7 @@ class ZeroView(View):
 
         Args:
             autocast: Whether the engine uses ``torch_autocast``. Otherwise the scaler is left over from another engine
-                of the process, and the loss scale stays the engine's own.
+                of the process, and the loss scale remains the engine's own.
         """
         scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
         if scaler is None or not autocast:
@@ -428,6 +430,7 @@ class Zero12View(FlatView, ZeroView):
         self.offloads = self.keeps_gradients = bool(wrapper.cpu_offload)
 
     def norms_on_device(self) -> list[Tensor]:
+        # The method of the class: that of the wrapper is replaced (step.global_norm) and would return what it computes.
         norm = type(self.wrapper).scaled_global_norm(self.wrapper)
         return [*self.memory.partition_norms, norm]
 
@@ -484,6 +487,7 @@ class Zero12View(FlatView, ZeroView):
         has_buffer = getattr(wrapper, "_use_compact_grad_partition_buffer", lambda group: False)
         if self.is_undelivered(param):
             return None
+        # Number of the param group, offset in the parameter, offset in the partition, elements.
         group, _, offset, numel = wrapper.grad_position[wrapper.get_param_id(param)]
         if has_buffer(group):
             return None
@@ -653,7 +657,7 @@ def _combined(norms: Sequence[Tensor]) -> Tensor:
 def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
 
-    Everything else stays in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
+    Everything else remains in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
     compared: between two steps all that is swapped is empty. A load makes another dict of all states.
     """
     state = optimizer.state.get(master, {})
