@@ -303,7 +303,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # In the first step, and after parameters were converted or unfrozen.
+        # Binds in the first step, and again after parameters were converted or unfrozen.
         if not self.managed:
             self._bind_to_parameters()
         elif self._bound is None:

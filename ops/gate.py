@@ -128,7 +128,7 @@ def decide(
     """
     file = file_for("selftest", identity, folder)
     # A process that waited for the lock reads the verdict of the one that had it.
-    # As long as two runs of the test may take. Without the lock, after that time, this process tests too.
+    # As long as two runs of the self-test may take; after that, this process runs it without the lock.
     with locked(file.parent / ".testing", 2 * seconds + 30):
         verdict = _cached(file)
         if verdict is None:

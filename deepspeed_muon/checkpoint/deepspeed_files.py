@@ -714,7 +714,7 @@ def settings_to_repeat(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Say what ``optimizer.params`` of the run that continues needs, so that its routes are the checkpoint's.
+    """Return what ``optimizer.params`` of the continuing run needs so that its routes are the checkpoint's, in words.
 
     Args:
         algorithms: Algorithm of every parameter in the checkpoint, by name.

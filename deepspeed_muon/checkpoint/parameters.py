@@ -375,7 +375,7 @@ class Host:
             self._forward_guards.append(guard)
 
     def end_restore(self) -> None:
-        """Let the engine train again."""
+        """Allow the engine to train again."""
         self._interrupted_restore = None
         while self._forward_guards:
             self._forward_guards.pop().remove()

@@ -84,7 +84,7 @@ def save_checkpoint(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Let DeepSpeed save with a random id of this save in every rank's files, the first rank's.
+    """Save by DeepSpeed's method, with a random id of this save in the files of every rank; the first rank draws it.
 
     The consolidated set is written first, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that
     it never names a tag whose set is not complete.

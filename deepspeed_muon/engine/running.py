@@ -205,17 +205,13 @@ def log_in_trainer(
     **kwargs: object,
 ) -> object:
     """Add both rates to what the Trainer logs."""
-    optimizer = _muon_in(getattr(handler, "optimizer", None))
+    # Inside the wrappers of Accelerate and of ZeRO.
+    optimizer: Any = getattr(handler, "optimizer", None)
+    while optimizer is not None and not isinstance(optimizer, Muon):
+        optimizer = getattr(optimizer, "optimizer", None)
     if optimizer is not None and "learning_rate" in logs:
         # The Trainer logs the rate before or after its schedule's step, as the schedule is its own or DeepSpeed's.
         of_step = logs["learning_rate"] != float(optimizer.param_groups[0]["lr"])
         for log in (logs, *state.log_history[-1:]):
             log.update(rates(optimizer, of_step=of_step))
     return original(handler, args, state, control, logs, *more, **kwargs)
-
-
-def _muon_in(optimizer: object) -> Muon | None:
-    """Return our optimizer inside the wrappers of Accelerate and of ZeRO; ``None`` for another one."""
-    while optimizer is not None and not isinstance(optimizer, Muon):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer

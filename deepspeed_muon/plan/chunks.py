@@ -300,8 +300,8 @@ def divide_into_chunks(
     chunks: list[list[int]] = []
     for (sent, replicated), members in sorted(kinds.items()):  # False first: what is not sent
         is_broadcast = sent and replicated
-        # The rank towards whose bound a matrix counts: its owner. What is broadcast arrives on every rank, so that all
-        # of it counts towards one bound, for which rank 0 stands.
+        # The rank towards whose bound a matrix counts: its owner. What is broadcast arrives on every rank, so all of it
+        # counts towards a single bound, that of rank 0.
         rank_of = {index: 0 if is_broadcast else owners[index] for index in members}
         # 2. the size of a chunk: an eighth of what the busiest rank owns, within the bounds
         totals = np.zeros(world_size, dtype=np.int64)  # elements that each rank owns

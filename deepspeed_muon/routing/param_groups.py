@@ -509,9 +509,9 @@ def divide_again(
     divided: list[tuple[float, GroupSettings, list[Tensor], int | None]] = []
     for number, caller in routed.callers.items():
         # 1. Sort the parameters by what needs a group of its own.
-        # position among all groups to the groups that were made from this caller's group
+        # position among all groups to each group that was made from this caller's group
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
-        # and to what such a group is for: (algorithm, expert-parallel group)
+        # the same positions to (algorithm, expert-parallel group)
         kinds = {
             n: (group["algorithm"], group["name"] if group.get("moe") else None)
             for n, group in present.items()
