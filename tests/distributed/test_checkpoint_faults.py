@@ -11,6 +11,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -277,18 +278,10 @@ def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, l
             acted = True  # the second save reaches the same stages
             message = training.refusal(lambda: consolidate_files(f"{folder}-saved", folder), CheckpointError)
 
-    original = fcntl.flock
-
-    def no_locks(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    try:
-        if not locks:
-            fcntl.flock = no_locks
-        with at_every_stage(act):
-            consolidate(engine, folder, shard_bytes=4000)
-    finally:
-        fcntl.flock = original
+    error = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    no_locks = contextlib.nullcontext() if locks else mock.patch.object(fcntl, "flock", side_effect=error)
+    with no_locks, at_every_stage(act):
+        consolidate(engine, folder, shard_bytes=4000)
     return message
 
 

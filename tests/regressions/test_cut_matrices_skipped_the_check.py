@@ -53,7 +53,6 @@ def train_scaled(
     """
     messages = heard()
     left = [garbage if rank == 1 else 0]
-    original = strategy.orthogonalize_sharded
 
     def spoiling(iterate: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -62,27 +61,22 @@ def train_scaled(
 
         return broken
 
-    strategy.orthogonalize_sharded = spoiling(original)
     config = ds_config(1, params={"tensor_parallel_mode": mode, **(params or {})})
-    engine = tensor_parallel.make_engine("megatron", 2, config)
-    optimizer = deepspeed_muon.muon_optimizer(engine)
-    for runner in optimizer.runners:
-        whole = runner._strategy._local
-        whole._orthogonalize = spoiling(whole._orthogonalize)
-    group = optimizer.runners[0].step_set.tensor_group
-    masters = [tensor_parallel.assembled(engine, None, group)]
     error = ""
-    try:
+    with mock.patch.object(strategy, "orthogonalize_sharded", spoiling(strategy.orthogonalize_sharded)):
+        engine = tensor_parallel.make_engine("megatron", 2, config)
+        optimizer = deepspeed_muon.muon_optimizer(engine)
+        for runner in optimizer.runners:
+            whole = runner._strategy._local
+            whole._orthogonalize = spoiling(whole._orthogonalize)
+        group = optimizer.runners[0].step_set.tensor_group
+        masters = [tensor_parallel.assembled(engine, None, group)]
         for step, factor in enumerate(factors):
             engine.backward(engine(*batch(step, rank // 2)) * factor)
             if said := refusal(engine.step):
                 error = f"step {step}: {said}"
             masters.append(tensor_parallel.assembled(engine, None, group))
-    finally:
-        strategy.orthogonalize_sharded = original
-    report = deepspeed_muon.health(engine)
-    counts = {"redone": report["redone"], "failed": report["failed"]}
-    return {"masters": masters, **counts, "messages": messages, "error": error}
+    return {"masters": masters, **deepspeed_muon.health(engine), "messages": messages, "error": error}
 
 
 def total(results: list[dict[str, Any]], counter: str) -> int:
