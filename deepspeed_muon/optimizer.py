@@ -2,7 +2,7 @@
 
 It steps whatever tensors it is bound to. Without DeepSpeed these are the parameters themselves. Under DeepSpeed they
 are this rank's ZeRO partitions: flat fp32 tensors whose gradients are already reduced, unscaled and clipped, and
-``engine/`` tells :meth:`Muon.bind` which fragments of which matrices are in them.
+``engine/`` passes :meth:`Muon.bind` a description of the fragments in them.
 
 :meth:`Muon.step` compares the gradients' status between the ranks and decides whether there is a step. The update of
 one step set is :meth:`StepRunner.run` in :mod:`deepspeed_muon.step.runner`.
@@ -303,7 +303,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # In the first step, and after parameters were converted or unfrozen.
+        # Binds in the first step, and again after parameters were converted or unfrozen.
         if not self.managed:
             self._bind_to_parameters()
         elif self._bound is None:
@@ -410,7 +410,7 @@ class Muon(torch.optim.Optimizer):
         """Raise before the first step if a block has no weights but zeros and the variant keeps the norms of blocks.
 
         Later steps, until the optimizer is bound again, do nothing here: no step changes the norm of a block, and a
-        block of zeros that somebody writes stays zero. Must be called by all ranks of the engine.
+        block of zeros that somebody writes remains zero. Must be called by all ranks of the engine.
 
         Args:
             swapped: Returns partition index to this rank's flat weights of the model, where the masters are on NVMe.
@@ -580,8 +580,8 @@ class Muon(torch.optim.Optimizer):
         """Return what a copy needs: groups, state, settings and routes. A copy is unbound and counts from zero.
 
         Raises:
-            BindingError: If DeepSpeed manages the optimizer: its tensors are partitions, which only the engine can
-                tell apart.
+            BindingError: If DeepSpeed manages the optimizer: its tensors are partitions, whose parameters only the
+                engine can find.
         """
         if self.managed:
             raise BindingError(

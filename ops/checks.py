@@ -66,6 +66,7 @@ def cuda_checks(
     """
     operators = library.try_load()
     failed = set(skipped)
+    # 1. The components that this machine has, in the order in which they are tested.
     tests: dict[str, Callable[[], Checks]] = {}
     if operators is not None:
         tests["native"] = lambda: _test_operators(
@@ -80,6 +81,7 @@ def cuda_checks(
         tests["quack"] = lambda: (
             _test_quack() + ([] if "graphs" in skipped else _test_graphs(None, of_quack=True))
         )
+    # 2. Test each of them. Kernels run asynchronously, so an error may only be raised by the synchronisation.
     checks: Checks = []
     for component, test in tests.items():
         if component in skipped:
@@ -129,7 +131,7 @@ def _test_operators(operators: ModuleType, device: str, names: Iterable[str]) ->
 
 
 def _orthogonalize(operators: ModuleType, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    rows = resolve_schedule("quintic")
+    rows = resolve_schedule("quintic")  # (a, b, c) of each step
     flat = [value for row in rows for value in row]
     x = torch.randn(2, 96, 320, generator=torch.Generator().manual_seed(0))
     expected = torch.stack([newton_schulz(matrix, rows) for matrix in x])
@@ -143,7 +145,7 @@ def _orthogonalize(operators: ModuleType, device: str, dtype: torch.dtype) -> It
         restarts = sorted(restart_steps(rows, dtype)) if method.startswith("gram") else []
         errors = []
         # Stored by rows and by columns.
-        for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):
+        for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):  # 96 x 320, and 320 x 96
             result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, 1e-12)
             errors.append(error_of(result.cpu(), right))
         yield f" {method}", _largest(errors), TOLERANCE[dtype]
@@ -167,6 +169,7 @@ def _test_quack() -> Checks:
     """Compare products as for Triton, without c and of a transposed matrix too, which quack compiles separately."""
     from . import quack_sym
 
+    # (2, 264, 128), stored by columns
     a = torch.randn(2, 128, 264, generator=torch.Generator().manual_seed(0)).half().cuda().mT
     runs = quack_sym.sym_gemm, torch_operators.sym_gemm
     result, expected = (run(a, a, None, 1.0, 0.0, 0.0) for run in runs)
@@ -287,6 +290,8 @@ def _momentum_pack_int8(operators: ModuleType, device: str, dtype: torch.dtype) 
     """Compare directions, codes and scales after two steps, as :func:`_momentum_pack`."""
     table, errors = _fragments(), []
     # The blocks of the first fragment are aligned to a GPU's vectors, those of the others are not.
+    # Elements of a fragment's first block that precede it, (fragments,), and the blocks that a fragment touches. The
+    # scales of the fragments of one tensor follow each other.
     phases = torch.full_like(table[:, 0], 7)
     phases[0] = 0
     counts = (phases + table[:, 4] + BLOCK - 1) // BLOCK
@@ -300,6 +305,7 @@ def _momentum_pack_int8(operators: ModuleType, device: str, dtype: torch.dtype) 
             codes = _flat(device, (torch.int8, torch.int8))
             scales = [torch.zeros(int(counts.sum()), device=device) for _ in codes]
             outs = _flat(device, (dtype, dtype))
+            # The second step decodes what the first one has encoded.
             for _ in range(2):
                 run(codes, scales, _flat(device, grads), outs, table, _MOMENTUM_RATES, blocks)
             results.append((*codes, *scales, *outs))

@@ -31,6 +31,7 @@ from .gate import Verdict, cuda_verdict
 
 NsBackend = Literal["auto", "ops", "torch"]
 
+# Dtypes of the native passes.
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -86,6 +87,7 @@ class Orthogonalizer:
         """
         problem = problem_of(x, settings)
         chosen = self._chosen.get(problem)
+        # Not all shapes are known at bind: a step without some gradients has smaller batches.
         if chosen is None:
             chosen = self._chosen[problem] = self._unprepared(problem, x.device)
         chosen.calls += 1
@@ -152,9 +154,10 @@ class Orthogonalizer:
             available = {candidate.name: candidate for candidate in candidates_for(problem, None)}
             candidate = available.get(f"torch {method}", available["torch standard"])
             return candidate, Choice(candidate.name, "ns_backend is torch")
+        # 1. On a CPU small matrices take so little time that only the calls count, whatever the dtype.
         if self.backend == "auto" and (small := in_fp32(problem)):
             return small, Choice(small.name, "small matrices on a CPU")
-        # On a GPU only what passed the self-test of this machine is offered.
+        # 2. On a GPU only what passed the self-test of this machine is offered.
         failed = trusted(device).failed
         if self.backend == "ops" and "native" in failed:
             raise InstallationError(
@@ -171,7 +174,7 @@ class Orthogonalizer:
                 )
         if problem.batch * problem.rows * problem.cols == 0:
             return candidates[0], Choice(candidates[0].name, "empty")
-        # The first candidate is the expected winner.
+        # 3. Measure, unless the choice must not depend on it. The first candidate is the expected winner.
         if not self._measure:
             return candidates[0], Choice(
                 candidates[0].name,

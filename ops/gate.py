@@ -98,7 +98,7 @@ def _identity(device: int) -> list[str]:
 
 
 def _driver() -> str:
-    """Return the version of the driver, which torch does not tell: its release, or the CUDA version that it supports.
+    """Return the version of the driver, which torch does not have: its release, or the CUDA version that it supports.
 
     The release is not known everywhere (not under WSL).
     """
@@ -128,6 +128,7 @@ def decide(
     """
     file = file_for("selftest", identity, folder)
     # A process that waited for the lock reads the verdict of the one that had it.
+    # As long as two runs of the self-test may take; after that, this process runs it without the lock.
     with locked(file.parent / ".testing", 2 * seconds + 30):
         verdict = _cached(file)
         if verdict is None:

@@ -60,6 +60,7 @@ def load() -> ModuleType:
                 _failure = error
                 raise
             _operators = torch.ops.deepspeed_muon
+            # Only once they are loaded: torch registers shape functions for operators that exist.
             for name, fake in _FAKES.items():
                 torch.library.register_fake(f"deepspeed_muon::{name}", fake)
             if torch.cuda.is_available() and (reason := toolchain.cuda_reason()):
@@ -158,6 +159,7 @@ def prebuilt_path(spec: BuildSpec) -> Path | None:
 def _build(spec: BuildSpec) -> None:
     """Load the library, built first if it is missing. A CUDA build that failed is not tried again in its folder."""
     target = library_path(spec)
+    # Under the lock: another process may have built it while this one waited.
     with _exclusive(target.parent) as shared:
         if not shared:
             target = _process_folder(target.parent) / target.name
@@ -235,6 +237,7 @@ def _compile(spec: BuildSpec, target: Path) -> None:
     (work / "lock").unlink(missing_ok=True)
     path = os.environ.get("PATH", os.defpath)
     try:
+        # torch calls ninja by name, and a virtual environment that is not activated has it beside the interpreter.
         if ninja := toolchain.find_program("ninja"):
             os.environ["PATH"] = f"{path}{os.pathsep}{Path(ninja).parent}"
         if spec.with_cuda and (nvcc := toolchain.find_nvcc()):
@@ -259,7 +262,7 @@ def _compile(spec: BuildSpec, target: Path) -> None:
         os.environ["PATH"] = path
     built = work / f"{toolchain.library_name(spec.key)}.so"
     _loaded.add(target)  # torch has just loaded this very library
-    os.replace(built, target)
+    os.replace(built, target)  # in the same folder, so that it is atomic
 
 
 def _orthogonalize(

@@ -44,7 +44,7 @@ def locked(file: Path, seconds: float) -> Iterator[bool | None]:
     except OSError:
         yield None
         return
-    with lock_file:
+    with lock_file:  # closing it releases the lock
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
         acquired: bool | None = False
         while acquired is False:
@@ -73,7 +73,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Replace a file atomically; do nothing if its folder is not writable."""
     # Readers take no lock, so they must never see half of a file.
-    partial = file.with_suffix(f".{os.getpid()}")
+    partial = file.with_suffix(f".{os.getpid()}")  # beside it, so that the rename is atomic
     try:
         partial.write_text(json.dumps(content, indent=1))
         os.replace(partial, file)

@@ -18,9 +18,18 @@ def collect() -> dict[str, dict[str, Any]]:
     """Return the report as section to name to value; builds nothing, but loads a library that is built."""
     spec = toolchain.machine_spec()
     built, reason = library.built_path(spec), library.unavailable_reason()
+    # Without a library load() would build it.
     operators = library.try_load() if built else None
     return {
-        "versions": _versions(),
+        "versions": {
+            "torch": torch.__version__,
+            "CUDA of torch": torch.version.cuda,
+            **{name: installed_version(name) for name in ("deepspeed", "deepspeed-muon", "mpi4py")},
+            # A module of its own, which pip installs beside the package.
+            "DEEPSPEED_MUON=1": "switches this Muon on"
+            if importlib.util.find_spec("_deepspeed_muon_switch")
+            else None,
+        },
         "toolchain": {
             "g++": _version_line(toolchain.cxx_compiler()),
             "nvcc": _version_line(toolchain.find_nvcc(), "release"),
@@ -66,14 +75,6 @@ def render(sections: dict[str, dict[str, Any]], checks: list[dict[str, Any]] | N
     return "\n".join(lines)
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda}
-    versions |= {name: installed_version(name) for name in ("deepspeed", "deepspeed-muon", "mpi4py")}
-    installed = importlib.util.find_spec("_deepspeed_muon_switch") is not None
-    versions["DEEPSPEED_MUON=1"] = "switches this Muon on" if installed else None
-    return versions
-
-
 def _gpu(operators: ModuleType | None) -> dict[str, Any]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not names:
@@ -83,7 +84,7 @@ def _gpu(operators: ModuleType | None) -> dict[str, Any]:
         assert operators is not None
         kernels["sym_gemm"] = operators.sym_gemm_kernel(0)
         kernels["flat passes"] = operators.flat_passes_missing(0) or "ops"
-    verdict = cached_verdict(0)
+    verdict = cached_verdict(0)  # a report starts no self-test
     tested = "not run yet"
     if verdict is not None:
         tested = f"failed, so torch's code runs instead: {verdict.why}" if verdict.failed else "passed"

@@ -111,6 +111,7 @@ def cuda_home(nvcc: str) -> str:
     dry_run = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=60, check=False
     )
+    # nvcc prints the environment that it would set: #$ TOP=/usr/local/cuda-13.0
     top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, flags=re.MULTILINE)
     return os.path.realpath(top[1].strip()) if top else str(Path(nvcc).resolve().parents[1])
 
@@ -220,6 +221,7 @@ def arch_flags(capabilities: Iterable[tuple[int, int]] = (), arch_list: str | No
         arch_list: The value of ``TORCH_CUDA_ARCH_LIST``, such as ``"8.0;9.0a+PTX"``; it overrides the devices.
     """
     if arch_list and arch_list.strip():
+        # "8.0;9.0a+PTX": 80 and 90a
         wanted = [entry.split("+")[0].replace(".", "") for entry in re.split(r"[;\s,]+", arch_list.strip())]
     else:
         wanted = [f"{major}{minor}" for major, minor in capabilities]
@@ -227,5 +229,6 @@ def arch_flags(capabilities: Iterable[tuple[int, int]] = (), arch_list: str | No
     for name in wanted:
         if name.rstrip("af").isdigit() and int(name.rstrip("af")) >= _OLDEST_ARCH:
             names.append(_ARCH_SPECIFIC.get(name, name))
+    # 80, 90a, 100a: by number and not by text. The suffixes are a (this architecture) and f (its family).
     chosen = sorted(set(names), key=lambda name: (int(name.rstrip("af")), name)) or list(_DEFAULT_ARCHS)
     return tuple(f"-gencode=arch=compute_{name},code=sm_{name}" for name in chosen)

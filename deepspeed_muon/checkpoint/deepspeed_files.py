@@ -88,6 +88,7 @@ def model_files(folder: Path) -> dict[str, Path]:
     """Return the model files of data-parallel rank 0, by model-parallel rank (``mp_rank_00``)."""
     files = {}
     # In reverse order, so that of both names mp_rank_* replaces zero_pp_rank_0_*.
+    # The name from mp_rank_ on, without the suffix, is the key: mp_rank_00.
     for path in reversed(_all_model_files(folder)):
         if path.name.startswith(("mp_rank_", "zero_pp_rank_0_")):
             files[path.name[path.name.index("mp_rank_") :].removesuffix("_model_states.pt")] = path
@@ -225,7 +226,7 @@ class DeepSpeedFiles:
         optimizers: The ``state_dict()`` of the optimizer in each.
         kind: Which optimizer saved them.
         stage: The ZeRO stage.
-        progress: How far the run had come.
+        progress: How far the run had advanced.
         slices: Name of each full tensor to the slices of it that data-parallel groups hold.
         parameters: Name of each full tensor to its record.
         index_fields: What the index of a conversion says besides files and parameters.
@@ -365,6 +366,7 @@ class DeepSpeedFiles:
         # Every rank that saved must have its file.
         missing = next((ranks for ranks in product(model_ranks, data_ranks) if ranks not in files), None)
         if missing is not None:
+            # The name that the missing file would have, made from that of another one.
             name = re.sub(r"pp_rank_\d+", f"pp_rank_{missing[1]}", next(iter(files.values())).name)
             name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
             raise CheckpointError(f"{self.folder / name}: missing; the checkpoint was {saved}")
@@ -651,7 +653,7 @@ def _layout_of_stage_0(
     left_out.update(name for names in _aliases(saved).values() for name in names)
     shapes = [(n, tuple(t.shape)) for n, t in saved.model["module"].items() if n not in left_out]
     groups, states = saved.optimizers[0]["param_groups"], saved.optimizers[0]["state"]
-    order = [index for group in groups for index in group["params"]]
+    order = [index for group in groups for index in group["params"]]  # the model's order, with one group
     fits = len(order) == len(shapes) and all(
         tuple(states[i]["exp_avg"].shape) == shapes[i][1] for i in order if "exp_avg" in states.get(i, {})
     )
@@ -691,6 +693,8 @@ def _full_momentum_offsets(
     """
     offsets: dict[tuple[str, int], int] = {}
     for partition, members in groupby(parameters, key=lambda parameter: parameter.partition):
+        # Example: on a rank whose partition ends inside of b, after a (8 elements) and b (12): a at 0 and b at 8, and
+        # 20 elements in all, however few of b the partition has.
         partition_offsets: dict[tuple[str, int], int] = {}
         numel_on: Counter[int] = Counter()
         for parameter in members if saved.stage in (1, 2) else ():
@@ -710,17 +714,18 @@ def settings_to_repeat(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Say what ``optimizer.params`` of the run that continues needs, so that its routes are the checkpoint's.
+    """Return what ``optimizer.params`` of the continuing run needs so that its routes are the checkpoint's, in words.
 
     Args:
         algorithms: Algorithm of every parameter in the checkpoint, by name.
-        routes: Of :func:`~deepspeed_muon.routing.saved.route_saved`, with the same patterns.
-        include: The patterns that were used.
-        exclude: The patterns that were used.
+        routes: What :func:`~deepspeed_muon.routing.saved.route_saved` returned with the same patterns.
+        include: The patterns for Muon that were used.
+        exclude: The patterns for AdamW that were used.
 
     Returns:
         Sentences; none if there is nothing to say.
     """
+    # Names that the checkpoint has under Muon and the rules would send elsewhere, and the other way round.
     included = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
     # The files leave some routes open ("unsure"); training, which sees the modules, may decide for Muon.
     may_be_muon = {

@@ -281,7 +281,7 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     def check_then_rename() -> None:
         nonlocal outcome
         check()
-        # From now on an error does not tell whether the rename happened.
+        # From now on it is unknown after an error whether the rename happened.
         outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
 
     try:

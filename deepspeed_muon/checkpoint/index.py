@@ -72,7 +72,7 @@ class ParameterRecord(BaseModel):
     """One parameter of a checkpoint: its full tensor, its algorithm, and the files that hold its state.
 
     Attributes:
-        shape: Of the full tensor.
+        shape: The shape of the full tensor.
         algorithm: Which optimizer updates it.
         heads: How many blocks (attention heads, experts, parts of fused projections) are orthogonalised separately.
         grid: Rows and columns of the blocks, unless they are ``heads`` equal blocks of rows.
@@ -164,7 +164,7 @@ SCALE_KEYS = tuple(LossScale.__annotations__)
 
 
 class Progress(BaseModel):
-    """How far the run had come.
+    """How far the run has advanced.
 
     Attributes:
         global_steps: Steps of the engine, skipped ones included.
@@ -190,14 +190,13 @@ class CheckpointIndex(BaseModel):
 
     Attributes:
         format: :data:`FORMAT`.
-        version: Of the format.
-        versions: Of the software that wrote it.
-        source: Where the state came from; its ``optimizer`` is :data:`OURS`, or the optimizer that it was converted
-            from.
+        version: The version of the format.
+        versions: The versions of the software that wrote it.
+        source: The origin of the state; its ``optimizer`` is :data:`OURS`, or the optimizer that it was converted from.
         lossy: Sentences about what a conversion from another optimizer lost or made up.
         optimizer: The settings of the optimizer.
         groups: The settings of the param groups.
-        progress: How far the run had come.
+        progress: How far the run had advanced.
         files: The safetensors files by name.
         parameters: The parameters by name.
     """
@@ -327,7 +326,7 @@ def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
 
 
 def is_json(value: object) -> bool:
-    """Return whether JSON can hold ``value`` without loss, except that tuples come back as lists."""
+    """Return whether JSON can hold ``value`` without loss, except that tuples are read back as lists."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -353,7 +352,7 @@ def saved_schedule(state: object) -> dict[str, Any] | None:
     schedule = dict(state)
     for key, value in state.items():
         if isinstance(value, Counter):
-            schedule[key] = sorted(value.elements())
+            schedule[key] = sorted(value.elements())  # {30: 1, 60: 2} as [30, 60, 60]
         elif isinstance(value, float) and math.isinf(value):
             schedule[key] = None
     return schedule if is_json(schedule) else None
@@ -392,6 +391,7 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
     for key, value in document.items():
         entries = value.items() if isinstance(value, dict) else ()
         # A line for each parameter and file, so that grep and diff are of use.
+        # [1:-1] takes the braces off: "name": {...}
         rows = ",\n".join("  " + json.dumps({name: entry})[1:-1] for name, entry in entries)
         lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else " " + json.dumps({key: value})[1:-1])
     sealed = ("{\n" + ",\n".join(lines) + "\n}\n").encode()

@@ -88,8 +88,8 @@ class _Group(BaseModel):
     """What a rank's file says of one data-parallel group of the rank.
 
     Attributes:
-        name: Of the group.
-        rank: Of the file inside the group.
+        name: The name of the group, equal in the files of all its ranks.
+        rank: The rank inside the group whose file it is.
         world_size: Ranks of the group.
         parameters: All parameters, in the file of the group's first rank, and in every file if each rank has all.
     """
@@ -178,6 +178,7 @@ def _refuse_overlaps(partition: int, placements: Sequence[tuple[str, Placement]]
     Between the ranks at which some placement begins, continues or ends, fragments repeat from rank to rank, so only
     these ranks are compared.
     """
+    # Of a placement on ranks 3 to 1000: ranks 3, 4 and 1000. Rank 500 has the offsets of rank 4.
     ranks = sorted({r for _, p in placements for r in (p.ranks.start, p.ranks.start + 1, p.ranks.stop - 1)})
     spans: dict[int, list[tuple[int, int, str]]] = {}  # by rank: start, numel and name
     for name, placement in placements:
@@ -244,6 +245,7 @@ def read_records(
     with refusing(refusal):
         for number, record in enumerate(records):
             for group in record.groups:
+                # Two files that are of one rank of one group are of different saves, or one was copied.
                 first_number, _ = groups.setdefault(group.name, {}).setdefault(group.rank, (number, group))
                 if first_number != number:
                     raise ValueError(
@@ -341,6 +343,8 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
         entries = [
             _entry(parameter, weight_keys)
             for parameter in ordered
+            # One description is enough where a placement says what every rank has. At stage 0 any file may be read
+            # alone.
             if parameter.group_rank == 0 or parameter.placement.replicated
         ]
         groups.append(

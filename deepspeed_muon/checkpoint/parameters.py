@@ -50,14 +50,14 @@ class PartitionedParameter:
     With tensor, expert or pipeline parallelism each data-parallel group has a slice of its own.
 
     Attributes:
-        record: Of the full tensor.
+        record: The record of the full tensor.
         tensor_slice: Which slice of the full tensor the group holds; has the name of the full tensor.
         placement: Where the elements of the slice are in the partitions of the group.
         row_fragments: Where its per-row state is stored, in rows and ascending; empty without such state. Of a
             replicated parameter every member has all of it.
         members: The members of the group: global ranks, or numbers of files. One object for all parameters of a group.
         partition: Index of the flat partition on each member.
-        block_starts: Of int8 momentum, see :func:`~deepspeed_muon.step.int8.block_starts`; else empty.
+        block_starts: With int8 momentum, see :func:`~deepspeed_muon.step.int8.block_starts`; else empty.
     """
 
     record: ParameterRecord
@@ -101,10 +101,12 @@ class PartitionedParameter:
         elif key in ROW_KEYS[self.record.algorithm]:
             fragments = self.row_fragments
         else:
+            # Fragments are in the order of the ranks; those before the first element are not looked at.
             ranks = range(self.placement.rank_of(start), self.placement.ranks.stop)
             fragments = map(self.placement.fragment_on, ranks)
         for fragment in filter(None, fragments):
-            # What [start, stop) and the fragment have in common, and where that begins in the partition.
+            # What [start, stop) and the fragment have in common, and where that begins in the partition. Example: of
+            # [4, 9) a fragment with elements 6 to 15 from offset 20 on has [6, 9), at the offsets 20 to 22.
             first = max(start, fragment.matrix_offset)
             last = min(stop, fragment.matrix_offset + fragment.numel)
             if first < last:
@@ -122,6 +124,7 @@ class PartitionedParameter:
         if key not in ROW_KEYS[self.record.algorithm] or not self.row_fragments:
             return self.tensor_slice
         # Each row is an output of the layer. Ranks that slice the inputs all have the state of all outputs.
+        # A slice of a stack has some of its experts, each with all of its outputs.
         slices_outputs = len(self.tensor_slice.shape) > 2 or (
             (self.tensor_slice.dim == 1) == self.record.transposed
         )
@@ -201,6 +204,7 @@ def transfers(
         # From elements of the full tensor to elements of the slice.
         begin, end = tensor_slice.local_elements_before(start), tensor_slice.local_elements_before(stop)
         if begin < end:
+            # members has global ranks; the reader is a position among them
             reader = parameter.members.index(writer) if writer in parameter.members else 0
             for fragment in parameter.fragments_between(begin, end, key, reader=reader):
                 yield Transfer(parameter, key, fragment, piece_start)
@@ -220,6 +224,7 @@ def slices_by_name(
     """
     slices: dict[str, dict[TensorSlice, PartitionedParameter]] = {}
     for parameter in parameters:
+        # Data-parallel groups with the same slice, such as those of a copy on tensor-parallel ranks, hold equal values.
         slices.setdefault(parameter.name, {}).setdefault(parameter.tensor_slice, parameter)
     for name, parameter_of in slices.items():
         first, *further = parameter_of.values()
@@ -346,7 +351,7 @@ class Host:
                 class_name,
             )
         scaler = self.view.dynamic_scaler()
-        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
+        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}  # None for a static scale
         loss_scale = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         return Progress.model_validate(
             {
@@ -370,7 +375,7 @@ class Host:
             self._forward_guards.append(guard)
 
     def end_restore(self) -> None:
-        """Let the engine train again."""
+        """Allow the engine to train again."""
         self._interrupted_restore = None
         while self._forward_guards:
             self._forward_guards.pop().remove()
@@ -442,7 +447,7 @@ class ParameterInfo(NamedTuple):
     """What the engine knows of a trained parameter before any step.
 
     Attributes:
-        record: Of the full tensor.
+        record: The record of the full tensor.
         tensor_slice: Which slice of the full tensor this rank's parameter is.
         route_reason: Why it goes to its algorithm.
     """
@@ -458,7 +463,7 @@ def describe_parameters(
     """Describe each trained parameter, by its name on this rank.
 
     Args:
-        routes: Of the parameters.
+        routes: The routes of this rank's parameters.
         slices: By name, for parameters that are slices of a full tensor or have another name in it: the slice, or why
             it is unknown. The reason is returned in place of a description.
     """
@@ -516,7 +521,7 @@ class LiveState:
     Attributes:
         optimizer: Our optimizer inside the engine.
         host: The engine around it.
-        parameters: By name of the full tensor, in an order that all ranks with the same parameters share.
+        parameters: Name of the full tensor to its parameter, in an order that all ranks with the same parameters share.
         device: Where the collectives' tensors must be.
     """
 
@@ -576,13 +581,15 @@ def collect(engine: Any) -> LiveState:
     parameters: dict[str, LiveParameter] = {}
     for runner in optimizer.runners:
         step_set = runner.step_set
+        # 1. The ranks that share the step set, and where they store row state.
+        # A step set without a process group is that of a single rank.
+        members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
+        members = shared_members.setdefault(members, members)
         # By index of the matrix; none for variants without row state.
         row_fragments: dict[int, list[Fragment]] = {}
         for origin, fragment in zip(runner.assignment.origin, runner.row_fragments, strict=False):
             row_fragments.setdefault(origin, []).append(fragment)
-        # A step set without a process group is that of a single rank.
-        members = (0,) if step_set.group is None else tuple(dist.get_process_group_ranks(step_set.group))
-        members = shared_members.setdefault(members, members)
+        # 2. Each parameter: the engine's description, the layout of the step set, the optimizer's state.
         partitions = {partition.index: partition for partition in step_set.partitions}
         layouts: tuple[MatrixLayout | ParameterLayout, ...] = (*step_set.matrices, *step_set.adamw_parameters)
         for index, layout in enumerate(layouts):

@@ -84,10 +84,10 @@ def save_checkpoint(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Let DeepSpeed save with a random id of this save in every rank's files, the first rank's.
+    """Save by DeepSpeed's method, with a random id of this save in the files of every rank; the first rank draws it.
 
-    The consolidated set comes before, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that it
-    never names a tag whose set is not complete.
+    The consolidated set is written first, if the configuration asks for one: DeepSpeed writes ``latest`` last, so that
+    it never names a tag whose set is not complete.
     """
     # 1. the consolidated set, and the folder of the tag
     optimizer = engine.basic_optimizer
@@ -212,7 +212,7 @@ def _check_native(
                     f"all files of the save into the folder, or load another tag"
                 )
             difference = _difference(engine, saved)
-        # Files of different saves have equal names and shapes: only the id tells them apart.
+        # Files of different saves have equal names and shapes: only the id distinguishes them.
         if tag is not None:
             with refusing(f"{load_dir!r}"):
                 save_id = _save_id(engine, folder, str(tag), load, with_state=with_state)

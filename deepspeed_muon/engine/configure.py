@@ -87,7 +87,7 @@ def broadcast_model(original: Original, engine: DeepSpeedEngine, *args: object, 
 
 @contextlib.contextmanager
 def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Let scalars and weights of other strides (``channels_last``) have one dimension, and then their own layout again.
+    """Flatten scalars and weights of other strides (``channels_last``), and restore their layout at the end.
 
     DeepSpeed views what it broadcasts as bytes, and the backends send contiguous tensors only. At stage 3, which makes
     all weights contiguous, those with other strides remain contiguous: they are broadcast once more.
@@ -106,15 +106,6 @@ def _flat_and_contiguous(engine: DeepSpeedEngine) -> Iterator[None]:
             if param.data_ptr() != tensor.data_ptr():
                 tensor.copy_(param.data.view(tensor.shape))
             param.data = tensor
-
-
-def _divide_scalar(original: Original, init: Any, param: Any) -> None:
-    """Let ZeRO 3 divide a parameter; scalars, which were broadcast, without another broadcast, which takes none."""
-    if param.dim():
-        original(init, param)
-    else:
-        init._convert_to_deepspeed_param(param)
-        param.partition()
 
 
 def configure_expert_parallel(
@@ -227,7 +218,15 @@ def _admitted(
         if LEAF_INPUTS.is_needed:
             prepare_inputs(engine.module)
         original = Init._zero_init_param
-        divide = lambda init, param: _divide_scalar(original, init, param)  # noqa: E731
+
+        def divide(init: Any, param: Any) -> None:
+            # It broadcasts the parameter, which fails for scalars. They were broadcast with the model already.
+            if param.dim():
+                original(init, param)
+            else:
+                init._convert_to_deepspeed_param(param)
+                param.partition()
+
         wrapping.enter_context(mock.patch.object(Init, "_zero_init_param", divide))
     # Other stages do not cut a flat buffer, and round_robin_gradients is an order of its own.
     if engine.zero_optimization_stage() in (1, 2) and not engine.zero_round_robin_gradients():
@@ -397,7 +396,7 @@ def _require_consolidated(engine: DeepSpeedEngine, config: MuonConfig) -> None:
 
 
 def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm_by_group: bool) -> None:
-    """Check the routes of all stages of a pipeline together; every rank comes to the same result."""
+    """Check the routes of all stages of a pipeline together; every rank gets the same result."""
     # The ranks of a data-parallel group have the same routes: one rank of each group is enough.
     across_stages = Ranks(tuple(group for group in optimizer.ranks.groups if group is not data_parallel))
     algorithms = [group["algorithm"] for group in optimizer.param_groups]

@@ -173,7 +173,7 @@ ENGINE_HOOKS = (
     Hook((Zero3View,), "checkpoint_event_epilogue", offload.wait_for_copies, _SWAPS),
     # DeepSpeed's loader knows Adam's state only, and reads parameters by a mapping that can be wrong.
     Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
-    # consolidate_on_save would write nothing, and the files of two saves of one step would look alike.
+    # consolidate_on_save would write nothing, and the files of two saves of one step could not be distinguished.
     Hook(DeepSpeedEngine, "save_checkpoint", checkpointing.save_checkpoint),
     # Files of two saves would be loaded together. Where another optimizer, stage, number of ranks, order or other
     # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.

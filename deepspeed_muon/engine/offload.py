@@ -87,7 +87,7 @@ def master_dtype(engine: DeepSpeedEngine) -> torch.dtype:
 
 
 def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitStack) -> None:
-    """Let ZeRO's wrapper take our optimizer, which is made and not wrapped yet.
+    """Prepare our optimizer, which is made and not wrapped yet, for ZeRO's wrapper.
 
     Args:
         engine: The engine whose optimizer is about to be wrapped.

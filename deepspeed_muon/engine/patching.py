@@ -93,7 +93,7 @@ class Workaround:
 
 
 def replace_method(owner: object, hook: Hook) -> None:
-    """Let a call of the hook's method of one engine or wrapper call the hook's function.
+    """Replace the hook's method of one engine or wrapper by one that calls the hook's function.
 
     The replacement refers to its owner weakly. A bound method would make a cycle, and the owner's memory on the device
     would wait for the garbage collector.

@@ -86,7 +86,7 @@ def _trained(optimizer: Muon) -> list[Tensor]:
 
 
 def _follow(engine: DeepSpeedEngine, optimizer: Muon, origins: Sequence[int | None]) -> None:
-    """Let a scheduler that the client made follow its groups, which come from those with the numbers ``origins``."""
+    """Reorder a scheduler of the client like its groups; ``origins`` has the number that each group had before."""
     scheduler = engine.client_lr_scheduler
     if callable(scheduler):
         scheduler = None  # made later

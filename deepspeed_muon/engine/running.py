@@ -136,12 +136,12 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
 
     The number in ``warmup_max_lr``, ``cycle_max_lr`` or ``lr_range_test_min_lr`` is the rate of a group with ``lr``
     (with ``muon_lr`` if ``lr`` is absent). A group whose own rate is a tenth of that gets a tenth of the number. Lists
-    with one value per group stay as they are.
+    with one value per group are not changed.
 
     Args:
         scheduler: The scheduler that DeepSpeed made or the client passed. Mutated.
         optimizer: Our optimizer, whose groups (with their ``lr_ratio``) it writes.
-        given: The scheduler's section of the configuration, which tells one number from a list of equal ones.
+        given: The scheduler's section of the configuration, which shows whether equal rates were given as one number.
     """
     # Scheduler to its attributes with one value for each group, and the keys of the configuration that fill them. The
     # first attribute has the rates of the first iteration.
@@ -205,17 +205,13 @@ def log_in_trainer(
     **kwargs: object,
 ) -> object:
     """Add both rates to what the Trainer logs."""
-    optimizer = _muon_in(getattr(handler, "optimizer", None))
+    # Inside the wrappers of Accelerate and of ZeRO.
+    optimizer: Any = getattr(handler, "optimizer", None)
+    while optimizer is not None and not isinstance(optimizer, Muon):
+        optimizer = getattr(optimizer, "optimizer", None)
     if optimizer is not None and "learning_rate" in logs:
         # The Trainer logs the rate before or after its schedule's step, as the schedule is its own or DeepSpeed's.
         of_step = logs["learning_rate"] != float(optimizer.param_groups[0]["lr"])
         for log in (logs, *state.log_history[-1:]):
             log.update(rates(optimizer, of_step=of_step))
     return original(handler, args, state, control, logs, *more, **kwargs)
-
-
-def _muon_in(optimizer: object) -> Muon | None:
-    """Return our optimizer inside the wrappers of Accelerate and of ZeRO; ``None`` for another one."""
-    while optimizer is not None and not isinstance(optimizer, Muon):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer

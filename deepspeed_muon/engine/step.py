@@ -84,7 +84,7 @@ def end_backward(original: Original, view: ZeroView, *args: object, **kwargs: ob
 
 
 def zero_grad(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
-    """Let the next backward pass forget earlier gradients, as in DeepSpeed; a step before it still uses them."""
+    """Discard earlier gradients in the next backward pass, as DeepSpeed does; a step before it still uses them."""
     view.memory.restart = True
     if view.holds_sums() and not view.memory.warned:
         view.memory.warned = True

@@ -24,7 +24,7 @@ from deepspeed_muon.engine.tensor_parallel import (
     tensor_parallel_group,
     with_tensor_parallel,
 )
-from deepspeed_muon.engine.zero.views import PlainView, View, view_of
+from deepspeed_muon.engine.zero.views import PlainView, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
@@ -116,7 +116,8 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
 def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
     view, data_parallel = view_of(engine.optimizer), engine.seq_data_parallel_group
     assert view.optimizer is optimizer
-    # Partitions that one call of the inner step updates, and that the same ranks hold, both in the order of the view.
+    # 1. Partitions that one call of the inner step updates, and that the same ranks hold, both in the order of the
+    # view.
     sets: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
     for index, params in enumerate(view.params):
         if not view.is_trained(index):
@@ -133,35 +134,29 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
         if isinstance(view, PlainView) and is_divided(engine.module)
         else None
     )
-    return [
-        _step_set(view, routes, group, indices, data_parallel, stages) for group, indices in sets.values()
-    ]
-
-
-def _step_set(
-    view: View,
-    routes: Mapping[int, Route],
-    group: dist.ProcessGroup,
-    indices: list[int],
-    data_parallel: dist.ProcessGroup,
-    stages: dist.ProcessGroup | None,
-) -> StepSet:
-    _, wider_group, stack_group = groups_of(view.params[indices[0]][0], data_parallel)
-    # A wider group that is no wider (one expert-parallel rank) would only repeat the exchange of flags.
-    ranks = dist.get_world_size(group)
-    if wider_group is None or dist.get_world_size(wider_group) <= ranks:
-        wider_group = stages
-    return read_step_set(
-        [
+    # 2. A step set for each of them, with the ranks that skip the same steps.
+    step_sets = []
+    for group, indices in sets.values():
+        ranks = dist.get_world_size(group)
+        _, wider_group, stack_group = groups_of(view.params[indices[0]][0], data_parallel)
+        # A wider group that is no wider (one expert-parallel rank) would only repeat the exchange of flags.
+        if wider_group is None or dist.get_world_size(wider_group) <= ranks:
+            wider_group = stages
+        partitions = [
             (index, view.masters[index], view.params[index], view.placements(index, ranks))
             for index in indices
-        ],
-        routes,
-        group,
-        wider_group=wider_group,
-        stack_group=stack_group,
-        native_adam=CpuAdam if view.offloads else None,
-    )
+        ]
+        step_sets.append(
+            read_step_set(
+                partitions,
+                routes,
+                group,
+                wider_group=wider_group,
+                stack_group=stack_group,
+                native_adam=CpuAdam if view.offloads else None,
+            )
+        )
+    return step_sets
 
 
 def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[str, TensorSlice | str]:
@@ -193,6 +188,7 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
         route = routes.get(id(param))
         if route is None or route.algorithm == "frozen":
             continue
+        # A slice that no mark describes gets the reason: only checkpoints for other topologies need it.
         try:
             tensor_slice = _slice_of_expert(param, route, expert_numbers)
             if group is not None:
@@ -230,10 +226,12 @@ def _slice_of_expert(param: Tensor, route: Route, numbers: Mapping[int, tuple[in
         prefix, mark, suffix = route.name.rpartition(f"deepspeed_experts.{local_number}.")
         if not mark:
             raise ValueError("it belongs to an expert whose number its name does not have")
+        # Every rank counts from 0: with 4 experts on each, expert 2 of rank 1 is number 6 of all.
         return full_slice(f"{prefix}deepspeed_experts.{rank * count + local_number}.{suffix}", route.shape)
     stack = getattr(param, _STACK, None)
     if stack is None:
         raise ValueError("it belongs to experts, and nothing says to which of all ranks' experts")
+    # AutoEP lists the numbers of the rank's experts among all: (4, 5, 6, 7) is the range (4, 8) along dimension 0.
     ranges = tuple((number, number + 1) for number in stack[_EXPERTS])
     # Consecutive experts are one range, which describes the same slice in one way only.
     if ranges == tuple((number, number + 1) for number in range(ranges[0][0], ranges[-1][1])):

@@ -216,7 +216,7 @@ def with_separate_experts(members: Sequence[NamedParameter]) -> list[NamedParame
     return _with_experts(
         members,
         lambda module, stacks: {
-            # (experts, out, in) to experts matrices of (out, in)
+            # (experts, out, in) becomes an (out, in) for each expert
             f"{module}.{expert}.{name}.weight": shape[1:]
             for expert in range(next(iter(stacks.values()))[0])
             for name, shape in stacks.items()

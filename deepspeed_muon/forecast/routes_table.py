@@ -33,7 +33,7 @@ def add_subcommand(subparsers: Any) -> None:
 
 def _routes(arguments: argparse.Namespace) -> int:
     config = optimizer_config(read_configuration(arguments.params))
-    # Patterns of the command line come behind those of --params.
+    # Patterns of the command line are added to those of --params.
     config = config.model_copy(
         update={key: (*getattr(config, key), *getattr(arguments, key)) for key in ("include", "exclude")}
     )

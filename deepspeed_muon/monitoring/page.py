@@ -223,8 +223,8 @@ def _chart(series: Mapping[str, Series], axis: str) -> str:
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2))
     if all(name.startswith("time_") for name in series):
         positions = sorted(set.intersection(*({x for x, _ in values} for values in series.values())))
-        shares = [[dict(values)[x] for x in positions] for values in series.values()]
-        axes.stackplot(positions, shares, labels=list(series), alpha=0.8)
+        fractions = [[dict(values)[x] for x in positions] for values in series.values()]
+        axes.stackplot(positions, fractions, labels=list(series), alpha=0.8)
         axes.set_ylim(0, 1)
     else:
         marker = "o" if max(map(len, series.values())) < 40 else ""

@@ -300,26 +300,27 @@ def divide_into_chunks(
     chunks: list[list[int]] = []
     for (sent, replicated), members in sorted(kinds.items()):  # False first: what is not sent
         is_broadcast = sent and replicated
-        # Each owner fills its own share of a chunk; all owners fill one share of what is broadcast.
-        share_of = {index: 0 if is_broadcast else owners[index] for index in members}
-        # 2. the size of a chunk: an eighth of the busiest share, within the bounds
+        # The rank towards whose bound a matrix counts: its owner. What is broadcast arrives on every rank, so all of it
+        # counts towards a single bound, that of rank 0.
+        rank_of = {index: 0 if is_broadcast else owners[index] for index in members}
+        # 2. the size of a chunk: an eighth of what the busiest rank owns, within the bounds
         totals = np.zeros(world_size, dtype=np.int64)  # elements that each rank owns
         for index in members:
-            totals[share_of[index]] += matrices[index].numel
+            totals[rank_of[index]] += matrices[index].numel
         least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
         limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least))
-        # 3. every share fills chunk after chunk: number is the chunk at which it is, filled how much it has there
+        # 3. every rank fills chunk after chunk: the chunk that it fills now, and the elements that it has in it
         new_chunks: list[list[int]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
         for index in sorted(members, key=lambda index: matrices[index].numel, reverse=True):
-            share, numel = share_of[index], matrices[index].numel
-            if filled[share] and filled[share] + numel > limit:
-                number[share] += 1
-                filled[share] = 0
-            if number[share] == len(new_chunks):
+            rank, numel = rank_of[index], matrices[index].numel
+            if filled[rank] and filled[rank] + numel > limit:
+                number[rank] += 1
+                filled[rank] = 0
+            if number[rank] == len(new_chunks):
                 new_chunks.append([])
-            new_chunks[number[share]].append(index)
-            filled[share] += numel
+            new_chunks[number[rank]].append(index)
+            filled[rank] += numel
         chunks += [sorted(chunk) for chunk in new_chunks]
     return chunks
 

@@ -218,6 +218,8 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
             one later.
         load: Operations that each rank already has.
     """
+    # Example: blocks on ranks 0 and 1, on 1 and 2, on 2 and 3, half on each. Idle ranks get one block each: 0, 1, 2. If
+    # rank 1 has much work already, the last two move on by a rank: 0, 2, 3.
     # For either owner of the last matrix the best choice so far: the sum of the times, that owner, the choice before. A
     # time is given without what is equal for both owners: the work of the matrix, and the transfer of all its elements.
     choices: list[tuple[float, int, Any]] = [(0.0, -1, None)]
@@ -236,7 +238,7 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
     # Each choice refers to the one before it, so the owners are read from the last matrix to the first.
     owners: list[int] = []
     choice = min(choices, key=itemgetter(0))
-    while choice[2] is not None:  # the first choice is that before any matrix
+    while choice[2] is not None:  # the initial choice has no owner
         owners.append(choice[1])
         choice = choice[2]
     return owners[::-1]
@@ -379,6 +381,10 @@ def balanced_order(
 ) -> list[int]:
     """Return the order of the matrices in the buffer, as positions in the given order. Deterministic.
 
+    Example: two ranks have matrices of 4, 4, 4, 4, 8 and 8 elements, the last two of which cost six times as much. In
+    the given order the first partition of 16 elements would have the four cheap ones. The order 5, 1, 3, 4, 0, 2 gives
+    each partition a large and two small ones.
+
     Args:
         numels: Elements of each matrix.
         costs: Newton-Schulz operations of each matrix.
@@ -433,8 +439,8 @@ def balanced_order(
 
     # 3. partitions with too much and with too little in turn, so that cuts are near their ends
     fullest = deque(sorted(content, key=lambda rank: (free_numel[rank], rank)))
-    # excess is by how far the matrices that were placed so far reach beyond the partitions they were meant for. The
-    # next partition is the one that brings it closer to zero: after one with 5 elements too many, one with 5 too few.
+    # excess: by how many elements the matrices placed so far exceed the partitions that they were chosen for. The next
+    # partition is the one that brings it closer to zero: after one with 5 elements too many, one with 5 too few.
     order, excess = stacks, 0
     while fullest:
         first, last = fullest[0], fullest[-1]

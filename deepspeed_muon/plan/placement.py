@@ -323,9 +323,9 @@ def full_slice(name: str, shape: Sequence[int]) -> TensorSlice:
 def cover_tensor(slices: Iterable[TensorSlice]) -> bool:
     """Return whether slices of one tensor, replicas counted once, have each index of it once."""
     distinct = set(slices)
-    if len({(piece.name, piece.shape, piece.dim) for piece in distinct}) > 1:
+    if len({(one.name, one.shape, one.dim) for one in distinct}) > 1:
         return False
-    ranges = sorted(pair for piece in distinct for pair in piece.ranges)
+    ranges = sorted(pair for one in distinct for pair in one.ranges)
     ends = [0, *(stop for _, stop in ranges)]
     are_adjacent = all(end == start for end, (start, _) in zip(ends, ranges, strict=False))
     return are_adjacent and ends[-1] == next(iter(distinct)).length

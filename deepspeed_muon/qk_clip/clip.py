@@ -317,7 +317,7 @@ def head_fragments(
         parameters: Name of each parameter to its partition and this rank's fragment.
         divisions: How tensor parallelism divides each layer.
         rank: This rank in the tensor-parallel group.
-        ranks: Its size.
+        ranks: The size of the tensor-parallel group.
     """
     fragments = []
     for number, (layer, division) in enumerate(zip(layers, divisions, strict=True)):

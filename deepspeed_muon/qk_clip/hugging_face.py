@@ -26,7 +26,7 @@ _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def attach(model: nn.Module) -> list[nn.Module]:
-    """Let the attention layers of Hugging Face's models inside ``model`` record their logits.
+    """Make the attention layers of Hugging Face's models inside ``model`` record their logits.
 
     Their attention implementation, ``sdpa`` or ``eager``, becomes ``qk_clip_sdpa`` or ``qk_clip_eager``: a function of
     transformers' ``AttentionInterface`` that records if the layer is in training mode, and then calls the original one.

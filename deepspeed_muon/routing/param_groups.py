@@ -184,8 +184,8 @@ class PortableRoutes:
     """The routes in a copied or pickled optimizer, by position, since the copies of parameters have other ids.
 
     Attributes:
-        entries: Of each parameter: itself, or ``None`` if it is frozen and in no group, and so not copied; its route;
-            its route if it were trained, or ``None``.
+        entries: For each parameter: the parameter, or ``None`` if it is frozen and in no group, and so not copied; its
+            route; the route that it would have if it were trained, or ``None``.
         rest: Everything of the routes that does not depend on ids.
     """
 
@@ -509,9 +509,9 @@ def divide_again(
     divided: list[tuple[float, GroupSettings, list[Tensor], int | None]] = []
     for number, caller in routed.callers.items():
         # 1. Sort the parameters by what needs a group of its own.
-        # position among all groups to the groups that were made from this caller's group
+        # position among all groups to each group that was made from this caller's group
         present = {n: group for n, group in enumerate(groups) if group[CALLER_GROUP] == number}
-        # and to what such a group is for: (algorithm, expert-parallel group)
+        # the same positions to (algorithm, expert-parallel group)
         kinds = {
             n: (group["algorithm"], group["name"] if group.get("moe") else None)
             for n, group in present.items()
@@ -760,7 +760,7 @@ def _make_group(
     rate_key = "lr" if getattr(config, f"{prefix}_lr") is None else f"{prefix}_lr"
     settings["lr"] = rates.get(rate_key, settings["lr"])
     for key in ("lr", "weight_decay"):
-        # muon_lr, else lr; a tensor stays the caller's tensor, through which the rate is changed
+        # muon_lr, else lr. A tensor is stored as it is, since the caller changes the rate through it.
         value = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
         if value is not None:
             settings[key] = value if isinstance(value, Tensor) else float(value)

@@ -352,7 +352,7 @@ def _matrix_kind(
         return "convolution"
     if len(shape) == 3 and member.kind not in _FILTERS and _is_experts(member):
         return "experts"
-    # Without the module, the "weight" of a stack cannot be told from that of a convolution.
+    # Without the module, the "weight" of a stack has the same name and number of dimensions as that of a convolution.
     is_stack = member.kind in ("weight", "bare", "experts", "linear") or (
         member.layer is None and member.names and not any(name.endswith("weight") for name in member.names)
     )

@@ -27,8 +27,8 @@ def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Seque
         shapes: Name to shape of all parameters, among them the bias beside it.
 
     Returns:
-        A kind of :class:`~deepspeed_muon.routing.evidence.Layer`. Shapes cannot tell a convolution with several wide
-        groups from one without groups, nor a grouped convolution from one with a single input channel.
+        A kind of :class:`~deepspeed_muon.routing.evidence.Layer`. By its shape a convolution with several wide
+        groups looks like one without groups, and a grouped convolution like one with a single input channel.
     """
     *path, last = name.split(".")
     if len(shape) not in (3, 4, 5) or last != "weight" or "experts" in path or shape[-1] > _MAX_KERNEL:

@@ -203,8 +203,8 @@ def split_output(
         sizes = tuple(int(size) for size in rule)
     else:
         # A fraction is written with a few digits: 0.3333 stands for a third.
-        sizes = tuple(round(share * output) for share in rule)
-        if any(abs(share * output - size) >= 0.5 for share, size in zip(rule, sizes, strict=True)):
+        sizes = tuple(round(fraction * output) for fraction in rule)
+        if any(abs(fraction * output - size) >= 0.5 for fraction, size in zip(rule, sizes, strict=True)):
             sizes = ()
     if sum(sizes) != output or min(sizes, default=0) < 1:
         raise RoutingError(f"{where}, which split {rule!r} does not divide (it gives {list(sizes)})")
@@ -261,7 +261,7 @@ def shard_blocks(
 ) -> tuple[tuple[int, ...], TensorShards]:
     """Return the blocks in one rank's tensor-parallel shard of a layer, and the shards with which blocks are complete.
 
-    A head that is entirely on a rank is a block of that rank. A block of which every rank has a slice stays sharded.
+    A head that is entirely on a rank is a block of that rank. A block of which every rank has a slice remains sharded.
 
     Args:
         blocks: Sizes of the blocks along the output of the unsharded layer; one for a layer that is not divided.
@@ -295,7 +295,7 @@ def shard_blocks(
         )
     else:
         # Sharded along the output. Of 8 query heads, 4 ranks have 2 complete ones each. Of the single key head of
-        # multi-query attention each has a quarter: that block stays sharded, and all ranks iterate on it together.
+        # multi-query attention each has a quarter: that block remains sharded, and all ranks iterate on it together.
         local = shards.blocks_of_shard(blocks)
     if local is None:
         raise RoutingError(

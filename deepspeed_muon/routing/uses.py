@@ -276,7 +276,7 @@ class _Method:
             return
         for name in names:
             for load in self.loads.get(name.id, ()):
-                # Reads above the assignment are of another value. (Those of a loop's next turn are missed.)
+                # A read above the assignment is of an earlier value (or of the last turn of a loop, which is missed).
                 if load.lineno >= statement.lineno:  # type: ignore[attr-defined]
                     yield from self.follow(
                         _Reference(

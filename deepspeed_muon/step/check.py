@@ -235,8 +235,9 @@ class ResultCheck:
             norms, inputs = (
                 _gathered(local, distributed).double().square().sum(0).sqrt() for local in (norms, inputs)
             )
-        # 2. which are wrong, (blocks,) bool An input of a norm below 1e-12 (a head without a gradient is zero) is not
-        # normalised, so its result may be small: raising its norm to the lower bound leaves only the upper one.
+        # 2. which are wrong, (blocks,) bool
+        # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised, so its result may be
+        # small: raising its norm to the lower bound leaves only the upper one.
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # true for NaN, too
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)

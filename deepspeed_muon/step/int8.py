@@ -65,8 +65,8 @@ class Int8Blocks:
         for fragment, starts in sorted(fragments, key=lambda pair: pair[0].partition_offset):
             # 1. the ranges in which blocks are counted from one start, as offsets in the parameter
             first, stop = fragment.matrix_offset, fragment.matrix_offset + fragment.numel
-            # Example: elements 600 to 999 are the ranges [600, 1000) with before = 600 % 256 = 88. Its blocks end at
-            # 768 and 1000, so it has ceil((88 + 400) / 256) = 2 scales.
+            # Example: elements 600 to 999 are the range [600, 1000), 600 % 256 = 88 elements into a block. Its blocks
+            # end at 768 and 1000: ceil((88 + 400) / 256) = 2 scales.
             bounds = [first, *(start for start in starts if first < start < stop), stop]
             for begin, end in pairwise(bounds):
                 # 2. the same as offsets in the partition; a block that began on another rank has a scale here too

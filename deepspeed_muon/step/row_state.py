@@ -55,8 +55,8 @@ def before_iteration(
 
     Args:
         variant: The variant.
-        directions: Of blocks that are stored and sharded as those of ``matrix`` are.
-        matrix: One of their matrices.
+        directions: The directions of blocks, ``(batch, rows, cols)``. All their matrices are stored and sharded alike.
+        matrix: One of the matrices.
         group: As for :func:`sharded_sums`.
     """
     if variant.before_iteration is None:
@@ -70,18 +70,12 @@ class RowStorage:
     """Where this rank stores the row state of the matrices of one plan: in a vector for each partition.
 
     Attributes:
-        fragments: Of all matrices of the plan, see :meth:`.Assignment.row_fragments`.
+        fragments: Where the rows of each matrix of the plan are stored; see :meth:`.Assignment.row_fragments`.
         counts: Index of each partition with matrices to the rows that this rank stores.
     """
 
     def __init__(self, plan: ExchangePlan, fragments: Sequence[Fragment], context: StepContext) -> None:
-        """Keep the arguments; nothing is sent.
-
-        Args:
-            plan: The exchange plan.
-            fragments: Of its matrices.
-            context: Of the step set; its variant has ``row_factors``.
-        """
+        """Find the rows that this rank stores; nothing is sent. The variant of the step set has ``row_factors``."""
         self.fragments = fragments
         self.counts = {matrix.partition: 0 for matrix in plan.matrices}
         self._matrices, self._context = plan.matrices, context
@@ -99,7 +93,7 @@ class RowStorage:
 
         Args:
             vectors: Index of the partition and key to this rank's vector. Mutated.
-            settings: As :attr:`.Rates.settings`.
+            settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
         """
         context, rows = self._context, dict[str, dict[int, Tensor]]()
         # 1. in fp32 on the device of the iteration; a vector that is both already is not copied
@@ -140,10 +134,10 @@ class OwnedRows:
         """Keep the arguments; nothing is sent.
 
         Args:
-            matrices: Of the exchange plan.
-            variant: One with ``row_factors``.
-            settings: As :attr:`.Rates.settings`.
-            rows: See the class. Mutated by :meth:`write`.
+            matrices: All matrices of the exchange plan.
+            variant: A variant with ``row_factors``.
+            settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
+            rows: See the attribute. :meth:`write` mutates the tensors.
             group: As for :func:`sharded_sums`.
         """
         self.rows = rows
@@ -166,8 +160,8 @@ class OwnedRows:
         Args:
             blocks: The block of each result: index of the matrix and number of the block. All are transposed, or none.
             results: ``(blocks, rows, cols)``.
-            dtype: Of the updates; the product is rounded once.
-            anew: Begin with the state of a first step.
+            dtype: The dtype of the updates; the product is rounded to it once.
+            anew: Start from the state of a first step instead of the stored one.
 
         Returns:
             The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)`` for each key.
@@ -211,8 +205,8 @@ class OwnedRows:
         """Store the new state of some blocks, without waiting for the device.
 
         Args:
-            blocks: The blocks.
-            state: From :meth:`updates`.
+            blocks: Index of the matrix and number of the block, as for :meth:`updates`.
+            state: The new state that :meth:`updates` returned for them.
             wrong: Blocks that keep their stored state, ``(blocks,)`` bool on the device; ``None`` for none.
         """
         for key, new in state.items():
@@ -231,9 +225,9 @@ class OwnedRows:
         """Write the rows of replicated matrices behind their updates in a buffer that is broadcast.
 
         Args:
-            indices: The active ones.
-            segments: Those of the buffer.
-            buffer: Mutated.
+            indices: The active matrices among them.
+            segments: The segments of the buffer, each with the index of its matrix.
+            buffer: The buffer, flat. Mutated.
         """
         stored, sent = self._as_bytes(indices, segments, buffer)
         if stored:

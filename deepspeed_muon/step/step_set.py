@@ -136,9 +136,9 @@ def read_step_set(
             elements again with their placements.
         routes: ``id(model parameter)`` to its route.
         group: The process group whose ranks the placements refer to; ``None`` in a single process.
-        wider_group: See :class:`StepSet`.
-        stack_group: See :class:`StepSet`.
-        native_adam: See :class:`StepSet`.
+        wider_group: As :attr:`StepSet.wider_group`.
+        stack_group: As :attr:`StepSet.stack_group`.
+        native_adam: As :attr:`StepSet.native_adam`.
 
     Raises:
         BindingError: If a partition mixes Muon's parameters with AdamW's, or a parameter has no route.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.values import MomentumWarmupConfig
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode, decay_factor, shape_scale
+from deepspeed_muon.math.updates import AdjustLrName, decay_factor, shape_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
@@ -291,10 +291,13 @@ class RateTable:
                     f"{self._variant.refuses[key]}. After another variant restore with hyperparameters=False"
                 )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
-        numbers = [
-            (lr, _decay(mode, lr, decay), momentum, nesterov, *more)
-            for lr, decay, mode, _, momentum, nesterov, *more in read
-        ]
+        numbers = []
+        for lr, weight_decay, mode, _, momentum, nesterov, *of_variant in read:
+            # Cautious decay has no common factor: the pass gets the fraction that decayed weights lose.
+            decay = lr * weight_decay
+            if mode != "cautious":
+                decay = decay_factor(mode, lr=lr, weight_decay=weight_decay)
+            numbers.append((lr, decay, momentum, nesterov, *of_variant))
         # Columns: learning rate, decay, momentum, Nesterov, and then the variant's settings.
         settings = [values[4:] for values in numbers]
         columns = 4 + len(self._keys)
@@ -329,10 +332,6 @@ class RateTable:
                 rule, factor = rules[position]
                 scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
         return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64)
-
-
-def _decay(mode: WeightDecayMode, lr: float, weight_decay: float) -> float:
-    return lr * weight_decay if mode == "cautious" else decay_factor(mode, lr=lr, weight_decay=weight_decay)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,14 +129,10 @@ def raise_on_all_ranks(
     ranks: Ranks | None = None,
     purpose: str | None = None,
 ) -> Iterator[RankFacts]:
-    """Let all ranks raise if one of them does in the block, or if they leave it with different facts.
+    """Raise on all ranks if one of them raises in the block, or if they leave it with different facts.
 
-    Must be entered by all ``ranks``. No other rank may wait for one whose block raised.
-
-    Args:
-        kind: See :func:`agree`.
-        ranks: See :func:`agree`.
-        purpose: See :func:`agree`.
+    Must be entered by all ``ranks``. No other rank may wait for one whose block raised. The arguments are those of
+    :func:`agree`.
 
     Yields:
         The facts to compare, for the block to fill in.

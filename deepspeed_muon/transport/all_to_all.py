@@ -309,7 +309,7 @@ class ChunkExchange:
 
 
 def overlap_fits(matrices: Iterable[MatrixLayout], wire_bytes: float) -> bool:
-    """Return whether the buffers of overlap stay within 1 GiB if they hold the largest matrix, or block of a stack."""
+    """Return whether the buffers of overlap take at most 1 GiB if they hold the largest matrix, or block of a stack."""
     largest = max((matrix.numel // (matrix.equal_blocks or 1) for matrix in matrices), default=0)
     return 2 * SLOTS * wire_bytes * largest <= _OVERLAP_BYTES
 

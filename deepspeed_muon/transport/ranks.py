@@ -300,7 +300,7 @@ def _shorten_timeouts(group: dist.ProcessGroup | None) -> list[tuple[Any, timede
 
 
 def _silence_message(purpose: str, group: dist.ProcessGroup | None, error: Exception) -> str:
-    """Say which ranks of a group are silent, after this rank has reported that it is not."""
+    """Return which ranks of a group are silent, in words, after reporting that this one is not."""
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     silent = [rank for rank in ranks if rank != dist.get_rank()]
     key = "deepspeed_muon/gave_up/{}".format

@@ -66,14 +66,10 @@ def run(name: str, stage: int, environment: Environment, work: Path) -> tuple[bo
     command = client.command(case)
     print("+ DEEPSPEED_MUON=1", " ".join(command), flush=True)
     variables = {"DEEPSPEED_MUON": "1", "PYTHONPATH": str(FOLDER / "cpu_ranks"), **client.variables(case)}
+    variables = {**environment.variables(), **variables}
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen(
-            command,
-            env={**environment.variables(), **variables},
-            cwd=folder,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, env=variables, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             status = process.wait(LIMIT)
@@ -84,15 +80,10 @@ def run(name: str, stage: int, environment: Environment, work: Path) -> tuple[bo
     line = next(iter(OURS.findall(text)), "").strip()
     losses = LOSS.findall(text)
     passed = status == 0 and bool(line)
-    cells = [
-        name,
-        str(stage),
-        ", ".join(f"{package} {version}" for package, version in versions.items()),
-        "trained" if passed else f"FAILED, status {status}",
-        f"{float(losses[0]):.3f} to {float(losses[-1]):.3f}" if losses else "-",
-        f"`{line}`",
-    ]
-    row = f"| {' | '.join(cells)} |"
+    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+    outcome = "trained" if passed else f"FAILED, status {status}"
+    curve = f"{float(losses[0]):.3f} to {float(losses[-1]):.3f}" if losses else "-"
+    row = f"| {name} | {stage} | {installed} | {outcome} | {curve} | `{line}` |"
     print("" if passed else text[-6000:], row, sep="\n", flush=True)
     return passed, row
 

@@ -45,16 +45,12 @@ class Run:
         return str(path)
 
     def deepspeed(self, *, optimizer: bool = True) -> str:
-        """Write the DeepSpeed configuration, with an optimizer or without."""
-        params = {"lr": "auto", "weight_decay": "auto", "adjust_lr_fn": "match_rms_adamw"}
-        config: dict[str, Any] = {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "zero_optimization": {"stage": self.stage},
-        }
+        """Write the DeepSpeed configuration that Hugging Face completes, with an optimizer or without."""
+        filled_in = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        config: dict[str, Any] = dict.fromkeys((*filled_in, "gradient_clipping"), "auto")
+        config["zero_optimization"] = {"stage": self.stage}
         if optimizer:
+            params = {"lr": "auto", "weight_decay": "auto", "adjust_lr_fn": "match_rms_adamw"}
             config["optimizer"] = {"type": "Muon", "params": params}
         if self.stage == 3:
             config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
@@ -62,24 +58,19 @@ class Run:
 
     def accelerate(self, config: str) -> str:
         """Write the configuration of ``accelerate launch`` that names a DeepSpeed configuration."""
-        return self.write(
-            "accelerate.yaml",
-            {
-                "compute_environment": "LOCAL_MACHINE",
-                "distributed_type": "DEEPSPEED",
-                "deepspeed_config": {
-                    "deepspeed_config_file": config,
-                    "zero3_init_flag": self.stage == 3,
-                    "deepspeed_multinode_launcher": "standard",
-                },
-                "num_machines": 1,
-                "num_processes": 2,
-                "machine_rank": 0,
-                "main_process_port": self.port,
-                "main_training_function": "main",
-                "use_cpu": False,
-            },
-        )
+        deepspeed = {"deepspeed_config_file": config, "deepspeed_multinode_launcher": "standard"}
+        content = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {**deepspeed, "zero3_init_flag": self.stage == 3},
+            "num_machines": 1,
+            "num_processes": 2,
+            "machine_rank": 0,
+            "main_process_port": self.port,
+            "main_training_function": "main",
+            "use_cpu": False,
+        }
+        return self.write("accelerate.yaml", content)
 
 
 @dataclass(frozen=True)
@@ -115,10 +106,6 @@ def _plain_config(run: Run) -> str:
     return run.write("ds.json", content)
 
 
-def _script(name: str) -> str:
-    return str(FOLDER / "scripts" / name)
-
-
 def _training(run: Run) -> list[str]:
     """Options that all programs on top of the Trainer have."""
     options = ["--output_dir", str(run.folder / "run"), "--max_steps", "8", "--logging_steps", "2"]
@@ -127,16 +114,9 @@ def _training(run: Run) -> list[str]:
 
 
 def _trl(run: Run) -> list[str]:
-    options = [
-        "--model_name_or_path",
-        run.model,
-        "--dataset_name",
-        str(run.data / "text"),
-        "--max_length",
-        "64",
-    ]
-    options += ["--report_to", "none", "--gradient_checkpointing", "False", *_training(run)]
-    return ["trl", "sft", "--accelerate_config", run.accelerate(run.deepspeed()), *options]
+    options = ["--model_name_or_path", run.model, "--dataset_name", str(run.data / "text")]
+    options += ["--max_length", "64", "--report_to", "none", "--gradient_checkpointing", "False"]
+    return ["trl", "sft", "--accelerate_config", run.accelerate(run.deepspeed()), *options, *_training(run)]
 
 
 def _peft(run: Run) -> list[str]:
@@ -225,11 +205,11 @@ def _axolotl(run: Run) -> list[str]:
 
 
 def _lightning(run: Run) -> list[str]:
-    return ["python", _script("lightning_trainer.py"), _plain_config(run), str(run.folder)]
+    return ["python", str(FOLDER / "scripts" / "lightning_trainer.py"), _plain_config(run), str(run.folder)]
 
 
 def _fabric(run: Run) -> list[str]:
-    return ["python", _script("lightning_fabric.py"), _plain_config(run)]
+    return ["python", str(FOLDER / "scripts" / "lightning_fabric.py"), _plain_config(run)]
 
 
 _HUGGING_FACE = ("transformers", "accelerate", "datasets")

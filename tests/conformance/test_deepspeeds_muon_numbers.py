@@ -6,6 +6,7 @@ Every case takes the whole gradient of the whole batch, clipped by nothing, thro
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,13 +38,7 @@ CORE = {
     (1, "standard", "extra-large", 1),
     (2, "standard", "not-contiguous", 3),
 }
-CASES = [
-    (stage, method, path, accumulation)
-    for stage in (1, 2)
-    for method in ("gram", "standard")
-    for path in PATHS
-    for accumulation in (1, 3)
-]
+CASES = list(product((1, 2), ("gram", "standard"), PATHS, (1, 3)))
 
 
 @pytest.mark.kernels
@@ -51,14 +46,8 @@ CASES = [
 def test_a_cut_matrix_gets_the_update_of_its_whole_gradient(
     ranks: Any, stage: int, method: str, path: str, accumulation: int
 ) -> None:
-    results = ranks(3).run(
-        training.train,
-        stage=stage,
-        kind="wide",
-        accumulation=accumulation,
-        zero=PATHS[path],
-        params={"ns_method": method},
-    )
+    settings: dict[str, Any] = {"zero": PATHS[path], "params": {"ns_method": method}}
+    results = ranks(3).run(training.train, stage=stage, kind="wide", accumulation=accumulation, **settings)
     compare(results, "wide", 3 * accumulation, 0.0)
     assert all(travelling > 0 for *_, travelling in [max(r["layout"]) for r in results]), "no matrix was cut"
 

@@ -122,30 +122,27 @@ def optimizer_and_groups(**settings: Any) -> tuple[Muon, dict[str, Any], dict[st
     return optimizer, muon, adamw
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12, max_momentum=0.9)
-
-
-def cyclic(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=4)
-
-
-@pytest.mark.parametrize("make", [one_cycle, cyclic])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: S.OneCycleLR(o, max_lr=0.1, total_steps=12, max_momentum=0.9),
+        lambda o: S.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=4),
+    ],
+    ids=["OneCycleLR", "CyclicLR"],
+)
 def test_torchs_schedulers_cycle_both_halves(make: Any) -> None:
     """Step for step the momentum that they give to SGD, which has no other."""
     optimizer, muon, adamw = optimizer_and_groups(momentum=0.95)
     sgd = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.02, momentum=0.95)
     ours, theirs = make(optimizer), make(sgd)
-    seen = []
+    seen = set()
     for _ in range(11):
         assert muon["momentum"] == adamw["betas"][0] == sgd.param_groups[0]["momentum"]
         assert adamw["betas"][1] == 0.95
-        seen.append(muon["momentum"])
-        optimizer.step()
-        sgd.step()
-        ours.step()
-        theirs.step()
-    assert len(set(seen)) > 3
+        seen.add(muon["momentum"])
+        for stepped in (optimizer, sgd, ours, theirs):
+            stepped.step()
+    assert len(seen) > 3
 
 
 def test_restoring_adamws_betas_leaves_momentum_alone() -> None:
@@ -170,21 +167,9 @@ def test_a_program_may_write_momentum_itself() -> None:
 
 def under_deepspeed(rank: int, world_size: int, *, stage: int) -> list[list[float]]:
     """Train under DeepSpeed's OneCycle and report momentum and beta after each step."""
-    config = training.ds_config(
-        stage,
-        extra={
-            "scheduler": {
-                "type": "OneCycle",
-                "params": {
-                    "cycle_min_lr": 0.001,
-                    "cycle_max_lr": 0.01,
-                    "cycle_first_step_size": 3,
-                    "cycle_min_mom": 0.8,
-                    "cycle_max_mom": 0.9,
-                },
-            }
-        },
-    )
+    rates = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3}
+    params = {**rates, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    config = training.ds_config(stage, extra={"scheduler": {"type": "OneCycle", "params": params}})
     engine = training.make_engine(config, "single")
     groups = deepspeed_muon.muon_optimizer(engine).param_groups
     found = []

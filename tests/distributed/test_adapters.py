@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+from itertools import product
 from typing import Any
 
 import deepspeed
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from tests.support import training
+from tests.support.accelerate_ranks import needs
 from tests.support.contract import compare_paths
 from tests.support.models import SMALL_DECODER
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, Limits, measured_limits
-from tests.support.thinning import full
+from tests.support.thinning import usual
 
-MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: the extra 'hf'")
+pytestmark = needs("transformers", "peft")
 
 VOCAB = 61
 STEPS = 3
@@ -73,15 +73,12 @@ def quantize(layers: nn.ModuleList) -> None:
         for part in (layer.self_attn, layer.mlp):
             for name, linear in list(part.named_children()):
                 if isinstance(linear, nn.Linear):
+                    sizes, kind = (linear.in_features, linear.out_features), {"quant_type": "nf4"}
                     narrow = bitsandbytes.nn.Linear4bit(
-                        linear.in_features,
-                        linear.out_features,
-                        bias=False,
-                        compute_dtype=torch.float32,
-                        quant_type="nf4",
+                        *sizes, bias=False, compute_dtype=torch.float32, **kind
                     )
                     narrow.weight = bitsandbytes.nn.Params4bit(
-                        linear.weight.data, requires_grad=False, quant_type="nf4", module=narrow
+                        linear.weight.data, requires_grad=False, module=narrow, **kind
                     )
                     setattr(part, name, narrow.to("cpu"))
 
@@ -91,16 +88,10 @@ def batch(step: int, micro: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def start(stage: int, kind: str) -> Any:
-    params = {"eps": 1e-6, "weight_decay": 0.1}
-    return deepspeed.initialize(
-        model=Adapted(kind), config=training.ds_config(stage, clipping=0.5, params=params)
-    )[0]
-
-
 def train(rank: int, world_size: int, *, stage: int, kind: str) -> dict[str, Any]:
     """Train with DeepSpeed and report what changed, and where every trained parameter went."""
-    engine = start(stage, kind)
+    config = training.ds_config(stage, clipping=0.5, params={"eps": 1e-6})
+    engine = deepspeed.initialize(model=Adapted(kind), config=config)[0]
     for step in range(STEPS):
         engine.backward(engine(*batch(step, rank)))
         engine.step()
@@ -114,10 +105,9 @@ def train(rank: int, world_size: int, *, stage: int, kind: str) -> dict[str, Any
 def reference(rank: int, world_size: int, *, kind: str, muon: list[str], micros: int) -> list[dict[str, Any]]:
     """Return the trained parameters before and after the reference run, and the limits of their paths."""
     run = functools.partial(train_reference, kind, muon, micros)
-    start, end, norms = run()
+    exact = run()
     # peft computes the adapters in the dtype of their weights.
-    allowed = measured_limits(run, (start, end, norms), FP32_MODEL, seeds=2)
-    return [start, end, allowed.paths]
+    return [*exact[:2], measured_limits(run, exact, FP32_MODEL, seeds=2).paths]
 
 
 def train_reference(kind: str, muon: list[str], micros: int) -> tuple[Any, Any, list[float]]:
@@ -138,19 +128,7 @@ def train_reference(kind: str, muon: list[str], micros: int) -> tuple[Any, Any, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind"),
-    [
-        (2, "lora"),
-        (3, "dora"),
-        (3, "experts"),
-        full(2, "experts"),
-        full(3, "lora"),
-        full(2, "dora"),
-        full(2, "nf4"),
-        full(3, "nf4"),
-        full(2, "head"),
-        full(3, "head"),
-    ],
+    ("stage", "kind"), usual(product((2, 3), ADAPTERS), {(2, "lora"), (3, "dora"), (3, "experts")})
 )
 def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None:
     """Muon updates B, AdamW A, magnitudes, those of stacked experts and the head's; what is frozen has no state."""

@@ -118,13 +118,8 @@ with host_network(2) as network:
 @needs_namespaces
 @pytest.mark.parametrize("number", [full(signal.SIGTERM), signal.SIGKILL])
 def test_a_stopped_run_leaves_nothing(number: signal.Signals) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, "-c", CHILD], cwd=REPOSITORY, **pipes)
     try:
         assert child.stdout is not None
         holders = [int(word) for word in child.stdout.readline().split()]

@@ -42,13 +42,8 @@ def test_config_keys(ranks: Any, tmp_path: Path, stage: int, to_stage: int, tag:
         check(tmp_path)
 
 
-def off_by_default(rank: int, world_size: int, *, folder: str) -> None:
-    engine = engine_for(1, seed=0)
-    engine.save_checkpoint(folder)
-
-
 def test_off_by_default(ranks: Any, tmp_path: Path) -> None:
-    ranks(1).run(off_by_default, folder=str(tmp_path))
+    ranks(1).run(save_ours, folder=str(tmp_path), stage=1)
     assert not list(tmp_path.rglob("muon_consolidated"))
 
 
@@ -66,7 +61,7 @@ def test_restore_from_nothing_is_an_error(ranks: Any, tmp_path: Path) -> None:
 
 def saves(rank: int, world_size: int, *, folder: str) -> None:
     """Save a set at each of two steps."""
-    engine = training.make_engine(training.ds_config(1, params={"consolidate_on_save": True}))
+    engine = training.make_engine(training.ds_config(1, params=SAVING))
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
         engine.save_checkpoint(folder)
@@ -83,10 +78,8 @@ def test_the_newest_complete_set_is_found_and_told(
         found = find_consolidated(tmp_path)
         assert found.parent.name == f"global_step{step}"
         (said,) = caplog.messages
-        assert (
-            "'latest' names 'global_step3', which has no set" in said
-            and f"of step {step}, is the newest" in said
-        )
+        assert "'latest' names 'global_step3', which has no set" in said
+        assert f"of step {step}, is the newest" in said
         next(found.glob("*.safetensors")).unlink()
     with pytest.raises(CheckpointError):
         find_consolidated(tmp_path)

@@ -14,7 +14,6 @@ from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from tests.support import training
 from tests.support.checkpoints import (
     NEXT_LOSS_HALF,
-    OFFLOAD,
     PERSISTENT,
     ROUND,
     SMALL,
@@ -27,6 +26,7 @@ from tests.support.models import MATRICES
 from tests.support.oracle import in_8_bits
 from tests.support.snapshots import differences, snapshot
 from tests.support.thinning import each_value, full
+from tests.support.training import OFFLOAD
 
 # Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
 CORE = [
@@ -180,12 +180,10 @@ class Filters(nn.Module):
 
 
 def engine_of(seed: int) -> Any:
-    import deepspeed
-
     torch.manual_seed(seed)
     model = Filters()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.named_parameters()), config=training.ds_config(0)
+    engine = training.initialize(
+        model, training.ds_config(0), model_parameters=list(model.named_parameters())
     )
     model.to(memory_format=torch.channels_last)  # DeepSpeed does not broadcast weights of such strides
     assert not model.conv.weight.is_contiguous()

@@ -11,7 +11,6 @@ import torch
 
 from tests.support import training
 from tests.support.checkpoints import (
-    OFFLOAD,
     ROUND,
     SMALL,
     STATES,
@@ -22,6 +21,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.models import MATRICES
 from tests.support.thinning import each_value
+from tests.support.training import FP32_SUMS, OFFLOAD
 
 SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}
 """fp16 overflows at once and steps are skipped, then the scale grows again every two steps."""
@@ -59,7 +59,7 @@ CASES = [
     (1, "fp16", {}, {"fp16": SCALE}),
     (2, "fp16", OFFLOAD, {"fp16": SCALE}),
     (3, "fp16", {}, {"fp16": SCALE}),
-    (1, "bf16", {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
+    (1, "bf16", {}, FP32_SUMS),
 ]
 
 
@@ -81,9 +81,7 @@ def test_resume_is_bit_identical(
             assert whole[rank][key] == rest[rank][key], key
         training.assert_same_bits(rest[rank], whole[rank], "fp32", *STATES)
     if extra.get("fp16") == SCALE:
-        assert whole[0]["skipped"] > 0 and len(set(whole[0]["scales"])) > 1, (
-            "the scale moved while it mattered"
-        )
+        assert whole[0]["skipped"] > 0 and len(set(whole[0]["scales"])) > 1, "the scale moved"
 
 
 def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str) -> Any:

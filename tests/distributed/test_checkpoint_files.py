@@ -19,7 +19,6 @@ from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import (
     NEXT_LOSS_HALF,
-    OFFLOAD,
     PERSISTENT,
     ROUND,
     SMALL,
@@ -34,6 +33,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.models import MATRICES, build
 from tests.support.thinning import each_value, full
+from tests.support.training import OFFLOAD
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +77,14 @@ def test_universal_and_offline_consolidation(
 ) -> None:
     saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero)[0]
     convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "universal" / "step2")
-    loaded = ranks(to_size).run(
-        load_universal, folder=str(tmp_path / "universal"), stage=to_stage, zero=to_zero
-    )[0]
-    assert_equal(saved, loaded)
+    arguments = {"folder": str(tmp_path / "universal"), "stage": to_stage, "zero": to_zero}
+    assert_equal(saved, ranks(to_size).run(load_universal, **arguments)[0])
     consolidate_files(tmp_path / "saved", tmp_path / "set", shard_bytes=4000)
     index = load_index(tmp_path / "set")
     assert index.source["optimizer"] == "deepspeed_muon" and index.source["zero_stage"] == stage
     assert not index.lossy
-    restored_stage, restored_zero = (to_stage, to_zero) if to_stage != stage else (0, {})
-    loaded = ranks(to_size).run(load, folder=str(tmp_path / "set"), stage=restored_stage, zero=restored_zero)[
-        0
-    ]
-    assert_equal(saved, loaded)
+    arguments = {"stage": to_stage, "zero": to_zero} if to_stage != stage else {"stage": 0}
+    assert_equal(saved, ranks(to_size).run(load, folder=str(tmp_path / "set"), **arguments)[0])
 
 
 @pytest.mark.full
@@ -188,11 +183,8 @@ def assert_converted(folder: Path, expected: dict[str, Any]) -> None:
 def test_convert_from_adamw(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, capsys: Any
 ) -> None:
-    if zero == OFFLOAD:
-        zero = {**zero, "offload_optimizer": {"device": "cpu"}}
-    saved = ranks(size).run(
-        save_other, folder=str(tmp_path / "in"), optimizer="AdamW", stage=stage, zero=zero
-    )[0]
+    arguments = {"optimizer": "AdamW", "stage": stage, "zero": zero}
+    saved = ranks(size).run(save_other, folder=str(tmp_path / "in"), **arguments)[0]
     assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "exp_avg became the momentum of 8 matrices" in printed and "decay 0.8" in printed
@@ -205,14 +197,12 @@ def test_convert_from_adamw(
 
 @pytest.mark.parametrize(("stage", "size", "zero"), [full(3, 2, {}), (3, 3, SMALL)])
 def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any) -> None:
-    saved = ranks(size).run(
-        save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero
-    )[0]
+    arguments = {"optimizer": "Muon", "stage": stage, "zero": zero}
+    saved = ranks(size).run(save_other, folder=str(tmp_path / "in"), **arguments)[0]
     index = consolidate_files(tmp_path / "in", tmp_path / "out")
     assert index.source["optimizer"] == "DeepSpeed's Muon"
-    assert {name for name, record in index.parameters.items() if record.algorithm == "muon"} == MATRICES[
-        "toy"
-    ]
+    muon = {name for name, record in index.parameters.items() if record.algorithm == "muon"}
+    assert muon == MATRICES["toy"]
     assert_converted(tmp_path / "out", saved)
     ranks(3).run(load, folder=str(tmp_path / "out"), stage=1)
 
@@ -235,9 +225,8 @@ def test_convert_from_deepspeeds_muon_with_whole_matrices(
     for name, expected in momentum_at_stage_3.items():
         tensor = tensors[f"{'momentum_buffer' if name in MATRICES['toy'] else 'exp_avg'}/{name}"]
         # The same numbers but for the order in which gradients are summed.
-        assert torch.allclose(tensor, expected, rtol=1e-3, atol=1e-6 + 1e-4 * float(expected.abs().max())), (
-            name
-        )
+        atol = 1e-6 + 1e-4 * float(expected.abs().max())
+        assert torch.allclose(tensor, expected, rtol=1e-3, atol=atol), name
 
 
 def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path: Path) -> None:
@@ -245,18 +234,16 @@ def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path:
 
     for stage in (2, 3):
         folder = tmp_path / str(stage)
-        saved = ranks(2).run(save_other, folder=str(folder / "in"), optimizer="AdamW", stage=stage, zero={})[
-            0
-        ]
+        arguments = {"optimizer": "AdamW", "stage": stage, "zero": {}}
+        saved = ranks(2).run(save_other, folder=str(folder / "in"), **arguments)[0]
         ds_to_universal.main(converter_options(folder / "in" / "global_step2", folder / "step2"))
         assert not (folder / "step2" / "zero" / "muon_index.json").exists(), "DeepSpeed's own code ran"
         loaded = ranks(3).run(load_universal, folder=str(folder), stage=stage, schedule=False)[0]
         for name, weight in saved["fp32"].items():
             assert torch.equal(loaded["fp32"][name].float(), weight)
         for name in MATRICES["toy"]:
-            assert torch.equal(
-                loaded["momentum_buffer"][name].float(), saved["momentum"][name].view_as(saved["fp32"][name])
-            )
+            momentum = saved["momentum"][name].view_as(saved["fp32"][name])
+            assert torch.equal(loaded["momentum_buffer"][name].float(), momentum)
 
 
 # ------------------------------------------------------------ command line and faults

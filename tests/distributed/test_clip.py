@@ -21,7 +21,6 @@ from tests.support.autoep_models import AUTOEP_MATRICES, STACKS
 from tests.support.autoep_models import build_plain as build_autoep
 from tests.support.comparisons import all_within, relative, within
 from tests.support.contract import STEPS, backward, train_reference
-from tests.support.host_waits import count_waits
 from tests.support.models import GRIDS, MATRICES, Linear, batch, build
 from tests.support.moe_models import MOE_MATRICES
 from tests.support.moe_models import build_plain as build_moe
@@ -29,6 +28,7 @@ from tests.support.oracle import Oracle, matrices_of
 from tests.support.pipelines import Embed
 from tests.support.rounding import FP32_GATE, HALF_MODEL, USUAL, Arithmetic, limits
 from tests.support.thinning import full, usual
+from tests.support.training import FP32_SUMS, OFFLOAD
 
 POLICIES = ("all", "adamw", "separate")
 LIMIT = 0.2
@@ -37,7 +37,7 @@ LIMIT = 0.2
 
 @functools.lru_cache(maxsize=32)
 def reference(
-    kind: str, micro_batches: int, clip: str, clipping: float = LIMIT, steps: int = STEPS
+    kind: str, micro_batches: int, clip: str, clipping: float, steps: int
 ) -> tuple[Any, Any, list[float], Any]:
     """Train in one process in float64.
 
@@ -61,7 +61,7 @@ def reference(
 
 def test_the_limit_clips_both_algorithms() -> None:
     for kind in ("toy", "even", "tied"):
-        *_, norms, _ = reference(kind, 2, "separate")
+        *_, norms, _ = reference(kind, 2, "separate", LIMIT, STEPS)
         assert min(norms) > 1.5 * LIMIT, (kind, norms)
 
 
@@ -90,66 +90,73 @@ def train(
     world_size: int,
     *,
     stage: int,
-    clip: str,
-    kind: str = "toy",
+    clipping: float,
+    params: dict[str, Any],
     exact: bool = True,
     accumulation: int = 1,
-    params: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train; report masters, running means, norms and health."""
-    settings.setdefault("clipping", LIMIT)
     config = training.ds_config(
-        stage, accumulation=accumulation, params={"clip": clip, "health": 1, **(params or {})}, **settings
+        stage, accumulation=accumulation, clipping=clipping, params=params, **settings
     )
-    engine = training.make_engine(config, kind, exact=exact)
+    engine = training.make_engine(config, exact=exact)
     norms = training.train_steps(engine, STEPS, rank, world_size, accumulation)
     means = {**training.full_states(engine, "momentum_buffer"), **training.full_states(engine, "exp_avg")}
-    report = {"params": training.full_masters(engine), "means": means, "norms": norms}
     health = deepspeed_muon.health(engine)
-    report["health"] = [health["grad_norm_muon"], health["grad_norm_adamw"]]
-    engine.destroy()
-    return report
+    return {
+        "params": training.full_masters(engine),
+        "means": means,
+        "norms": norms,
+        "health": [health["grad_norm_muon"], health["grad_norm_adamw"]],
+    }
 
 
-def compare(
-    results: list[dict[str, Any]],
+def check(
+    pool: Any,
+    of: str,
     kind: str,
     micro_batches: int,
     clip: str,
     arithmetic: Arithmetic = USUAL,
-    *,
+    /,
     paths: bool = True,
+    steps: int = STEPS,
+    clipping: float = LIMIT,
     **settings: Any,
-) -> None:
-    """Check the parameters of all ranks, the first one's running means, and every rank's norms."""
-    start, end, norms, means = reference(kind, micro_batches, clip, **settings)
-    allowed = limits(reference, kind, micro_batches, clip, arithmetic=arithmetic, **settings)
+) -> list[dict[str, Any]]:
+    """Train by the rank function ``of``; check all ranks' norms, running means and, if asked, parameters."""
+    params = {"clip": clip, "health": 1}
+    results = pool.run(recorded, of=of, clipping=clipping, params=params, **settings)
+    start, end, norms, means = reference(kind, micro_batches, clip, clipping, steps)
+    allowed = limits(reference, kind, micro_batches, clip, clipping, steps, arithmetic=arithmetic)
     for result in results:
         assert len(result["norms"]) == len(norms)
         for number, (norm, expected) in enumerate(zip(result["norms"], norms, strict=True)):
             within(abs(norm - expected) / expected, allowed.norms, f"norm {number}")
-        for name, value in result.get("means", {}).items():
-            error = float((value - means[name]).norm() / means[name].norm())
-            within(error, allowed.momentum[name], f"running mean of {name}")
+        errors = {name: relative(value, means[name]) for name, value in result.get("means", {}).items()}
+        all_within(errors, allowed.momentum, "running mean of")
         if paths:
             errors = {
-                name: relative(value, end[name], start[name]) for name, value in result["params"].items()
+                name: relative(value, end[name], start[name])
+                for name, value in result["params"].items()
+                if name not in STACKS  # of which each rank has a part
             }
             all_within(errors, allowed.paths, "path of")
+    return results
 
 
-CPU = {"offload_optimizer": {"device": "cpu"}}
+TOY = "tests.distributed.test_clip:train"
 ZERO: dict[str, tuple[int, dict[str, Any]]] = {
     "0": (0, {}),
     "1": (1, {}),
-    "1-offload": (1, CPU),
+    "1-offload": (1, OFFLOAD),
     "1-round-robin": (1, {"round_robin_gradients": True}),
     "2": (2, {}),
-    "2-offload": (2, CPU),
+    "2-offload": (2, OFFLOAD),
     "3": (3, {}),
     "3-sub-groups": (3, {"sub_group_size": 300}),
-    "3-offload": (3, {**CPU, "sub_group_size": 300}),
+    "3-offload": (3, {**OFFLOAD, "sub_group_size": 300}),
 }
 
 
@@ -169,20 +176,11 @@ USUAL_ZERO = {
 def test_matches_the_reference(ranks: Any, zero: str, clip: str, world: int) -> None:
     stage, settings = ZERO[zero]
     accumulation = 2 if world == 2 else 1
-    results = ranks(world).run(
-        recorded,
-        of="tests.distributed.test_clip:train",
-        stage=stage,
-        zero=settings,
-        clip=clip,
-        accumulation=accumulation,
-    )
-    compare(results, "toy", world * accumulation, clip)
-    for result in results:
+    arguments = {"stage": stage, "zero": settings, "accumulation": accumulation}
+    for result in check(ranks(world), TOY, "toy", world * accumulation, clip, **arguments):
         assert result["health"] == [result["norms"][2 * STEPS - 1], result["norms"][3 * STEPS - 1]]
 
 
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 HALF: dict[str, dict[str, Any]] = {
     "0-bf16": {"stage": 0, "precision": "bf16"},
     "0-fp16": {"stage": 0, "precision": "fp16"},
@@ -190,10 +188,10 @@ HALF: dict[str, dict[str, Any]] = {
     "1-bf16-fp32-sums": {"stage": 1, "precision": "bf16", "extra": FP32_SUMS},
     "1-fp16": {"stage": 1, "precision": "fp16"},
     "2-fp16": {"stage": 2, "precision": "fp16"},
-    "2-fp16-offload": {"stage": 2, "precision": "fp16", "zero": CPU},
+    "2-fp16-offload": {"stage": 2, "precision": "fp16", "zero": OFFLOAD},
     "3-bf16": {"stage": 3, "precision": "bf16"},
     "3-fp16": {"stage": 3, "precision": "fp16"},
-    "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": CPU},
+    "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": OFFLOAD},
 }
 USUAL_HALF = {
     *(("0-fp16", "separate"), ("1-bf16-fp32-sums", "adamw"), ("1-bf16-fp32-sums", "separate")),
@@ -205,8 +203,7 @@ USUAL_HALF = {
 def test_half_precision(ranks: Any, name: str, clip: str) -> None:
     """Gradients that are left as they are must still be divided by the loss scale. Running means show both."""
     settings = HALF[name]
-    results = ranks(2).run(recorded, of="tests.distributed.test_clip:train", clip=clip, **settings)
-    compare(results, "toy", 2, clip, HALF_MODEL[settings["precision"]], paths=False)
+    check(ranks(2), TOY, "toy", 2, clip, HALF_MODEL[settings["precision"]], paths=False, **settings)
 
 
 PIPELINES = [
@@ -227,17 +224,9 @@ USUAL_PIPELINES = {("tied", 2, 2, 0, 1, "separate"), ("toy", 2, 4, 1, 2, "adamw"
 )
 def test_pipelines(ranks: Any, kind: str, stages: int, world: int, zero: int, tensor: int, clip: str) -> None:
     """The norms are those of all stages; a tied layer, and what tensor parallelism does not cut, counts once."""
-    results = ranks(world).run(
-        recorded,
-        of="tests.support.pipelines:train",
-        kind=kind,
-        stages=stages,
-        zero=zero,
-        tensor=tensor,
-        clipping=LIMIT,
-        params={"clip": clip, "health": 1},
-    )
-    compare(results, kind, 2 * world // (stages * tensor), clip)
+    arguments = {"kind": kind, "stages": stages, "zero": zero, "tensor": tensor}
+    micro_batches = 2 * world // (stages * tensor)
+    check(ranks(world), "tests.support.pipelines:train", kind, micro_batches, clip, **arguments)
 
 
 TENSOR_PARALLEL = list(product((0, 1, 2, 3), ("gather", "distributed"), POLICIES))
@@ -247,31 +236,15 @@ USUAL_TENSOR_PARALLEL = {(0, "gather", "adamw"), (1, "distributed", "separate"),
 @pytest.mark.parametrize(("stage", "mode", "clip"), usual(TENSOR_PARALLEL, USUAL_TENSOR_PARALLEL))
 def test_tensor_parallelism(ranks: Any, stage: int, mode: str, clip: str) -> None:
     """Shards count on every rank, and copies once."""
-    results = ranks(4).run(
-        recorded,
-        of="tests.support.tensor_parallel:train",
-        stage=stage,
-        mode=mode,
-        clipping=LIMIT,
-        params={"clip": clip, "health": 1},
-    )
-    compare(results, "even", 2, clip)
+    check(ranks(4), "tests.support.tensor_parallel:train", "even", 2, clip, stage=stage, mode=mode)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("clip", POLICIES)
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, FP32_SUMS), (1, {})])
 def test_tensor_parallelism_in_bf16(ranks: Any, stage: int, extra: dict[str, Any], clip: str) -> None:
-    results = ranks(2).run(
-        recorded,
-        of="tests.support.tensor_parallel:train",
-        stage=stage,
-        precision="bf16",
-        extra=extra,
-        clipping=LIMIT,
-        params={"clip": clip, "health": 1},
-    )
-    compare(results, "even", 1, clip, HALF_MODEL["bf16"], paths=False)
+    arguments = {"stage": stage, "precision": "bf16", "extra": extra, "paths": False}
+    check(ranks(2), "tests.support.tensor_parallel:train", "even", 1, clip, HALF_MODEL["bf16"], **arguments)
 
 
 MOE = [
@@ -288,19 +261,20 @@ USUAL_MOE = {(0, "fp32", "", "separate"), (1, "bf16", "fp32-sums", "adamw"), (2,
 )
 def test_experts(ranks: Any, stage: int, precision: str, setting: str, clip: str) -> None:
     """The experts of all ranks count, each once, although two ranks of four have the same ones."""
-    results = ranks(4).run(
-        recorded,
-        of="tests.distributed.test_moe:train",
+    check(
+        ranks(4),
+        "tests.distributed.test_moe:train",
+        "moe",
+        4,
+        clip,
+        FP32_GATE if precision == "fp32" else HALF_MODEL[precision],
+        paths=precision == "fp32",
         stage=stage,
         ep_size=2,
         precision=precision,
-        zero=CPU if setting == "offload" else {},
+        zero=OFFLOAD if setting == "offload" else {},
         extra=FP32_SUMS if setting == "fp32-sums" else {},
-        clipping=LIMIT,
-        params={"clip": clip, "health": 1},
     )
-    arithmetic = FP32_GATE if precision == "fp32" else HALF_MODEL[precision]
-    compare(results, "moe", 4, clip, arithmetic, paths=precision == "fp32")
 
 
 AUTOEP = list(product((1, 2, 3), ("", "offload"), POLICIES))
@@ -310,46 +284,14 @@ AUTOEP = list(product((1, 2, 3), ("", "offload"), POLICIES))
     ("stage", "setting", "clip"), usual(AUTOEP, {(2, "", "separate"), (3, "offload", "adamw")})
 )
 def test_autoep(ranks: Any, stage: int, setting: str, clip: str) -> None:
-    results = ranks(4).run(
-        recorded,
-        of="tests.distributed.test_autoep:train",
-        stage=stage,
-        ep_size=2,
-        zero=CPU if setting == "offload" else {},
-        clipping=LIMIT,
-        params={"clip": clip, "health": 1},
-    )
-    for result in results:
-        result["params"] = {name: value for name, value in result["params"].items() if name not in STACKS}
-    compare(results, "autoep", 4, clip, FP32_GATE, steps=4)
+    arguments = {"stage": stage, "ep_size": 2, "zero": OFFLOAD if setting else {}, "steps": 4}
+    check(ranks(4), "tests.distributed.test_autoep:train", "autoep", 4, clip, FP32_GATE, **arguments)
 
 
 @pytest.mark.parametrize("clip", [full("all"), full("adamw"), "separate"])
 def test_nvme(ranks: Any, tmp_path: Path, clip: str) -> None:
     """Sub-groups whose masters are on the disk between steps; the norms of their gradients are not."""
-    results = ranks(2).run(
-        recorded,
-        of="tests.distributed.test_nvme:train",
-        folder=str(tmp_path),
-        params={"clip": clip, "health": 1},
-    )
-    compare(results, "toy", 2, clip, clipping=0.5)
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "extra"),
-    [full(0, "fp32", {}), (0, "bf16", {}), (1, "fp16", {}), (1, "bf16", FP32_SUMS), full(3, "bf16", {})],
-)
-def test_no_wait_is_added(ranks: Any, stage: int, precision: str, extra: dict[str, Any]) -> None:
-    """The norms by algorithm are read together with the status of the gradients, or stay on the device."""
-    waits = []
-    for clip in ("all", "separate"):
-        params = {"ns_backend": "torch", "health": 1000, "clip": clip}
-        (counts,) = ranks(1).run(
-            count_waits, stage=stage, clipping=LIMIT, precision=precision, extra=extra, params=params
-        )
-        waits.append(sum(n for where, n in counts.items() if where.startswith("deepspeed_muon")))
-    assert waits == [1, 1]
+    check(ranks(2), "tests.distributed.test_nvme:train", "toy", 2, clip, clipping=0.5, folder=str(tmp_path))
 
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str) -> dict[str, Any]:
@@ -435,25 +377,6 @@ def monitored(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
         for key, norm in (optimizer.norms_by_algorithm or {}).items():
             report[key].append(float(norm))
     return report
-
-
-def refused(rank: int, world_size: int, **settings: Any) -> str:
-    return training.refusal(lambda: training.make_engine(training.ds_config(**settings)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"stage": 2, "params": {"clip": "separate"}}, "clip other than all, with gradient_clipping 0"),
-        (
-            {"stage": 0, "clipping": 1.0, "params": {"clip": "adamw_only"}},
-            "optimizer.params.clip: Input should be 'all', 'adamw' or 'separate' (got 'adamw_only')",
-        ),
-    ],
-)
-def test_refused(ranks: Any, settings: dict[str, Any], text: str) -> None:
-    for message in ranks(1).run(refused, **settings):
-        assert message.startswith("ConfigError") and text in message, message
 
 
 def test_refused_without_deepspeed() -> None:

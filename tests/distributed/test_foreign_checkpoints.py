@@ -19,7 +19,7 @@ from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
-from tests.support import training
+from tests.support import snapshots, training
 from tests.support.checkpoints import SMALL, converter_options, engine_for, save_other, save_ours, train_step
 from tests.support.thinning import full
 
@@ -84,7 +84,6 @@ def scheduled(rank: int, world_size: int, *, folder: str, kind: str) -> dict[str
             found["refused"] = training.refusal(load, CheckpointError)
             found["restored"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
             found["bases"] = engine.lr_scheduler.base_lrs
-        engine.destroy()
     return found
 
 
@@ -101,15 +100,11 @@ def test_a_schedule_goes_on_with_the_configured_rates(ranks: Any, tmp_path: Path
 
 def attempted(engine: Any, folder: str, by: str) -> dict[str, Any]:
     """Load; return the warning, or the refusal and whether anything was changed."""
-    before, lines = training.full_masters(engine), training.heard()
-    load = engine.load_checkpoint if by == "load_checkpoint" else lambda folder: restore(engine, folder)
-    refused = training.refusal(lambda: load(folder), CheckpointError)
-    after = training.full_masters(engine)
-    return {
-        "lines": [line for line in lines if "replaced" in line],
-        "refused": refused,
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
-    }
+    lines = training.heard()
+    load = engine.load_checkpoint if by == "load_checkpoint" else functools.partial(restore, engine)
+    refused, changed = snapshots.attempted(engine, lambda: load(folder))
+    lines = [line for line in lines if "replaced" in line]
+    return {"lines": lines, "refused": refused, "unchanged": not changed}
 
 
 def loaded(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from itertools import product
 from typing import Any
@@ -14,7 +13,7 @@ from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 
 import deepspeed_muon
 from tests.support import training
-from tests.support.accelerate_ranks import reset_hugging_face, use_cpu_ranks
+from tests.support.accelerate_ranks import NEEDS_ACCELERATE, reset_hugging_face, use_cpu_ranks
 from tests.support.comparisons import all_within, relative
 from tests.support.contract import compare_norms
 from tests.support.moe_hugging_face import (
@@ -31,11 +30,7 @@ from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, limits
 from tests.support.thinning import each_value, full, usual
 
-MISSING = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: the extra 'hf'"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would take the GPU, DeepSpeed the CPU"),
-]
+pytestmark = NEEDS_ACCELERATE
 
 STEPS = 3
 # As in test_hugging_face: a router's gradients are small, and AdamW divides by their size.
@@ -178,15 +173,14 @@ def test_matches_the_reference(
     compare(results, family, listed)
 
 
-CPU = {"device": "cpu"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0, "leaf": "default"},
-    "1-offload": {"stage": 1, "zero": {"offload_optimizer": CPU}},
+    "1-offload": {"stage": 1, "zero": training.OFFLOAD},
     "2-checkpointed": {"stage": 2, "checkpointed": True},
     "3-checkpointed": {"stage": 3, "checkpointed": True},
     "3-offload": {
         "stage": 3,
-        "zero": {"offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 2000},
+        "zero": {**training.OFFLOAD, "offload_param": {"device": "cpu"}, "sub_group_size": 2000},
     },
     # No layer before the only trained one has a gradient, so the input of its leaf module has none.
     "2-last-layer": {"stage": 2, "trained": "layers.1.mlp."},
@@ -216,6 +210,7 @@ def test_marks_that_differ_are_refused_on_every_rank(ranks: Any, stage: int) -> 
 def accelerate_loop(rank: int, world_size: int, *, listed: bool, by_environment: bool) -> dict[str, Any]:
     """Train with Accelerate, which is told of the MoE layer's class and marks it."""
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim
 
     use_cpu_ranks()
     config = make_config(3, "none", {})
@@ -223,27 +218,21 @@ def accelerate_loop(rank: int, world_size: int, *, listed: bool, by_environment:
     if by_environment:
         # What accelerate launch --deepspeed_moe_layer_cls_names sets, and Trainer runs read.
         os.environ["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] = layer
-    plugin = DeepSpeedPlugin(
-        hf_ds_config={**config, "train_micro_batch_size_per_gpu": 1},
-        transformer_moe_cls_names=None if by_environment else layer,
-    )
+    config["train_micro_batch_size_per_gpu"] = 1
+    named = None if by_environment else layer
     try:
+        plugin = DeepSpeedPlugin(hf_ds_config=config, transformer_moe_cls_names=named)
         accelerator = Accelerator(deepspeed_plugin=plugin)
         model = make_model("deepseek_v3", listed=listed, leaf="none", trained="")
-        from accelerate.utils import DummyOptim
-
         engine, _ = accelerator.prepare(model, DummyOptim(model.parameters()))
         norms = []
         for step in range(STEPS):
             tokens = tokens_of(step, rank)
             accelerator.backward(engine(input_ids=tokens, labels=tokens).loss)
             norms.append(float(engine.get_global_grad_norm()))
-        report = {"norms": norms, **results_of(engine)}
-        engine.destroy()
+        return {"norms": norms, **results_of(engine)}
     finally:
-        os.environ.pop("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None)
         reset_hugging_face()
-    return report
 
 
 @pytest.mark.parametrize(("listed", "by_environment"), [(True, True), full(False, False)])

@@ -8,7 +8,6 @@ import logging
 from itertools import product
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -47,10 +46,10 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
     }[how]()
     engine = training.initialize(model, config, optimizer=optimizer)
     training.train_steps(engine, STEPS, rank, world_size)
-    tags = [
-        tag for p in engine.module.parameters() for tag in ("use_muon", "muon_num_heads") if hasattr(p, tag)
-    ]
-    return {"params": training.full_masters(engine), "tags": tags}
+    tags = {
+        tag for p in engine.module.parameters() for tag in vars(p) if tag in ("use_muon", "muon_num_heads")
+    }
+    return {"params": training.full_masters(engine), "tags": sorted(tags)}
 
 
 @pytest.mark.compat
@@ -72,10 +71,9 @@ def unnamed_client(rank: int, world_size: int) -> list[str]:
     model = build("toy")
     params = [p for n, p in model.named_parameters() if n in MATRICES["toy"] or n == "embed.weight"]
     config = training.ds_config(2)
-    del config["optimizer"]
-    optimizer = Muon(params, **training.MUON_PARAMS)
+    optimizer = Muon(params, **config.pop("optimizer")["params"])
     assert len(optimizer.param_groups) == 1
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = training.initialize(model, config, optimizer=optimizer)
     return [route.name for route in deepspeed_muon.routes(engine) if route.algorithm == "muon"]
 
 
@@ -86,21 +84,16 @@ def test_unnamed_parameters_are_routed_by_name(ranks: Any) -> None:
 
 def config_types(rank: int, world_size: int) -> list[str]:
     """Which class each spelling of the type gives, registered and not."""
-    found = []
 
     def optimizer_of(kind: str) -> str:
         config = training.ds_config(1)
         config["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
-        engine = training.make_engine(config)
-        name = (
-            f"{type(engine.basic_optimizer).__module__.split('.')[0]}.{type(engine.basic_optimizer).__name__}"
-        )
-        engine.destroy()
-        return name
+        made = type(training.make_engine(config).basic_optimizer)
+        return f"{made.__module__.partition('.')[0]}.{made.__name__}"
 
     deepspeed_muon.register()
     deepspeed_muon.register()
-    found += [optimizer_of(kind) for kind in ("Muon", "muon", "MUON")]
+    found = [optimizer_of(kind) for kind in ("Muon", "muon", "MUON")]
     deepspeed_muon.unregister()
     deepspeed_muon.unregister()
     assert not deepspeed_muon.is_registered()
@@ -117,15 +110,11 @@ def test_registration(ranks: Any) -> None:
     assert ranks(1).run(config_types)[0] == [ours, ours, ours, theirs, ours]
 
 
+TWO_OF_NINE = {"warmup_num_steps": 2, "total_num_steps": 9}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"},
-    "WarmupDecayLR": {
-        "warmup_min_lr": 0.001,
-        "warmup_max_lr": 0.01,
-        "warmup_num_steps": 2,
-        "total_num_steps": 9,
-    },
-    "WarmupCosineLR": {"total_num_steps": 9, "warmup_num_steps": 2, "warmup_min_ratio": 0.1},
+    "WarmupDecayLR": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, **TWO_OF_NINE},
+    "WarmupCosineLR": {"warmup_min_ratio": 0.1, **TWO_OF_NINE},
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
     "torch": {},
@@ -192,7 +181,7 @@ def warned_of_rates(
     config["optimizer"]["params"] = params
     config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **scheduler}}
     messages = training.heard()
-    training.make_engine(config).destroy()
+    training.make_engine(config)
     return [text for text in messages if "_lr" in text]
 
 
@@ -223,7 +212,7 @@ def warmed_up(rank: int, world_size: int, *, params: dict[str, Any], group: dict
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     model = build("toy")
     groups = [{"params": list(model.parameters()), **group}]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    engine = training.initialize(model, config, model_parameters=groups)
     training.train_steps(engine, 3, rank, world_size)
     return [group["lr"] for group in engine.basic_optimizer.param_groups]
 
@@ -242,7 +231,7 @@ def keep_group_settings(rank: int, world_size: int, *, stage: int) -> Any:
         {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.3},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0, "lr": 0.5, "name": "vectors"},
     ]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=training.ds_config(stage))
+    engine = training.initialize(model, training.ds_config(stage), model_parameters=groups)
     found = [
         [g["algorithm"], float(g["lr"]), float(g["weight_decay"]), g.get("name", "")]
         for g in deepspeed_muon.muon_optimizer(engine).param_groups
@@ -295,9 +284,8 @@ def test_groups_stay_what_they_are() -> None:
         optimizer.param_groups[0]["adjust_lr_fn"] = "spectrum"
     saved = optimizer.state_dict()
     saved["param_groups"].reverse()
-    with pytest.raises(
-        RoutingError, match="param group 0 of the state dict is of adamw and this optimizer's of muon"
-    ):
+    said = "param group 0 of the state dict is of adamw and this optimizer's of muon"
+    with pytest.raises(RoutingError, match=said):
         optimizer.load_state_dict(saved)
 
 

@@ -27,17 +27,10 @@ def test_invariance(
 ) -> None:
     """Heads, unequal parts, weights stored as input x output; also where a matrix is cut by rows or columns."""
     world, size = ranks_and_size
-    results = ranks(world).run(
-        tensor_parallel.train,
-        style="sliced",
-        kind="fused",
-        tensor_size=size,
-        stage=stage,
-        mode=mode,
-        accumulation=accumulation,
-        clipping=0.5,
-        params={**tensor_parallel.BLOCKS, **params_of(variant)},
-    )
+    model = {"style": "sliced", "kind": "fused", "tensor_size": size, "mode": mode}
+    settings = {"stage": stage, "accumulation": accumulation, "clipping": 0.5}
+    params = {**tensor_parallel.BLOCKS, **params_of(variant)}
+    results = ranks(world).run(tensor_parallel.train, params=params, **model, **settings)
     replicas = accumulation * world // size
     compare(results, "fused", replicas, 0.5, variant=variant, grids="fused-over-ranks")
 
@@ -53,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # What else decides where fragments lie and travel.
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
-    "offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "offload": {"stage": 2, "zero": training.OFFLOAD},
     "round-robin": {"stage": 2, "zero": {"round_robin_gradients": True}},
     "sub-groups": {"stage": 3, "zero": {"sub_group_size": 150}},
     "chunks": {"stage": 3, "params": {"exchange_chunk_numel": 300}},

@@ -44,7 +44,7 @@ def train(rank: int, world_size: int, *, engines: int, destroy: bool = True) -> 
     """Make and destroy engines one after the other; return what this process holds after every fourth."""
     found = []
     for number in range(engines):
-        offload = {"offload_optimizer": {"device": "cpu"}} if number % 8 > 4 else {}
+        offload = training.OFFLOAD if number % 8 > 4 else {}
         config = training.ds_config(number % 4, zero=offload)
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=number % 8 == 3):
             model = make_model()

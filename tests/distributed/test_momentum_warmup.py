@@ -76,8 +76,7 @@ def train(
             for group in deepspeed_muon.muon_optimizer(engine).param_groups:
                 group["momentum"] = MOMENTA[step - (poisoned is not None and step > poisoned)]
         if step == poisoned and rank == 0:
-            loss = engine(*batch(step, rank)) * float("inf")
-            engine.backward(loss)
+            engine.backward(engine(*batch(step, rank)) * float("inf"))
             engine.step()
             engine.zero_grad()
         else:
@@ -97,7 +96,7 @@ LONG: list[dict[str, Any]] = [
     {"stage": 1, "poisoned": 2, "precision": "bf16"},
     {"stage": 3, "poisoned": 0, "precision": "fp16", "zero": {"sub_group_size": 200}},
     {"stage": 1, "params": {"momentum_dtype": "int8", "variant": "muon_eq"}},
-    {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}, "poisoned": 3},
+    {"stage": 2, "zero": training.OFFLOAD, "poisoned": 3},
     {"stage": 0, "precision": "fp16", "poisoned": 2, "params": {"momentum_dtype": "int8"}},
 ]
 
@@ -113,12 +112,8 @@ def test_is_what_a_program_would_write(ranks: Any, case: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("stage", "world", "how"),
     [
-        (3, 2, "deepspeed"),
-        (1, 4, "progress"),
-        full(0, 2, "state"),
-        full(2, 3, "state"),
-        full(3, 4, "progress"),
-        full(2, 4, "universal"),
+        *((3, 2, "deepspeed"), (1, 4, "progress")),
+        *(full(0, 2, "state"), full(2, 3, "state"), full(3, 4, "progress"), full(2, 4, "universal")),
     ],
 )
 def test_goes_on_after_a_resume(ranks: Any, tmp_path: Path, stage: int, world: int, how: str) -> None:
@@ -178,9 +173,8 @@ def follow_the_recipe(rank: int, world_size: int, *, stage: int) -> dict[str, An
         for group in groups:
             group["lr"] = factor * PEAK[group["algorithm"]]
         names["set_schedules"](step)
-        written.append(
-            next((group["momentum"], group["weight_decay"]) for group in groups if group["use_muon"])
-        )
+        of_muon = next(group for group in groups if group["use_muon"])
+        written.append((of_muon["momentum"], of_muon["weight_decay"]))
         training.run_step(engine, number, rank, world_size, 1)
     return {"params": training.full_masters(engine), "written": written}
 

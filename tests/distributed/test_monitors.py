@@ -40,11 +40,8 @@ def test_tensorboard_shows_every_sample(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    result = run_ranks(
-        train_with,
-        2,
-        {"section": "tensorboard", "settings": {"output_path": str(tmp_path), "job_name": "run"}},
-    )[0]
+    settings = {"output_path": str(tmp_path), "job_name": "run"}
+    result = run_ranks(train_with, 2, {"section": "tensorboard", "settings": settings})[0]
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     tags = events.Tags()["scalars"]
@@ -66,12 +63,9 @@ def test_tensorboard_shows_every_sample(tmp_path: Path) -> None:
 def test_wandb_offline_holds_the_last_sample(tmp_path: Path) -> None:
     """Rank 0 alone logs; the run's summary has the numbers of the report, and the run lies in a folder of its own."""
     pytest.importorskip("wandb")
-    results = run_ranks(
-        train_with,
-        2,
-        {"section": "wandb", "settings": {"project": "muon-test"}},
-        env={"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"},
-    )
+    arguments = {"section": "wandb", "settings": {"project": "muon-test"}}
+    variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    results = run_ranks(train_with, 2, arguments, env=variables)
     assert set(results[0]["logged"]) == EVENTS and results[1]["logged"] == {}
     for name, value in results[0]["logged"].items():
         assert value == pytest.approx(results[0]["report"][name]), name

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero import stage_1_and_2
@@ -20,60 +19,56 @@ from tests.support.models import build
 from tests.support.thinning import full
 from tests.support.training import try_to_start
 
-CPU = {"offload_optimizer": {"device": "cpu"}}
+CPU = training.OFFLOAD
 
 
 def offloaded(
-    rank: int, world_size: int, *, stage: int, params: dict[str, Any] | None = None, **settings: Any
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    zero: dict[str, Any],
+    device_sub_groups: int = 0,
+    client: bool = False,
 ) -> dict[str, Any]:
     """Train, with or without offload, and report what ran and where the state lies."""
-    device_sub_groups = settings.pop("device_sub_groups", 0)
-    client = settings.pop("client", False)
-    config = training.ds_config(stage, clipping=0.5, params=params, **settings)
+    config = training.ds_config(stage, clipping=0.5, zero=zero)
+    model = build("toy")
+    optimizer = None
     if client:
-        del config["optimizer"]
-        model = build("toy")
-        optimizer = deepspeed_muon.Muon(model, **training.MUON_PARAMS)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    else:
-        engine = training.make_engine(config)
+        optimizer = deepspeed_muon.Muon(model, **config.pop("optimizer")["params"])
+    engine = training.initialize(model, config, optimizer=optimizer)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     for number in range(device_sub_groups):
         # On a CPU "cpu" is also the name of the device; so the way of a GPU's sub-groups is taken by another name.
         engine.optimizer.subgroup_to_device[number] = "device"
     norms = training.train_steps(engine, STEPS, rank, world_size)
+    values = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "params": training.full_masters(engine),
         "momentum": training.full_states(engine, "momentum_buffer"),
         "norms": norms,
         "kernels": sorted({entry["kernel"] for entry in optimizer.adam_report() if entry["calls"]}),
         "reasons": sorted({entry["reason"] for entry in optimizer.adam_report()}),
-        "devices": sorted(
-            {
-                str(value.device)
-                for own in optimizer.state.values()
-                for value in own.values()
-                if torch.is_tensor(value)
-            }
-        ),
+        "devices": sorted({str(value.device) for value in values if torch.is_tensor(value)}),
         "group_keys": sorted({key for group in optimizer.param_groups for key in group}),
         "sub_groups": len(getattr(engine.optimizer, "fp16_groups", [])),
     }
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero", "params", "kernel"),
+    ("stage", "zero", "client", "kernel"),
     [
-        (1, CPU, {}, "deepspeed_cpu_adam"),
-        (2, CPU, {}, "deepspeed_cpu_adam"),
-        (3, CPU, {}, "deepspeed_cpu_adam"),
-        (3, {}, {}, "torch_fused"),
+        *((stage, CPU, False, "deepspeed_cpu_adam") for stage in (1, 2, 3)),
+        # Ours brings the native Adam along, so ``zero_force_ds_cpu_optimizer: false`` need not be set.
+        *((stage, CPU, True, "deepspeed_cpu_adam") for stage in (2, 3)),
+        (3, {}, False, "torch_fused"),
     ],
 )
 def test_the_native_adam_runs_where_state_is_offloaded(
-    ranks: Any, stage: int, zero: dict[str, Any], params: dict[str, Any], kernel: str
+    ranks: Any, stage: int, zero: dict[str, Any], client: bool, kernel: str
 ) -> None:
-    for result in (results := ranks(2).run(offloaded, stage=stage, zero=zero, params=params)):
+    for result in (results := ranks(2).run(offloaded, stage=stage, zero=zero, client=client)):
         assert result["kernels"] == [kernel], result["reasons"]
         assert result["devices"] == ["cpu"]
     compare(results, "toy", 2, 0.5)
@@ -90,13 +85,11 @@ def test_twin_flow_matches_the_reference(ranks: Any) -> None:
         assert results[0]["sub_groups"] > 2
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_client_optimizer_can_be_offloaded(ranks: Any, stage: int) -> None:
-    """Ours brings the native Adam along, so ``zero_force_ds_cpu_optimizer: false`` need not be set."""
-    compare(ranks(2).run(offloaded, stage=stage, zero=CPU, client=True), "toy", 2, 0.5)
-
-
 HALF = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+
+NVME = {"device": "nvme", "nvme_path": "/tmp"}
+WORKS = "device cpu works"
 
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
@@ -106,36 +99,23 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
-            ["super_offload", "device cpu works"],
-        ),
-        (
-            zero(2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}),
-            ["zenflow", "device cpu works"],
-        ),
-        (zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), ["nvme", "Use stage 3"]),
-        (
-            zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp", "ratio": 0.5}),
-            ["ratio", "Remove ratio"],
-        ),
+        (zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), ["super_offload", WORKS]),
+        (zero(2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}), ["zenflow", WORKS]),
+        (zero(2, offload_optimizer=NVME), ["nvme", "Use stage 3"]),
+        (zero(3, offload_optimizer={**NVME, "ratio": 0.5}), ["ratio", "Remove ratio"]),
         ({**zero(2), "bf16": HALF}, ["bf16_optimizer_states", "offload_optimizer"]),
         (
             {**zero(2), "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
             ["offload_optimizer"],
         ),
         (
-            {
-                **zero(1),
-                "bf16": {**HALF, "bf16_optimizer_states": True},
-                "data_types": {"grad_accum_dtype": "fp32"},
-            },
+            {**zero(1), "bf16": {**HALF, "bf16_optimizer_states": True}, **training.FP32_SUMS},
             ["BF16_Optimizer", "stage 2"],
         ),
     ],
 )
 def test_refused(ranks: Any, change: dict[str, Any], said: list[str]) -> None:
-    for text in ranks(2).run(try_to_start, stage=1, on_last_rank={}, common=change):
+    for text in ranks(2).run(try_to_start, stage=1, common=change):
         assert text.startswith("ConfigError: ") and all(words in text for words in said), text
 
 
@@ -197,11 +177,8 @@ def moved_away(
 @pytest.mark.parametrize(
     ("stage", "precision", "momentum"),
     [
-        full(1, "bf16", None),
-        full(2, "bf16", None),
-        full(2, "fp32", None),
-        full(3, "fp32", None),
-        full(3, "bf16", None),
+        *(full(stage, "bf16", None) for stage in (1, 2, 3)),
+        *(full(stage, "fp32", None) for stage in (2, 3)),
         full(2, "bf16", "bf16"),
         (3, "bf16", "bf16"),
         (2, "bf16", "int8"),

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed_muon
+from deepspeed_muon.checkpoint import consolidate, restore
 from tests.support import training
-from tests.support.contract import compare
+from tests.support.contract import compare, params_of
 from tests.support.models import MATRICES, VOCAB
 from tests.support.pipelines import MICRO_BATCHES, Embed, loss, make_pipeline, run_step, train
 from tests.support.thinning import full
@@ -33,19 +34,10 @@ def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "stages", "world", "zero"),
     [
-        ("toy", 2, 4, 0),
-        ("tied", 2, 4, 1),
-        ("toy", 3, 3, 1),
-        *(
-            full(*case)
-            for case in (
-                ("toy", 2, 2, 1),
-                ("toy", 2, 4, 1),
-                ("tied", 2, 2, 0),
-                ("toy", 3, 3, 0),
-                ("toy", 3, 6, 1),
-            )
-        ),
+        *(("toy", 2, 4, 0), ("tied", 2, 4, 1), ("toy", 3, 3, 1)),
+        *(full("toy", 2, world, 1) for world in (2, 4)),
+        *(full("toy", 3, *case) for case in ((3, 0), (6, 1))),
+        full("tied", 2, 2, 0),
     ],
 )
 def test_pipeline_matches_the_reference(ranks: Any, kind: str, stages: int, world: int, zero: int) -> None:
@@ -100,25 +92,20 @@ def test_other_pipelines_are_refused(ranks: Any) -> None:
 
 def test_patterns_see_all_stages(ranks: Any) -> None:
     """A pattern may match on another stage only; one that matches on none is an error on every rank."""
-    for result in merged(
-        ranks(2).run(train, kind="toy", stages=2, zero=1, params={"exclude": ["1.up.weight"]})
-    ):
+    arguments = {"kind": "toy", "stages": 2, "zero": 1}
+    for result in merged(ranks(2).run(train, params={"exclude": ["1.up.weight"]}, **arguments)):
         assert result["routes"]["blocks.0.up.weight"] == "exclude pattern '1.up.weight'"
-    params = {"exclude": ["9.up.weight"]}
-    for result in ranks(2).run(train, kind="toy", stages=2, zero=1, params=params):
+    for result in ranks(2).run(train, params={"exclude": ["9.up.weight"]}, **arguments):
         assert result["error"].startswith("RoutingError"), result
 
 
 def resumed(rank: int, world_size: int, *, folder: str, how: str, rest: bool) -> dict[str, Any]:
     """Train three steps and save after two, or load that and train the third."""
-    from deepspeed_muon.checkpoint import consolidate, restore
-
     pipeline, _ = make_pipeline("tied", 2)
     config = training.ds_config(1, accumulation=MICRO_BATCHES, clipping=0.5)
     engine = training.initialize(pipeline, config)
     if rest and how == "deepspeed":
-        path, _ = engine.load_checkpoint(folder)
-        assert path is not None
+        assert engine.load_checkpoint(folder)[0] is not None
     elif rest:
         restore(engine, folder)
     for step in range(2 if rest else 0, 3):
@@ -172,7 +159,7 @@ def test_an_infinity_of_one_stage_is_known_to_all(ranks: Any, mode: str) -> None
 
 def from_zeros(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     """Train hyperball from a matrix of zeros on the first stage: saved weights loaded before, or not."""
-    params = {"variant": "hyperball", "muon_weight_decay": 0.0}
+    params = params_of("hyperball")
     found: dict[str, Any] = {}
     for what in ("saved", "loaded", "refused"):
         pipeline, names = make_pipeline("toy", 2)
@@ -209,11 +196,7 @@ def frozen_embedding(rank: int, world_size: int) -> list[str]:
     for layer in pipeline.forward_funcs:
         if isinstance(layer, Embed):
             layer.weight.requires_grad_(False)
-    engine, *_ = deepspeed.initialize(
-        model=pipeline,
-        model_parameters=list(pipeline.parameters()),
-        config=training.ds_config(0, accumulation=MICRO_BATCHES, clipping=0.5),
-    )
+    engine = training.initialize(pipeline, training.ds_config(0, accumulation=MICRO_BATCHES, clipping=0.5))
     for step in range(2):
         run_step(engine, step, 1)
     return [route.algorithm for route in deepspeed_muon.routes(engine)]

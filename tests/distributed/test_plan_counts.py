@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_muon.variants import VARIANTS
+from tests.support.contract import params_of
 from tests.support.counting import count_a_step, counted
 from tests.support.host_waits import count_waits
 from tests.support.thinning import full, pairwise, usual
+from tests.support.training import FP32_SUMS
 
 
 def assert_as_predicted(result: dict[str, Any], *keys: str) -> None:
@@ -37,16 +39,19 @@ def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
         assert really == pytest.approx(predicted, rel=0.02), result
 
 
+HEADS = {"matrices": {"*": {"heads": "config"}}}
+
+
 @pytest.mark.parametrize(
     ("stage", "world", "kind", "params"),
     [
         (0, 2, "mixed", {}),
         full(1, 4, "mixed", {}),
-        full(2, 3, "heads", {"matrices": {"*": {"heads": "config"}}}),
+        full(2, 3, "heads", HEADS),
         full(3, 2, "mixed", {}),
-        (3, 4, "heads", {"matrices": {"*": {"heads": "config"}}}),
+        (3, 4, "heads", HEADS),
         (2, 4, "mixed", {"variant": "normuon"}),
-        (3, 3, "heads", {"variant": "normuon", "matrices": {"*": {"heads": "config"}}}),
+        (3, 3, "heads", {"variant": "normuon", **HEADS}),
     ],
 )
 def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params: dict[str, Any]) -> None:
@@ -97,28 +102,20 @@ def test_collectives_are_counted_by_any_name(ranks: Any) -> None:
 
 
 STAGES_AND_DTYPES = [
-    (3, "bf16"),
-    (3, "fp16"),
-    (2, "fp16"),
-    (1, "fp16"),
-    (1, "bf16"),
-    (0, "bf16"),
-    (0, "fp32"),
+    *((3, "bf16"), (3, "fp16"), (2, "fp16"), (1, "fp16"), (1, "bf16"), (1, "bf16, fp32 sums")),
+    *((0, "bf16"), (0, "fp32")),
 ]
-CASES = [(*case, variant) for case in STAGES_AND_DTYPES for variant in VARIANTS]
+CASES = [
+    (*case, variant, clip)
+    for case, variant, clip in product(STAGES_AND_DTYPES, VARIANTS, ("all", "separate"))
+]
 
 
-def waiting_settings(variant: str, stage: int, dtype: str) -> dict[str, Any]:
-    """Return the arguments with which the waits of a variant are counted."""
-    params: dict[str, Any] = {"ns_backend": "torch", "variant": variant, "health": 1000}
-    if variant == "hyperball":
-        params["muon_weight_decay"] = 0.0
-    return {"stage": stage, "clipping": 1.0, "precision": dtype, "params": params}
-
-
-@pytest.mark.parametrize(("stage", "dtype", "variant"), pairwise(CASES))
-def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
-    """Status of all gradients, overflow and norm are read at once; what DeepSpeed itself waits for counts apart."""
-    for counts in ranks(2).run(count_waits, **waiting_settings(variant, stage, dtype)):
+@pytest.mark.parametrize(("stage", "dtype", "variant", "clip"), pairwise(CASES))
+def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str, clip: str) -> None:
+    """Status, overflow, norm and those by algorithm are read at once; what DeepSpeed itself waits for counts apart."""
+    params = {**params_of(variant), "ns_backend": "torch", "health": 1000, "clip": clip}
+    settings = {"precision": dtype.partition(",")[0], "extra": FP32_SUMS if "sums" in dtype else {}}
+    for counts in ranks(2).run(count_waits, stage=stage, clipping=0.2, params=params, **settings):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts

@@ -30,8 +30,7 @@ from tests.support.models import MATRICES, build
 from tests.support.oracle import Cuts, Oracle, cuts_in, matrices_of, stored_in_8_bits
 from tests.support.rounding import BF16_MODEL, FP16_MODEL, HALF_MODEL, Arithmetic, limits
 from tests.support.thinning import full, pairwise
-
-CPU = {"offload_optimizer": {"device": "cpu"}}
+from tests.support.training import FP32_SUMS, OFFLOAD
 
 # What is left of a tensor that is kept in a dtype.
 STORED_AS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,6 +54,12 @@ def rounding_reference(
     )
     start, end, _ = train_reference(build("toy"), oracle, micro_batches)
     return start, end, {name: oracle.state[name, "momentum_buffer"] for name in MATRICES["toy"]}
+
+
+def dtypes_of(optimizer: Any) -> list[str]:
+    """Return the keys of the state with their dtypes."""
+    entries = {(k, v) for state in optimizer.state.values() for k, v in state.items() if torch.is_tensor(v)}
+    return sorted({f"{key} {value.dtype}".replace("torch.", "") for key, value in entries})
 
 
 def run(rank: int, world_size: int, *, stage: int, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
@@ -87,15 +92,7 @@ def run(rank: int, world_size: int, *, stage: int, steps: int = STEPS, **setting
         "scales": scales,
         "unchanged": unchanged,
         "masters": sorted(map(str, masters)),
-        "dtypes": sorted(
-            f"{key} {value.dtype}".replace("torch.", "")
-            for key, value in {
-                key: value
-                for own in optimizer.state.values()
-                for key, value in own.items()
-                if torch.is_tensor(value)
-            }.items()
-        ),
+        "dtypes": dtypes_of(optimizer),
         "cuts": training.cuts_of(engine),
         "kernels": sorted({entry["kernel"] for entry in optimizer.adam_report() if entry["calls"]}),
     }
@@ -106,15 +103,7 @@ def check_close(result: dict[str, Any], arithmetic: Arithmetic, variant: str = "
     compare_matrices([result], "toy", 2, 0.5, arithmetic, variant=variant)
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero"),
-    [
-        (0, {}),
-        (1, {}),
-        (2, CPU),
-        (3, {"sub_group_size": 200}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, OFFLOAD), (3, {"sub_group_size": 200})])
 def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, zero: dict[str, Any]) -> None:
     result = ranks(2).run(run, stage=stage, zero=zero, params={"momentum_dtype": "bf16"})[0]
     assert "momentum_buffer bfloat16" in result["dtypes"] and "exp_avg float32" in result["dtypes"]
@@ -127,9 +116,9 @@ def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, ze
     allowed = limits(reference, "toy", 2, 0.5).paths
     all_within({name: errors[name] for name in others}, allowed, "path of")
     within(errors[worst], 1e-2, f"path of {worst}")
-    for name, expected in momentum.items():
-        error = float((result["momentum"][name] - expected).norm() / expected.norm())
-        within(error, 2**-8, f"momentum of {name}")
+    all_within(
+        {name: relative(result["momentum"][name], momentum[name]) for name in momentum}, 2**-8, "momentum of"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,12 +126,12 @@ def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, ze
     [
         (0, 2, {}),
         (1, 3, {}),
-        (2, 2, {"zero": CPU}),
+        (2, 2, {"zero": OFFLOAD}),
         (3, 4, {"zero": {"sub_group_size": 200}}),
         (1, 2, {"params": {"exchange_overlap": True, "exchange_chunk_numel": 256}}),
         (3, 3, {"params": {"ns_backend": "torch"}}),
         (2, 2, {"accumulation": 2}),
-        full(3, 2, {"accumulation": 2, "zero": CPU}),
+        full(3, 2, {"accumulation": 2, "zero": OFFLOAD}),
     ],
 )
 def test_int8_momentum_matches_the_rounding_reference(
@@ -152,17 +141,18 @@ def test_int8_momentum_matches_the_rounding_reference(
     params = {"momentum_dtype": "int8", **settings.get("params", {})}
     result = ranks(world).run(run, stage=stage, **{**settings, "params": params})[0]
     assert {"momentum_buffer int8", "momentum_scale float32", "exp_avg float32"} <= {*result["dtypes"]}
-    start, end, momentum = rounding_reference(
-        world * settings.get("accumulation", 1), 0.5, "int8", cuts_in(result)
-    )
+    micro_batches = world * settings.get("accumulation", 1)
+    start, end, momentum = rounding_reference(micro_batches, 0.5, "int8", cuts_in(result))
     errors = {name: relative(result["params"][name], end[name], start[name]) for name in MATRICES["toy"]}
     # A scale of fp32 and one of float64 (1e-7 apart) are cut to different 17 bits in one of a hundred blocks, and a
     # matrix is off by 2^-16 then. Codes differ, by 1/127 of one element, where the values lie on two sides of a tie.
     within(sorted(errors.values())[-3], 1e-4, "all paths but two")
     within(max(errors.values()), 3e-2, "path")
-    for name, expected in momentum.items():
-        error = float((result["momentum"][name] - expected).norm() / expected.norm())
-        within(error, 1 / 127, f"momentum of {name}")
+    all_within(
+        {name: relative(result["momentum"][name], momentum[name]) for name in momentum},
+        1 / 127,
+        "momentum of",
+    )
 
 
 def resumed(
@@ -187,13 +177,10 @@ def resumed(
     report = training.outcome(engine)
     kept = (own["momentum_buffer"] for own in optimizer.state.values() if "momentum_buffer" in own)
     report["kept"] = {str(number): each for number, each in enumerate(kept)}
-    report["dtypes"] = sorted(
-        {f"{k} {v.dtype}" for own in optimizer.state.values() for k, v in own.items() if torch.is_tensor(v)}
-    )
+    report["dtypes"] = dtypes_of(optimizer)
     return report
 
 
-FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}  # stage 1 in bf16 is BF16_Optimizer then
 MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
 HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
@@ -202,13 +189,13 @@ HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_s
     ("stage", "settings"),
     [
         full(1, {"params": {"momentum_dtype": "bf16"}}),
-        full(2, {"params": {"momentum_dtype": "bf16"}, "zero": CPU, "precision": "bf16"}),
+        full(2, {"params": {"momentum_dtype": "bf16"}, "zero": OFFLOAD, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "bf16"}, "zero": {"sub_group_size": 200}}),
         full(1, {"params": {"momentum_dtype": "int8"}}),
-        (1, {"params": {"momentum_dtype": "int8"}, "precision": "bf16", "extra": FP32_GRADIENTS}),
-        (2, {"params": {"momentum_dtype": "int8"}, "zero": CPU, "precision": "bf16"}),
+        (1, {"params": {"momentum_dtype": "int8"}, "precision": "bf16", "extra": FP32_SUMS}),
+        (2, {"params": {"momentum_dtype": "int8"}, "zero": OFFLOAD, "precision": "bf16"}),
         (3, {"params": {"momentum_dtype": "int8"}, "zero": {"sub_group_size": 200}}),
-        full(2, {"precision": "bf16", "zero": CPU, "extra": MASTERS}),
+        full(2, {"precision": "bf16", "zero": OFFLOAD, "extra": MASTERS}),
         (3, {"precision": "bf16", "extra": HALF_STATES}),
     ],
 )
@@ -227,8 +214,8 @@ MOMENTUM = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 # bf16 masters with fp32 state need offload.
 STORED: dict[str, dict[str, Any]] = {
-    "bf16 masters offloaded": {"zero": CPU, "extra": MASTERS},
-    "all bf16 offloaded": {"zero": CPU, "extra": HALF_STATES},
+    "bf16 masters offloaded": {"zero": OFFLOAD, "extra": MASTERS},
+    "all bf16 offloaded": {"zero": OFFLOAD, "extra": HALF_STATES},
     "all bf16": {"extra": HALF_STATES},
     "fp32 masters": {},
 }
@@ -309,7 +296,7 @@ def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:
 @pytest.mark.parametrize("stage", [full(2), 3])
 def test_fp16_masters(ranks: Any, stage: int) -> None:
     extra = {"fp16": {"fp16_master_weights_and_grads": True}}
-    result = ranks(2).run(run, stage=stage, precision="fp16", zero=CPU, extra=extra)[0]
+    result = ranks(2).run(run, stage=stage, precision="fp16", zero=OFFLOAD, extra=extra)[0]
     assert result["masters"] == ["torch.float16"]
     check_close(result, replace(FP16_MODEL, masters=torch.float16))
 
@@ -322,14 +309,13 @@ def test_a_growing_loss_scale_changes_nothing(ranks: Any, stage: int) -> None:
     assert result["scales"] == sorted(set(result["scales"])), "it grew in every step"
     check_close(result, FP16_MODEL)
     _, _, _, momentum = reference("toy", 2, 0.5)
-    for name, expected in momentum.items():
-        # Half the gradient in one of the steps would be 0.1 and more; fp16 weights put gradients off by 2^-10 or so.
-        within(
-            float((result["momentum"][name] - expected).norm() / expected.norm()), 2e-2, f"momentum of {name}"
-        )
+    # Half the gradient in one of the steps would be 0.1 and more; fp16 weights put gradients off by 2^-10 or so.
+    all_within(
+        {name: relative(result["momentum"][name], momentum[name]) for name in momentum}, 2e-2, "momentum of"
+    )
 
 
-@pytest.mark.parametrize("stage", [full(stage) for stage in (0, 1)] + [3])
+@pytest.mark.parametrize("stage", [full(0), full(1), 3])
 def test_static_loss_scale(ranks: Any, stage: int) -> None:
     result = ranks(2).run(run, stage=stage, precision="fp16", extra={"fp16": {"loss_scale": 128}})[0]
     check_close(result, FP16_MODEL)
@@ -339,24 +325,15 @@ AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def autocast(dtype: str) -> dict[str, Any]:
-    return {
-        "torch_autocast": {
-            "enabled": True,
-            "dtype": dtype,
-            "lower_precision_safe_modules": ["tests.support.models.Linear"],
-        }
-    }
+    modules = ["tests.support.models.Linear"]
+    return {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": modules}}
 
 
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
-        (0, "float16"),
-        (1, "float16"),
-        (2, "bfloat16"),
-        (3, "float16"),
-        *(full(*case) for case in [(0, "bfloat16"), (1, "bfloat16"), (2, "float16")]),
-        full(3, "bfloat16"),
+        *((0, "float16"), (1, "float16"), (2, "bfloat16"), (3, "float16")),
+        *(full(*case) for case in [(0, "bfloat16"), (1, "bfloat16"), (2, "float16"), (3, "bfloat16")]),
     ],
 )
 def test_torch_autocast(ranks: Any, stage: int, dtype: str) -> None:

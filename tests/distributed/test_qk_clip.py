@@ -29,23 +29,21 @@ STEPS = 3
 def clip_reference(kind: str, model: Any, largest: list[float]) -> None:
     """Scale the rows of a float64 model by the oracle."""
     params = dict(model.named_parameters())
-    settings = {"threshold": THRESHOLD, "alpha": CLIP["alpha"]}
-    with torch.no_grad():
-        if kind == "latent":
-            q, kv = params["attn.q_b_proj.weight"], params["attn.kv_b_proj.weight"]
-            new = reference_clip_latent(q, kv, largest, nope=NOPE, rope=ROPE, **settings)
-            q.copy_(new[0]), kv.copy_(new[1])
-        elif kind == "grouped":
-            q, k = params["attn.q_proj.weight"], params["attn.k_proj.weight"]
-            new = reference_clip(q, k, largest, key_heads=KEY_HEADS, **settings)
-            q.copy_(new[0]), k.copy_(new[1])
+    if kind == "latent":
+        pairs = [(params["attn.q_b_proj.weight"], params["attn.kv_b_proj.weight"])]
+        clip = functools.partial(reference_clip_latent, nope=NOPE, rope=ROPE, **CLIP)
+    else:
+        if kind == "grouped":
+            pairs = [(params["attn.q_proj.weight"], params["attn.k_proj.weight"])]
         else:
-            for part in ("weight", "bias"):
-                whole = params[f"attn.qkv.{part}"]
-                rows = whole.view(len(whole), -1)
-                q, k = rows[: HEADS * WIDTH], rows[HEADS * WIDTH : (HEADS + KEY_HEADS) * WIDTH]
-                new = reference_clip(q, k, largest, key_heads=KEY_HEADS, **settings)
-                q.copy_(new[0]), k.copy_(new[1])
+            sizes = (HEADS * WIDTH, KEY_HEADS * WIDTH, KEY_HEADS * WIDTH)
+            fused = (_rows(params[f"attn.qkv.{part}"].detach()) for part in ("weight", "bias"))
+            pairs = [rows.split(sizes)[:2] for rows in fused]
+        clip = functools.partial(reference_clip, key_heads=KEY_HEADS, **CLIP)
+    with torch.no_grad():
+        for query, key in pairs:
+            for rows, clipped_rows in zip((query, key), clip(query, key, largest), strict=True):
+                rows.copy_(clipped_rows)
 
 
 @functools.lru_cache(maxsize=32)
@@ -96,7 +94,6 @@ def clipped(
     return {
         "before": before,
         "params": training.full_masters(engine),
-        "momentum": training.full_states(engine, "momentum_buffer"),
         "forward": seen,
         "largest": history,
         "clipped": numbers,
@@ -141,7 +138,7 @@ def compare(results: list[dict[str, Any]], kind: str, micro_batches: int, exclud
     "settings",
     [
         {"stage": 3, "zero": {"sub_group_size": 150}},
-        {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+        {"stage": 2, "zero": training.OFFLOAD},
         {"stage": 1, "zero": {"round_robin_gradients": True}},
     ],
     ids=["sub-groups", "offload", "round-robin"],
@@ -152,34 +149,29 @@ def test_clip_under_other_settings(ranks: Any, settings: dict[str, Any]) -> None
 
 def test_rows_of_parameters_that_are_adams(ranks: Any) -> None:
     params = {"exclude": ["attn.qkv.weight"]}
-    compare(
-        ranks(2).run(clipped, kind="fused_attention", stage=3, params=params),
-        "fused_attention",
-        2,
-        excluded=True,
-    )
+    results = ranks(2).run(clipped, kind="fused_attention", stage=3, params=params)
+    compare(results, "fused_attention", 2, excluded=True)
 
 
 @pytest.mark.parametrize(("world", "stage", "kind"), [(2, 1, "grouped"), full(4, 3, "fused_attention")])
 def test_heads_of_tensor_parallel_ranks(ranks: Any, world: int, stage: int, kind: str) -> None:
     """Each of two tensor-parallel ranks has half of the heads; all report those of both."""
-    results = ranks(world).run(
-        tensor_parallel.train,
-        style="sliced",
-        kind=kind,
-        tensor_size=2,
-        stage=stage,
-        steps=STEPS,
-        params={"qk_clip": CLIP},
-    )
+    arguments = {
+        "style": "sliced",
+        "kind": kind,
+        "tensor_size": 2,
+        "stage": stage,
+        "params": {"qk_clip": CLIP},
+    }
+    results = ranks(world).run(tensor_parallel.train, steps=STEPS, **arguments)
     compare(results, kind, world // 2)
 
 
 FROZEN = {"muon_lr": 0.0, "adam_lr": 0.0, "weight_decay": 0.0, "wire_dtype": "auto"}
 WRAPPERS = {
     "stage0": {"stage": 0},
-    "stage1-fp32-accumulation": {"stage": 1, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}},
-    "stage2-offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage1-fp32-accumulation": {"stage": 1, "extra": training.FP32_SUMS},
+    "stage2-offload": {"stage": 2, "zero": training.OFFLOAD},
     "stage3": {"stage": 3},
 }
 
@@ -221,12 +213,7 @@ def test_a_step_that_overflows_clips_nothing(ranks: Any, stage: int) -> None:
 
 
 def hugging_face_model(kind: str) -> Any:
-    from transformers import (
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     common: dict[str, Any] = {
         "vocab_size": 29,
@@ -330,17 +317,14 @@ def test_hugging_face_models(ranks: Any, kind: str, stage: int, attention: str) 
         settings = {"threshold": 1.0, "alpha": 0.5}
         if kind == "llama":
             names = [(f"{prefix}q_proj.{part}", f"{prefix}k_proj.{part}") for part in ("weight", "bias")]
-            pairs = [
-                (q, k, reference_clip(_rows(before[q]), _rows(before[k]), largest, key_heads=2, **settings))
-                for q, k in names
-            ]
+            clip = functools.partial(reference_clip, key_heads=2, **settings)
         else:
-            q, k = f"{prefix}q_b_proj.weight", f"{prefix}kv_b_proj.weight"
-            new = reference_clip_latent(before[q], before[k], largest, nope=NOPE, rope=ROPE, **settings)
-            pairs = [(q, k, new)]
-        for q, k, (new_q, new_k) in pairs:
-            close(_rows(after.pop(q)), new_q, rtol=2e-5, atol=1e-7)
-            close(_rows(after.pop(k)), new_k, rtol=2e-5, atol=1e-7)
+            names = [(f"{prefix}q_b_proj.weight", f"{prefix}kv_b_proj.weight")]
+            clip = functools.partial(reference_clip_latent, nope=NOPE, rope=ROPE, **settings)
+        for pair in names:
+            expected = clip(*(_rows(before[name]) for name in pair), largest)
+            for name, rows in zip(pair, expected, strict=True):
+                close(_rows(after.pop(name)), rows, rtol=2e-5, atol=1e-7)
     for name, weight in after.items():
         assert torch.equal(weight, before[name]), name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed_muon
-from deepspeed_muon.logs import logger
 from tests.support import training
+from tests.support.comparisons import relative, within
 from tests.support.models import Toy, batch
 from tests.support.thinning import full, usual
+from tests.support.training import FP32_SUMS, OFFLOAD
 
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
     "0-bf16": {"stage": 0, "precision": "bf16"},
@@ -112,24 +110,19 @@ def test_gradients_are_added_up(ranks: Any, setting: str, manner: str) -> None:
         pytest.skip("DeepSpeed's buffer of fp32 sums keeps what zero_grad should forget")
     trained = ranks(2).run(train, setting=setting, manner=manner)[0]
     norms, params, start = expected(manner)
-    if (
-        "bf16" in setting
-    ):  # rounded to 8 bits all along; without one of the losses the norm is lower by a third
+    if "bf16" in setting:
+        # Rounded to 8 bits all along; without one of the losses the norm is lower by a third.
         assert trained["norms"] == pytest.approx(norms, rel=0.05)
         return
     assert trained["norms"] == pytest.approx(norms, rel=1e-5)
     for name, value in params.items():
         # fp32 gradients and updates against float64's, relative to the update of two steps.
-        error = (trained["params"][name] - value).norm() / (value - start[name]).norm()
-        assert error < 1e-4, (name, float(error))
+        within(relative(trained["params"][name], value, start[name]), 1e-4, f"path of {name}")
 
 
 def zero_grad_between(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     """Call ``zero_grad`` between two micro-steps, in two steps; return the norm of a step and the warnings."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    messages = training.heard()
     engine = training.initialize(TwoLosses(), training.ds_config(stage, accumulation=2, clipping=0.5))
     for micro in range(4):
         engine.backward(engine(*batch(0, rank))[micro % 2])
@@ -138,7 +131,6 @@ def zero_grad_between(rank: int, world_size: int, *, stage: int) -> dict[str, An
             engine.optimizer.zero_grad()
         if micro == 1:
             norm = training.norm_of(engine)
-    logger.removeHandler(handler)
     return {"norm": norm, "said": sum("zero_grad" in message for message in messages)}
 
 

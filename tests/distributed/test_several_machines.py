@@ -52,11 +52,8 @@ def test_the_documented_line_trains_on_two_hosts(start: str, tmp_path: Path) -> 
             variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
             words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
             words[0] = str(Path(sys.executable).parent / words[0])
-            for option, value in {
-                "--node_rank": str(host),
-                "--nproc_per_node": "1",
-                "--master_port": PORT,
-            }.items():
+            options = {"--node_rank": str(host), "--nproc_per_node": "1", "--master_port": PORT}
+            for option, value in options.items():
                 if option in words:
                     words[words.index(option) + 1] = value
             if "--rdzv_endpoint" in words:
@@ -72,14 +69,10 @@ def test_the_documented_line_trains_on_two_hosts(start: str, tmp_path: Path) -> 
                 "GLOO_SOCKET_IFNAME": DEVICE,
                 "TP_SOCKET_IFNAME": DEVICE,
             }
+            command, pipe = [*network.prefix(host), *words], subprocess.PIPE
             runs.append(
                 subprocess.Popen(
-                    [*network.prefix(host), *words],
-                    cwd=tmp_path,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
+                    command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
                 )
             )
         try:

@@ -26,20 +26,13 @@ WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
         (2, 4, {"round_robin_gradients": True}),
         pytest.param(3, 2, {"sub_group_size": 400}, marks=pytest.mark.compat),
         full(3, 4, {}),
-        full(1, 2, {"offload_optimizer": {"device": "cpu"}}),
+        full(1, 2, training.OFFLOAD),
     ],
 )
 def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, zero: dict[str, Any]) -> None:
     """Parts of rows and of columns, heads inside them, experts stored either way round."""
-    results = ranks(world).run(
-        training.train,
-        stage=stage,
-        kind="fused",
-        zero=zero,
-        clipping=0.5,
-        params=FUSED_PARAMS,
-        zero_init=stage == 3,
-    )
+    arguments = {"stage": stage, "zero": zero, "zero_init": stage == 3, "clipping": 0.5}
+    results = ranks(world).run(training.train, kind="fused", params=FUSED_PARAMS, **arguments)
     compare(results, "fused", world, 0.5)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["fused"])
     for result in results:  # kernels are chosen before the first step, for what runs and for nothing else
@@ -50,14 +43,8 @@ def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, z
 
 def test_bf16_optimizer_splits_too(ranks: Any) -> None:
     """BF16_Optimizer, which DeepSpeed's own per_head_muon passes by. The bound is argued in test_variants."""
-    results = ranks(2).run(
-        training.train,
-        stage=1,
-        kind="fused",
-        precision="bf16",
-        params=FUSED_PARAMS,
-        extra={"data_types": {"grad_accum_dtype": "fp32"}},
-    )
+    arguments = {"stage": 1, "precision": "bf16", "extra": training.FP32_SUMS}
+    results = ranks(2).run(training.train, kind="fused", params=FUSED_PARAMS, **arguments)
     compare_matrices(results, "fused", 2, 0.0, BF16_MODEL)
 
 

@@ -36,17 +36,6 @@ print(f"RESULT {kind.__module__}.{kind.__name__} {engine.basic_optimizer.param_g
 def test_script_that_cannot_be_edited(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = run_command(
-        [
-            "deepspeed",
-            "--num_accelerators",
-            "1",
-            "--master_port",
-            str(free_port()),
-            str(script),
-            "--rate",
-            "0.03",
-        ],
-        env={"DEEPSPEED_MUON": "1"},
-    )
+    launcher = ["deepspeed", "--num_accelerators", "1", "--master_port", str(free_port())]
+    done = run_command([*launcher, str(script), "--rate", "0.03"], env={"DEEPSPEED_MUON": "1"})
     assert "RESULT deepspeed_muon.optimizer.Muon 0.03" in done.stdout, done.stdout

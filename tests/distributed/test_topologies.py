@@ -29,13 +29,13 @@ CORE: dict[str, Any] = {
     "experts over 4 to 2": [pytest.mark.compat],
 }
 # The universal format, for which the loader must be one of ZeRO's, and the keys of the configuration.
-UNIVERSAL = {
-    "tensor 2 to data 3": CHANGES["tensor 2 to data 3"],
-    "data 3 to tensor 2": CHANGES["data 3 to tensor 2"],
-    "experts over 2 to 1": CHANGES["experts over 2 to 1"],
-    "experts over 1 to 4": CHANGES["experts over 1 to 4"],
-    "2 stages to 3": CHANGES["2 stages to 3"],
-}
+UNIVERSAL = [
+    "tensor 2 to data 3",
+    "data 3 to tensor 2",
+    "experts over 2 to 1",
+    "experts over 1 to 4",
+    "2 stages to 3",
+]
 
 
 # Ranks that share a matrix add in another order, and the iteration enlarges that in the directions of small singular
@@ -82,13 +82,12 @@ def test_the_same_bits_at_another_topology(
 
 @pytest.mark.parametrize("change", usual(UNIVERSAL, {"experts over 1 to 4"}))
 def test_universal_checkpoints(ranks: Any, tmp_path: Path, change: str) -> None:
-    (size, topology), (to_size, to_topology) = UNIVERSAL[change]
+    (size, topology), (to_size, to_topology) = CHANGES[change]
     saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology))
     words = ["--input_folder", str(tmp_path / "saved" / "t"), "--output_folder", str(tmp_path / "universal")]
     assert cli.main(["checkpoint", "universal", *words]) == 0
-    loaded = ranks(to_size).run(
-        topologies.load, folders=[str(tmp_path)], topology=to_topology, by="universal"
-    )
+    arguments = {"folders": [str(tmp_path)], "topology": to_topology}
+    loaded = ranks(to_size).run(topologies.load, by="universal", **arguments)
     assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
 
 
@@ -97,12 +96,9 @@ def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> N
     """``consolidate_on_save`` and ``restore_from``; the run goes on as the saved one does."""
     (size, topology), (to_size, to_topology) = CHANGES[change]
     topology, to_topology = ({**each, "stage": 1} for each in (topology, to_topology))
-    saved = topologies.together(
-        ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology, on_save=True)
-    )
-    loaded = ranks(to_size).run(
-        topologies.load, folders=[str(tmp_path / "saved")], topology=to_topology, by="config"
-    )
+    saving, loading = ({"folder": str(tmp_path)}, {"folders": [str(tmp_path / "saved")], "by": "config"})
+    saved = topologies.together(ranks(size).run(topologies.save, topology=topology, on_save=True, **saving))
+    loaded = ranks(to_size).run(topologies.load, topology=to_topology, **loading)
     assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
 
 
@@ -129,26 +125,24 @@ def test_a_pipeline_without_zero(ranks: Any, tmp_path: Path, capsys: Any) -> Non
     assert "keeps its weights by layers" in capsys.readouterr().err
 
 
-def lose_a_part(record: dict[str, Any]) -> None:
-    parameters = record["groups"][0]["parameters"]
-    parameters.remove(next(entry for entry in parameters if "cut" in entry))  # the others have copies
+def cut_parameters(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameters of which the rank of a record has a slice; all ranks have copies of the others."""
+    return [entry for entry in record["groups"][0]["parameters"] if "cut" in entry]
+
+
+def without_a_slice(record: dict[str, Any]) -> None:
+    record["groups"][0]["parameters"].remove(cut_parameters(record)[0])
 
 
 def other_ranges(record: dict[str, Any]) -> None:
-    for entry in record["groups"][0]["parameters"]:
-        if "cut" in entry:
-            dim, ranges = entry["cut"]
-            entry["cut"] = [dim, [[0, stop - start] for start, stop in ranges]]
+    for entry in cut_parameters(record):
+        dim, ranges = entry["cut"]
+        entry["cut"] = [dim, [[0, stop - start] for start, stop in ranges]]
 
 
-def another_rank(record: dict[str, Any]) -> None:
-    record["groups"][0]["rank"] = 7
-
-
-def no_part(record: dict[str, Any]) -> None:
-    for entry in record["groups"][0]["parameters"]:
-        if "cut" in entry:
-            entry["shape"][entry["cut"][0]] = 3
+def no_slice(record: dict[str, Any]) -> None:
+    for entry in cut_parameters(record):
+        entry["shape"][entry["cut"][0]] = 3
 
 
 @pytest.mark.full
@@ -158,10 +152,10 @@ def test_records_of_parts_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
     path = sorted((tmp_path / "saved" / "t").glob("*optim_states.pt"))[-1]
     whole = path.read_bytes()
     for change, said in (
-        (lose_a_part, "do not make up the full tensor"),
+        (without_a_slice, "do not make up the full tensor"),
         (other_ranges, "do not make up the full tensor"),
-        (another_rank, "there are files of ranks"),
-        (no_part, "not a slice"),
+        (lambda record: record["groups"][0].update(rank=7), "there are files of ranks"),
+        (no_slice, "not a slice"),
     ):
         content = torch.load(path, weights_only=False)
         change(inner_state(content)[RECORD_KEY])

@@ -88,7 +88,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], *, momentum: s
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    {"stage": 2, "zero": training.OFFLOAD},
     {"stage": 3, "zero": {"sub_group_size": 200}},
     {"stage": 0},
     {"stage": 1, "precision": "bf16"},

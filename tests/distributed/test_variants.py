@@ -29,14 +29,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage3-persistent": {"stage": 3, "zero": {"stage3_param_persistence_threshold": 500}},
     "stage3-zero-init": {"stage": 3, "zero_init": True},
     "stage3-zero-init-sub-groups": {"stage": 3, "zero_init": True, "zero": {"sub_group_size": 100}},
-    "stage1-offload": {"stage": 1, "zero": {"offload_optimizer": {"device": "cpu"}}},
-    "stage2-offload": {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}},
-    "stage3-offload": {"stage": 3, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "stage1-offload": {"stage": 1, "zero": training.OFFLOAD},
+    "stage2-offload": {"stage": 2, "zero": training.OFFLOAD},
+    "stage3-offload": {"stage": 3, "zero": training.OFFLOAD},
     "stage3-offload-both": {
         "stage": 3,
         "zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     },
     "stage0-chunks": {"stage": 0, "params": {"exchange_chunk_numel": 300}},
+    "stage3-hpz": {"stage": 3, "zero": {"zero_hpz_partition_size": 2}},
+    "stage3-hpz-zero-init": {
+        "stage": 3,
+        "zero": {"zero_hpz_partition_size": 2, "sub_group_size": 300},
+        "zero_init": True,
+    },
+    "stage1-not-contiguous": {"stage": 1, "zero": {"contiguous_gradients": False}},
+    "stage3-not-contiguous": {"stage": 3, "zero": {"contiguous_gradients": False}},
+    "stage1-overlap-round-robin": {"stage": 1, "zero": {"overlap_comm": True, "round_robin_gradients": True}},
+    "stage2-data-efficiency": {
+        "stage": 2,
+        "extra": {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}},
+    },
 }
 OLD_DEEPSPEED_TOO = {
     "stage2-round-robin",
@@ -54,12 +67,16 @@ FULL = {
     "stage3-zero-init-sub-groups",
     "stage1-offload",
     "stage3-offload",
+    "stage3-hpz-zero-init",
+    "stage1-not-contiguous",
 }
 
 
 @pytest.mark.parametrize("name", usual(VARIANTS, VARIANTS.keys() - FULL, compat=OLD_DEEPSPEED_TOO))
 @pytest.mark.parametrize("world", [full(2), 3])
 def test_variant_matches_the_reference(ranks: Any, name: str, world: int) -> None:
+    if "hpz" in name:
+        world = 4  # in pairs
     settings = {"accumulation": 2, "clipping": 0.5, **VARIANTS[name]}
     results = ranks(world).run(training.train, **settings)
     compare(results, "toy", 2 * world, 0.5)

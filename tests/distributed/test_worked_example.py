@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from deepspeed_muon.reference import ReferenceMuon
@@ -11,8 +12,12 @@ from tests.support import worked_example
 from tests.support.worked_example import LR, MOMENTUM, PAGE, SHAPES
 
 
-def test_the_page_shows_the_step_of_two_ranks(ranks: Any) -> None:
-    results = ranks(2).run(worked_example.train)
+@pytest.fixture(scope="module")
+def results(ranks: Any) -> list[dict[str, Any]]:
+    return ranks(2).run(worked_example.train)
+
+
+def test_the_page_shows_the_step_of_two_ranks(results: list[dict[str, Any]]) -> None:
     drawn = worked_example.FIGURE.search(PAGE.read_text())
     assert drawn is not None
     assert drawn[0] == worked_example.figure(results), "python -m tests.support.worked_example"
@@ -30,8 +35,7 @@ def test_the_page_shows_the_step_of_two_ranks(ranks: Any) -> None:
         assert result["sent_bytes"] == 4 * numel
 
 
-def test_the_weights_are_those_of_one_process(ranks: Any) -> None:
-    results = ranks(2).run(worked_example.train)
+def test_the_weights_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
     reference = ReferenceMuon(
         {name: lambda weight: [weight] for name in SHAPES}, muon_lr=LR, momentum=MOMENTUM
     )

@@ -43,7 +43,7 @@ from tests.faults.injector import Fault, Injector, describe
 from tests.support import training
 from tests.support.checkpoints import STATES, engine_for, train_step, trained_for
 
-INDEX = "muon_index.json"
+INDEX, MIXTURE = "muon_index.json", "NEITHER: a mixture"
 SHARD_BYTES = 24_000
 """Gives each of two ranks more than one file, and files of more than one piece."""
 LIMIT = 60.0
@@ -306,15 +306,10 @@ def trimmed(cases: Sequence[Case]) -> list[Case]:
         call = (case.what, case.fault.rank, case.fault.action)
         around = case.way == "API, 2 ranks" and case.phase in ("index", "committed")
         wanted = around and call in AROUND_THE_COMMIT
-        wanted = (
-            wanted
-            or (call[0].endswith("latest") and "new tag" in case.way)
-            or "gone" in call[2]
-            or call[2] == "not shared"
-        )
-        kind = (
-            call if wanted else case.what.replace(" folder", "-folder").removeprefix("collective ").split()[0]
-        )
+        wanted |= case.what.endswith("latest") and "new tag" in case.way
+        wanted |= "gone" in case.fault.action or case.fault.action == "not shared"
+        word = case.what.replace(" folder", "-folder").removeprefix("collective ").split()[0]
+        kind = call if wanted else word
         if (wanted or case.phase != "committed") and kind not in seen:
             seen.add(kind)
             chosen.append(case)
@@ -354,29 +349,28 @@ class Judge:
             restore(self._engine, folder)
         except CheckpointError as error:
             return f"NEITHER: {error}"
+        states = {age: self._expected[age, world_size] for age in ("old", "new")}
+        age = self._age(states)
+        steps = {"old": 1, "new": 2}.get(age)
+        if steps is None or index.progress.global_steps == self._engine.global_steps == steps:
+            return age
+        return MIXTURE
+
+    def _age(self, states: dict[str, dict[str, Any]]) -> str:
+        """Return which of the states the engine has, to the last bit."""
         state = state_of(self._engine)
-        for age, steps in (("old", 1), ("new", 2)):
-            expected = self._expected[age, world_size]
-            same = state.keys() == expected.keys() and all(
-                torch.equal(state[name], expected[name]) for name in expected
-            )
-            if same and index.progress.global_steps == self._engine.global_steps == steps:
+        for age, expected in states.items():
+            if state.keys() == expected.keys() and all(torch.equal(state[n], expected[n]) for n in expected):
                 return age
-        return "NEITHER: a mixture"
+        return MIXTURE
 
     def left_of_run(self, case: Case) -> tuple[str, str]:
         """Return what ``restore`` finds in the folder of ``save_checkpoint``, and what becomes of each tag's files."""
+        old = self._another_run if TAGS[case.way] == "t" else self._expected["old", 2]
 
         def set_in(folder: Path) -> str:
             restore(self._engine, folder)
-            state = state_of(self._engine)
-            old = self._another_run if TAGS[case.way] == "t" else self._expected["old", 2]
-            for age, expected in (("old", old), ("new", self._expected["new", 2])):
-                if state.keys() == expected.keys() and all(
-                    torch.equal(state[n], expected[n]) for n in expected
-                ):
-                    return age
-            return "NEITHER: a mixture"
+            return self._age({"old": old, "new": self._expected["new", 2]})
 
         try:
             left = set_in(case.target)
@@ -396,8 +390,7 @@ class Judge:
         """Judge a case: what is left, what power cuts would have left, and whether the next save clears up."""
         if case.way in TAGS:
             return self.after_run(case, said)
-        world_size = RANKS[case.way]
-        folder = case.target
+        world_size, folder = RANKS[case.way], case.target
         left = self.left(folder, world_size)
         if case.phase == "first save" and not (folder / INDEX).exists():
             left = "nothing"
@@ -405,24 +398,14 @@ class Judge:
         cuts = self.power_cuts(case, world_size)
         consolidate_files(self._work / "saved", folder, shard_bytes=SHARD_BYTES)
         cleared = not leftovers(folder) and self.left(folder, 1) == "new"
-        result = {
-            **described(case, said),
-            "left": left,
-            "leftovers": extra,
-            "power cuts": cuts[0],
-            "next save clears up": cleared,
-        }
+        result = {**described(case, said), "left": left, "leftovers": extra}
+        result |= {"power cuts": cuts[0], "next save clears up": cleared}
         return {**result, "wrong": self._wrong(case, result)}
 
     def after_run(self, case: Case, said: dict[str, Any]) -> dict[str, Any]:
         """Judge a save of DeepSpeed's: which set ``restore`` finds, and that no files of two saves are converted."""
         left, converted = self.left_of_run(case)
-        result = {
-            **described(case, said),
-            "left": left,
-            "converted": converted,
-            "power cuts": {},
-        }
+        result = {**described(case, said), "left": left, "converted": converted, "power cuts": {}}
         wrong = [text for text in (left, *converted.split(", ")) if text not in ("old", "new", "refused")]
         wrong += [f"rank {rank} hangs" for rank, outcome in enumerate(result["ranks"]) if "hangs" in outcome]
         return {**result, "wrong": wrong}
@@ -481,16 +464,15 @@ class Judge:
 
 
 def described(case: Case, said: dict[str, Any]) -> dict[str, Any]:
-    """Return which fault this was, and what every rank said."""
+    """Return which fault this was, and what every rank said, without the paths of this run."""
     assert case.fault is not None
+    outcomes = []
+    for outcome in said["ranks"]:
+        message = str(outcome.get("message", "")).replace(str(case.target), "SET")
+        shown = {"message": message.replace(str(case.folder), "...")[:200]} if message else {}
+        outcomes.append({**outcome, **shown})
     what = {"way": case.way, **asdict(case.fault), "call": case.what, "phase": case.phase}
-    return {**what, "ranks": [shortened(case, each) for each in said["ranks"]]}
-
-
-def shortened(case: Case, said: dict[str, Any]) -> dict[str, Any]:
-    """Leave the paths of this run out of what a rank said."""
-    message = str(said.get("message", "")).replace(str(case.target), "SET").replace(str(case.folder), "...")
-    return {**said, "message": message[:200]} if message else said
+    return {**what, "ranks": outcomes}
 
 
 def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], list[dict[str, Any]]]:

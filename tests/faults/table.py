@@ -92,24 +92,14 @@ def _cell(outcomes: Sequence[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--results", type=Path, nargs="+", help="results.json of runs of before, of some ways each"
-    )
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save_faults")
+    parser.add_argument("--results", type=Path, help="results.json of a run of before")
     arguments = parser.parse_args()
-    if arguments.results:
-        documents = [json.loads(path.read_text()) for path in arguments.results]
-        results = {
-            "without a fault": {
-                way: left for document in documents for way, left in document["without a fault"].items()
-            },
-            "cases": [case for document in documents for case in document["cases"]],
-        }
-    else:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        results = arguments.results or Path(folder) / "results.json"
+        if arguments.results is None:
             run_command([sys.executable, "-m", "tests.faults.runner", folder, "--full"], timeout=7200)
-            results = json.loads((Path(folder) / "results.json").read_text())
-    arguments.out.with_suffix(".md").write_text(render(results))
+        text = render(json.loads(results.read_text()))
+    (REPOSITORY / "benchmarks" / "results" / "save_faults.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import deepspeed_muon
@@ -25,14 +24,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
 def engine_of(mpu: Any, config: dict[str, Any], *, seed: int = 0) -> Any:
-    model = build("toy", seed=seed)
-    return training.initialize(model, config, mpu=mpu)
-
-
-def trained(engine: Any, rank: int, ranks: int, steps: int = 3) -> dict[str, torch.Tensor]:
-    training.train_steps(engine, steps, rank, ranks)
-    weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    return weights
+    return training.initialize(build("toy", seed=seed), config, mpu=mpu)
 
 
 def two_engines(
@@ -44,12 +36,10 @@ def two_engines(
     for number, part in enumerate(parts):
         if rank in part:
             engine = engine_of(mpu, training.ds_config(stage, clipping=0.5, params=params), seed=number)
-            report = {
-                "part": number,
-                "weights": trained(engine, part.index(rank), len(part)),
-                "health": len(deepspeed_muon.health(engine).get("matrices", {})),
-            }
-            engine.destroy()
+            training.train_steps(engine, 3, part.index(rank), len(part))
+            weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+            measured = deepspeed_muon.health(engine).get("matrices", {})
+            report = {"part": number, "weights": weights, "health": len(measured)}
     return report
 
 
@@ -70,14 +60,11 @@ def test_it_trains_as_if_it_were_the_program(ranks: Any, stage: int, parts: list
     for number, part in enumerate(parts):
         if len(part) == 1:
             continue  # the pool of one rank would cost seconds
-        everybody = [list(range(len(part)))]
-        expected = ranks(len(part)).run(two_engines, stage=stage, parts=everybody, params=params)[0][
-            "weights"
-        ]
+        everybody = {"stage": stage, "parts": [list(range(len(part)))], "params": params}
+        expected = ranks(len(part)).run(two_engines, **everybody)[0]
         for rank in part:
             assert results[rank]["part"] == number and results[rank]["health"] > 0
-            for name, weight in expected.items():
-                assert torch.equal(results[rank]["weights"][name], weight), name
+            training.assert_same_bits(results[rank], expected, "weights")
 
 
 def refused(rank: int, world_size: int, *, folder: str) -> list[str]:
@@ -107,8 +94,7 @@ def foreign_part(rank: int, world_size: int, *, stage: int) -> Any:
     mpu = SomeRanks([0, 2])
     if rank == 1:
         return None
-    config = {**training.ds_config(stage), "optimizer": ADAMW}
-    engine = engine_of(mpu, config)
+    engine = engine_of(mpu, {**training.ds_config(stage), "optimizer": ADAMW})
     return [training.run_step(engine, step, rank, 2, 1) for step in range(2)]
 
 

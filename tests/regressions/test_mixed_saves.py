@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_muon.checkpoint import consolidate
 from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
-from tests.support.checkpoints import engine_for, report, train_step, trained_for
+from tests.support.checkpoints import engine_for, train_step, trained_for
+from tests.support.snapshots import attempted
 from tests.support.thinning import full
 
 
@@ -94,7 +94,6 @@ def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int, precis
         train_step(engine, seed, rank, world_size)
         engine.save_checkpoint(f"{folder}/{seed}", tag="t", client_state={"seed": seed})
         found.append(engine.load_checkpoint(f"{folder}/{seed}")[1])
-        engine.destroy()
     assert [state.pop("seed") for state in found] == [0, 1]
     assert not any("muon" in key for state in found for key in state)
     return []
@@ -103,13 +102,10 @@ def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int, precis
 def load_mixed(rank: int, world_size: int, *, folder: str, stage: int, precision: str) -> str:
     """Return why a checkpoint is refused, after making sure that the engine is as it was."""
     engine = trained_for(rank, world_size, stage, 1, seed=7, precision=precision)
-    before = report(engine)
-    refused = training.refusal(lambda: engine.load_checkpoint(folder), CheckpointError)
-    after = report(engine)
-    assert all(torch.equal(after["fp32"][name], value) for name, value in before["fp32"].items())
-    assert before["global_steps"] == after["global_steps"]
+    message, changed = attempted(engine, lambda: engine.load_checkpoint(folder))
+    assert not changed
     train_step(engine, 1, rank, world_size)
-    return refused
+    return message
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "fp32"), full(2, "fp16")])
@@ -156,14 +152,14 @@ def save_at_two_steps(rank: int, world_size: int, *, folder: str, what: str) -> 
     return training.refusal(lambda: consolidate(engine, folder), CheckpointError)
 
 
+OF_MATRICES = "(blocks.1.down.weight, ...)"
+
+
 @pytest.mark.parametrize(
     ("what", "needle"),
     [
         ("global_steps", "global_steps: ranks [0]: 1; ranks [1]: 2"),
-        (
-            "step",
-            "optimizer steps: ranks [0]: 1 (blocks.1.down.weight, ...); ranks [1]: 2 (blocks.1.down.weight, ...)",
-        ),
+        ("step", f"optimizer steps: ranks [0]: 1 {OF_MATRICES}; ranks [1]: 2 {OF_MATRICES}"),
     ],
 )
 def test_ranks_at_different_steps_are_refused(ranks: Any, tmp_path: Path, what: str, needle: str) -> None:

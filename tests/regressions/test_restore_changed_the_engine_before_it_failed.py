@@ -164,24 +164,19 @@ def tried_universal(rank: int, world_size: int, *, folder: str, stage: int) -> d
 
 
 @pytest.mark.parametrize(
-    ("stage", "key", "value"),
-    [(2, "cur_scale", "x"), full(1, "cur_scale", 0), (3, "cur_iter", -3), full(2, None, "x")],
+    ("stage", "change"),
+    [(2, {"cur_scale": "x"}), full(1, {"cur_scale": 0}), (3, {"cur_iter": -3}), full(2, "x")],
 )
 def test_a_universal_checkpoint_with_a_bad_loss_scale(
-    ranks: Any, tmp_path: Path, stage: int, key: str | None, value: Any
+    ranks: Any, tmp_path: Path, stage: int, change: Any
 ) -> None:
     ranks(2).run(saved_for_universal, folder=str(tmp_path / "saved"))
     convert_to_universal(tmp_path / "saved", tmp_path / "universal" / "step")
     record = tmp_path / "universal" / "step" / "zero" / INDEX_NAME
-    assert json.loads(record.read_text())["progress"]["loss_scale"]["cur_scale"] > 0
-
-    def change(content: dict[str, Any]) -> None:
-        if key is None:
-            content["progress"]["loss_scale"] = value
-        else:
-            content["progress"]["loss_scale"][key] = value
-
-    edit(record, change)
+    saved = json.loads(record.read_text())["progress"]["loss_scale"]
+    assert saved["cur_scale"] > 0
+    bad = {**saved, **change} if isinstance(change, dict) else change
+    edit(record, lambda content: content["progress"].update(loss_scale=bad))
     for result in ranks(2).run(tried_universal, folder=str(tmp_path / "universal"), stage=stage):
         assert INDEX_NAME in result["message"] and "loss" in result["message"], result
         assert not result["changed"]

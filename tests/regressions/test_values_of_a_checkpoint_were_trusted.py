@@ -53,45 +53,56 @@ def refused(folder: Path, *needles: str) -> None:
         assert needle in str(caught.value), str(caught.value)
 
 
-BAD = [
+def test_good_values_are_read(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert verify_folder(tmp_path).groups == [GROUP]
+    assert checked_settings([GROUP], "here")[0]["betas"] == (0.9, 0.95)
+
+
+SETTINGS = [
     *(("lr", value) for value in (-1, "0.1", None, True)),
     *(("betas", value) for value in ([2, 3], [0.9], [True, False])),
-    *[
+    *(
         ("initial_lr", -1),
         ("lr_ratio", "x"),
         ("weight_decay", -0.1),
         ("momentum", 5),
         ("eps", 0),
         ("beta2", 1),
-    ],
-    *[("adjust_lr_fn", "mystery"), ("nesterov", 2), ("weight_decay_mode", "sideways")],
+    ),
+    *(("adjust_lr_fn", "mystery"), ("nesterov", 2), ("weight_decay_mode", "sideways")),
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), BAD)
+@pytest.mark.parametrize(("key", "value"), SETTINGS)
 def test_settings_pass_the_checks_of_the_configuration(tmp_path: Path, key: str, value: Any) -> None:
-    path = write(tmp_path)
-    assert verify_folder(tmp_path).groups == [GROUP]
-    assert checked_settings([GROUP], "here")[0]["betas"] == (0.9, 0.95)
-    edit(path, lambda content: content["groups"][0].update({key: value}))
+    edit(write(tmp_path), lambda content: content["groups"][0].update({key: value}))
     refused(tmp_path, f"param group 0.{key}", "hyperparameters=False")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("cur_scale", 0), ("cur_iter", -3), ("cur_iter", 1.5), ("last_overflow_iter", -2), ("surprise", 1)],
-)
-def test_loss_scale(tmp_path: Path, key: str, value: Any) -> None:
-    edit(write(tmp_path), lambda content: content["progress"]["loss_scale"].update({key: value}))
-    refused(tmp_path, key)
+LOSS_SCALE = [
+    ("cur_scale", 0),
+    ("cur_iter", -3),
+    ("cur_iter", 1.5),
+    ("last_overflow_iter", -2),
+    ("surprise", 1),
+]
+COUNTERS = product(["global_steps", "global_samples", "skipped_steps"], [-1, 1.5, "3", True, 1 << 62])
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    each_value(product(["global_steps", "global_samples", "skipped_steps"], [-1, 1.5, "3", True, 1 << 62])),
+    ("section", "key", "value"),
+    [
+        *(("loss_scale", *case) for case in LOSS_SCALE),
+        *each_value(("", *case) for case in COUNTERS),
+    ],
 )
-def test_counters(tmp_path: Path, key: str, value: Any) -> None:
-    edit(write(tmp_path), lambda content: content["progress"].update({key: value}))
+def test_progress(tmp_path: Path, section: str, key: str, value: Any) -> None:
+    def change(content: dict[str, Any]) -> None:
+        progress = content["progress"]
+        (progress[section] if section else progress)[key] = value
+
+    edit(write(tmp_path), change)
     refused(tmp_path, key)
 
 
@@ -181,53 +192,42 @@ def test_verify_names_tensors_that_are_not_finite(tmp_path: Path, capsys: Any) -
     assert cli.main(["checkpoint", "verify", "--allow-nonfinite", str(tmp_path)]) == 0
 
 
-def diverged(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
+def saved(rank: int, world_size: int, *, folder: str, stage: int, diverges: bool = False) -> None:
     engine = training.make_engine(training.ds_config(stage))
     training.run_step(engine, 0, rank, world_size, 1)
     optimizer = engine.basic_optimizer
     for partition in (p for runner in optimizer.runners for p in runner.step_set.partitions):
         for key in ("momentum_buffer", "exp_avg"):
             state = optimizer.state[partition.tensor].get(key)
-            if state is not None and rank == 0:
+            if state is not None and rank == 0 and diverges:
                 state.view(-1)[0] = math.inf if partition.muon else math.nan
     consolidate(engine, folder)
 
 
-def restored(rank: int, world_size: int, *, folder: str, stage: int) -> Any:
+def restored(rank: int, world_size: int, *, folder: str, stage: int, options: dict[str, bool]) -> Any:
+    """Report why a set is refused; then restore it with options, and report what the engine has."""
     engine = training.make_engine(training.ds_config(stage), seed=7)
     training.run_step(engine, 0, rank, world_size, 1)
     message, changed = attempted(engine, lambda: restore(engine, folder))
-    restore(engine, folder, allow_nonfinite=True)
+    restore(engine, folder, **options)
     found = [bool(torch.isfinite(state).all()) for state in training.full_states(engine, "exp_avg").values()]
-    return {"message": message, "changed": changed, "finite": found}
+    rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
+    return {"message": message, "changed": changed, "finite": found, "rates": rates}
 
 
 def test_a_state_with_nan_is_restored_only_when_asked_for(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(diverged, folder=str(tmp_path), stage=2)
-    for result in ranks(2).run(restored, folder=str(tmp_path), stage=3):
+    ranks(2).run(saved, folder=str(tmp_path), stage=2, diverges=True)
+    options = {"allow_nonfinite": True}
+    for result in ranks(2).run(restored, folder=str(tmp_path), stage=3, options=options):
         assert "allow_nonfinite=True" in result["message"] and "(exp_avg)" in result["message"], result
         assert "(momentum_buffer)" in result["message"]
         assert not result["changed"] and not all(result["finite"])
 
 
-def settings_restored(rank: int, world_size: int, *, folder: str) -> Any:
-    """Try a set whose settings are refused; then the same without its settings."""
-    engine = training.make_engine(training.ds_config(1), seed=7)
-    message, changed = attempted(engine, lambda: restore(engine, folder))
-    restore(engine, folder, hyperparameters=False)
-    rates = [group["lr"] for group in engine.basic_optimizer.param_groups]
-    return {"message": message, "changed": changed, "rates": rates}
-
-
-def saved(rank: int, world_size: int, *, folder: str) -> Any:
-    engine = training.make_engine(training.ds_config(1))
-    training.run_step(engine, 0, rank, world_size, 1)
-    consolidate(engine, folder)
-
-
 def test_bad_settings_are_refused_by_restore(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(saved, folder=str(tmp_path))
+    ranks(2).run(saved, folder=str(tmp_path), stage=1)
     edit(tmp_path / INDEX, lambda content: content["groups"][0].update(lr=-1))
-    for result in ranks(2).run(settings_restored, folder=str(tmp_path)):
+    options = {"hyperparameters": False}
+    for result in ranks(2).run(restored, folder=str(tmp_path), stage=1, options=options):
         assert "param group 0.lr" in result["message"] and not result["changed"], result
         assert result["rates"] == [0.02, 3e-3]

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+
+import pytest
+import torch
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Return the mark of tests for which packages of the extra ``hf`` must be installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}: the extra 'hf'")
+
+
+NEEDS_ACCELERATE = [
+    needs("transformers", "accelerate"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would take the GPU, DeepSpeed the CPU"),
+]
 
 
 def use_cpu_ranks() -> None:

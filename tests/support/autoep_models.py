@@ -168,14 +168,3 @@ class ExactGate(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.double(), self.weight.double(), self.bias.double())
-
-
-def with_plain_linears(model: MixtralToy) -> MixtralToy:
-    """Replace the matrices outside of the experts by ``nn.Linear``, which AutoTP can cut."""
-    for layer in model.model.layers:
-        for name in ("up", "down"):
-            weight = getattr(layer, name).weight
-            linear = nn.Linear(*reversed(weight.shape), bias=False)
-            linear.weight = weight
-            setattr(layer, name, linear)
-    return model

@@ -135,30 +135,16 @@ def report_and_go_on(engine: Any, step: int, rank: int, world_size: int) -> dict
 
 
 def save(
-    rank: int,
-    world_size: int,
-    *,
-    folder: str,
-    stage: int,
-    steps: int = 2,
-    shard_bytes: int = 4000,
-    **settings: Any,
-) -> Any:
+    rank: int, world_size: int, *, folder: str, stage: int, steps: int = 2, **settings: Any
+) -> dict[str, Any]:
     engine = trained_for(rank, world_size, stage, steps, **settings)
-    consolidate(engine, folder, shard_bytes=shard_bytes)
+    consolidate(engine, folder, shard_bytes=4000)
     return report_and_go_on(engine, steps, rank, world_size)
 
 
 def load(
-    rank: int,
-    world_size: int,
-    *,
-    folder: str,
-    stage: int,
-    steps: int = 2,
-    trained: int = 0,
-    **settings: Any,
-) -> Any:
+    rank: int, world_size: int, *, folder: str, stage: int, steps: int = 2, trained: int = 0, **settings: Any
+) -> dict[str, Any]:
     engine = engine_for(stage, seed=7, **settings)
     for step in range(trained):
         train_step(engine, 50 + step, rank, world_size)
@@ -179,9 +165,6 @@ SMALL = {"sub_group_size": 200}
 
 
 ROUND = {"round_robin_gradients": True}
-
-
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
 PERSISTENT = {"stage3_param_persistence_threshold": 300}

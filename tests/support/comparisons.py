@@ -73,9 +73,9 @@ def close(
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
-def relative(actual: Tensor, expected: Tensor, start: Tensor) -> float:
-    """Return the norm of the difference of two paths from ``start``, relative to the expected one."""
-    path = expected.double() - start.double()
+def relative(actual: Tensor, expected: Tensor, start: Tensor | None = None) -> float:
+    """Return the norm of the difference of two tensors, or paths from ``start``, relative to that of the expected."""
+    path = expected.double() if start is None else expected.double() - start.double()
     return float((actual.double() - expected.double()).norm() / path.norm())
 
 

@@ -107,9 +107,8 @@ def compare(
     params: dict[str, Tensor] = results[0]["params"]
     assert params.keys() == end.keys()
     compare_paths(params, start, end, allowed)
-    for name, expected in momentum.items():
-        error = float((results[0]["momentum"][name] - expected).norm() / expected.norm())
-        within(error, allowed.momentum[name], f"momentum of {name}")
+    errors = {name: relative(results[0]["momentum"][name], expected) for name, expected in momentum.items()}
+    all_within(errors, allowed.momentum, "momentum of")
     for result in results:
         compare_norms(result["norms"], norms, allowed.norms)
 

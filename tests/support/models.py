@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -355,46 +357,30 @@ class Switched(Toy):
         return self.branches(x, self.used)
 
 
-MODELS: dict[str, type[Toy]] = {
-    "toy": Toy,
-    "unused": Unused,
-    "wide": Wide,
-    "single": Single,
-    "heads": Heads,
-    "mixed": Mixed,
-    "adapters": Adapters,
-    "tied": Tied,
-    "fused": Fused,
-    "convolutions": Convolutions,
-    "even": Even,
-    "switched": Switched,
-}
+_KINDS = (Toy, Unused, Wide, Single, Heads, Mixed, Adapters, Tied, Fused, Convolutions, Even, Switched)
+MODELS: dict[str, type[Toy]] = {kind.__name__.lower(): kind for kind in _KINDS}
+
+
+def _block_matrices(count: int, *more: str) -> set[str]:
+    return {f"blocks.{i}.{layer}.weight" for i in range(count) for layer in ("up", "down")} | set(more)
+
 
 MATRICES: dict[str, set[str]] = {
-    "toy": {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")}
-    | {"thin.up.weight", "thin.down.weight"},
-    "wide": {f"blocks.{i}.{layer}.weight" for i in range(2) for layer in ("up", "down")},
+    "toy": _block_matrices(3, "thin.up.weight", "thin.down.weight"),
+    "unused": _block_matrices(3, "thin.up.weight", "thin.down.weight", "idle.weight"),
+    "wide": _block_matrices(2),
     "single": {"mix.weight"},
-    "mixed": {"blocks.0.up.weight", "blocks.0.down.weight", "conv.weight", "experts.up_proj"},
-    "heads": {f"blocks.0.{layer}.weight" for layer in ("up", "down")}
-    | {f"self_attn.{p}_proj.weight" for p in "qko"},
+    "heads": _block_matrices(1, *(f"self_attn.{part}_proj.weight" for part in "qko")),
+    "mixed": _block_matrices(1, "conv.weight", "experts.up_proj"),
+    "adapters": {f"blocks.{i}.{layer}.lora_b.weight" for i in range(2) for layer in ("up", "down")},
+    "tied": _block_matrices(3),
+    "fused": _block_matrices(1, *(f"self_attn.{layer}.weight" for layer in ("qkv_proj", "o_proj", "c_attn")))
+    | {f"{stack}.{layer}" for stack in ("experts", "turned") for layer in ("gate_up_proj", "down_proj")},
+    "convolutions": {f"plain.{number}.weight" for number in range(3)},
+    "even": _block_matrices(3, "mix.weight"),
+    "switched": _block_matrices(2, "branches.a.up.weight", "branches.b.up.weight"),
 }
-MATRICES["adapters"] = {f"blocks.{i}.{layer}.lora_b.weight" for i in range(2) for layer in ("up", "down")}
-MATRICES["tied"] = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")}
-MATRICES["fused"] = (
-    {f"blocks.0.{layer}.weight" for layer in ("up", "down")}
-    | {f"self_attn.{layer}.weight" for layer in ("qkv_proj", "o_proj", "c_attn")}
-    | {f"{stack}.{layer}" for stack in ("experts", "turned") for layer in ("gate_up_proj", "down_proj")}
-)
-MATRICES["convolutions"] = {f"plain.{number}.weight" for number in range(3)}
-MATRICES["even"] = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in ("up", "down")} | {
-    "mix.weight"
-}
-MATRICES["switched"] = {f"blocks.{i}.{layer}.weight" for i in range(2) for layer in ("up", "down")} | {
-    "branches.a.up.weight",
-    "branches.b.up.weight",
-}
-MATRICES["unused"] = MATRICES["toy"] | {"idle.weight"}
+"""The parameters of each model that Muon updates."""
 
 
 # The blocks of "fused" under FUSED_PARAMS: heights, widths, and whether the weight is stored as input x output.
@@ -431,6 +417,17 @@ def build(kind: str, *, seed: int = 0, **kwargs: object) -> Toy:
     """Make a model with the weights that ``seed`` determines."""
     torch.manual_seed(seed)
     return MODELS[kind](**kwargs)  # type: ignore[arg-type]
+
+
+def with_plain_linears(model: nn.Module, names: Container[str] | None = None) -> Any:
+    """Replace the linear layers of a model, or those called ``names``, by ``nn.Linear``, which AutoTP can cut."""
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, Linear) and (names is None or name in names):
+                linear = nn.Linear(*reversed(layer.weight.shape), bias=False)
+                linear.weight = layer.weight
+                setattr(module, name, linear)
+    return model
 
 
 def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:

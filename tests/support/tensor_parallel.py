@@ -17,7 +17,7 @@ from deepspeed_muon import QkRecorder
 from tests.support import training
 from tests.support.attention_models import HEADS, KEY_HEADS, LAYOUTS, WIDTH
 from tests.support.contract import STEPS
-from tests.support.models import Even, batch, build
+from tests.support.models import Even, batch, build, with_plain_linears
 from tests.support.training import ds_config, shapes_chosen
 
 # What is divided into blocks: every part (the query in heads, key and value whole), also of a layer stored as input x
@@ -249,83 +249,64 @@ def sliced_model(kind: str, group: Any) -> nn.Module:
     """Cut layers of a model over the group; the rest is on every rank."""
     model = build(kind)
     for name, (dim, section_sizes) in SLICED[kind].items():
-        parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(
-            parent,
-            name.rpartition(".")[2],
-            SlicedLinear(model.get_submodule(name), dim, group, section_sizes),
-        )
+        parent, _, child = name.rpartition(".")
+        layer = SlicedLinear(model.get_submodule(name), dim, group, section_sizes)
+        setattr(model.get_submodule(parent), child, layer)
     if kind in LAYOUTS:
-        shape = {
-            "heads": HEADS // dist.get_world_size(group),
-            "key_heads": KEY_HEADS // dist.get_world_size(group),
-            "head_dim": WIDTH,
-        }
-        layout = {"grouped": LocalRecorder.separate, "fused_attention": LocalRecorder.fused}[kind]
-        model.attn.recorder = layout(**({} if kind == "grouped" else {"projection": "qkv"}), **shape)
+        size = dist.get_world_size(group)
+        shape = {"heads": HEADS // size, "key_heads": KEY_HEADS // size, "head_dim": WIDTH}
+        if kind == "grouped":
+            model.attn.recorder = LocalRecorder.separate(**shape)
+        else:
+            model.attn.recorder = LocalRecorder.fused("qkv", **shape)
         model.attn.recorder.rank = dist.get_rank(group)
     return model
 
 
-class PlainLinears(Even):
-    """The model with ``nn.Linear``, which AutoTP can replace; it computes in the weights' dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for module in self.modules():
-            for name, child in list(module.named_children()):
-                if type(child).__name__ == "Linear":
-                    linear = nn.Linear(*reversed(child.weight.shape), bias=False)
-                    linear.weight = child.weight
-                    setattr(module, name, linear)
-        self.exact = False
+def plain_linears() -> Even:
+    """Return the model with layers that AutoTP can replace; it computes in the weights' dtype."""
+    model: Even = with_plain_linears(build("even"))
+    model.exact = False
+    return model
 
 
-AUTOTP = {
-    "partition_config": {
-        "use_default_specs": False,
-        "layer_specs": [
-            {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
-            {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
-        ],
+def autotp(size: int, *, halves: bool = False) -> dict[str, Any]:
+    """Return the section ``tensor_parallel`` of a configuration.
+
+    With ``halves``, two parts of each up projection are cut one by one, and the inputs of the down projection likewise.
+    """
+    up: dict[str, Any] = {"patterns": [r".*\.up\.weight$"], "partition_type": "column"}
+    down: dict[str, Any] = {"patterns": [r".*\.down\.weight$"], "partition_type": "row"}
+    if halves:
+        up["shape"], down["shape"] = [2, -1], [-1, 2]
+    return {
+        "autotp_size": size,
+        "partition_config": {"use_default_specs": False, "layer_specs": [up, down]},
     }
-}
 
 
-# The same with two parts of each up projection cut one by one, and the inputs of the down projection likewise.
-AUTOTP_HALVES = {
-    "partition_config": {
-        "use_default_specs": False,
-        "layer_specs": [
-            {"patterns": [r".*\.up\.weight$"], "partition_type": "column", "shape": [2, -1]},
-            {"patterns": [r".*\.down\.weight$"], "partition_type": "row", "shape": [-1, 2]},
-        ],
-    }
-}
-
-
-def _engine(
+def make_engine(
     style: str,
     tensor_size: int,
     config: dict[str, Any],
+    *,
     mark: str = "all",
     dead: bool = False,
     kind: str = "even",
     client: str = "",
 ) -> Any:
+    mpu: Mpu | None = None
     if style.startswith("autotp"):
-        specs = AUTOTP if style == "autotp" else AUTOTP_HALVES
-        config["tensor_parallel"] = {"autotp_size": tensor_size, **specs}
-        torch.manual_seed(0)
-        model, mpu = PlainLinears(), None
+        config["tensor_parallel"] = autotp(tensor_size, halves=style == "autotp-halves")
+        model: nn.Module = plain_linears()
         if client == "zero.Init":
             deepspeed.zero.Init(module=model, config_dict_or_path=config)
-    elif style == "sliced":
-        mpu = Mpu(tensor_size)
-        model = sliced_model(kind, mpu.tensor)
     else:
         mpu = Mpu(tensor_size)
-        model = megatron_model(mpu.tensor, mark=mark, dead=dead)
+        if style == "sliced":
+            model = sliced_model(kind, mpu.tensor)
+        else:
+            model = megatron_model(mpu.tensor, mark=mark, dead=dead)
     if client:
         settings = config.pop("optimizer")["params"]
         return training.initialize(model, config, mpu=mpu, optimizer=deepspeed_muon.Muon(model, **settings))
@@ -381,7 +362,8 @@ def train(
     """
     params = {"tensor_parallel_mode": mode, **(params or {})}
     config = ds_config(stage, accumulation=accumulation, params=params, **settings)
-    engine = _engine(style, tensor_size, config, mark, dead, kind, client)
+    model = {"mark": mark, "dead": dead, "kind": kind}
+    engine = make_engine(style, tensor_size, config, client=client, **model)
     prepared = shapes_chosen(deepspeed_muon.muon_optimizer(engine), ran=False)
     norms, count = [], 0
     largest, clipped = [], []
@@ -389,7 +371,7 @@ def train(
         if checkpoint is not None and step == steps // 2:
             engine.save_checkpoint(checkpoint, tag="half")
             engine.destroy()
-            engine = _engine(style, tensor_size, config, mark, dead, kind)
+            engine = make_engine(style, tensor_size, config, **model)
             engine.load_checkpoint(checkpoint, tag="half")
         optimizer = deepspeed_muon.muon_optimizer(engine)
         optimizer.stats.reset()
@@ -413,27 +395,6 @@ def train(
         "largest": largest,
         "clipped": clipped,
     }
-
-
-def poisoned_copy(rank: int, world_size: int) -> dict[str, list[Any]]:
-    """Step 2 of 3 has a NaN on the second rank, in the gradient of its copy of what tensor parallelism does not cut."""
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_type": "linear"}}
-    fp32_gradients = {"grad_accum_dtype": "fp32"}  # BF16_Optimizer
-    config = ds_config(1, precision="bf16", extra={"scheduler": schedule, "data_types": fp32_gradients})
-    engine = _engine("megatron", 2, config, "all", False, "even", "")
-    copied = engine.module.get_parameter("mix.weight")
-    report: dict[str, list[Any]] = {"skipped": [], "applied": [], "rates": []}
-    for step in range(3):
-        if step == 1 and rank == 1:
-            handle = copied.register_hook(lambda grad: torch.full_like(grad, float("nan")))
-        engine.backward(engine(*batch(step, 0)))
-        engine.step()
-        if step == 1 and rank == 1:
-            handle.remove()
-        report["skipped"].append(engine.skipped_steps)
-        report["applied"].append(engine.was_step_applied())
-        report["rates"].append(engine.get_lr()[0])
-    return report
 
 
 def failing(rank: int, world_size: int, **arguments: Any) -> str:

@@ -34,9 +34,8 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
     elif kind == "pipeline":
         model, _ = pipelines.make_pipeline(topology.get("model", "tied"), size)
     elif kind == "autotp":
-        config["tensor_parallel"] = {"autotp_size": size, **tensor_parallel.AUTOTP}
-        torch.manual_seed(0)
-        model = tensor_parallel.PlainLinears()
+        config["tensor_parallel"] = tensor_parallel.autotp(size)
+        model = tensor_parallel.plain_linears()
     elif kind == "megatron":
         mpu = tensor_parallel.Mpu(size)
         mark = topology.get("mark", "all")
@@ -57,14 +56,10 @@ def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: 
 
 def _config(topology: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
     pipeline = topology["kind"] == "pipeline"
+    accumulation = pipelines.MICRO_BATCHES if pipeline else 1
+    settings = {key: topology[key] for key in ("precision", "zero", "extra") if key in topology}
     return training.ds_config(
-        topology["stage"],
-        accumulation=pipelines.MICRO_BATCHES if pipeline else 1,
-        clipping=0.5,
-        precision=topology.get("precision", "fp32"),
-        params=params,
-        zero=topology.get("zero"),
-        extra=topology.get("extra"),
+        topology["stage"], accumulation=accumulation, clipping=0.5, params=params, **settings
     )
 
 

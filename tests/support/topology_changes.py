@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support import training
+from tests.support.contract import params_of
+
 
 def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tuple[int, dict[str, Any]]:
     """Return a number of ranks and the topology on them; ``size`` is the tensor, expert or pipeline size."""
@@ -12,10 +15,10 @@ def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tup
 
 ROUND = {"zero": {"round_robin_gradients": True}}
 SMALL = {"zero": {"sub_group_size": 300}}
-OFFLOAD = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+OFFLOAD = {"zero": training.OFFLOAD}
 BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
 NORMUON = {"variant": "normuon"}
-HYPERBALL = {"variant": "hyperball", "muon_weight_decay": 0.0}
+HYPERBALL = params_of("hyperball")
 HEADS = {**NORMUON, "matrices": {"blocks.*.up.weight": {"heads": 4}}}
 
 CHANGES = {
@@ -61,8 +64,8 @@ CHANGES = {
     "experts over 2 without ZeRO to 4": (at(4, "experts", 0, 2), at(4, "experts", 2, 4)),
     "experts over 2 offloaded to 2": (at(4, "experts", 2, 2, **OFFLOAD), at(2, "experts", 1, 2)),
     "experts over 2, NorMuon, to 1": (
-        at(4, "experts", 1, 2, params={"variant": "normuon"}),
-        at(2, "experts", 2, params={"variant": "normuon"}),
+        at(4, "experts", 1, 2, params=NORMUON),
+        at(2, "experts", 2, params=NORMUON),
     ),
     "experts over 4, hyperball, to 2": (
         at(4, "experts", 1, 4, params=HYPERBALL),
@@ -74,8 +77,8 @@ CHANGES = {
     "AutoEP over 4 to 2": (at(4, "autoep", 3, 4), at(4, "autoep", 1, 2)),
     "AutoEP over 4 to 2 without ZeRO": (at(4, "autoep", 3, 4), at(4, "autoep", 0, 2)),
     "AutoEP over 2, NorMuon, to 4": (
-        at(4, "autoep", 3, 2, params={"variant": "normuon"}),
-        at(4, "autoep", 2, 4, params={"variant": "normuon"}),
+        at(4, "autoep", 3, 2, params=NORMUON),
+        at(4, "autoep", 2, 4, params=NORMUON),
     ),
     # stages of a pipeline
     "2 stages to 3": (at(4, "pipeline", 1, 2, model="toy"), at(3, "pipeline", 1, 3, model="toy")),

@@ -28,6 +28,10 @@ MUON_PARAMS = {
     "wire_dtype": "fp32",
 }
 
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+"""In bf16, ZeRO 1 is BF16_Optimizer then."""
+
 
 def ds_config(
     stage: int,
@@ -130,12 +134,12 @@ def shapes_chosen(optimizer: Muon, *, ran: bool) -> list[str]:
 
 def full_masters(engine: Any) -> dict[str, Tensor]:
     """Assemble every parameter's fp32 master from the partitions of all ranks, by this project's own layouts."""
-    return _assemble(engine, lambda optimizer, tensor: tensor.detach())
+    return assemble(engine, lambda optimizer, tensor: tensor.detach())
 
 
 def full_states(engine: Any, key: str) -> dict[str, Tensor]:
     """Assemble one entry of the optimizer state, by parameter name."""
-    return _assemble(engine, lambda optimizer, tensor: optimizer.state.get(tensor, {}).get(key))
+    return assemble(engine, lambda optimizer, tensor: optimizer.state.get(tensor, {}).get(key))
 
 
 def decoded(runner: Any, optimizer: Any, index: int, tensor: Tensor | None) -> Tensor | None:
@@ -148,7 +152,7 @@ def decoded(runner: Any, optimizer: Any, index: int, tensor: Tensor | None) -> T
     return values
 
 
-def _assemble(engine: Any, read: Any) -> dict[str, Tensor]:
+def assemble(engine: Any, read: Any) -> dict[str, Tensor]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     shapes = {route.name: route.shape for route in optimizer.routes}
     full: dict[str, Tensor] = {}
@@ -275,10 +279,15 @@ def train(
 
 
 def try_to_start(
-    rank: int, world_size: int, *, stage: int, on_last_rank: dict[str, Any], common: dict[str, Any]
+    rank: int,
+    world_size: int,
+    *,
+    stage: int,
+    common: dict[str, Any] | None = None,
+    on_last_rank: dict[str, Any] | None = None,
 ) -> str:
-    """Start an engine whose configuration differs on the last rank; return the error."""
-    changes = {**common, **(on_last_rank if rank == world_size - 1 else {})}
+    """Start an engine whose configuration is changed, or on the last rank only; return the error."""
+    changes = {**(common or {}), **(on_last_rank or {} if rank == world_size - 1 else {})}
     config = ds_config(changes.pop("stage", stage), params=changes.pop("params", None))
     return refusal(lambda: make_engine({**config, **changes}).destroy())
 

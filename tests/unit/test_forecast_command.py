@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.model_shapes import (
-    PRESETS,
-    from_config,
-    load_model,
-    with_separate_experts,
-)
+from deepspeed_muon.forecast.model_shapes import PRESETS, from_config, load_model, with_separate_experts
 from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
-from deepspeed_muon.forecast.report import _elements, report
+from deepspeed_muon.forecast.report import report
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, orthogonalize_flops
 from deepspeed_muon.routing.parameters import NamedParameter
@@ -33,6 +29,8 @@ from tests.support.calls import calls
 from tests.support.native_ops import REPOSITORY
 
 pytest.importorskip("transformers")
+
+PlanOf = Callable[..., dict[str, Any]]
 
 
 def elements(parameters: list[NamedParameter]) -> int:
@@ -63,9 +61,8 @@ def test_experts_can_be_parameters_of_their_own() -> None:
     assert elements(with_separate_experts(load_model("kimi-k2"))) == elements(load_model("kimi-k2"))
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama-7b", "--world-size", "16", "--stage", "3", "--json", "--owners"]) == 0
-    data = json.loads(capsys.readouterr().out)
+def test_json(plan_of: PlanOf) -> None:
+    data = plan_of("llama-7b", "--world-size", "16", "--stage", "3", "--owners")
     muon = data["algorithms"]["muon"]
     assert muon == {"tensors": 224, "elements": 32 * (4 * 4096**2 + 3 * 4096 * 11008)}
     assert data["owners"]["max_over_mean"] <= 1.05
@@ -73,61 +70,33 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     # The bound of docs/how_it_works.md: 2 directions of N/W (W-1)/W elements, two bytes each.
     bound = 2 * 2 * muon["elements"] / 16 * 15 / 16
     assert data["sent_bytes_per_rank"]["mean"] == pytest.approx(bound, rel=1e-3)
-    step = data["step"]
-    ours, adamw = (
-        sum(step[name]["memory"][key] for key in ("momentum", "moments")) for name in ("muon", "adamw")
-    )
-    assert ours < adamw
-    assert step["adamw"]["sent_bytes"] == 0
+    ours, adamw = data["step"]["muon"], data["step"]["adamw"]
+    assert sum(ours["memory"][key] - adamw["memory"][key] for key in ("momentum", "moments")) < 0
+    assert adamw["sent_bytes"] == 0
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "qwen3-30b-a3b", "--world-size", "64", "--stage", "1", "--gpu", "b200"]) == 0
     text = capsys.readouterr().out
-    for part in (
-        "128 experts separately",
-        "MoE router",
-        "busiest rank",
-        "optimizer step, ms",
-        "memory, GB",
-    ):
-        assert part in text
+    for said in ("128 experts separately", "MoE router", "busiest rank", "optimizer step, ms", "memory, GB"):
+        assert said in text
 
 
-def test_experts_of_autoep_are_divided_before_zero_divides_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf) -> None:
     """With as many expert-parallel ranks as ranks every expert is whole where it is, and none of it is sent."""
-    found = {}
-    for ways in (1, 8, 16):
-        command = ["plan", "qwen3-30b-a3b", "--world-size", "16", "--json", "--expert-parallel", str(ways)]
-        assert main(command) == 0
-        found[ways] = json.loads(capsys.readouterr().out)
-    shapes = {tuple(row["shape"]) for row in found[8]["routes"] if "experts" in row["name"]}
+    command = ("qwen3-30b-a3b", "--world-size", "16", "--expert-parallel")
+    plans = {ways: plan_of(*command, ways) for ways in (1, 8, 16)}
+    shapes = {tuple(row["shape"]) for row in plans[8]["routes"] if "experts" in row["name"]}
     assert shapes == {(128, 768, 2048), (128, 2048, 768)}
-    assert found[8]["elements"] == found[1]["elements"] == found[16]["elements"]
-    sent = {ways: data["sent_bytes_per_rank"]["mean"] for ways, data in found.items()}
+    assert plans[8]["elements"] == plans[1]["elements"] == plans[16]["elements"]
+    sent = {ways: data["sent_bytes_per_rank"]["mean"] for ways, data in plans.items()}
     stacks = 48 * 128 * 3 * 768 * 2048
-    others = found[1]["algorithms"]["muon"]["elements"] - stacks
+    others = plans[1]["algorithms"]["muon"]["elements"] - stacks
     # At stage 3 each of n ranks holds an n-th of every matrix and sends 1 - 1/n of that, both ways, two bytes each.
     assert sent[16] == pytest.approx(2 * 2 * others / 16 * 15 / 16, rel=1e-3)
     assert sent[8] == sent[16], "each of two ranks holds 8 of 16 experts, whole ones"
-    assert found[16]["step"]["muon"]["memory"]["weights"] == found[1]["step"]["muon"]["memory"]["weights"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["qwen3-30b-a3b", "--expert-parallel", "3", "--world-size", "6"], "128 experts of"),
-        (["qwen3-30b-a3b", "--expert-parallel", "3"], "cannot be divided into expert-parallel groups"),
-        (["llama-7b", "--expert-parallel", "2"], "no stacks of experts"),
-        (["qwen3-30b-a3b", "--expert-parallel", "2", "--tensor-parallel", "2"], "tensor parallelism"),
-        (["qwen3-30b-a3b", "--expert-parallel", "2", "--separate-experts"], "--separate-experts"),
-    ],
-)
-def test_expert_parallelism_that_cannot_be(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    assert main(["plan", *arguments]) != 0
-    assert said in capsys.readouterr().err
+    weights = [data["step"]["muon"]["memory"]["weights"] for data in plans.values()]
+    assert weights[0] == weights[2]
 
 
 @pytest.mark.parametrize(
@@ -139,16 +108,11 @@ def test_expert_parallelism_that_cannot_be(
             "have one owner each",
             "nothing to",
         ),
-        (
-            ["llama-7b", "--world-size", "256"],
-            "32 of 256 ranks",
-            "owner",
-        ),
+        (["llama-7b", "--world-size", "256"], "32 of 256 ranks", "owner"),
     ],
 )
-def test_advice(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str, not_said: str) -> None:
-    assert main(["plan", *arguments, "--json"]) == 0
-    advice = " ".join(json.loads(capsys.readouterr().out)["advice"])
+def test_advice(plan_of: PlanOf, arguments: list[str], said: str, not_said: str) -> None:
+    advice = " ".join(plan_of(*arguments)["advice"])
     assert said in advice and not_said not in advice
 
 
@@ -170,11 +134,11 @@ def test_a_trillion_parameters_on_sixteen_thousand_ranks(
     assert many <= 1.05 * few
 
 
-def test_checkpoint_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_folder(tmp_path: Path, plan_of: PlanOf) -> None:
     weights = {"model.layers.0.up.weight": torch.zeros(6, 4), "model.embed_tokens.weight": torch.zeros(9, 4)}
     save_file(weights, tmp_path / "model.safetensors")
-    assert main(["plan", str(tmp_path), "--world-size", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["algorithms"]["muon"] == {"tensors": 1, "elements": 24}
+    plan = plan_of(tmp_path, "--world-size", "2")
+    assert plan["algorithms"]["muon"] == {"tensors": 1, "elements": 24}
 
 
 def test_at_stage_0_a_broadcast_passes_each_link_once() -> None:
@@ -201,10 +165,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"deepspeed_muon {__version__}\n"
 
 
-def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["plan", "llama-7b", "--world-size", "16", "--network-gbit", "100"]
-    assert main([*common, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["llama-7b", "--world-size", "16", "--network-gbit", "100"]
+    data = plan_of(*common)
     byte = 8 / (100e9 * data["settings"]["assumed_link_efficiency"])
     # Gradients and weights once each in a ring of 16, which passes each of the two links once.
     zero = (2 + (6.74e9 > 1e9)) * data["elements"] * 2 * 15 / 16
@@ -213,10 +176,9 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
     exchange = data["sent_bytes_per_rank"]["max"] * 8 * 8 / 15
     seconds = data["step"]["muon"]["seconds"]
     assert seconds["gather"] + seconds["scatter"] == pytest.approx(exchange * byte, rel=0.02)
-    assert main(common) == 0
+    assert main(["plan", *common]) == 0
     assert "1.56 GB/s between nodes" in capsys.readouterr().out, "an eighth of the link"
-    assert main([*common, "--gpus-per-node", "16", "--json"]) == 0
-    step = json.loads(capsys.readouterr().out)["step"]["muon"]
+    step = plan_of(*common, "--gpus-per-node", "16")["step"]["muon"]
     assert step["seconds"]["gather"] < 0.1 * seconds["gather"], "one node"
     assert step["zero_seconds"] < 0.1 * data["step"]["muon"]["zero_seconds"]
 
@@ -224,28 +186,27 @@ def test_a_network_of_a_known_rate(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no-such-model"], "neither a preset"),
-        (["llama-7b", "--network-gbit", "0"], "must be above 0"),
-        (["llama-7b", "--world-size", "6", "--tensor-parallel", "4"], "tensor-parallel groups of 4"),
-        (["llama-7b", "--params", '{"ns_step": 3}'], "did you mean 'ns_steps'"),
-        (["llama-7b", "--params", "{"], "not JSON"),
-        (["llama-7b", "--params", '{"optimizer": null}'], "optimizer must be an object, got None"),
-        (["llama-7b", "--params", '{"optimizer": {}, "bf16": true}'], "bf16 must be an object, got True"),
-        (["llama-7b", "--params", "no-such-file.json"], "no-such-file.json: not readable JSON"),
-        (
-            ["llama-7b", "--efficiency", "5"],
-            "--efficiency 5: a fraction of the peak is above 0 and at most 1",
-        ),
-        (["llama-7b", "--efficiency", "nan"], "--efficiency nan"),
-        (
-            ["llama-7b", "--world-size", "100000000000"],
-            "--world-size 100000000000: plans are made for at most",
-        ),
-        (["llama-7b", "--gpus-per-node", "0"], "--gpus-per-node 0: must be at least 1"),
+        ("no-such-model", "neither a preset"),
+        ("llama-7b --network-gbit 0", "must be above 0"),
+        ("llama-7b --world-size 6 --tensor-parallel 4", "tensor-parallel groups of 4"),
+        ("llama-7b --params {'ns_step':3}", "did you mean 'ns_steps'"),
+        ("llama-7b --params {", "not JSON"),
+        ("llama-7b --params {'optimizer':null}", "optimizer must be an object, got None"),
+        ("llama-7b --params {'optimizer':{},'bf16':true}", "bf16 must be an object, got True"),
+        ("llama-7b --params no-such-file.json", "no-such-file.json: not readable JSON"),
+        ("llama-7b --efficiency 5", "--efficiency 5: a fraction of the peak is above 0 and at most 1"),
+        ("llama-7b --efficiency nan", "--efficiency nan"),
+        ("llama-7b --world-size 100000000000", "--world-size 100000000000: plans are made for at most"),
+        ("llama-7b --gpus-per-node 0", "--gpus-per-node 0: must be at least 1"),
+        ("qwen3-30b-a3b --expert-parallel 3 --world-size 6", "128 experts of"),
+        ("qwen3-30b-a3b --expert-parallel 3", "cannot be divided into expert-parallel groups"),
+        ("llama-7b --expert-parallel 2", "no stacks of experts"),
+        ("qwen3-30b-a3b --expert-parallel 2 --tensor-parallel 2", "tensor parallelism"),
+        ("qwen3-30b-a3b --expert-parallel 2 --separate-experts", "--separate-experts"),
     ],
 )
-def test_errors_say_what_to_do(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *arguments]) == 2
+def test_errors_say_what_to_do(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments.replace("'", '"').split()]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -266,30 +227,25 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "said"),
     [
-        {"hidden_size": "256"},
-        {"num_hidden_layers": -2},
-        {"num_attention_heads": 0},
-        {"intermediate_size": 10.5},
-        {"text_config": {"hidden_size": True}},
+        ({"hidden_size": "256"}, "hidden_size: must be a whole number of at least 1 (got '256')"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers: must be a whole number of at least 1 (got -2)"),
+        ({"num_attention_heads": 0}, "num_attention_heads: must be a whole number of at least 1 (got 0)"),
+        ({"intermediate_size": 10.5}, "intermediate_size: must be a whole number of at least 1 (got 10.5)"),
+        (
+            {"text_config": {"hidden_size": True}},
+            "text_config.hidden_size: must be a whole number of at least 1",
+        ),
+        ({"hidden_act": "no such"}, "cannot build this model of model_type 'llama'"),
     ],
 )
-def test_sizes_that_no_model_has_are_named(
-    changed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_configurations_that_no_model_has_are_named(
+    changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**PRESETS["llama-7b"], **changed}))
     assert main(["plan", str(tmp_path)]) == 2
-    key, value = next(iter(changed.items()))
-    if isinstance(value, dict):
-        key, value = f"{key}.hidden_size", True
-    assert f"{key}: must be a whole number of at least 1 (got {value!r})" in capsys.readouterr().err
-
-
-def test_what_transformers_cannot_build_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**PRESETS["llama-7b"], "hidden_act": "no such"}))
-    assert main(["plan", str(tmp_path)]) == 2
-    assert "cannot build this model of model_type 'llama'" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,14 +255,9 @@ def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixtu
     assert "\nfits: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("count", "said"), [(17, "17"), (1_503_000, "1.50M"), (6_738_000_000, "6.74B")])
-def test_numbers_of_parameters(count: int, said: str) -> None:
-    assert _elements(count) == said
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_what_needs_transformers_says_so(
-    installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan_of: PlanOf
 ) -> None:
     """An unknown architecture, and any configuration without transformers; a checkpoint's shapes need neither."""
     if not installed:
@@ -316,8 +267,7 @@ def test_what_needs_transformers_says_so(
         from_config(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"model.layers.0.up.weight": torch.zeros(6, 4)}, tmp_path / "model.safetensors")
-    assert main(["plan", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["elements"] == 24
+    assert plan_of(tmp_path)["elements"] == 24
 
 
 def test_kimi_k2_has_the_shapes_of_deepseek_v3() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 import time
@@ -52,14 +52,9 @@ time.sleep(600)
     ]
     session = gpu.Session(tmp_path, dry_run=False, facts=FACTS)
     assert not session.run({"check": steps}, GPU)
-    assert ended(session, "check")[0].startswith("did not start")
-    assert ended(session, "check")[1:] == [
-        "failed with 3",
-        "failed with -6",
-        "took too long",
-        "left out: needs two GPUs",
-        "ok",
-    ]
+    first, *others = ended(session, "check")
+    assert first.startswith("did not start")
+    assert others == ["failed with 3", "failed with -6", "took too long", "left out: needs two GPUs", "ok"]
     child = Path("/proc", (tmp_path / "child").read_text())
     while child.exists() and (child / "stat").read_text().split()[2] != "Z":
         time.sleep(0.1)
@@ -116,45 +111,26 @@ while not (folder / {other!r}).exists():
     steps = [waiting("one", "two"), prepared, waiting("two", "one")]
     session = gpu.Session(tmp_path / "out", dry_run=False, facts=FACTS)
     assert session.run({"check": steps}, GPU, jobs=2), session.page.read_text()
-    alone = "import os, sys, time; os.mkdir('{0}'); time.sleep(0.5); os.rmdir('{0}')".format(
-        tmp_path / "alone"
-    )
+    folder = str(tmp_path / "alone")
+    alone = f"import os, time; os.mkdir({folder!r}); time.sleep(0.5); os.rmdir({folder!r})"
     session = gpu.Session(tmp_path / "out", dry_run=False, facts=FACTS, fresh=True)
     assert session.run({"time": [step(gpu, name, alone) for name in "ab"]}, GPU, jobs=2)
 
 
 def test_the_page_has_speeds_whole_steps_and_losses(gpu: ModuleType, tmp_path: Path) -> None:
+    milliseconds = {"ops gram+sm90": 2.0, "torch gram": 4.0, "torch gram+graph": 3.0}
+    kernels = [{"problem": "8x512x512", "ran": "ops gram+sm90", "milliseconds": milliseconds}]
+    ours = {"ms": [90.0, 30.0, 30.0], "losses": [4.0, 3.5, 3.25], "peak_bytes": 3 << 29, "kernels": kernels}
+    adamw = {"ms": [50.0, 20.0, 20.0], "losses": [4.0, 3.75]}
+    losses = [{"optimizer": "ours", **ours}, {"optimizer": "DeepSpeed AdamW", **adamw}]
+    speeds = [{"m": 2048, "sym_gemm, TFLOP/s": 512.34567, "quack, TFLOP/s": 498.0}]
     state = {
         "machine": FACTS,
         "revision": "abc",
         "dry run": False,
         "started": "2026-11-26",
         "steps": {"check": {"self-test": {"ended": "ok", "seconds": 3.0, "log": "log"}}},
-        "results": {
-            "sym_gemm": {"sym_gemm": [{"m": 2048, "sym_gemm, TFLOP/s": 512.34567, "quack, TFLOP/s": 498.0}]},
-            "losses-350M": {
-                "rows": [
-                    {
-                        "optimizer": "ours",
-                        "ms": [90.0, 30.0, 30.0],
-                        "losses": [4.0, 3.5, 3.25],
-                        "peak_bytes": 3 << 29,
-                        "kernels": [
-                            {
-                                "problem": "8x512x512",
-                                "ran": "ops gram+sm90",
-                                "milliseconds": {
-                                    "ops gram+sm90": 2.0,
-                                    "torch gram": 4.0,
-                                    "torch gram+graph": 3.0,
-                                },
-                            }
-                        ],
-                    },
-                    {"optimizer": "DeepSpeed AdamW", "ms": [50.0, 20.0, 20.0], "losses": [4.0, 3.75]},
-                ]
-            },
-        },
+        "results": {"sym_gemm": {"sym_gemm": speeds}, "losses-350M": {"rows": losses}},
     }
     page = "\n".join(gpu.page_of(state, tmp_path))
     for line in (
@@ -183,15 +159,9 @@ def test_make_walks_it_too_when_it_only_prints(tmp_path: Path, options: list[str
 
 
 def test_without_a_gpu_it_says_how_to_walk_it(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "scripts/gpu.py", "check", "--out", str(tmp_path)],
-        cwd=REPOSITORY,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 2 and "--dry-run" in run.stderr and not list(tmp_path.iterdir())
+    command = [sys.executable, "scripts/gpu.py", "check", "--out", str(tmp_path)]
+    done = run_command(command, env={"CUDA_VISIBLE_DEVICES": ""}, check=False)
+    assert done.returncode == 2 and "--dry-run" in done.stdout and not list(tmp_path.iterdir())
 
 
 def test_all_programs_are_there(gpu: ModuleType, tmp_path: Path) -> None:
@@ -211,12 +181,8 @@ def test_all_programs_are_there(gpu: ModuleType, tmp_path: Path) -> None:
 def test_a_dry_run_reaches_its_page(tmp_path: Path) -> None:
     run_command([sys.executable, "scripts/gpu.py", "--dry-run", "--out", str(tmp_path)], timeout=1700)
     (page,) = tmp_path.glob("gpu-dry-run-*.md")
-    text = page.read_text()
-    outcomes = [
-        line.split(" | ")[2]
-        for line in text.splitlines()
-        if line.startswith(("| check", "| time", "| train", "| sanitize"))
-    ]
+    rows = re.findall(r"^\| (?:check|time|train|sanitize).*", page.read_text(), re.MULTILINE)
+    outcomes = [row.split(" | ")[2] for row in rows]
     assert len(outcomes) > 20 and all(each.startswith(("ok", "left out: needs a GPU")) for each in outcomes)
     results = json.loads(page.with_suffix(".json").read_text())["results"]
     assert results.keys() == {"flat", "sym_gemm", "iteration", "optimizer_step", "losses-350M"}

@@ -12,11 +12,7 @@ import torch
 import deepspeed_muon.math.newton_schulz as fast
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import resolve_schedule, tolerates_rounding
-from deepspeed_muon.math.newton_schulz import (
-    NsSettings,
-    orthogonalize,
-    restart_steps,
-)
+from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
 from deepspeed_muon.math.updates import shape_scale
 from deepspeed_muon.ops.torch_operators import momentum_pack_, unpack_apply_
 from deepspeed_muon.reference import newton_schulz
@@ -35,10 +31,7 @@ SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256,
     ("shape", "kind", "method", "dtype"),
     pairwise(
         product(
-            SHAPES,
-            ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"],
-            ["gram", "standard"],
-            DTYPES,
+            SHAPES, ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"], ["gram", "standard"], DTYPES
         )
     ),
 )

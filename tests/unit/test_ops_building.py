@@ -19,21 +19,15 @@ from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops import dispatch, library, toolchain
+from tests.support.harness import run_command
 from tests.support.native_ops import REPOSITORY
 
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 
 
 def python(code: str, seconds: float = 250.0, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stderr
+    """Run a program in another process; it must end with 0."""
+    run_command([sys.executable, "-c", textwrap.dedent(code)], timeout=seconds, env=environment)
 
 
 def write_source(folder: Path, text: str = 'extern "C" int tiny() { return 7; }\n') -> Path:
@@ -155,12 +149,8 @@ def test_the_lock_dies_with_its_holder_and_waiting_ends(
             print("held", flush=True)
             time.sleep(600)
     """
-    holder = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     try:
         assert holder.stdout is not None
         assert any("held" in line for line in holder.stdout)
@@ -235,25 +225,18 @@ def test_the_runtime_of_a_toolkit_of_pip_is_linked(tmp_path: Path) -> None:
     library, build = tmp_path / "lib" / "libcudart.so.13", tmp_path / "build"
     for folder in (library.parent, build):
         folder.mkdir()
+
+    def link(target: Path, source: str, *flags: str) -> None:
+        file = tmp_path / f"{target.name}.c"
+        file.write_text(source)
+        subprocess.run(["cc", "-shared", "-fPIC", str(file), *flags, "-o", str(target)], check=True)
+
     assert toolchain.runtime_flags(tmp_path / "without", build) == []
-    (tmp_path / "runtime.c").write_text("int cudaGetLastError(void) { return 0; }\n")
-    command = ["cc", "-shared", "-fPIC", str(tmp_path / "runtime.c"), "-Wl,-soname,libcudart.so.13"]
-    subprocess.run([*command, "-o", str(library)], check=True)
-    (tmp_path / "user.c").write_text(
-        "int cudaGetLastError(void); int user(void) { return cudaGetLastError(); }\n"
-    )
+    link(library, "int cudaGetLastError(void) { return 0; }\n", "-Wl,-soname,libcudart.so.13")
+    user = "int cudaGetLastError(void); int user(void) { return cudaGetLastError(); }\n"
     for _ in range(2):  # a build that is tried again
         flags = toolchain.runtime_flags(tmp_path, build)
-        command = [
-            "cc",
-            "-shared",
-            "-fPIC",
-            "-Wl,--no-undefined",
-            str(tmp_path / "user.c"),
-            *flags,
-            "-lcudart",
-        ]
-        subprocess.run([*command, "-o", str(build / "user.so")], check=True)
+        link(build / "user.so", user, "-Wl,--no-undefined", *flags, "-lcudart")
     library.with_name("libcudart.so").symlink_to(library)
     assert toolchain.runtime_flags(tmp_path, build) == []
 
@@ -264,13 +247,15 @@ def test_the_key_follows_sources_and_torch(tmp_path: Path, monkeypatch: pytest.M
     header = tmp_path / "cpu" / "two.h"
     header.write_text("int b;")
     monkeypatch.setattr(toolchain, "CSRC", tmp_path)
-    first = toolchain.build_spec(torch_version="2.6.0+cpu", with_cuda=False)
-    assert "-std=c++17" in first.cxx_flags
-    assert first.key == toolchain.build_spec(torch_version="2.6.0+cpu", with_cuda=False).key
-    other = toolchain.build_spec(torch_version="2.13.0+cpu", with_cuda=False)
-    assert "-std=c++20" in other.cxx_flags and other.key != first.key
+
+    def spec_of(torch_version: str) -> toolchain.BuildSpec:
+        return toolchain.build_spec(torch_version=torch_version, with_cuda=False)
+
+    older, newer = spec_of("2.6.0+cpu"), spec_of("2.13.0+cpu")
+    assert "-std=c++17" in older.cxx_flags and "-std=c++20" in newer.cxx_flags
+    assert older.key == spec_of("2.6.0+cpu").key != newer.key
     header.write_text("int c;")
-    assert toolchain.build_spec(torch_version="2.6.0+cpu", with_cuda=False).key != first.key
+    assert older.key != spec_of("2.6.0+cpu").key
 
 
 def test_a_build_without_cuda_has_no_cuda_sources_and_one_with_has_all() -> None:
@@ -305,15 +290,11 @@ def test_arch_flags(capabilities: list[tuple[int, int]], arch_list: str | None, 
 @pytest.mark.full
 @pytest.mark.time_limit(3600)
 def test_a_cold_build_compiles_each_source_once(tmp_path: Path) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec c++ "$@"\n')
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec c++ "$@"\n')
     compiler.chmod(0o755)
-    python(
-        "from deepspeed_muon.ops import library; library.load()",
-        3500.0,
-        TORCH_EXTENSIONS_DIR=str(tmp_path / "built"),
-        CXX=str(compiler),
-    )
-    calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
-    compiled = [word for call in calls if "-c" in call for word in call if word.endswith(".cpp")]
+    variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "built"), "CXX": str(compiler)}
+    python("from deepspeed_muon.ops import library; library.load()", 3500.0, **variables)
+    commands = [line.split() for line in calls.read_text().splitlines()]
+    compiled = [word for words in commands if "-c" in words for word in words if word.endswith(".cpp")]
     assert sorted(compiled) == sorted(toolchain.machine_spec().sources)

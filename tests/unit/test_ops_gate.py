@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,52 +165,64 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert not gate.decide(IDENTITY, GOOD, folder=tmp_path / "file").failed
 
 
-def test_without_trust_only_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    operators = SimpleNamespace(sym_gemm_kernel=lambda _: "sm90", flat_passes_missing=lambda _: "")
-    for name in ("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"):
-        setattr(operators, name, SimpleNamespace(default=None))
-    for module in (candidates, dispatch):
-        monkeypatch.setattr(module, "has_kernel", lambda given, *_: given is not None)
-    monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
-    settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
-    problem = Problem("cuda", torch.float32, 1, 512, 2048, 0, settings)
-    seen: list[list[str]] = []
-    tuner = SimpleNamespace(
-        choose=lambda _, offered, __: (seen.append([each.name for each in offered]), (offered[0], None))[1],
-    )
-    for ok in (True, False):
-        monkeypatch.setattr(
-            dispatch,
-            "trusted",
-            lambda _, ok=ok: gate.Verdict({} if ok else dict.fromkeys(gate.COMPONENTS, "it hangs")),
-        )
-        dispatch.Orthogonalizer("auto", tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
-        assert dispatch.flat_passes("auto", "cuda").name == ("ops" if ok else "torch")
-    assert any(name.startswith("ops ") for name in seen[0]) and any(
-        name.endswith("+graph") for name in seen[0]
-    )
-    assert seen[1] == ["torch gram", "torch standard"]
+@pytest.fixture
+def trust(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Give a GPU operators of which these parts failed the self-test, by reason, or that lack code for the GPU."""
+
+    def give(failed: dict[str, str] | None = None, *, missing: str = "") -> None:
+        operators = SimpleNamespace(sym_gemm_kernel=lambda _: "sm90", flat_passes_missing=lambda _: missing)
+        for name in ("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"):
+            setattr(operators, name, SimpleNamespace(default=None))
+        for module in (candidates, dispatch):
+            monkeypatch.setattr(module, "has_kernel", lambda given, *_: given is not None)
+        monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
+        monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict(failed or {}))
+
+    return give
+
+
+def offered() -> list[str]:
+    """Return the names of the candidates that a GPU would choose from."""
+    names: list[str] = []
+
+    def choose(_: Problem, candidates: list[Any], __: torch.device) -> tuple[Any, None]:
+        names.extend(candidate.name for candidate in candidates)
+        return candidates[0], None
+
+    chosen = dispatch.Orthogonalizer("auto", SimpleNamespace(choose=choose))  # type: ignore[arg-type]
+    chosen._choose(PROBLEM, torch.device("cuda"))
+    return names
+
+
+GRAM = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
+PROBLEM = Problem("cuda", torch.float32, 1, 512, 2048, 0, GRAM)
+
+
+def test_without_trust_only_torch_runs(trust: Callable[..., None]) -> None:
+    trust()
+    names = offered()
+    assert any(name.startswith("ops ") for name in names) and any(name.endswith("+graph") for name in names)
+    assert dispatch.flat_passes("auto", "cuda").name == "ops"
+    trust(dict.fromkeys(gate.COMPONENTS, "it hangs"))
+    assert offered() == ["torch gram", "torch standard"]
+    assert dispatch.flat_passes("auto", "cuda").name == "torch"
     with pytest.raises(InstallationError, match="it hangs"):
-        dispatch.Orthogonalizer("ops")._choose(problem, torch.device("cuda"))
+        dispatch.Orthogonalizer("ops")._choose(PROBLEM, torch.device("cuda"))
     with pytest.raises(InstallationError, match="it hangs"):
         dispatch.flat_passes("ops", "cuda")
     # Graphs and momentum in 8 bits have verdicts of their own.
-    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict({"graphs": "error inf, bound 0"}))
-    dispatch.Orthogonalizer("auto", tuner)._choose(problem, torch.device("cuda"))  # type: ignore[arg-type]
-    assert seen[2] == [name for name in seen[0] if not name.endswith("+graph")]
+    trust({"graphs": "error inf, bound 0"})
+    assert offered() == [name for name in names if not name.endswith("+graph")]
     assert dispatch.flat_passes("ops", "cuda", int8=True).name == "ops"
-    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict({"int8": "error 1, bound 0"}))
+    trust({"int8": "error 1, bound 0"})
     assert dispatch.flat_passes("ops", "cuda").name == "ops"
     assert dispatch.flat_passes("auto", "cuda", int8=True).name == "torch"
     with pytest.raises(InstallationError, match="error 1, bound 0"):
         dispatch.flat_passes("ops", "cuda", int8=True)
 
 
-def test_a_library_for_other_gpus_has_no_flat_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    operators = SimpleNamespace(flat_passes_missing=lambda _: "no code for this device")
-    monkeypatch.setattr(dispatch, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(dispatch, "_operators", lambda _: operators)
-    monkeypatch.setattr(dispatch, "trusted", lambda _: gate.Verdict())
+def test_a_library_for_other_gpus_has_no_flat_passes(trust: Callable[..., None]) -> None:
+    trust(missing="no code for this device")
     assert dispatch.flat_passes("auto", "cuda").name == "torch"
     with pytest.raises(InstallationError, match="no code for this device"):
         dispatch.flat_passes("ops", "cuda")

@@ -42,8 +42,7 @@ def test_a_gpu_names_the_kernels_that_it_runs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(report, "cached_verdict", lambda device: Verdict({"graphs": "it hangs"}))
     monkeypatch.setattr(report, "has_kernel", lambda operators, *_: operators is not None)
     operators = SimpleNamespace(
-        sym_gemm_kernel=lambda _: "sm90",
-        flat_passes_missing=lambda _: "no code for this device",
+        sym_gemm_kernel=lambda _: "sm90", flat_passes_missing=lambda _: "no code for this device"
     )
     found = report._gpu(operators)
     assert found["sym_gemm"] == "sm90"

@@ -96,9 +96,7 @@ def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp
     # The first program is started by another one, as a launcher starts its ranks.
     for value, on, arguments in (("1", True, [program]), ("0", False, []), ("", False, [])):
         done = run_command(
-            ["python", "-c", program, *arguments],
-            env={**clean, "DEEPSPEED_MUON": value},
-            cwd=tmp_path,
+            ["python", "-c", program, *arguments], env={**clean, "DEEPSPEED_MUON": value}, cwd=tmp_path
         )
         assert f"before {on} False" in done.stdout and f"after {on}" in done.stdout, (value, done.stdout)
 

@@ -29,13 +29,7 @@ from deepspeed_muon.plan.placement import (
     replicated_placement,
     sharded_placement,
 )
-from tests.support.layouts import (
-    MAKERS,
-    flat_layouts,
-    fragments_of,
-    matrix_flops,
-    sharded_layouts,
-)
+from tests.support.layouts import MAKERS, flat_layouts, fragments_of, matrix_flops, sharded_layouts
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
 

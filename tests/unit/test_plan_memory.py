@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,40 +59,32 @@ def test_the_iteration_takes_what_the_plan_says(shape: tuple[int, int], steps: i
         assert peak.most >= planned / 2
 
 
-def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
-    return dict(json.loads(capsys.readouterr().out))
+PlanOf = Callable[..., dict[str, Any]]
 
 
 @pytest.mark.parametrize(
     ("model", "ranks", "overlap"),
     [("llama-7b", 8, True), ("llama-7b", 64, False), ("llama-70b", 64, True), ("llama-70b", 128, True)],
 )
-def test_no_more_than_a_twentieth_above_adamw(
-    capsys: pytest.CaptureFixture[str], model: str, ranks: int, overlap: bool
-) -> None:
+def test_no_more_than_a_twentieth_above_adamw(plan_of: PlanOf, model: str, ranks: int, overlap: bool) -> None:
     params = json.dumps({"exchange_overlap": overlap})
-    plan = plan_of(capsys, model, "--world-size", str(ranks), "--stage", "3", "--params", params)
+    plan = plan_of(model, "--world-size", str(ranks), "--stage", "3", "--params", params)
     muon, adamw = (plan["step"][name]["memory"]["total"] for name in ("muon", "adamw"))
     assert muon <= 1.05 * adamw
 
 
-def test_overlap_takes_three_times_the_buffers(capsys: pytest.CaptureFixture[str]) -> None:
-    buffers = [
-        plan_of(capsys, "llama-7b", "--world-size", "64", "--params", json.dumps(params))["step"]["muon"][
-            "memory"
-        ]["exchange_buffers"]
-        for params in ({}, {"exchange_overlap": False})
+def test_overlap_takes_three_times_the_buffers(plan_of: PlanOf) -> None:
+    plans = [
+        plan_of("llama-7b", "--world-size", 64, "--params", json.dumps({"exchange_overlap": overlap}))
+        for overlap in (True, False)
     ]
+    buffers = [plan["step"]["muon"]["memory"]["exchange_buffers"] for plan in plans]
     assert buffers[0] == SLOTS * buffers[1]
 
 
-def test_overlap_is_given_up_above_a_gibibyte(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlap_is_given_up_above_a_gibibyte(plan_of: PlanOf) -> None:
     """A matrix of 28672 x 8192 would take 2.8 GB in three slots."""
-    assert [plan_of(capsys, model)["settings"]["overlap"] for model in ("llama-7b", "llama-70b")] == [
-        True,
-        False,
-    ]
+    assert plan_of("llama-7b")["settings"]["overlap"] and not plan_of("llama-70b")["settings"]["overlap"]
 
 
 @pytest.mark.parametrize(
@@ -108,23 +101,21 @@ def test_the_largest_chunk(count: int, bound: int, largest: int) -> None:
 @pytest.mark.parametrize(
     ("model", "most"), [("llama-7b", 0.171), ("llama-70b", 0.135), ("qwen3-30b-a3b", 0.146)]
 )
-def test_state_with_momentum_in_8_bits_over_adamws(
-    capsys: pytest.CaptureFixture[str], model: str, most: float
-) -> None:
+def test_state_with_momentum_in_8_bits_over_adamws(plan_of: PlanOf, model: str, most: float) -> None:
     """A third at most; embeddings and heads, which AdamW updates, decide how much less."""
-    plan = plan_of(capsys, model, "--params", json.dumps({"momentum_dtype": "int8"}))
+    plan = plan_of(model, "--params", json.dumps({"momentum_dtype": "int8"}))
     ours, adamw = (plan["step"][name]["memory"] for name in ("muon", "adamw"))
     assert 0.127 < (ours["momentum"] + ours["moments"]) / adamw["moments"] <= most < 1 / 3
 
 
-def test_dtypes_of_a_deepspeed_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_dtypes_of_a_deepspeed_configuration(plan_of: PlanOf, tmp_path: Path) -> None:
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     path = tmp_path / "ds_config.json"
     found = {}
     for name, section in (("fp32", {"enabled": True}), ("bf16", bf16)):
         path.write_text(json.dumps({"optimizer": {"type": "Muon", "params": {}}, "bf16": section}))
         for stage in (2, 3):
-            plan = plan_of(capsys, "llama-7b", "--params", str(path), "--stage", str(stage))
+            plan = plan_of("llama-7b", "--params", str(path), "--stage", str(stage))
             found[name, stage] = plan["step"]["muon"]["memory"]
     for stage in (2, 3):
         fp32, half = found["fp32", stage], found["bf16", stage]
@@ -133,17 +124,17 @@ def test_dtypes_of_a_deepspeed_configuration(capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [(8, False), (64, True)])
-def test_whether_it_fits(capsys: pytest.CaptureFixture[str], ranks: int, fits: bool) -> None:
+def test_whether_it_fits(plan_of: PlanOf, capsys: pytest.CaptureFixture[str], ranks: int, fits: bool) -> None:
     command = ("llama-70b", "--world-size", str(ranks))
-    assert plan_of(capsys, *command)["fits"] is fits
+    assert plan_of(*command)["fits"] is fits
     assert main(["plan", *command]) == 0
     assert ("\nfits: " if fits else "\ndoes not fit: ") in capsys.readouterr().out
 
 
-def test_graphs_take_memory_where_they_are_tried(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graphs_take_memory_where_they_are_tried(plan_of: PlanOf) -> None:
     """Those of llama-7b's matrices would save no time: the host launches an iteration while the GPU computes one."""
     graphs = {
-        model: plan_of(capsys, model, "--world-size", "8")["step"]["muon"]["memory"]["CUDA_graphs"]
+        model: plan_of(model, "--world-size", "8")["step"]["muon"]["memory"]["CUDA_graphs"]
         for model in ("gpt2", "llama-7b")
     }
     assert graphs["llama-7b"] == 0

@@ -180,10 +180,7 @@ def test_the_classifier_that_a_model_names() -> None:
 @pytest.mark.parametrize(
     ("heads", "names"),
     [
-        (
-            {"heads": nn.ModuleDict({"a": Linear(64, 64), "b": Linear(64, 7)})},
-            ["heads.b"],
-        ),
+        ({"heads": nn.ModuleDict({"a": Linear(64, 64), "b": Linear(64, 7)})}, ["heads.b"]),
         ({"classifiers": nn.ModuleList([Linear(64, 5), Linear(64, 7)])}, ["classifiers.0", "classifiers.1"]),
         (
             {"box_predictor": Tree(cls_score=Linear(64, 91), bbox_pred=Linear(64, 364))},

@@ -15,7 +15,7 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.reference import newton_schulz
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.routing.shapes import AttentionShape, leaf_name, split_output
+from deepspeed_muon.routing.shapes import split_output
 from tests.support.comparisons import close
 from tests.support.models import build
 
@@ -104,24 +104,20 @@ def test_the_explicit_key_comes_first() -> None:
 
 def test_splits() -> None:
     model = Named(LLAMA, qkv_proj=(64, 7), gate_up_proj=(10, 7), thirds=(9, 7))
-    routed = routes(
-        model,
-        matrices={
-            "qkv_proj.*": {"split": "qkv"},
-            "*.weight": {"split": "gate_up"},
-            "gate_up_proj.*": {"split": [1, 9]},
-        },
-        exclude=["thirds.weight"],
-    )
-    assert routed["qkv_proj.weight"].row_blocks == (32, 16, 16)
-    assert routed["gate_up_proj.weight"].row_blocks == (5, 5), "the first pattern that matches"
-    thirds = routes(model, matrices={"thirds.*": {"split": [0.3333, 0.3333, 0.3333]}})["thirds.weight"]
-    assert thirds.row_blocks == (3, 3, 3)
-    heads = routes(model, matrices={"*": {"heads": "config"}, "qkv_proj.*": {"split": [32, 16, 16]}})[
-        "qkv_proj.weight"
-    ]
+
+    def of(name: str, matrices: dict[str, Any], **settings: Any) -> Route:
+        return routes(model, matrices=matrices, **settings)[f"{name}.weight"]
+
+    patterns = {"gate_up_proj.*": {"split": [1, 9]}, "qkv_proj.*": {"split": "qkv"}}
+    assert of("gate_up_proj", patterns).row_blocks == (1, 9)
+    assert of("qkv_proj", patterns).row_blocks == (32, 16, 16)
+    first = {"qkv_proj.*": {"split": "qkv"}, "*.weight": {"split": "gate_up"}, **patterns}
+    matched = of("gate_up_proj", first, exclude=["thirds.weight"])
+    assert matched.row_blocks == (5, 5), "the first pattern that matches"
+    assert of("thirds", {"thirds.*": {"split": [0.3333, 0.3333, 0.3333]}}).row_blocks == (3, 3, 3)
+    heads = of("qkv_proj", {"*": {"heads": "config"}, "qkv_proj.*": {"split": [32, 16, 16]}})
     assert heads.row_blocks == (8,) * 8, "sizes that are those of the config have its heads too"
-    own = routes(model, matrices={"qkv_proj.*": {"split": "qkv", "heads": [4, 2, 1]}})["qkv_proj.weight"]
+    own = of("qkv_proj", {"qkv_proj.*": {"split": "qkv", "heads": [4, 2, 1]}})
     assert own.row_blocks == (8, 8, 8, 8, 8, 8, 16) and own.grid == (own.row_blocks, ())
     assert own.reason.endswith("split into 32 + 16 + 16, 4 + 2 + 1 heads separately")
 
@@ -159,20 +155,17 @@ def test_words_that_need_a_config() -> None:
 
 def test_stored_transposes() -> None:
     """Which weights count as input x output, and what their blocks and scales are."""
-    routed = {route.name: route for route in Muon(build("fused")).routes}
-    assert {name for name, route in routed.items() if route.transposed} == {
-        "self_attn.c_attn.weight",
-        "turned.gate_up_proj",
-        "turned.down_proj",
-    }
+    routed = routes(build("fused"))
+    turned = {"self_attn.c_attn.weight", "turned.gate_up_proj", "turned.down_proj"}
+    assert {name for name, route in routed.items() if route.transposed} == turned
     assert routed["experts.gate_up_proj"].row_blocks == (12,) * 3
     assert routed["turned.gate_up_proj"].row_blocks == (16,) * 3
     assert routed["experts.gate_up_proj_bias"].algorithm == "adamw"
     asked = routes(Named(a=(4, 8), b=(4, 8)), matrices={"a.*": {"split": [6, 2], "transposed": True}})
     assert asked["a.weight"].transposed and asked["a.weight"].col_blocks == (6, 2)
     assert not asked["b.weight"].transposed
-    denied = Muon(build("fused"), matrices={"self_attn.c_attn.weight": {"transposed": False}}).routes
-    assert not next(route for route in denied if route.name == "self_attn.c_attn.weight").transposed
+    denied = routes(build("fused"), matrices={"self_attn.c_attn.weight": {"transposed": False}})
+    assert not denied["self_attn.c_attn.weight"].transposed
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -183,14 +176,8 @@ def test_the_scale_is_that_of_the_layer(transposed: bool) -> None:
     stored = gradient.T.contiguous() if transposed else gradient
     model = Named(a=tuple(stored.shape))
     start = model.a.weight.detach().clone()
-    optimizer = Muon(
-        model,
-        muon_lr=0.1,
-        momentum=0.0,
-        nesterov=False,
-        ns_dtype="fp32",
-        matrices={"a.*": {"transposed": transposed}},
-    )
+    settings = {"momentum": 0.0, "nesterov": False, "ns_dtype": "fp32"}
+    optimizer = Muon(model, muon_lr=0.1, matrices={"a.*": {"transposed": transposed}}, **settings)
     model.a.weight.grad = stored.clone()
     optimizer.step()
     moved = (model.a.weight.detach() - start).T if transposed else model.a.weight.detach() - start
@@ -237,8 +224,7 @@ def test_heads_of_linear_attention() -> None:
     model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=4, head_dim=2)
     model.linear_attn, model.q_proj = layer, nn.Linear(16, 8, bias=False)
     matrices = {"*": {"heads": "config"}, "*.in_proj_qkv.weight": {"split": "qkv"}}
-    routes = {route.name: route for route in Muon(model, matrices=matrices).routes}
-    routed = {name: route.row_blocks for name, route in routes.items()}
+    routed = {name: route.row_blocks for name, route in routes(model, matrices=matrices).items()}
     assert routed["linear_attn.q_proj.weight"] == routed["linear_attn.k_proj.weight"] == (4, 4)
     assert routed["linear_attn.v_proj.weight"] == (3,) * 6
     assert routed["linear_attn.in_proj_qkv.weight"] == (4,) * 4 + (3,) * 6
@@ -258,10 +244,3 @@ def test_heads_of_linear_attention_in_transformers(family: str) -> None:
     source = inspect.getsource(cls.__init__)
     for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"):
         assert f"self.{name} = " in source
-
-
-def test_small_things() -> None:
-    assert leaf_name("model.layers.0.self_attn.Q_proj.weight") == "q_proj"
-    assert leaf_name("in_proj_weight") == "in_proj_weight"
-    assert AttentionShape.from_config(None) is None
-    assert AttentionShape.from_config(SimpleNamespace(num_attention_heads=True)) is None

@@ -84,12 +84,10 @@ def test_torchs_muon_goes_on() -> None:
     assert (group["lr"], group["momentum"], group["adjust_lr_fn"]) == (0.05, 0.9, "original")
     assert group["eps"] == 1e-10 and "ns_steps" not in group
     steps(matrices(whole), uncut, range(3))
-    for actual, expected in zip(
-        steps(matrices(ours), loader, range(3, 5)), steps(matrices(whole), uncut, range(3, 5)), strict=True
-    ):
-        # The same fp32 mean by lerp and by ours: an ulp or two, which five steps of the iteration multiply by up to
-        # 3.4445 ** 5 for the smallest singular values.
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    expected, actual = steps(matrices(whole), uncut, range(3, 5)), steps(matrices(ours), loader, range(3, 5))
+    # The same fp32 mean by lerp and by ours: an ulp or two, which five steps of the iteration multiply by up to
+    # 3.4445 ** 5 for the smallest singular values.
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 @TORCH_MUON
@@ -144,13 +142,8 @@ def test_what_is_missing_begins_anew() -> None:
     saved = keller([torch.ones(8, 6)])
     saved["param_groups"][0] = {"params": [0, 1], "lr": 0.3, "momentum": 0.5}
     optimizer.load_state_dict(saved)
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["nesterov"], group["betas"], group["momentum"]) == (
-        0.3,
-        False,
-        (0.7, 0.8),
-        0.5,
-    )
+    loaded = {"lr": 0.3, "momentum": 0.5, "nesterov": False, "betas": (0.7, 0.8)}
+    assert optimizer.param_groups[0].items() >= loaded.items()
     assert [*optimizer.state] == [net[0].weight]
     steps(matrices(net), optimizer, range(1))
     assert [optimizer.state[param]["step"] for param in matrices(net)] == [1, 1]
@@ -176,18 +169,11 @@ def of_keller_with_adam() -> dict[str, Any]:
     }
 
 
-def of_adamw(stepped: bool) -> dict[str, Any]:
+def saved_by(kind: type[torch.optim.Optimizer], stepped: int, **settings: float) -> dict[str, Any]:
+    """Return the state dict of another optimizer with the groups of :func:`both`."""
     net = model()
-    groups = [{"params": matrices(net), "weight_decay": 0.1}, {"params": vectors(net), "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-4)
-    steps([*matrices(net), *vectors(net)], optimizer, range(int(stepped)))
-    return optimizer.state_dict()
-
-
-def of_sgd() -> dict[str, Any]:
-    net = model()
-    optimizer = torch.optim.SGD([{"params": matrices(net)}, {"params": vectors(net)}], lr=0.1, momentum=0.9)
-    steps([*matrices(net), *vectors(net)], optimizer, range(2))
+    optimizer = kind([{"params": matrices(net)}, {"params": vectors(net)}], **settings)  # type: ignore[call-arg]
+    steps([*matrices(net), *vectors(net)], optimizer, range(stepped))
     return optimizer.state_dict()
 
 
@@ -212,29 +198,29 @@ def without(number: int, key: str) -> Callable[[], dict[str, Any]]:
     return edited(lambda saved: saved["state"][number].pop(key))
 
 
+CUT_OUT, INT8 = torch.ones(6, 8), torch.ones(8, 6, dtype=torch.int8)
+
 REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
     (of_keller_with_adam, RoutingError, "param group 0 .* is of adamw and this optimizer's of muon"),
-    (lambda: of_adamw(True), RoutingError, r"param group 0 .* is of adamw \(its state has exp_avg\)"),
-    (lambda: of_adamw(False), RoutingError, r"param group 0 .* is of adamw \(it has betas\)"),
-    (of_sgd, CheckpointError, r"torch.optim.SGD .*momentum_buffer \* \(1 - momentum\)"),
+    (
+        lambda: saved_by(torch.optim.AdamW, 1),
+        RoutingError,
+        r"group 0 .* is of adamw \(its state has exp_avg\)",
+    ),
+    (lambda: saved_by(torch.optim.AdamW, 0), RoutingError, r"param group 0 .* is of adamw \(it has betas\)"),
+    (
+        lambda: saved_by(torch.optim.SGD, 2, lr=0.1, momentum=0.9),
+        CheckpointError,
+        r"torch.optim.SGD .*momentum_buffer \* \(1 - momentum\)",
+    ),
     (edited(lambda saved: saved["param_groups"].reverse()), RoutingError, "is of adamw and this"),
     (in_group(0, use_muon=False), RoutingError, "param group 0 .* contradicts itself"),
-    (
-        in_group(0, lr=-1.0),
-        ConfigError,
-        r"param group 0 of the state dict\.lr: must be at least 0 \(got -1",
-    ),
+    # Settings are checked as those of a configuration are.
+    (in_group(0, lr=-1.0), ConfigError, r"param group 0 of the state dict\.lr: must be at least 0 \(got -1"),
     (in_group(1, lr=None), ConfigError, r"lr: must be set \(got None\)"),
-    (in_group(1, lr="0.1"), ConfigError, "lr: must be a number, not a text"),
     (in_group(0, lr=torch.ones(2)), ConfigError, "lr: must be a number"),
-    (in_group(0, lr=math.nan), ConfigError, r"state dict\.lr"),
-    (in_group(0, momentum=1.0), ConfigError, "momentum: must be below 1"),
     (in_group(0, adjust_lr_fn=None), ConfigError, "adjust_lr_fn"),
-    (in_group(0, adjust_lr_fn="spectrum"), ConfigError, "adjust_lr_fn"),
-    (in_group(0, nesterov="no"), ConfigError, "nesterov: must be true or false"),
     (in_group(1, betas=(0.9,)), ConfigError, "betas: must be two numbers"),
-    (in_group(1, betas=(0.9, 0.0)), ConfigError, r"betas\[1\]: must be above 0"),
-    (in_group(1, eps=0.0), ConfigError, "eps: "),
     (in_group(0, weigth_decay=0.1), ConfigError, "unknown key 'weigth_decay'; did you mean 'weight_decay'"),
     (in_group(1, amsgrad=True), ConfigError, "'amsgrad' is an option of torch's"),
     (in_group(0, lr_ratio=-1), ConfigError, "lr_ratio: must be a number of at least 0"),
@@ -251,27 +237,19 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
         "has 'max_exp_avg_sq', which is none of adamw's",
     ),
     (in_state(0, exp_avg=torch.ones(8, 6)), CheckpointError, "has 'exp_avg', which is none of muon's"),
-    (
-        in_state(0, momentum_buffer=torch.ones(6, 8)),
-        CheckpointError,
-        r"shape \[6, 8\], and the parameter \[8, 6\]",
-    ),
+    (in_state(0, momentum_buffer=CUT_OUT), CheckpointError, r"shape \[6, 8\], and the parameter \[8, 6\]"),
     (
         in_state(0, momentum_buffer=None),
         CheckpointError,
         "'momentum_buffer' is None, expected a tensor of floats",
     ),
-    (
-        in_state(0, momentum_buffer=torch.ones(8, 6, dtype=torch.int8)),
-        CheckpointError,
-        "without 'momentum_scale'",
-    ),
+    (in_state(0, momentum_buffer=INT8), CheckpointError, "without 'momentum_scale'"),
     (in_state(0, momentum_scale=torch.ones(1)), CheckpointError, "with 'momentum_scale'"),
     (in_state(2, step=math.nan), CheckpointError, "'step' is nan, expected a count"),
     (in_state(2, step=-1), CheckpointError, "'step' is -1, expected a count"),
     (edited(lambda saved: saved["state"].update({9: {}})), CheckpointError, "state of 9, which is in none"),
     (edited(lambda saved: saved["state"].update({0: [1]})), CheckpointError, "the state of 0 .* not a dict"),
-    (edited(lambda saved: saved["param_groups"][1].update(params=[2, 2])), CheckpointError, "twice"),
+    (in_group(1, params=[2, 2]), CheckpointError, "twice"),
     (edited(lambda saved: saved["param_groups"][1].pop("params")), CheckpointError, "has no list 'params'"),
     (edited(lambda saved: saved.pop("state")), CheckpointError, "has 'state' and 'param_groups'"),
     (lambda: None, CheckpointError, "has 'state' and 'param_groups'"),
@@ -307,9 +285,8 @@ def test_errors_name_the_parameter() -> None:
     steps([*net.parameters()], optimizer, range(1))
     saved = optimizer.state_dict()
     del saved["state"][1]["momentum_buffer"]
-    with pytest.raises(
-        CheckpointError, match=r"param group 0 of the state dict, parameter 2\.weight: .*no 'momen"
-    ):
+    said = r"param group 0 of the state dict, parameter 2\.weight: .*no 'momen"
+    with pytest.raises(CheckpointError, match=said):
         optimizer.load_state_dict(saved)
 
 

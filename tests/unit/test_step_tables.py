@@ -23,13 +23,7 @@ def plan_of(rows: int, count: int, ranks: int = 1) -> ExchangePlan:
     numel = 8 * rows
     part = numel // ranks
     matrices = [
-        MatrixLayout(
-            f"matrix {number}",
-            rows,
-            8,
-            0,
-            sharded_placement(number * part, numel, part),
-        )
+        MatrixLayout(f"matrix {number}", rows, 8, 0, sharded_placement(number * part, numel, part))
         for number in range(count)
     ]
     return build_exchange_plan(matrices, [0] * count, rank=0, world_size=ranks, chunk_numel=1 << 20)
@@ -46,12 +40,7 @@ def rates_of(count: int, *, momentum: float, step: float = 1.0) -> Rates:
 
 
 def step_of(
-    momentum: Tensor,
-    grad: Tensor,
-    rates: Rates,
-    *,
-    active: list[bool],
-    param: Tensor | None = None,
+    momentum: Tensor, grad: Tensor, rates: Rates, *, active: list[bool], param: Tensor | None = None
 ) -> Step:
     """Return a step on one partition."""
     flat = [momentum if param is None else param]

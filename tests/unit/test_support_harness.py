@@ -13,14 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import (
-    CommandFailed,
-    RankPool,
-    RanksFailed,
-    function_name,
-    run_command,
-    run_ranks,
-)
+from tests.support.harness import CommandFailed, RankPool, RanksFailed, run_command, run_ranks
 from tests.support.hygiene import SHM_DIR, remove_shm, remove_stale_locks, shm_files, stale_locks
 from tests.support.thinning import full
 
@@ -30,13 +23,7 @@ Pools = Callable[[int], RankPool]
 def describe(rank: int, world_size: int, *, scale: float = 1.0) -> dict[str, object]:
     total = torch.full((3,), float(rank + 1)) * scale
     dist.all_reduce(total)
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "total": total,
-        "pid": os.getpid(),
-        "view": torch.arange(9.0)[2:4],
-    }
+    return {"rank": rank, "world_size": world_size, "total": total, "view": torch.arange(9.0)[2:4]}
 
 
 def raise_on(rank: int, world_size: int, *, bad: int) -> int:
@@ -71,10 +58,6 @@ def read_state(rank: int, world_size: int) -> list[object]:
 def one_collective_too_many(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.all_reduce(torch.ones(1), async_op=True)
-
-
-def return_object(rank: int, world_size: int) -> dict[str, object]:
-    return {"bad": [object()]}
 
 
 def environment(rank: int, world_size: int) -> dict[str, str | None]:
@@ -135,26 +118,18 @@ def test_an_unmatched_collective_fails_the_call_that_issued_it(ranks: Pools) -> 
         ranks(2).run(one_collective_too_many, timeout=4.0)
 
 
-def test_results_must_be_plain(ranks: Pools) -> None:
-    with pytest.raises(RanksFailed, match=r"result\['bad'\]\[0\] is a object"):
-        ranks(1).run(return_object)
-
-
 def test_environment_of_a_rank(ranks: Pools) -> None:
     forked = ranks(2).run(environment)
     own_interpreter = run_ranks(environment, 1, env={"EXTRA": "yes"})
     for results, extra in ((forked, None), (own_interpreter, "yes")):
         for rank, result in enumerate(results):
-            assert result == {
-                "DS_ACCELERATOR": "cpu",
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(len(results)),
-                "MASTER_ADDR": "127.0.0.1",
-                "EXTRA": extra,
-                "backend": "gloo",
-            }
+            assert (result["DS_ACCELERATOR"], result["OMP_NUM_THREADS"], result["backend"]) == (
+                "cpu",
+                "1",
+                "gloo",
+            )
+            assert result["RANK"] == result["LOCAL_RANK"] == str(rank) and result["EXTRA"] == extra
+            assert (result["WORLD_SIZE"], result["MASTER_ADDR"]) == (str(len(results)), "127.0.0.1")
 
 
 @pytest.mark.compat
@@ -163,15 +138,6 @@ def test_shm_op_can_be_left_on_and_its_files_are_removed(on: bool) -> None:
     before = shm_files()
     assert run_ranks(shm_op_is_on, 2, shm_all_reduce=on) == [on, on]
     assert shm_files() <= before
-
-
-def test_functions_that_a_rank_cannot_import_are_refused() -> None:
-    def local(rank: int, world_size: int) -> None: ...
-
-    with pytest.raises(ValueError, match="cannot be imported by a rank"):
-        function_name(local)
-    with pytest.raises(ValueError, match="'module:function'"):
-        function_name("tests.unit.test_support_harness")
 
 
 def test_run_command_returns_and_reports_output() -> None:

@@ -21,12 +21,7 @@ SHARES = {
     "heads of one part": ((16,), [4] * 4, 2, ((4, 4), (True, True))),
     "heads of every part": ((16, 8, 8), [4] * 8, 2, ((4,) * 4, (True,) * 4)),
     "whole parts": ((16, 8, 8), [16, 8, 8], 4, ((4, 2, 2), (False,) * 3)),
-    "query heads, whole key and value": (
-        (16, 8, 8),
-        [4] * 4 + [8, 8],
-        4,
-        ((4, 2, 2), (True, False, False)),
-    ),
+    "query heads, whole key and value": ((16, 8, 8), [4] * 4 + [8, 8], 4, ((4, 2, 2), (True, False, False))),
     "one head a rank": ((8,), [4, 4], 2, ((4,), (True,))),
     "one matrix of three parts": ((16, 8, 8), [32], 2, ((16,), (False,))),
     "equal parts one after the other": ((16,), [8, 8], 2, ((8,), (True,))),

@@ -68,17 +68,9 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 
 
 def test_rounding_of_normal_numbers() -> None:
-    """The figures of docs/measured.md: 0.7 % of a normally distributed direction; bf16 0.17 %, e4m3 2.6 %."""
+    """The figure of docs/measured.md: 0.7 % of a normally distributed direction."""
     values = torch.randn(1, 1 << 20, generator=torch.Generator().manual_seed(0))
-    blocks = values.view(-1, INT8.block)
-    scales = blocks.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-    eight_bits = ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).view_as(values)
-    lost = [
-        float((read - values).norm() / values.norm())
-        for read in (sent(values), values.bfloat16(), eight_bits)
-    ]
-    assert 0.006 < lost[0] < 0.008
-    assert 0.0016 < lost[1] < 0.0018 and 0.025 < lost[2] < 0.027
+    assert 0.006 < float((sent(values) - values).norm() / values.norm()) < 0.008
 
 
 def test_a_plain_wire_copies() -> None:

@@ -32,7 +32,7 @@ def load_weights(
 
 
 def load_no_state_into_divided_weights(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
-    """Let ZeRO 3 gather its weights for ``load_module_only``.
+    """Make ZeRO 3 gather its weights for ``load_module_only``.
 
     Args:
         engine: The engine.
@@ -44,7 +44,7 @@ def load_no_state_into_divided_weights(engine: DeepSpeedEngine, arguments: dict[
 
 @contextmanager
 def weights_of_tag(tag: str | None) -> Iterator[None]:
-    """Let ZeRO 3 take the weights of a tag, where it loads them without the optimizer's state."""
+    """Make ZeRO 3 read the weights of a tag, where it loads them without the optimizer's state."""
     if not TAG_OF_LATEST.is_needed:
         yield
         return

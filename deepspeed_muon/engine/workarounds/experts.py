@@ -64,7 +64,7 @@ def mark_moe_layers(model: nn.Module, *, called_only: bool = False) -> list[str]
 
 
 def prepare_inputs(model: nn.Module) -> None:
-    """Let leaf modules have a positional input with a gradient, whoever calls them and whatever is frozen before them.
+    """Give every leaf module a positional input that requires a gradient, whoever calls it and whatever is frozen.
 
     At stage 3 DeepSpeed ends the backward pass of a leaf module when its positional inputs have their gradients. If
     none of them gets one, it ends before it has begun, and the weights are gone when they are needed.
@@ -121,7 +121,7 @@ def reduce_waiting_gradients(view: Zero12View) -> None:
 def reduce_ready_partitions(
     original: Original, view: Zero12View, param: Tensor, *args: object, **kwargs: object
 ) -> None:
-    """Let the gradient of a leaf module wait; reduce any other."""
+    """Reduce a gradient, unless it is that of a leaf module, which waits for the end of the backward pass."""
     if id(param) not in view.memory.waiting:
         original(param, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Engines of stage 3 that stay in memory after ``engine.destroy()``, with all that they refer to."""
+"""Engines of stage 3 that remain in memory after ``engine.destroy()``, with all that they refer to."""
 
 from __future__ import annotations
 

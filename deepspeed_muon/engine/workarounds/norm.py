@@ -42,8 +42,8 @@ def norms_to_clip_by(
 
     Args:
         policy: The setting ``clip``.
-        total_norm: Of all gradients.
-        norms: Of each algorithm's gradients; not read by ``all``.
+        total_norm: The norm of all gradients.
+        norms: The norm of each algorithm's gradients; not read by ``all``.
     """
     if policy == "all":
         return {"muon": total_norm, "adamw": total_norm}
@@ -136,7 +136,7 @@ def unscale_and_clip_grads(
         pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
         (total_norm,) = _norms(engine, [pairs])
     view.report_norm(total_norm / applied)
-    # 2. Unscale and clip in one multiplication. Norms by algorithm stay on the device.
+    # 2. Unscale and clip in one multiplication. Norms by algorithm remain on the device.
     divisors: dict[str, Any] = {"muon": applied, "adamw": applied}
     for algorithm, norm in norms_to_clip_by(policy, total_norm, norms).items() if view.max_norm else ():
         if policy == "all":
@@ -226,7 +226,7 @@ def _norms_over(engine: DeepSpeedEngine, lists: Sequence[_Pairs], group: dist.Pr
 
     Args:
         engine: The engine.
-        lists: Of this rank's stage or shards.
+        lists: The gradients of this rank's stage or shards.
         group: The ranks that have the other stages or shards of the model, all of which must call this.
     """
     # All stages with a copy of a tied layer hold the same gradient. It counts on the stage where it is not marked. What

@@ -203,7 +203,7 @@ class HalfView(View):
         return config if config.dynamic_loss_scale else None
 
     def report_norm(self, norm: Any) -> None:
-        """Let the engine report a norm."""
+        """Set the norm that the engine reports."""
         self.wrapper._global_grad_norm = norm
 
 
@@ -237,7 +237,7 @@ class FlatView(View):
             offset, remainder = divmod(param.data_ptr() - flat.data_ptr(), flat.element_size())
             if remainder or offset < 0 or offset + numel > flat.numel():
                 raise BindingError(
-                    f"parameter of shape {true_shape(param)} does not lie in the flat buffer of its param group "
+                    f"parameter of shape {true_shape(param)} is not in the flat buffer of its param group "
                     f"{index}; its data was replaced after deepspeed.initialize"
                 )
             yield param, flat_placement(offset, numel, flat.numel() // ranks)
@@ -285,7 +285,7 @@ class Bf16View(FlatView):
         return gradients
 
     def count_all_gradients(self) -> None:
-        """Let norm and clipping see every reduced gradient; those that no rank has are zero."""
+        """Include every reduced gradient in norm and clipping; those that no rank has are zero."""
         self.wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self.params]
 
 
@@ -333,7 +333,7 @@ class ZeroView(View):
         return self.norms_on_device()
 
     def norms_on_device(self) -> list[Tensor]:
-        """Let DeepSpeed compute them: one for each partition, and at ZeRO 1 and 2 that of all gradients behind them."""
+        """Compute them by DeepSpeed's method: one for each partition, at ZeRO 1 and 2 then that of all gradients."""
         raise NotImplementedError
 
     def norms_by_algorithm(self) -> dict[str, Tensor]:
@@ -348,7 +348,7 @@ class ZeroView(View):
 
     @contextlib.contextmanager
     def without_clipping(self) -> Iterator[None]:
-        """Let DeepSpeed unscale gradients and not clip them."""
+        """Make DeepSpeed unscale gradients without clipping them."""
         limit, self.wrapper.clip_grad = self.wrapper.clip_grad, 0.0
         try:
             yield
@@ -369,7 +369,7 @@ class ZeroView(View):
 
     @contextlib.contextmanager
     def in_micro_step(self, *, first: bool) -> Iterator[None]:
-        """Let DeepSpeed copy gradients as in the first micro-step, or add them as in later ones."""
+        """Make DeepSpeed copy gradients as in the first micro-step, or add them as in later ones."""
         number = self.wrapper.micro_step_id
         self.wrapper.micro_step_id = 0 if first else max(1, number)  # DeepSpeed compares it with 0
         try:
@@ -400,11 +400,11 @@ class ZeroView(View):
         return self.wrapper.loss_scaler if self.wrapper.dynamic_loss_scale else None
 
     def replace_grad_scaler(self, *, autocast: bool) -> None:
-        """Let a dynamic loss scale with the same start, growth and backoff take the place of a ``GradScaler``.
+        """Replace a ``GradScaler`` by a dynamic loss scale with the same start, growth and backoff.
 
         Args:
             autocast: Whether the engine uses ``torch_autocast``. Otherwise the scaler is left over from another engine
-                of the process, and the loss scale stays the engine's own.
+                of the process, and the loss scale remains the engine's own.
         """
         scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
         if scaler is None or not autocast:
@@ -556,7 +556,7 @@ class Zero3View(ZeroView):
             self.swapper._get_state_tensors = functools.partial(_state_to_swap, self.optimizer)
 
     def release(self, index: int) -> None:
-        """Let master and state of a sub-group that was swapped out refer to no buffer of the swapper."""
+        """Drop the references from master and state of a swapped-out sub-group to buffers of the swapper."""
         master: Any = self.masters[index]
         self.swapper.swap_params_info[master.ds_id].release_memory()
 
@@ -657,7 +657,7 @@ def _combined(norms: Sequence[Tensor]) -> Tensor:
 def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
     """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
 
-    Everything else stays in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
+    Everything else remains in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
     compared: between two steps all that is swapped is empty. A load makes another dict of all states.
     """
     state = optimizer.state.get(master, {})
@@ -730,7 +730,7 @@ def view_of(wrapper: DeepSpeedOptimizer) -> View:
 
 
 def require_attributes(wrapper: DeepSpeedOptimizer) -> None:
-    """Look for all that the view of a wrapper reads, before anything is read.
+    """Check that a wrapper has everything that its view reads, before anything is read.
 
     Args:
         wrapper: What an engine has as its ``optimizer``.
