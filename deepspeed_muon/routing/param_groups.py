@@ -320,9 +320,9 @@ def warn_of_rates(config: MuonConfig, groups: Sequence[GroupSettings], routes: S
         return
     factor = (width / config.tuned_width) ** exponent
     if factor < 0.75:  # within that, the kept rate costs no more than the noise of a run
-        other_rule = ""
+        advice = ""
         if config.adjust_lr_fn != "original":
-            other_rule = ", or tune once with adjust_lr_fn 'original', whose best rate moves less"
+            advice = ", or tune once with adjust_lr_fn 'original', whose best rate moves less"
         warn(
             "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the best "
             "rate fell with width^%g where it was measured: set muon_lr to %.3g (it is %g) and tuned_width to %d%s "
@@ -334,7 +334,7 @@ def warn_of_rates(config: MuonConfig, groups: Sequence[GroupSettings], routes: S
             rate * factor,
             rate,
             width,
-            other_rule,
+            advice,
         )
 
 
