@@ -504,7 +504,7 @@ class Session:
     def _run(
         self, part: str, step: Step, has: set[str], deadline: float, built: set[str], site: Path | None
     ) -> None:
-        outcome, chosen = self.outcome(part, step), self._chosen(step, has)
+        outcome, chosen = dict(self.outcome(part, step)), self._chosen(step, has)
         seconds = min(step.seconds * (DRY_RUN_FACTOR if self.dry_run else 1), deadline - time.monotonic())
         if isinstance(chosen, str):
             outcome |= {"ended": chosen}
@@ -521,7 +521,8 @@ class Session:
             print(f"   {step.name}: {ended}, {outcome['seconds']} s\n", end="", flush=True)
             if step.prepares and ended == "ok":
                 built.add(step.name)
-        with self._saving:
+        with self._saving:  # a step beside it must not change the state while it is written
+            self.outcome(part, step).update(outcome)
             self.save(step)
 
     def _chosen(self, step: Step, has: set[str]) -> list[str] | str:
