@@ -100,8 +100,8 @@ class MuonConfig(_VariantSettings):
     tuned_width: v.Integer | None = Field(
         default=None,
         ge=1,
-        description="Width (hidden size) of the model that the rate was tuned on. A wider model is a warning under the "
-        "scale rules whose best rate falls with the width ([rates.md](rates.md#over-widths)).",
+        description="Width (hidden size) of the model that the rate was tuned on. A model so much wider that the "
+        "best rate is below 0.75 times the tuned one is a warning ([rates.md](rates.md#over-widths)).",
     )
     momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
     momentum_warmup: MomentumWarmupConfig | None = Field(

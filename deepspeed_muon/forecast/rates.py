@@ -263,7 +263,7 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
                 f"{factors}: {source}",
             )
     if exponent and tuned:
-        reason = "the width that the rate is for: training a wider model begins with a warning"
+        reason = "the width that the rate is for: training a much wider model begins with a warning"
         translation.put("tuned_width", round(width or tuned), reason)
 
 

@@ -584,9 +584,8 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
             raise RoutingError(
                 f"the params of param group {number} are a set, whose order differs between runs and ranks; pass a list"
             )
-        entries = (
-            [entries] if isinstance(entries, Tensor) else list(entries)
-        )  # torch accepts a bare tensor, too
+        # torch accepts a bare tensor, too
+        entries = [entries] if isinstance(entries, Tensor) else list(entries)
         settings = {key: value for key, value in item.items() if key not in ("params", "param_names")}
         names = item.get("param_names")
         if names is not None and len(names) != len(entries):
