@@ -180,9 +180,8 @@ def iteration_rows(
             runs: dict[str, Run] = {"ours": functools.partial(ours, settings=settings)}
             runs |= peers(batch, device, settings)
             inputs = inputs_like(torch.empty(batch, *shape), device)
-            ours.prepare(
-                inputs[0], settings=settings, device=device
-            )  # captures its graph, as the optimizer does
+            # Captures its graph, as the optimizer does.
+            ours.prepare(inputs[0], settings=settings, device=device)
             times = milliseconds(runs, inputs, seconds, device)
             row = {"batch": batch, "shape": " x ".join(map(str, shape))}
             if "ours" not in times:
