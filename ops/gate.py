@@ -103,7 +103,7 @@ def _driver() -> str:
     The release is not known everywhere (not under WSL).
     """
     with suppress(OSError):
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     version = ctypes.c_int()
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

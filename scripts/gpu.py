@@ -760,7 +760,7 @@ def main() -> int:
         has,
         limit=arguments.limit,
         site=site,
-        jobs=arguments.jobs,
+        jobs=max(1, arguments.jobs),
     )
     print(f"{session.page}\nPlease attach this page and the JSON beside it to an issue.")
     return 0 if all_right else 1
