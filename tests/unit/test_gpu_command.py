@@ -186,10 +186,11 @@ def test_a_dry_run_reaches_its_page(tmp_path: Path) -> None:
     assert len(outcomes) > 20 and all(each.startswith(("ok", "left out: needs a GPU")) for each in outcomes)
     results = json.loads(page.with_suffix(".json").read_text())["results"]
     assert results.keys() == {"flat", "sym_gemm", "iteration", "optimizer_step", "losses-350M"}
-    ours, adam, theirs = results["losses-350M"]["rows"]
-    assert ours["losses"][0] == adam["losses"][0] == theirs["losses"][0]
-    # The same updates but for the rounding of a bf16 iteration; AdamW's are others.
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=0.02)
+    ours, adam, *theirs = results["losses-350M"]["rows"]
+    assert len(theirs) == 2 and ours["losses"][0] == adam["losses"][0]
+    for row in theirs:  # the same updates but for the rounding of their iterations; AdamW's are others
+        assert ours["losses"][0] == row["losses"][0]
+        assert ours["losses"] == pytest.approx(row["losses"], abs=0.02)
     assert ours["kernels"] and len(ours["ms"]) == 3
 
 
