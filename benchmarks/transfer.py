@@ -123,7 +123,7 @@ def printed_factor(rule: str, cell: Cell) -> float:
     if rule == "hyperball":
         return 1.0
     before, after = (
-        {"width": each.dim, "tokens": each.steps * each.tokens, "batch": each.tokens} for each in (BASE, cell)
+        {"width": run.dim, "tokens": run.steps * run.tokens, "batch": run.tokens} for run in (BASE, cell)
     )
     return LAWS[CARRIED_BY].factor(before, after, OPTIMIZERS[rule].get("adjust_lr_fn", "original"))
 

@@ -484,8 +484,8 @@ class Session:
             def run(step: Step, part: str = part) -> None:
                 self._run(part, step, has, deadline, built, site)
 
-            for stage in (True, False):  # what later steps need first
-                together = [step for step in chosen if step.prepares is stage]
+            for prepares in (True, False):  # what later steps need first
+                together = [step for step in chosen if step.prepares is prepares]
                 if jobs == 1 or part not in UNTIMED:
                     for step in together:
                         run(step)
