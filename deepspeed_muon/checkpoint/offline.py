@@ -270,7 +270,7 @@ def add_subcommands(subparsers: Any) -> None:
     command.add_argument("--output_folder", required=True, help="folder to write; must be new or empty")
 
     text = "print the contents of a checkpoint"
-    command = add("inspect", _inspect, text, reading, dir="either kind of checkpoint")
+    command = add("inspect", _inspect, text, reading, dir="a consolidated set or DeepSpeed's files")
     command.add_argument("--json", action="store_true", help="the index itself")
 
     text = "check completeness, checksums and numbers of a consolidated set"

@@ -100,8 +100,9 @@ class MuonConfig(_VariantSettings):
     tuned_width: v.Integer | None = Field(
         default=None,
         ge=1,
-        description="Width (hidden size) of the model that the rate was tuned on. A model so much wider that the "
-        "best rate is below 0.75 times the tuned one is a warning ([rates.md](rates.md#over-widths)).",
+        description="Width (hidden size) of the model that the rate was tuned on. If this model is so much wider "
+        "that its best rate would be below 0.75 times that one, a warning at start says so "
+        "([rates.md](rates.md#over-widths)).",
     )
     momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
     momentum_warmup: MomentumWarmupConfig | None = Field(
