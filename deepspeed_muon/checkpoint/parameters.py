@@ -614,7 +614,7 @@ def collect(engine: Any) -> LiveState:
                 route_reason=info.route_reason,
                 local_partition=partition,
                 group_rank=step_set.rank,
-                int8_blocks=runner.blocks[partition.index] if has_int8 else None,
+                int8_blocks=runner.int8_blocks[partition.index] if has_int8 else None,
             ).with_state(state, int(state.get("step", 0)))
             # Two slices of one full tensor on one rank would have the same name.
             namesake = parameters.setdefault(parameter.name, parameter)

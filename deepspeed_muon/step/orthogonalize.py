@@ -54,7 +54,7 @@ def _batch_size(context: StepContext, rows: int, cols: int, *, numel: int = 0) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _BatchPlan:
     """Matrices of equal blocks, and how they run.
 
     Attributes:
@@ -117,7 +117,7 @@ class LocalOrthogonalizer:
                 directions = torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
                 yield before_iteration(self.context.variant, directions, self.matrices[members[0][0]])
 
-    def _planned(self, owned: Sequence[int]) -> list[_Batch]:
+    def _planned(self, owned: Sequence[int]) -> list[_BatchPlan]:
         # 1. matrices of equal blocks, as many as run together
         planned = []
         for indices in batches(self.matrices, self.context, owned):
@@ -139,10 +139,10 @@ class LocalOrthogonalizer:
                 calls += [members[start : start + size] for start in range(0, len(members), size)]
             # A slice of a stack that starts further down belongs to a matrix that the owner of row 0 counts.
             counted = sum(self.matrices[index].first_row == 0 for index in indices)
-            planned.append(_Batch(indices, shapes, is_stack, calls, counted))
+            planned.append(_BatchPlan(indices, shapes, is_stack, calls, counted))
         return planned
 
-    def _stacks(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
+    def _stacks(self, batch: _BatchPlan, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)`` whose blocks follow each other in memory."""
         stack = directions.view(-1, *batch.shapes[0])  # (blocks of all matrices, block rows, block cols)
         if len(batch.calls) == 1:  # the usual case needs no copy
@@ -155,7 +155,7 @@ class LocalOrthogonalizer:
             target.copy_(self._checked(members, inputs, step, target.dtype))
         return update
 
-    def _grids(self, batch: _Batch, directions: Tensor, step: Step) -> Tensor:
+    def _grids(self, batch: _BatchPlan, directions: Tensor, step: Step) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)`` that are grids of blocks, which are copied out and back."""
         # Example: a fused 12 x 4 weight split into 8, 2 and 2 rows has three row blocks and one column block. The
         # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.

@@ -195,7 +195,7 @@ class OwnedRows:
         stored = {}
         for key in self.rows:
             views = self._views(key, blocks)
-            joint = _joint(views)  # (blocks, outputs), or None where the vectors are not adjacent
+            joint = _stacked_view(views)  # (blocks, outputs), or None where the vectors are not adjacent
             stored[key] = torch.stack(views) if joint is None else joint
         return stored
 
@@ -211,7 +211,7 @@ class OwnedRows:
         """
         for key, new in state.items():
             views = self._views(key, blocks)
-            joint = _joint(views)
+            joint = _stacked_view(views)
             if joint is None:
                 if wrong is not None:
                     new = torch.where(wrong.unsqueeze(1), torch.stack(views), new)
@@ -278,7 +278,7 @@ class OwnedRows:
         return views
 
 
-def _joint(views: Sequence[Tensor]) -> Tensor | None:
+def _stacked_view(views: Sequence[Tensor]) -> Tensor | None:
     """Return vectors of one length that follow each other in memory as a view ``(views, length)``, else ``None``."""
     first, length = views[0], len(views[0])
     start, storage = first.storage_offset(), first.untyped_storage().data_ptr()

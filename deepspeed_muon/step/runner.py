@@ -172,8 +172,10 @@ class StepRunner:
             for table in self._tables:
                 # Where the first block of each fragment starts and which scale it has: (fragments, 2) int64.
                 fragments = table.pack_table[:, :2].tolist()  # position of the partition, offset in it
-                blocks = [self.blocks[self._muon[position].index].row(start) for position, start in fragments]
-                table.blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
+                blocks = [
+                    self.int8_blocks[self._muon[position].index].row(start) for position, start in fragments
+                ]
+                table.int8_blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
         self._sums: list[BlockSums] = []
         if context.variant.apply is not None:
             self._sums = [
@@ -188,7 +190,7 @@ class StepRunner:
             ]
 
     @functools.cached_property
-    def blocks(self) -> dict[int, Int8Blocks]:
+    def int8_blocks(self) -> dict[int, Int8Blocks]:
         """The blocks of the int8 momentum, by the index of the partition."""
         return blocks_by_partition(self.step_set)
 
@@ -197,7 +199,7 @@ class StepRunner:
         for partition in self._muon:
             momentum = state[partition.tensor].get("momentum_buffer")
             if momentum is not None and (momentum.dtype == torch.int8) != self._policy.quantizes_momentum:
-                convert_momentum(partition, state, self._policy, self.blocks[partition.index])
+                convert_momentum(partition, state, self._policy, self.int8_blocks[partition.index])
 
     def inputs(self) -> Iterator[Tensor]:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
@@ -311,7 +313,7 @@ class StepRunner:
         scales = None
         if self._policy.quantizes_momentum:
             scales = [
-                scales_of(partition_state, partition, self.blocks[partition.index].count)
+                scales_of(partition_state, partition, self.int8_blocks[partition.index].count)
                 for partition_state, partition in zip(states, self._muon, strict=True)
             ]
         with contextlib.ExitStack() as opened:
@@ -359,15 +361,16 @@ class StepRunner:
         owned, record_loss = step.active(flight.chunk.owned), self._loss_recorder("update")
         directions = functools.partial(self._directions, flight)
         for indices, result in self._strategy.updates(owned, directions, step):
-            batch, updates = table.batch(indices), result.contiguous().view(-1)  # (matrices * rows * cols,)
+            updates = result.contiguous().view(-1)  # (matrices * rows * cols,)
+            segments = table.segments_of(indices)
             # Each segment is a strided copy: (matrices, fragments, elements).
-            for segment in batch.received:
+            for segment in segments.received:
                 sent, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
                 codec.write(sent, fragments, record_loss)
                 if flight.chunk.copies and not codec.is_uncompressed:
                     # All copies of a replicated matrix get the same numbers, also the owner's.
                     fragments.copy_(codec.read(sent, segment.shape[2]))
-            for segment in batch.local:
+            for segment in segments.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
         if step.row_state is not None and flight.chunk.copies:
             step.row_state.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
@@ -378,21 +381,21 @@ class StepRunner:
         They are a view of the buffer where they follow each other in it.
         """
         # 1. where the fragments of these matrices are: in what the holders sent, or on this rank alone
-        first, batch = self.plan.matrices[indices[0]], self._tables[flight.number].batch(indices)
+        first, segments = self.plan.matrices[indices[0]], self._tables[flight.number].segments_of(indices)
         shape, read = (len(indices), first.rows, first.cols), self.context.codec.read
         if flight.chunk.gathers:
-            segments = batch.received
+            sources = segments.received
             fragments = (
-                read(segment.in_buffer(flight.receive_buffer), segment.shape[2]) for segment in segments
+                read(segment.in_buffer(flight.receive_buffer), segment.shape[2]) for segment in sources
             )
         else:
-            segments = batch.local
-            fragments = (segment.in_buffer(flight.directions) for segment in segments)
+            sources = segments.local
+            fragments = (segment.in_buffer(flight.directions) for segment in sources)
         # 2. as one tensor
-        if batch.in_order:
+        if segments.in_order:
             return next(fragments).contiguous().view(shape)
         directions = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
-        for segment, values in zip(segments, fragments, strict=True):
+        for segment, values in zip(sources, fragments, strict=True):
             segment.in_matrices(directions).copy_(values)
         return directions.view(shape)
 

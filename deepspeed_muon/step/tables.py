@@ -39,7 +39,7 @@ DIRECTIONS, SEND = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSegments:
     """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and the segments copied into them.
 
     Attributes:
@@ -62,7 +62,7 @@ class ChunkTable:
             matrices of other owners, whose directions are only a by-product of the momentum.
         sent_numel: Elements of the fragments in the send buffer, in the communication dtype.
         pack_table: Fragments of the momentum and the offsets of their directions, ``(fragments, 6)`` int64.
-        blocks: :meth:`.Int8Blocks.row` of each row of :attr:`pack_table`, ``(fragments, 2)`` int64; empty unless the
+        int8_blocks: :meth:`.Int8Blocks.row` of each row of :attr:`pack_table`, ``(fragments, 2)`` int64; empty unless the
             momentum is int8.
         apply_table: Fragments of the weights and the offsets of their updates, which replace the directions,
             ``(fragments, 6)`` int64.
@@ -124,20 +124,20 @@ class ChunkTable:
         if chunk.gathers:
             self.pack_table = torch.cat((self.pack_table, sent_table))
         self.apply_table = torch.cat((self._table(owned, DIRECTIONS, offsets[: len(owned)]), sent_table))
-        self.blocks = torch.empty((0, 2), dtype=torch.int64)
+        self.int8_blocks = torch.empty((0, 2), dtype=torch.int64)
 
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
-        self._batch = functools.lru_cache(maxsize=len(batches) + 64)(self._copies)
+        self._segments_of = functools.lru_cache(maxsize=len(batches) + 64)(self._make_segments)
         for batch in batches:
             # Matrices of one logical shape may have tensor-parallel shards of unequal size.
             if len({plan.matrices[index].numel for index in batch}) == 1:
-                self.batch(batch)
+                self.segments_of(batch)
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def segments_of(self, indices: Sequence[int]) -> BatchSegments:
         """Return the copies for owned matrices whose shards have one size; cached."""
-        return self._batch(tuple(indices))
+        return self._segments_of(tuple(indices))
 
-    def _copies(self, indices: tuple[int, ...]) -> Batch:
+    def _make_segments(self, indices: tuple[int, ...]) -> BatchSegments:
         # 1. the segments of every matrix, as if the matrices followed each other in one tensor
         numel = self._matrices[indices[0]].numel
         local: list[Segment] = []
@@ -152,14 +152,14 @@ class ChunkTable:
                 received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
         # 2. joined where they are at equal distances: one strided copy each. The shards of twelve equal matrices at
         # ZeRO 3 are one copy of (12, ranks, elements of a shard).
-        local_joined = tuple(_joined(local, numel))
-        received_joined = tuple(joined for segments in received for joined in _joined(segments, numel))
+        local_joined = tuple(_join_matrices(local, numel))
+        received_joined = tuple(joined for segments in received for joined in _join_matrices(segments, numel))
         # 3. whether a single segment is all of the batch: then the buffer itself is read
         in_order = any(  # there is no segment if this rank's shards of the matrices are empty
             math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
             for segment in (local_joined or received_joined)[:1]
         )
-        return Batch(local_joined, received_joined, in_order)
+        return BatchSegments(local_joined, received_joined, in_order)
 
     def _aligned_offsets(self, indices: Sequence[int]) -> tuple[list[int], int]:
         """Return offsets of consecutive fragments at multiples of 32 elements, and the padded numel of all."""
@@ -184,7 +184,7 @@ class ChunkTable:
         return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
 
 
-def _joined(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
+def _join_matrices(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
     """Yield the segments, with those of consecutive matrices at equal distances joined into one."""
     last: Segment | None = None
     for segment in segments:
@@ -389,8 +389,12 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
     if step.scales is None:
         step.passes.momentum_pack(step.momentum, step.grads, outputs, fragments, rates)
         return
-    blocks = table.blocks if step.mask is None else table.blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
-    step.passes.momentum_pack_int8(step.momentum, step.scales, step.grads, outputs, fragments, rates, blocks)
+    int8_blocks = table.int8_blocks
+    if step.mask is not None:
+        int8_blocks = int8_blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
+    step.passes.momentum_pack_int8(
+        step.momentum, step.scales, step.grads, outputs, fragments, rates, int8_blocks
+    )
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
