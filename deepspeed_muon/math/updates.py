@@ -140,8 +140,9 @@ def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
         weight_decay = 0.0
     params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*tensors, strict=True))
     device = params[0].device
-    # The kernel increments the counter before it uses it, and wants one tensor for each parameter.
-    steps = [torch.full((), float(settings.step - 1), device=device) for _ in params]
+    # The kernel increments the counter before it uses it, and wants one tensor for each parameter: views of a vector,
+    # which takes a single launch to fill.
+    steps = list(torch.full((len(params),), float(settings.step - 1), device=device).unbind())
     # The functional forms: torch.optim.AdamW would keep a state of its own.
     function = adamw if settings.decoupled else adam
     function(

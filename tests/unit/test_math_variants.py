@@ -74,6 +74,20 @@ def test_adam_decays_by_its_mode(mode: str) -> None:
     close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_adam_fills_the_counters_of_all_tensors_at_once() -> None:
+    generator = torch.Generator().manual_seed(6)
+    tensors = [tuple(torch.rand(numel, generator=generator) for _ in range(4)) for numel in (7, 1, 64)]
+    alone = [tuple(tensor.clone() for tensor in of_param) for of_param in tensors]
+    settings = AdamStep(lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, step=3)
+    for of_param in alone:
+        adam_step_([of_param], settings=settings)  # type: ignore[list-item]
+    with mock.patch("torch.full", wraps=torch.full) as full:
+        adam_step_(tensors, settings=settings)  # type: ignore[arg-type]
+    assert full.call_count == 1
+    for of_param, expected in zip(tensors, alone, strict=True):
+        assert all(map(torch.equal, of_param, expected))
+
+
 def test_cautious_apply_matches_the_reference() -> None:
     torch.manual_seed(4)
     param, update = torch.randn(257), torch.randn(257).bfloat16()
