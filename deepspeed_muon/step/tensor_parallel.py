@@ -100,9 +100,10 @@ class OverTensorGroup:
     def _make_work_plan(self, owned: tuple[int, ...]) -> _WorkPlan:
         """Assign active owned matrices of a chunk to the ranks of the group."""
         # All ranks of the group own their shards of the same matrices, so they make the same plan.
-        local = [index for index in owned if self._matrices[index].shards is None]
-        shards = [index for index in owned if self._matrices[index].is_sharded]
-        copies = [index for index in owned if index not in {*local, *shards}]
+        local, shards, copies = list[int](), list[int](), list[int]()
+        for index in owned:
+            matrix = self._matrices[index]
+            (local if matrix.shards is None else shards if matrix.is_sharded else copies).append(index)
         if self._distributed:
             distributed = batches(self._matrices, self._context, shards, by_shards=True)
             return _WorkPlan(local, self._assigned(copies), distributed)
@@ -114,11 +115,13 @@ class OverTensorGroup:
         numels = {index: math.prod(self._matrices[index].logical_shape) for index in indices}
         # 1. in the order of the plan, as many as may be gathered at once
         groups: list[list[int]] = []
+        filled = 0  # elements of the last group
         for index in indices:
-            filled = sum(numels[member] for member in groups[-1]) if groups else 0
             if not groups or filled + numels[index] > self._chunk_numel:
                 groups.append([])
+                filled = 0
             groups[-1].append(index)
+            filled += numels[index]
         # 2. within a group to the ranks; all hold about equally much, so that only the work counts
         assigned = []
         for group in groups:
