@@ -6,6 +6,8 @@
    one adds up those of the matrices that its ranks shard or copy.
 3. From the sums of each block the variant computes two rates, equal on all ranks.
 4. The flat pass of all variants decays the weights and adds the updates by these rates, which it reads on the device.
+   Where blocks are side by side, as the heads of a weight that is stored as input x output, products with one rate for
+   each column do it: the pass would need a fragment for every row of every block.
 
 None of these steps makes the host wait for the device. Blocks without a norm are refused before the first step
 (:meth:`BlockSums.zero_matrices`).
@@ -37,11 +39,33 @@ Each stack takes nine launches on a GPU.
 """
 
 
+class _Span(NamedTuple):
+    """Contiguous elements of a fragment, see :func:`spans_of`, and where they are stored.
+
+    Attributes:
+        in_weights: Index of the flat weights, and the offset of the first element in them.
+        in_updates: The same for the updates.
+        rows: Rows.
+        cols: Columns, in all blocks.
+        blocks: Index of each block, from the left, and the columns in it.
+        matrix: Index of the matrix.
+    """
+
+    in_weights: tuple[int, int]
+    in_updates: tuple[int, int]
+    rows: int
+    cols: int
+    blocks: list[tuple[int, int]]
+    matrix: int
+
+    def view(self, flat: Sequence[Tensor], location: tuple[int, int]) -> Tensor:
+        """Return a view ``(rows, cols)`` of flat tensors at ``in_weights`` or ``in_updates``."""
+        index, offset = location
+        return flat[index].narrow(0, offset, self.rows * self.cols).view(self.rows, self.cols)
+
+
 class _Rectangles(NamedTuple):
     """Rectangles of one shape whose sums are computed in one call.
-
-    A contiguous fragment of a matrix consists of at most three rectangles in each block: the end of its first row, full
-    rows, and the start of its last row.
 
     Attributes:
         shape: Rows and columns.
@@ -90,7 +114,8 @@ class BlockSums:
         matrices = [plan.matrices[index] for index in indices]
         counts = [1 if matrix.is_sharded else len(matrix.block_shapes) for matrix in matrices]
         self._first_block = dict(zip(indices, accumulate(counts, initial=0), strict=False))
-        self._rectangles = [*self._equal_rectangles(plan, table.tolist(), device)]
+        spans = [*self._local_spans(plan, table.tolist())]
+        self._rectangles = [*_equal_rectangles(spans, device)]
         blocks = [block for group in self._rectangles for block in group.blocks]
         self._block_of = torch.tensor(blocks, dtype=torch.int64, device=device)  # (rectangles,)
         self._context, self._device = context, device
@@ -98,16 +123,19 @@ class BlockSums:
             torch.tensor(counts)
         )  # (blocks,)
         # The fragments of the pass, with the index of the block in place of that of the matrix: it finds the rates
-        # there. A rectangle that is narrower than its matrix has a fragment for each row.
-        rows = [
-            (index, start + row * group.stride, source, offset + row * group.stride, group.shape[1], block)
-            for group in self._rectangles
-            for (index, start), (source, offset), block in zip(
-                group.in_weights, group.in_updates, group.blocks, strict=True
-            )
-            for row in range(group.shape[0])
+        # there. Blocks that are side by side do not go through the pass: they have a rate for each column.
+        fragments = [
+            (*span.in_weights, *span.in_updates, cols, block)
+            for span in spans
+            if len(span.blocks) == 1
+            for block, cols in span.blocks
         ]
-        self._apply_table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        self._apply_table = torch.tensor(fragments, dtype=torch.int64).view(-1, COLUMNS)
+        self._side_by_side = [span for span in spans if len(span.blocks) > 1]
+        block_of_column = [
+            block for span in self._side_by_side for block, cols in span.blocks for _ in range(cols)
+        ]
+        self._block_of_column = torch.tensor(block_of_column, dtype=torch.int64, device=device)  # (columns,)
 
         def blocks_where(flags: Sequence[bool]) -> Tensor:
             return torch.tensor(flags).repeat_interleave(torch.tensor(counts)).nonzero().view(-1)
@@ -134,27 +162,20 @@ class BlockSums:
         ranks = self._context.world_size
         return len(self._over_data_ranks) * 3 * torch.float64.itemsize * 2 * (ranks - 1) // ranks
 
-    def _equal_rectangles(
-        self, plan: ExchangePlan, table: Sequence[Sequence[int]], device: torch.device
-    ) -> Iterator[_Rectangles]:
-        """Yield the rectangles of a table's fragments, grouped by shape and stride."""
-        rectangles = []
+    def _local_spans(self, plan: ExchangePlan, table: Sequence[Sequence[int]]) -> Iterator[_Span]:
+        """Yield the spans of a table's fragments."""
         for position, offset, updates, updates_offset, numel, index in table:
             fragment = plan.matrices[index].placement.fragment_on(plan.rank)
             assert fragment is not None
             first = fragment.matrix_offset
-            for block, start, rows, cols, stride in rectangles_of(plan.matrices[index], first, first + numel):
-                offsets = (position, offset + start), (updates, updates_offset + start)
-                rectangles.append(((rows, cols, stride), offsets, self._first_block[index] + block))
-        # Equal shapes become adjacent for groupby, each with its offsets ascending.
-        rectangles.sort()
-        most = _CPU_STACK_NUMEL if device.type == "cpu" else _GPU_STACK_NUMEL
-        for (rows, cols, stride), members in groupby(rectangles, key=lambda rectangle: rectangle[0]):
-            equal, limit = [*members], max(1, most // (rows * cols))
-            for batch in (equal[first : first + limit] for first in range(0, len(equal), limit)):
-                in_weights, in_updates = zip(*(offsets for _, offsets, _ in batch), strict=True)
-                yield _Rectangles(
-                    (rows, cols), stride, in_weights, in_updates, tuple(block for *_, block in batch)
+            for start, rows, blocks in spans_of(plan.matrices[index], first, first + numel):
+                yield _Span(
+                    (position, offset + start),
+                    (updates, updates_offset + start),
+                    rows,
+                    sum(cols for _, cols in blocks),
+                    [(self._first_block[index] + block, cols) for block, cols in blocks],
+                    index,
                 )
 
     def zero_matrices(self, flat: Sequence[Tensor]) -> list[int]:
@@ -200,10 +221,25 @@ class BlockSums:
         in_double = any(weights.dtype == torch.float64 for weights in step.flat)
         dtype = torch.float64 if in_double else torch.float32
         # 4. update this rank's fragments; the updates of inactive matrices are uninitialised memory
-        table = self._apply_table
+        rates, table = rates.to(self._device, dtype), self._apply_table
         if step.mask is not None:
             table = table[step.mask[self._matrix_of[table[:, COLUMNS - 1]]]]
-        step.passes.unpack_apply(step.flat, updates, table, rates.to(self._device, dtype))
+        step.passes.unpack_apply(step.flat, updates, table, rates)
+        if self._side_by_side:
+            self._apply_by_column(step, updates, rates)
+
+    def _apply_by_column(self, step: Step, updates: Sequence[Tensor], rates: Tensor) -> None:
+        """Update the active matrices whose blocks are side by side; see :func:`.torch_operators.unpack_apply_`."""
+        lengths = [span.cols for span in self._side_by_side]
+        by_column = rates.T.index_select(1, self._block_of_column).split(lengths, dim=1)
+        for span, (lr_scale, decay) in zip(self._side_by_side, by_column, strict=True):  # (cols,) each
+            if step.mask is not None and not step.mask[span.matrix]:
+                continue
+            stored = span.view(step.flat, span.in_weights)
+            weights = stored.to(torch.promote_types(stored.dtype, torch.float32))
+            weights.mul_(decay).addcmul_(lr_scale, span.view(updates, span.in_updates), value=-1.0)
+            if weights is not stored:
+                stored.copy_(weights)
 
     def _by_block(self, sums: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the sums over this rank's fragments of each block, float64 ``(blocks, 3)``, where the groups are.
@@ -236,11 +272,15 @@ class BlockSums:
         return sums
 
 
-def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the rectangles that elements ``[start, stop)`` of a stored matrix consist of.
+def spans_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Yield the contiguous spans that elements ``[start, stop)`` of a stored matrix consist of.
 
-    Each is given by the number of its block, row by row of the grid (a matrix that is sharded over a group is one
-    block); its first element, counted from ``start``; its rows and columns; and the elements from a row to the next.
+    Elements of one block are a span of one row, also where they are several rows of the matrix. Where blocks are side
+    by side, the end of a row, full rows, and the start of a row are a span each.
+
+    Each is given by its first element, counted from ``start``; its rows; and for each of its blocks, from the left, the
+    number of the block, row by row of the grid (a matrix that is sharded over a group is one block), and the columns of
+    the span in it.
     """
     row_blocks, col_blocks = ((matrix.rows,), (matrix.cols,)) if matrix.is_sharded else matrix.grid
     width = matrix.cols
@@ -248,17 +288,41 @@ def rectangles_of(matrix: MatrixLayout, start: int, stop: int) -> Iterator[tuple
         low, high = max(start, top * width), min(stop, bottom * width)
         if low >= high:
             continue
-        if len(col_blocks) == 1:  # contiguous
-            yield block_row, low - start, 1, high - low, high - low
+        if len(col_blocks) == 1:
+            yield low - start, 1, [(block_row, high - low)]
             continue
-        # Blocks side by side, as in a 4 x 6 matrix of the columns 0 to 2 and 3 to 5: elements [2, 14) are column 2 of
-        # row 0 in block 0, columns 3 to 5 of row 0 in block 1, row 1 in both, and columns 0 and 1 of row 2 in block 0.
-        for row, count, first_col, end_col in row_ranges(low, high, width):
+        # Blocks side by side, as in a 4 x 6 matrix of the columns 0 to 2 and 3 to 5: elements [2, 14) are row 0 from
+        # column 2 on, with one column of block 0 and three of block 1; row 1; and columns 0 and 1 of row 2 in block 0.
+        for row, rows, first_col, end_col in row_ranges(low, high, width):
+            blocks = []
             for number, (left, right) in enumerate(pairwise(accumulate(col_blocks, initial=0))):
-                left, right = max(left, first_col), min(right, end_col)
-                if left < right:
-                    block = block_row * len(col_blocks) + number
-                    yield block, row * width + left - start, count, right - left, width
+                cols = min(right, end_col) - max(left, first_col)
+                if cols > 0:
+                    blocks.append((block_row * len(col_blocks) + number, cols))
+            yield row * width + first_col - start, rows, blocks
+
+
+def _equal_rectangles(spans: Sequence[_Span], device: torch.device) -> Iterator[_Rectangles]:
+    """Yield the rectangles that the blocks of some spans are, grouped by shape and stride."""
+    rectangles = []
+    for span in spans:
+        (position, offset), (updates, updates_offset) = span.in_weights, span.in_updates
+        left = 0
+        for block, cols in span.blocks:
+            shape_and_stride = (span.rows, cols, span.cols if span.rows > 1 else cols)
+            offsets = (position, offset + left), (updates, updates_offset + left)
+            rectangles.append((shape_and_stride, offsets, block))
+            left += cols
+    # Equal shapes become adjacent for groupby, each with its offsets ascending.
+    rectangles.sort()
+    most = _CPU_STACK_NUMEL if device.type == "cpu" else _GPU_STACK_NUMEL
+    for (rows, cols, stride), members in groupby(rectangles, key=lambda rectangle: rectangle[0]):
+        equal, limit = [*members], max(1, most // (rows * cols))
+        for batch in (equal[first : first + limit] for first in range(0, len(equal), limit)):
+            in_weights, in_updates = zip(*(offsets for _, offsets, _ in batch), strict=True)
+            yield _Rectangles(
+                (rows, cols), stride, in_weights, in_updates, tuple(block for *_, block in batch)
+            )
 
 
 def _is_divided(matrix: MatrixLayout) -> bool:

@@ -1,46 +1,97 @@
-"""Rectangles of fragments inside of blocks, and a variant that keeps the norm of its matrices, in one process."""
+"""Spans of fragments, and a variant that keeps the norm of its matrices, in one process."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_muon import BindingError, ConfigError, Muon, MuonConfig
+from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import flat_placement
+from deepspeed_muon.plan.placement import Placement, flat_placement
 from deepspeed_muon.reference import ReferenceMuon
-from deepspeed_muon.step.block_sums import rectangles_of
+from deepspeed_muon.step.block_sums import BlockSums, spans_of
+from deepspeed_muon.step.tables import Rates, Step
 from deepspeed_muon.variants.hyperball import apply
 from tests.support.comparisons import close, relative, within
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import iteration_limit
 
+GRIDS = [((5,), (4,)), ((2, 3), (4,)), ((5,), (1, 3)), ((1, 2, 2), (2, 1, 1)), ((5,), (1, 1, 1, 1))]
 
-@pytest.mark.parametrize(
-    ("rows", "cols"),
-    [((5,), (4,)), ((2, 3), (4,)), ((5,), (1, 3)), ((1, 2, 2), (2, 1, 1)), ((5,), (1, 1, 1, 1))],
-)
-def test_rectangles_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
-    """Every range of a 5 x 4 matrix, and every grid of blocks: each element is in a rectangle of its own block."""
-    blocks = torch.empty(5, 4, dtype=torch.int64)
+
+def block_of(rows: tuple[int, ...], cols: tuple[int, ...]) -> Tensor:
+    """Return the number of the block of each element of a grid."""
+    numbers = torch.arange(len(rows) * len(cols)).view(len(rows), len(cols))
+    return numbers.repeat_interleave(torch.tensor(rows), 0).repeat_interleave(torch.tensor(cols), 1)
+
+
+@pytest.mark.parametrize(("rows", "cols"), GRIDS)
+def test_spans_cover_every_fragment_once(rows: tuple[int, ...], cols: tuple[int, ...]) -> None:
+    """Every range of a 5 x 4 matrix, and every grid of blocks: each element is in the span of its own block."""
+    blocks = block_of(rows, cols)
     matrix = MatrixLayout("m", 5, 4, 0, flat_placement(0, 20, 20), row_blocks=rows, col_blocks=cols)
-    tops, lefts = ([*itertools.accumulate(sizes, initial=0)] for sizes in (rows, cols))
-    for i, j in itertools.product(range(len(rows)), range(len(cols))):
-        blocks[tops[i] : tops[i + 1], lefts[j] : lefts[j + 1]] = i * len(cols) + j
     for start in range(20):
         for stop in range(start + 1, 21):
-            fragment = torch.full((3 + stop - start,), -1)
-            for block, first, height, width, stride in rectangles_of(matrix, start, stop):
-                view = fragment.as_strided((height, width), (stride, 1), 3 + first)
-                assert (view == -1).all() and view.numel()
-                view.fill_(block)
-            assert torch.equal(fragment[3:], blocks.view(-1)[start:stop]) and (fragment[:3] == -1).all()
+            fragment = torch.full((stop - start,), -1)
+            for first, height, widths in spans_of(matrix, start, stop):
+                row = torch.cat([torch.full((width,), block) for block, width in widths])
+                span = fragment.narrow(0, first, height * len(row)).view(height, -1)
+                assert (span == -1).all() and span.numel()
+                span.copy_(row)
+            assert torch.equal(fragment, blocks.view(-1)[start:stop])
+
+
+def step_of(weights: Tensor, *, active: bool = True) -> Step:
+    """Return a step on one partition with one matrix, of learning rate 1."""
+    one = torch.ones(1, 2, dtype=torch.float64)
+    mask = None if active else torch.tensor([False])
+    return Step(mask, Rates(one, one, None, [], []), [weights], [], [], None, flat_passes("torch"))
+
+
+@pytest.mark.parametrize(("rows", "cols"), GRIDS)
+def test_a_fragment_is_updated_by_the_rates_of_its_blocks(
+    rows: tuple[int, ...], cols: tuple[int, ...]
+) -> None:
+    """Fragments that start and end anywhere, three elements into the partition and two into the updates."""
+    blocks = block_of(rows, cols).view(-1)
+    steps = 0.1 * torch.arange(1, len(rows) * len(cols) + 1, dtype=torch.float64)
+    decays = 1 - steps / 3
+    context: Any = SimpleNamespace(tensor_group=None, group=None, world_size=1, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    dtypes = (
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64),
+    )
+    for number, (start, stop) in enumerate(itertools.combinations(range(1, 21), 2)):
+        numel, (dtype, sent) = stop - start, dtypes[number % 3]
+        matrix = MatrixLayout(
+            "m", 5, 4, 0, Placement(20, 0, start, 0, numel, 3), row_blocks=rows, col_blocks=cols
+        )
+        plan: Any = SimpleNamespace(matrices=(matrix,), rank=1)
+        sums = BlockSums(plan, [0], torch.tensor([(0, 3, 1, 2, numel, 0)]), context, context.device)
+        before = torch.randn(numel + 5, generator=generator, dtype=torch.float64).to(dtype)
+        update = torch.randn(numel + 2, generator=generator, dtype=torch.float64).to(sent)
+        weights, expected = before.clone(), before.clone()
+        sums.apply(lambda *_: (steps, decays), step_of(weights), [torch.empty(0), update])
+        rate, decay = steps[blocks[start:stop]], decays[blocks[start:stop]]
+        expected[3:-2] = decay * before[3:-2].double() - rate * update[2:].double()
+        # Three roundings in fp32 or float64 of numbers below 8, and that of the result.
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        close(weights, expected, rtol=torch.finfo(dtype).eps, atol=3 * 8 * eps)
+        assert torch.equal(weights[:3], before[:3]) and torch.equal(weights[-2:], before[-2:])
+        update.fill_(torch.nan)  # nothing reads that of a matrix without a gradient
+        unchanged = weights.clone()
+        sums.apply(lambda *_: (steps, decays), step_of(weights, active=False), [torch.empty(0), update])
+        assert torch.equal(weights, unchanged)
 
 
 def test_sums_give_the_rates_of_the_formula() -> None:

@@ -96,9 +96,11 @@ def launches_of(name: str, tensors: list[Tensor]) -> int:
     return 1
 
 
-def bound_of(model: str, ranks: int, rank: int, launches: Launches, variant: str, sets: int) -> BoundSteps:
+def bound_of(
+    model: str, ranks: int, rank: int, launches: Launches, variant: str, sets: int, **params: Any
+) -> BoundSteps:
     """Return the step sets of one rank at ZeRO 3, on the meta device and in bf16; messages and passes only count."""
-    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant})
+    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant, **params})
     routes = [each for each in route_parameters(load_model(model), config) if each.algorithm == "muon"]
     step_sets = []
     for index in range(sets):
@@ -136,12 +138,12 @@ def bound_of(model: str, ranks: int, rank: int, launches: Launches, variant: str
 
 
 def counted(
-    model: str, ranks: int, variant: str = "muon", sets: int = 1
+    model: str, ranks: int, variant: str = "muon", sets: int = 1, **params: Any
 ) -> tuple[list[StepRunner], Launches]:
     """Return the runners of the rank that owns most matrices, and what its third step launches."""
     launches = Launches()
-    owners = Counter(bound_of(model, ranks, 0, launches, variant, sets).runners[0].plan.owners)
-    bound = bound_of(model, ranks, owners.most_common(1)[0][0], launches, variant, sets)
+    owners = Counter(bound_of(model, ranks, 0, launches, variant, sets, **params).runners[0].plan.owners)
+    bound = bound_of(model, ranks, owners.most_common(1)[0][0], launches, variant, sets, **params)
     group = {**MuonConfig(variant=variant).group_defaults("muon"), "lr": 0.02}
     partitions = [runner.step_set.partitions[0].tensor for runner in bound.runners]
     state: dict[Tensor, dict[str, Any]] = {partition: {} for partition in partitions}
@@ -200,6 +202,16 @@ def test_step_sets_read_their_flags_together() -> None:
 def test_variants_wait_as_rarely_as_muon(variant: str, most: int) -> None:
     _, launches = counted("llama-7b", 64, variant)
     assert launches.waits == 1 and launches.counts.total() <= most
+
+
+def test_heads_side_by_side_take_no_fragment_for_each_row() -> None:
+    """GPT-2 under hyperball: 12 weights of 768 x 2304 with 36 heads, of which each of 7 ranks has about 110 rows."""
+    heads = {"*.c_attn.weight": {"split": "qkv", "heads": "config"}}
+    (runner,), launches = counted("gpt2", 7, "hyperball", matrices=heads)
+    fused = [matrix for matrix in runner.plan.matrices if len(matrix.grid[1]) == 36]
+    # With a fragment for every row of every head, 660 launches of the pass.
+    assert len(fused) == 12 and launches.waits == 1
+    assert launches.counts["passes"] <= 9999
 
 
 def test_row_state_takes_one_launch_a_batch() -> None:
