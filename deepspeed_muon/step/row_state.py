@@ -70,13 +70,17 @@ class RowStorage:
     """Where this rank stores the row state of the matrices of one plan: in a vector for each partition.
 
     Attributes:
-        fragments: Where the rows of each matrix of the plan are stored; see :meth:`.Assignment.row_fragments`.
         counts: Index of each partition with matrices to the rows that this rank stores.
     """
 
     def __init__(self, plan: ExchangePlan, fragments: Sequence[Fragment], context: StepContext) -> None:
-        """Find the rows that this rank stores; nothing is sent. The variant of the step set has ``row_factors``."""
-        self.fragments = fragments
+        """Find the rows that this rank stores; nothing is sent.
+
+        Args:
+            plan: The exchange plan.
+            fragments: Where the rows of each matrix of the plan are stored; see :meth:`.Assignment.row_fragments`.
+            context: The context of the step set; its variant has ``row_factors``.
+        """
         self.counts = {matrix.partition: 0 for matrix in plan.matrices}
         self._matrices, self._context = plan.matrices, context
         self._local: list[tuple[int, int, Fragment]] = []  # index of the matrix, its partition, its rows

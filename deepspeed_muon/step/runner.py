@@ -97,7 +97,7 @@ class StepRunner:
         resources: StepResources,
         *,
         load: Floats,
-        number: int = 0,
+        number: int,
     ) -> None:
         """Make the exchange plan; nothing is sent.
 
@@ -340,10 +340,11 @@ class StepRunner:
         directions = torch.empty(table.local_numel, dtype=dtype, device=device)  # those that are not sent
         # Offloaded partitions pack on the CPU, and int8 is coded from the uncompressed directions: both need a copy.
         is_direct = context.codec.is_uncompressed and device == send.device
-        sent = send if is_direct else torch.empty(table.sent_numel, dtype=dtype, device=device)
+        sent_numel = table.sent_numel if flight.chunk.gathers else 0
+        sent = send if is_direct else torch.empty(sent_numel, dtype=dtype, device=device)
         pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
-        if is_direct or not flight.chunk.gathers:  # in the send buffer already, or nothing is sent
+        if is_direct or not flight.chunk.gathers:  # in the send buffer already, or no directions are sent
             return
         # 2. the send buffer: uncompressed as one copy, int8 fragment by fragment, since blocks end with a fragment
         sent = sent.to(context.device)

@@ -173,7 +173,7 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
         policy,
         overlap=case.overlap,
     )
-    runner = StepRunner(step_set, config, resources, load=np.zeros(world_size))
+    runner = StepRunner(step_set, config, resources, load=np.zeros(world_size), number=0)
     assert len(runner.plan.chunks) > 1
     status = GradientStatus(runner)
     groups = {

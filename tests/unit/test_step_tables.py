@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon import Muon
+from deepspeed_muon import Muon, MuonConfig
+from deepspeed_muon import orthogonalize as orthogonalize_
+from deepspeed_muon.config.values import StatePolicy
+from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.plan.chunks import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import sharded_placement
+from deepspeed_muon.plan.placement import replicated_placement, sharded_placement
 from deepspeed_muon.step import orthogonalize
+from deepspeed_muon.step.runner import StepResources, StepRunner
+from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.step.tables import ChunkTable, Rates, Step, apply, pack
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
 from tests.support.comparisons import close
 
 
@@ -132,6 +140,35 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     for each, changed in ((momentum, 1.0), (param, 0.0)):
         assert (each[:32] == changed).all() and (each[64:] == changed).all()
         assert (each[32:64] == 1.0 - changed).all()
+
+
+def test_only_a_gather_needs_a_copy_of_what_is_sent() -> None:
+    """int8 is coded from uncompressed directions; of replicated matrices only the updates are sent."""
+    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "fp32", "wire_dtype": "int8"})
+    device, partition = torch.device("cpu"), torch.zeros(64)
+    resources = StepResources(
+        device,
+        orthogonalize_,
+        StepStats(),
+        StepRecorder(every=0, check=True),
+        ExchangeBuffers(device),
+        StatePolicy(),
+        overlap=False,
+    )
+    for placements, sizes in (
+        ([replicated_placement(offset, 32, 2) for offset in (0, 32)], (64, 0)),
+        ([sharded_placement(offset, 32, 16) for offset in (0, 16)], (0, 32)),
+    ):
+        layouts = tuple(
+            MatrixLayout(f"m{number}", 4, 8, 0, placement) for number, placement in enumerate(placements)
+        )
+        step_set = StepSet((BoundPartition(0, partition, True),), layouts, (), None, 0, 2, torch.float32)
+        runner = StepRunner(step_set, config, resources, load=np.zeros(2), number=0)
+        step = step_of(partition, partition, rates_of(2, momentum=0.0), active=[True, True])
+        with mock.patch("deepspeed_muon.step.runner.pack") as packed:
+            runner._pack(runner._exchange.open(0, 0), step)
+        *_, directions, send = packed.call_args.args
+        assert (directions.numel(), send.numel()) == sizes
 
 
 # A stack of blocks went through the iteration in one batch, however large it was.
