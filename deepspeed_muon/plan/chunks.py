@@ -167,10 +167,14 @@ class BufferPlan:
 class Chunk:
     """Matrices that are exchanged together, as one rank sees them.
 
+    The buffers have the names of their roles in a gather. In a scatter, and so in everything that a chunk of replicated
+    matrices sends, updates go the opposite way: from the receive buffer of their owner to the send buffers of the ranks
+    that hold fragments.
+
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
         owned: The matrices of the chunk that this rank owns.
-        send_buffer: Fragments that this rank holds. Gather sends them to the receive buffers, scatter is the reverse.
+        send_buffer: Fragments that this rank holds. If updates are broadcast, those of matrices that other ranks own.
         receive_buffer: All fragments of the matrices that this rank owns.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
@@ -348,14 +352,16 @@ def build_chunk(
     owned = tuple(index for index in indices if owners[index] == rank)
     row_state = row_state or [0] * len(placements)
     if sent and placements[sent[0]].replicated:
-        # The owner has the full gradient already: updates leave from one buffer and arrive in the other.
-        received = [index for index in sent if owners[index] != rank]
-        arriving = _by_owner(placements, owners, received, rank, wire, row_state)
-        # One copy of this rank's updates for all ranks; no peer has a share of its own.
-        leaving = _by_owner(placements, owners, owned, rank, wire, row_state)
-        leaving = BufferPlan(leaving.segments, _ints(()), _ints(()), leaving.numel, leaving.numel)
+        # The owner has the full gradient already: updates go from its receive buffer to the ranks' send buffers.
+        not_owned = [index for index in sent if owners[index] != rank]
+        send_buffer = _by_owner(placements, owners, not_owned, rank, wire, row_state)
+        # One copy of this rank's updates for all ranks; no peer has a slice of its own.
+        updates = _by_owner(placements, owners, owned, rank, wire, row_state)
+        receive_buffer = BufferPlan(updates.segments, _ints(()), _ints(()), updates.numel, updates.numel)
         copies = len(placements[sent[0]].ranks) - 1
-        return Chunk(tuple(indices), owned, arriving, leaving, gathers=False, scatters=True, copies=copies)
+        return Chunk(
+            tuple(indices), owned, send_buffer, receive_buffer, gathers=False, scatters=True, copies=copies
+        )
     return Chunk(
         tuple(indices),
         owned,

@@ -31,7 +31,11 @@ in the communication dtype."""
 def batches(
     matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int], *, by_shards: bool = False
 ) -> list[list[int]]:
-    """Group small matrices of equal blocks; with ``by_shards`` only those with equal shards. Large ones are alone."""
+    """Group matrices of equal blocks, and with ``by_shards`` of equal shards, into batches of bounded size.
+
+    Blocks that do not run in batches (:attr:`.StepContext.batch_below`: on a CPU all but small ones) make their matrix
+    a batch of its own.
+    """
     # 1. which may run together
     members_of: dict[object, list[int]] = {}
     for index in indices:

@@ -1,8 +1,11 @@
 """Lists the fragments of a chunk in tables, from which one elementwise pass packs them and one applies their updates.
 
-The tables are made once, when the optimizer is bound. Equal segments of a batch's matrices are copied by one call, so
-that the work of a step in Python does not grow with the number of fragments. Learning rate, decay and momentum, which
-change from step to step, are in :class:`Rates`, one row for each matrix.
+The tables are made once, when the optimizer is bound. The native passes read a table in one call, and equal segments of
+a batch's matrices are copied by one call. What Python does in a step therefore grows with the batches and not with the
+fragments, except that int8 communication writes and reads this rank's fragments one by one, blocks that do not follow
+each other in memory are copied one by one, and the passes in torch make views of each fragment.
+
+Learning rate, decay and momentum, which change from step to step, are in :class:`Rates`, one row for each matrix.
 """
 
 from __future__ import annotations
@@ -40,12 +43,17 @@ DIRECTIONS, SEND = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class BatchSegments:
-    """Matrices of one shape that are orthogonalised together, ``(matrices, numel)``, and the segments copied into them.
+    """The segments of matrices that are orthogonalised together, ``(matrices, numel)``, where this rank stores them.
+
+    In a chunk with a gather, directions are read from the receive buffer, and updates written over them. Without one,
+    this rank has all elements of the matrices itself: directions are read from those that are not sent, and updates
+    written over them; the updates of replicated matrices also into the receive buffer, from which they are broadcast.
 
     Attributes:
-        local: Segments of the batch that are copied from the directions; only this rank has elements of their matrices.
-        received: Segments of the batch that are copied from the receive buffer.
-        in_order: Whether one segment at an aligned offset has the batch in order, so that a view replaces the copy.
+        local: Segments of the directions that are not sent; empty in a chunk with a gather.
+        received: Segments of the receive buffer; empty in a chunk in which nothing is sent.
+        in_order: Whether one segment, at an aligned offset, has all directions of the batch in order, so that a view of
+            it replaces the copy.
     """
 
     local: tuple[Segment, ...]
@@ -62,8 +70,8 @@ class ChunkTable:
             matrices of other owners, whose directions are only a by-product of the momentum.
         sent_numel: Elements of the fragments in the send buffer, in the communication dtype.
         pack_table: Fragments of the momentum and the offsets of their directions, ``(fragments, 6)`` int64.
-        int8_blocks: :meth:`.Int8Blocks.row` of each row of :attr:`pack_table`, ``(fragments, 2)`` int64; empty unless the
-            momentum is int8.
+        int8_blocks: :meth:`.Int8Blocks.row` of each row of :attr:`pack_table`, ``(fragments, 2)`` int64; empty unless
+            the momentum is int8.
         apply_table: Fragments of the weights and the offsets of their updates, which replace the directions,
             ``(fragments, 6)`` int64.
         int8_segments: For int8 communication, the index of the matrix of each fragment in the send buffer, and the
@@ -134,7 +142,7 @@ class ChunkTable:
                 self.segments_of(batch)
 
     def segments_of(self, indices: Sequence[int]) -> BatchSegments:
-        """Return the copies for owned matrices whose shards have one size; cached."""
+        """Return the segments of owned matrices whose shards have one size; cached."""
         return self._segments_of(tuple(indices))
 
     def _make_segments(self, indices: tuple[int, ...]) -> BatchSegments:
@@ -155,9 +163,10 @@ class ChunkTable:
         local_joined = tuple(_join_matrices(local, numel))
         received_joined = tuple(joined for segments in received for joined in _join_matrices(segments, numel))
         # 3. whether a single segment is all of the batch: then the buffer itself is read
+        sources = local_joined or received_joined  # directions are in the receive buffer only after a gather
         in_order = any(  # there is no segment if this rank's shards of the matrices are empty
             math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
-            for segment in (local_joined or received_joined)[:1]
+            for segment in sources[:1]
         )
         return BatchSegments(local_joined, received_joined, in_order)
 
@@ -379,7 +388,8 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
         step: The step, whose momentum is mutated.
         directions: Output for directions that are not sent: ``(local_numel,)`` in the communication dtype, on the
             device of the momentum.
-        send: Output for directions that are sent: ``(sent_numel,)``, of the same dtype and device.
+        send: Output for directions that are sent: ``(sent_numel,)``, of the same dtype and device. Not written, and of
+            any size, if the chunk does not gather.
     """
     fragments, outputs, rates = (
         step.active_fragments(table.pack_table),

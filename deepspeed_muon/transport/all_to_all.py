@@ -218,8 +218,10 @@ class InFlight:
     Attributes:
         chunk: The chunk.
         number: Its number in the plan.
-        send_buffer: Fragments that this rank holds: first directions to send, then the updates that arrive.
-        receive_buffer: Fragments of this rank's matrices: first the directions that arrive, then updates to send.
+        send_buffer: Fragments that this rank holds: first the directions that gather sends, then the updates that
+            scatter brings. Without a gather (see :class:`.Chunk`) only these.
+        receive_buffer: Fragments of the matrices that this rank owns: first the directions that gather brings, then the
+            updates that scatter sends. Without a gather only these.
         directions: Directions of matrices that are not sent, flat, and then their updates.
         works: The messages that are under way.
     """
