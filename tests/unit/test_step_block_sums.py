@@ -80,13 +80,13 @@ def test_a_fragment_is_updated_by_the_rates_of_its_blocks(
         sums = BlockSums(plan, [0], torch.tensor([(0, 3, 1, 2, numel, 0)]), context, context.device)
         before = torch.randn(numel + 5, generator=generator, dtype=torch.float64).to(dtype)
         update = torch.randn(numel + 2, generator=generator, dtype=torch.float64).to(sent)
-        weights, expected = before.clone(), before.clone()
+        weights, expected = before.clone(), before.double()
         sums.apply(lambda *_: (steps, decays), step_of(weights), [torch.empty(0), update])
         rate, decay = steps[blocks[start:stop]], decays[blocks[start:stop]]
         expected[3:-2] = decay * before[3:-2].double() - rate * update[2:].double()
-        # Three roundings in fp32 or float64 of numbers below 8, and that of the result.
+        # Three roundings in fp32 or float64 of numbers below 8, and that of the result, which is eps / 2.
         eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        close(weights, expected, rtol=torch.finfo(dtype).eps, atol=3 * 8 * eps)
+        close(weights.double(), expected, rtol=torch.finfo(dtype).eps, atol=3 * 8 * eps)
         assert torch.equal(weights[:3], before[:3]) and torch.equal(weights[-2:], before[-2:])
         update.fill_(torch.nan)  # nothing reads that of a matrix without a gradient
         unchanged = weights.clone()

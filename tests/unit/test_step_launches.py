@@ -209,9 +209,9 @@ def test_heads_side_by_side_take_no_fragment_for_each_row() -> None:
     heads = {"*.c_attn.weight": {"split": "qkv", "heads": "config"}}
     (runner,), launches = counted("gpt2", 7, "hyperball", matrices=heads)
     fused = [matrix for matrix in runner.plan.matrices if len(matrix.grid[1]) == 36]
-    # With a fragment for every row of every head, 660 launches of the pass.
     assert len(fused) == 12 and launches.waits == 1
-    assert launches.counts["passes"] <= 9999
+    # With a fragment for every row of every head, 1,151, and 47,436 fragments in place of 36.
+    assert launches.counts["passes"] <= 543
 
 
 def test_row_state_takes_one_launch_a_batch() -> None:

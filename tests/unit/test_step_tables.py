@@ -146,23 +146,24 @@ def test_only_a_gather_needs_a_copy_of_what_is_sent() -> None:
     """int8 is coded from uncompressed directions; of replicated matrices only the updates are sent."""
     config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "fp32", "wire_dtype": "int8"})
     device, partition = torch.device("cpu"), torch.zeros(64)
-    resources = StepResources(
-        device,
-        orthogonalize_,
-        StepStats(),
-        StepRecorder(every=0, check=True),
-        ExchangeBuffers(device),
-        StatePolicy(),
-        overlap=False,
-    )
     for placements, sizes in (
         ([replicated_placement(offset, 32, 2) for offset in (0, 32)], (64, 0)),
-        ([sharded_placement(offset, 32, 16) for offset in (0, 16)], (0, 32)),
+        ([sharded_placement(offset, 64, 32) for offset in (0, 32)], (0, 64)),
     ):
         layouts = tuple(
-            MatrixLayout(f"m{number}", 4, 8, 0, placement) for number, placement in enumerate(placements)
+            MatrixLayout(f"m{number}", placement.numel // 8, 8, 0, placement)
+            for number, placement in enumerate(placements)
         )
         step_set = StepSet((BoundPartition(0, partition, True),), layouts, (), None, 0, 2, torch.float32)
+        resources = StepResources(
+            device,
+            orthogonalize_,
+            StepStats(),
+            StepRecorder(every=0, check=True),
+            ExchangeBuffers(device),
+            StatePolicy(),
+            overlap=False,
+        )
         runner = StepRunner(step_set, config, resources, load=np.zeros(2), number=0)
         step = step_of(partition, partition, rates_of(2, momentum=0.0), active=[True, True])
         with mock.patch("deepspeed_muon.step.runner.pack") as packed:
