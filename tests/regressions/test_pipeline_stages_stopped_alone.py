@@ -20,7 +20,9 @@ def wrong_update(rank: int, world_size: int) -> str:
     """Give a matrix of the first stage directions that fp16 cannot represent; return the error."""
     pipeline, _ = make_pipeline("toy", 2)
     params = {"nonfinite_grad": "error", "wire_dtype": "fp16"}
-    config = training.ds_config(1, accumulation=MICRO_BATCHES, precision="bf16", params=params)
+    config = training.ds_config(
+        1, accumulation=MICRO_BATCHES, precision="bf16", params=params, extra=training.FP32_SUMS
+    )
     engine = training.initialize(pipeline, config)
     if engine.grid.get_pipe_parallel_rank() == 0:
         matrix = next(param for name, param in pipeline.named_parameters() if name.endswith("up.weight"))

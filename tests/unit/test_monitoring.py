@@ -287,16 +287,20 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     assert check.read_verdicts([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
 
 
-@pytest.mark.parametrize("is_bound_again", [False, True])
+@pytest.mark.parametrize("unfreezes", [False, True])
 @pytest.mark.parametrize("mode", ["skip", "error"])
 def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(
-    mode: Any, is_bound_again: bool, caplog: pytest.LogCaptureFixture
+    mode: Any, unfreezes: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Left out in the first step, wrong in fp32 in the second, which the third one tells.
 
-    A parameter that is unfrozen between the steps, so that the optimizer is bound again, changes nothing of it.
+    A parameter that is unfrozen after a step, so that the optimizer is bound again, changes nothing of it.
     """
-    weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
+    weight = nn.Parameter(torch.zeros(12, 20))
+    frozen = [nn.Parameter(torch.zeros(4, 4), requires_grad=False) for _ in range(2)]
+    named = [("layer.weight", weight), *((f"frozen{n}.weight", param) for n, param in enumerate(frozen))]
+    settings: Any = {"wire_dtype": "fp16", "nonfinite_grad": mode, "weight_decay": 0.5}
+    optimizer = Muon(named, muon_lr=1.0, **settings)
 
     def bind() -> None:
         optimizer._bind_to_parameters()
@@ -305,10 +309,12 @@ def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(
 
     bind()
     weight.data.fill_(1.0)
-    for _ in range(2):
+    for param in frozen:
         weight.grad = torch.full((12, 20), 1e6)
         optimizer.step()
-        if is_bound_again:
+        if unfreezes:
+            param.requires_grad_(True)
+            param.grad = torch.zeros(4, 4)
             bind()
     assert caplog.text.count("layer.weight (12 x 20) was wrong in") == 1
     assert bool((weight == 0.25).all()), "only the decay"
