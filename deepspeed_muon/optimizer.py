@@ -370,7 +370,7 @@ class Muon(torch.optim.Optimizer):
         if self.qk_clip is not None and not self.step_ends_outside:
             self.qk_clip.clear()
         if not self.managed:
-            failed = [name for runner, *_ in current for name in runner.check.take_failed()]
+            failed = [name for runner, *_ in current for name in runner.check.take_local_failures()]
             self.report_failed(failed, "in this step")
 
     def _skip(self, nonfinite: Sequence[str]) -> None:
@@ -379,12 +379,10 @@ class Muon(torch.optim.Optimizer):
         Args:
             nonfinite: Names of their parameters.
         """
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            found_inf.fill_(1.0)  # a GradScaler's, which skips steps until its scale fits
         names = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
         message = f"non-finite gradient in {len(nonfinite)} parameters ({names})"
-        if self.config.nonfinite_grad == "error" and found_inf is None:
+        scales_loss = getattr(self, "found_inf", None) is not None  # a GradScaler, which lowers its scale
+        if self.config.nonfinite_grad == "error" and not scales_loss:
             raise NumericalError(
                 f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"
             )

@@ -21,6 +21,7 @@ from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
+from deepspeed_muon.engine.workarounds.loss_scale import scale_of_all_ranks
 from deepspeed_muon.engine.workarounds.norm import norms_to_clip_by
 from deepspeed_muon.engine.zero.views import view_of
 from deepspeed_muon.logs import warn
@@ -99,7 +100,8 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
         for group in optimizer.bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: at stages 1 and 2 it gathers the weights.
             waiting.enter_context(phase(f"step {number}", group))
-        result = original(*args, **kwargs)
+        with scale_of_all_ranks(engine, optimizer):
+            result = original(*args, **kwargs)
         if sample is not None:
             sample.grad_norms = _grad_norms(optimizer)
         recorder.record_outcome(

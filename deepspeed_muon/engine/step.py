@@ -5,7 +5,7 @@ read all gradients twice and send a message to find those that are not finite. A
 wrapper's buffers already when its ``step`` begins. So the ranks exchange the status of all gradients there, in one
 message for each set of process groups, and ZeRO's question is answered from it. The norm is computed there too and read
 together with the status, so that the host waits for the device once before a step: where ZeRO looks at the norm, it is
-on the CPU.
+on the CPU. With ``nonfinite_grad: error`` one more message tells all ranks of the engine about updates that were wrong.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _warn_of_unfrozen(view: View) -> None:
 
 def _raise_for_failed_updates(optimizer: Muon) -> None:
     """Raise on all ranks for matrices that got no update in the last step, before this one changes any param group."""
-    failed = optimizer.bound_steps.take_failed()
+    failed = optimizer.bound_steps.take_failures_of_last_step()
     (on_some_rank,) = optimizer.ranks.all_reduce([bool(failed)], "max", purpose="report of failed updates")
     if on_some_rank:
         optimizer.report_failed(failed or ["a matrix of other ranks"], "in the step before")

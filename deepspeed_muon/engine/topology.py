@@ -24,7 +24,7 @@ from deepspeed_muon.engine.tensor_parallel import (
     tensor_parallel_group,
     with_tensor_parallel,
 )
-from deepspeed_muon.engine.zero.views import PlainView, view_of
+from deepspeed_muon.engine.zero.views import ZeroView, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
@@ -128,12 +128,9 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
         # The inner step of ZeRO 1 to 3 is called for each partition.
         call = 0 if view.is_one_call else index
         sets.setdefault((call, id(group)), (group, []))[1].append(index)
-    # At stage 0 DeepSpeed does not exchange the gradient status between the stages of a pipeline.
-    stages = (
-        engine.mpu.get_model_parallel_group()
-        if isinstance(view, PlainView) and is_divided(engine.module)
-        else None
-    )
+    # Without ZeRO's wrappers DeepSpeed does not exchange the status of gradients and updates between pipeline stages.
+    has_stages = is_divided(engine.module) and not isinstance(view, ZeroView)
+    stage_group = engine.mpu.get_model_parallel_group() if has_stages else None
     # 2. A step set for each of them, with the ranks that skip the same steps.
     step_sets = []
     for group, indices in sets.values():
@@ -141,7 +138,7 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
         _, wider_group, stack_group = groups_of(view.params[indices[0]][0], data_parallel)
         # A wider group that is no wider (one expert-parallel rank) would only repeat the exchange of flags.
         if wider_group is None or dist.get_world_size(wider_group) <= ranks:
-            wider_group = stages
+            wider_group = None
         partitions = [
             (index, view.masters[index], view.params[index], view.placements(index, ranks))
             for index in indices
@@ -152,6 +149,7 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
                 routes,
                 group,
                 wider_group=wider_group,
+                stage_group=stage_group,
                 stack_group=stack_group,
                 native_adam=CpuAdam if view.offloads else None,
             )

@@ -62,7 +62,13 @@ class BoundSteps:
         groups = (
             group
             for step_set in step_sets
-            for group in (step_set.wider_group, step_set.tensor_group, step_set.stack_group, step_set.group)
+            for group in (
+                step_set.wider_group,
+                step_set.stage_group,
+                step_set.tensor_group,
+                step_set.stack_group,
+                step_set.group,
+            )
         )
         self.process_groups = [group for group in dict.fromkeys(groups) if group is not None]
         self._dtypes = {
@@ -76,23 +82,16 @@ class BoundSteps:
         }
 
     def take_over(self, before: BoundSteps) -> None:
-        """Take over, when the optimizer is bound again, the flags of matrices that got no update in the last step.
-
-        The next step sends them to all ranks.
-        """
-        position_of = {
-            matrix.name: (runner, position)
-            for runner in self.runners
-            for position, matrix in enumerate(runner.step_set.matrices)
-        }
-        for runner in before.runners:
-            names = [matrix.name for matrix in runner.step_set.matrices]
-            for positions, flags in runner.check.left_out:
-                for position, flag in zip(positions, flags.split(1), strict=True):
-                    # A matrix that was frozen since then is in no step set.
-                    if (successor := position_of.get(names[position])) is not None:
-                        new_runner, new_position = successor
-                        new_runner.check.left_out.append(([new_position], flag))
+        """Take over, when the optimizer is bound again, what is known of matrices whose updates were wrong."""
+        for runner in self.runners:
+            position_of = {matrix.name: n for n, matrix in enumerate(runner.step_set.matrices)}
+            for predecessor in before.runners:
+                # A matrix that was frozen since then is in no step set.
+                names = [matrix.name for matrix in predecessor.step_set.matrices]
+                runner.check.take_over(
+                    predecessor.check,
+                    {n: position_of[name] for n, name in enumerate(names) if name in position_of},
+                )
 
     def current(
         self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()
@@ -161,28 +160,34 @@ class BoundSteps:
             status = self.gradient_status[runner]
             by_groups.setdefault(tuple(status.groups), []).append(status)
         reduced = [GradientStatus.reduce(statuses, grads) for statuses in by_groups.values()]
-        # 2. Over the ranks that must skip the same steps: two flags for each step set.
+        # 2. Over the ranks that must skip the same steps: two flags, (2,), for each step set.
         counts_of = [[len(status.names) for status in statuses] for statuses in by_groups.values()]
-        by_wider_group: dict[dist.ProcessGroup, list[tuple[GradientStatus, Tensor]]] = {}
+        wrong_in: dict[GradientStatus, Tensor] = {}
+        by_wider_group: dict[dist.ProcessGroup, list[GradientStatus]] = {}
         for statuses, flags, counts in zip(by_groups.values(), reduced, counts_of, strict=True):
             for status, of_set in zip(statuses, flags.split(counts, dim=1), strict=True):
+                if status.wider_group is not None or status.stage_group is not None:
+                    wrong_in[status] = status.any_wrong(of_set)
                 if status.wider_group is not None:
-                    wrong = status.any_wrong(of_set)
-                    by_wider_group.setdefault(status.wider_group, []).append((status, wrong))
+                    by_wider_group.setdefault(status.wider_group, []).append(status)
         for group, members in by_wider_group.items():
-            flags = torch.cat([wrong for _, wrong in members])
-            reduced.append(all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max"))
+            flags = torch.cat([wrong_in[status] for status in members])
+            flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
+            wrong_in.update(zip(members, flags.view(-1, 2), strict=True))
+        # The stages of a pipeline may have different step sets, so that they reduce two flags of all sets.
+        for stage_group in {status.stage_group for status in wrong_in} - {None}:
+            flags = torch.stack(list(wrong_in.values())).amax(0)
+            flags = all_reduce_tensor(flags, stage_group, purpose=FLAGS_PURPOSE, how="max")
+            wrong_in = dict.fromkeys(wrong_in, flags)
         # 3. To the CPU.
-        on_cpu = read_together([*norms, *reduced])
+        on_cpu = read_together([*norms, *reduced, *wrong_in.values()])
         copies = iter(on_cpu[len(norms) :])
         for statuses, counts in zip(by_groups.values(), counts_of, strict=True):
             for status, flags in zip(statuses, next(copies).split(counts, dim=1), strict=True):
                 status.flags = flags
-        for members in by_wider_group.values():
-            for (status, _), (nonfinite, failed) in zip(
-                members, next(copies).view(-1, 2).tolist(), strict=True
-            ):
-                status.wider_flags = (bool(nonfinite), bool(failed))
+        for status, wrong in zip(wrong_in, copies, strict=True):
+            nonfinite, failed = wrong.tolist()
+            status.wider_flags = (bool(nonfinite), bool(failed))
         return on_cpu[: len(norms)]
 
     def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
@@ -200,7 +205,7 @@ class BoundSteps:
             return None
         return any(bool((flags[0].numpy() == NOT_FINITE).any()) for flags in all_flags if flags is not None)
 
-    def take_failed(self) -> list[str]:
+    def take_failures_of_last_step(self) -> list[str]:
         """Return the names of the matrices that got no update in the last step because it was wrong in fp32 too.
 
         Call it after :meth:`exchange_flags`. If there are such matrices, all verdicts are read and dropped, since no
@@ -211,9 +216,9 @@ class BoundSteps:
             for runner, status in self.gradient_status.items()
             if status.flags is not None
         }
-        failed = [name for runner, numbers in left_out.items() for name in runner.check.failed(numbers)]
-        for runner, numbers in left_out.items() if failed else ():
-            runner.check.read_verdicts(numbers)
+        failed = [name for runner, positions in left_out.items() for name in runner.check.failed(positions)]
+        for runner, positions in left_out.items() if failed else ():
+            runner.check.read_verdicts(positions)
         return failed
 
     def forget_flags(self) -> None:
@@ -242,6 +247,10 @@ class BoundSteps:
                 # The wider group reduces flags once for each of these sets, in order.
                 same_ranks = [n for n, scope in enumerate(skip_scopes) if scope == skipping]
                 facts.record(f"step sets that ranks {skipping.name} skip together", same_ranks, skipping)
+            if step_set.stage_group is not None:
+                facts.record(
+                    "exchange of gradient flags between stages", True, Scope.of(step_set.stage_group)
+                )
             if step_set.stack_group is not None:
                 # These ranks reduce flags too, by position.
                 stacks = Scope.of(step_set.stack_group)

@@ -8,7 +8,7 @@ a group need communication: its ranks gather the norms of their shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -128,9 +128,9 @@ class ResultCheck:
         # Verdicts on the device that this rank has yet to count: indices in the plan, and their flags.
         self._uncounted: list[tuple[list[int], Tensor]] = []
         # Positions in the step set: what is computed in fp32 from now on, and what was left out in the step before,
-        # whose row state starts anew in this one.
+        # whose row state restarts in this one.
         self._fp32_only: set[int] = set()
-        self._new_rows: frozenset[int] = frozenset()
+        self._rows_restart: frozenset[int] = frozenset()
         self._matrices = matrices
         self._origin = range(len(matrices)) if origin is None else origin
         self._first = recorder.reserve(len(matrices))
@@ -186,7 +186,7 @@ class ResultCheck:
                     self.recorder.failed += 1
                     self._warn(index, self._matrices[index], "its norm is outside of its bounds", None)
         self._fp32_only.update(positions)
-        self._new_rows = frozenset(positions)
+        self._rows_restart = frozenset(positions)
         return failed
 
     def failed(self, positions: Collection[int]) -> list[str]:
@@ -203,22 +203,47 @@ class ResultCheck:
         flags = [position in self._fp32_only for position in range(count)]
         return torch.tensor(flags, dtype=torch.uint8, device=device)
 
-    def take_failed(self) -> list[str]:
+    def take_local_failures(self) -> list[str]:
         """Return the names of the matrices whose update this rank left out, and drop the verdicts.
 
         While verdicts are deferred there are none.
         """
         if self.is_deferred:
             return []
-        failed = {number for numbers, _ in self.left_out for number in numbers}
+        failed = {position for positions, _ in self.left_out for position in positions}
         self.left_out.clear()
         return self._names(failed)
 
-    def _names(self, numbers: Collection[int]) -> list[str]:
+    def _names(self, positions: Collection[int]) -> list[str]:
         """Return the names of some matrices of the step set, in its order."""
-        pairs = zip(self._origin, self._matrices, strict=True) if numbers else ()
-        name_of = {number: matrix.name for number, matrix in pairs}
-        return [name_of[number] for number in sorted(numbers)]
+        pairs = zip(self._origin, self._matrices, strict=True) if positions else ()
+        name_of = {position: matrix.name for position, matrix in pairs}
+        return [name_of[position] for position in sorted(positions)]
+
+    def take_over(self, before: ResultCheck, position_of: Mapping[int, int]) -> None:
+        """Take over what a check of the optimizer's earlier step sets knows of matrices whose updates were wrong.
+
+        They stay in fp32, verdicts that no rank has read are read in the next step, and no warning comes twice.
+
+        Args:
+            before: The earlier check.
+            position_of: Positions of the common matrices in the step set of ``before`` to those in this one's.
+        """
+        index_of = {position: index for index, position in enumerate(self._origin)}
+        successor = {
+            index: index_of[new_position]
+            for index, position in enumerate(before._origin)
+            if (new_position := position_of.get(position)) in index_of
+        }
+        self._fp32_only.update(position_of[p] for p in before._fp32_only if p in position_of)
+        self._warned.update(successor[index] for index in before._warned if index in successor)
+        for verdicts, old, new_of in (
+            (self.left_out, before.left_out, position_of),
+            (self._uncounted, before._uncounted, successor),
+        ):
+            for matrices, flags in old:
+                pairs = zip(matrices, flags.split(1), strict=True)
+                verdicts += [([new_of[matrix]], flag) for matrix, flag in pairs if matrix in new_of]
 
     def _settle_on_device(self, result: Result) -> Tensor:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
@@ -226,7 +251,7 @@ class ResultCheck:
             if self._origin[index] in self._fp32_only:
                 # It replaces the entry of the batch, which ran as configured.
                 # Row state, which may be the cause, starts anew once.
-                update = self._in_fp32(result, position, anew=self._origin[index] in self._new_rows)
+                update = self._in_fp32(result, position, anew=self._origin[index] in self._rows_restart)
                 self._replace(result, position, update, "", None)
         # 1. the norms of updates and inputs, (blocks,) fp32; of shards those of the complete blocks
         lowest, highest = self._bounds_of(result)

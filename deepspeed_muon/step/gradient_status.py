@@ -55,8 +55,8 @@ class GradientStatus:
         groups: The process groups over which the flags are reduced, one after the other.
         flags: The reduced flags of this step on the CPU, ``(2, parameters)`` uint8: gradient status, and whether the
             update was left out. ``None`` until they are reduced.
-        wider_group: See :class:`.StepSet`.
-        wider_flags: Whether on some rank of it a gradient is not finite, and whether a matrix got no update.
+        wider_group, stage_group: See :class:`.StepSet`.
+        wider_flags: Whether on some rank of them a gradient is not finite, and whether a matrix got no update.
     """
 
     def __init__(self, runner: StepRunner) -> None:
@@ -70,7 +70,8 @@ class GradientStatus:
         self._parameter_of_row = torch.empty(0, dtype=torch.int64)
         self.names = [layout.name for layout in step_set.layouts]
         self.flags: Tensor | None = None
-        self.wider_group, self.wider_flags = step_set.wider_group, (False, False)
+        self.wider_group, self.stage_group = step_set.wider_group, step_set.stage_group
+        self.wider_flags = (False, False)
         self._positions = functools.lru_cache(maxsize=64)(
             functools.partial(torch.tensor, device=self._device)
         )

@@ -48,8 +48,10 @@ class StepSet:
         rank: This rank's rank in ``group``.
         world_size: The size of ``group``.
         model_dtype: Dtype of the weights that the forward pass uses.
-        wider_group: A process group with more ranks, which have different experts or pipeline stages and must skip the
-            same steps, or ``None``.
+        wider_group: A process group with more ranks, which have different experts and must skip the same steps, or
+            ``None``.
+        stage_group: The process group of the ranks that have the other pipeline stages, which must skip the same steps
+            too; ``None`` if there are none, or DeepSpeed sees to it. The same for all step sets of an optimizer.
         stack_group: The expert-parallel process group whose ranks have the remaining experts of the same stacks: a
             stack has a gradient if any of its experts has one. ``None`` if no stack is divided between ranks.
         tensor_group: The tensor-parallel process group whose ranks have the remaining shards of the matrices; ``None``
@@ -67,6 +69,7 @@ class StepSet:
     world_size: int
     model_dtype: torch.dtype
     wider_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     native_adam: NativeAdam | None = None
     stack_group: dist.ProcessGroup | None = None
@@ -126,6 +129,7 @@ def read_step_set(
     group: dist.ProcessGroup | None = None,
     *,
     wider_group: dist.ProcessGroup | None = None,
+    stage_group: dist.ProcessGroup | None = None,
     stack_group: dist.ProcessGroup | None = None,
     native_adam: NativeAdam | None = None,
 ) -> StepSet:
@@ -137,6 +141,7 @@ def read_step_set(
         routes: ``id(model parameter)`` to its route.
         group: The process group whose ranks the placements refer to; ``None`` in a single process.
         wider_group: As :attr:`StepSet.wider_group`.
+        stage_group: As :attr:`StepSet.stage_group`.
         stack_group: As :attr:`StepSet.stack_group`.
         native_adam: As :attr:`StepSet.native_adam`.
 
@@ -173,6 +178,7 @@ def read_step_set(
         # the model's dtype, not that of the fp32 masters in the partitions
         next((params[0].dtype for _, _, params, _ in partitions if params), torch.float32),
         wider_group,
+        stage_group,
         native_adam=native_adam,
         stack_group=stack_group,
     )

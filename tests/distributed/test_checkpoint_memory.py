@@ -27,8 +27,9 @@ INPUTS, OUTPUTS, MATRICES, EXPERTS = 128, 8192, 24, 4
 MATRIX = INPUTS * OUTPUTS * 4 / MEGABYTE
 # Masters and momentum.
 STATE = 2 * MATRICES * MATRIX
-# Pieces on their way to or from a file, of a size of their own, and what the C library keeps of what was freed.
-PIECES = 24.0
+# A save has pieces of 4 MB: two of its own file; in an exchange at most one for each of the three other ranks, and what
+# it receives of its own; and copies of these four in gloo's buffers, if the ranks do not get there at the same time.
+PIECES = (2 + 4 + 4) * 4.0
 BESIDE = 64.0
 
 

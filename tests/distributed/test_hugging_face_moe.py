@@ -135,7 +135,7 @@ def experts_with_a_gradient(model: Any, family: str) -> set[tuple[int, int]]:
 def compare(results: list[Any], family: str, listed: bool, trained: str = "") -> None:
     start, end, norms = reference(family, listed, len(results), trained)
     # The models compute in fp32, their routers and norms in the reference too.
-    allowed = limits(reference, family, listed, len(results), trained, arithmetic=FP32_MODEL, seeds=2)
+    allowed = limits(reference, family, listed, len(results), trained, arithmetic=FP32_MODEL)
     names = muon_names(family, listed=listed)
     for name, (algorithm, kind) in results[0]["routes"].items():
         expected = "frozen" if trained not in name else "muon" if name in names else "adamw"

@@ -33,6 +33,7 @@ SCHEDULES: dict[str, list[list[str]]] = {
 APART = [["a|b", "|a"], ["|", "|"], ["b|", "a|b"], ["ab|a", "|"], ["|b", "b|"]]
 
 
+BF16_MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
 CPU = {"device": "cpu"}
 PINNED = {**CPU, "pin_memory": True}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "stage": 2,
         "precision": "bf16",
         "zero": OFFLOAD,
-        "extra": {"bf16": {"bf16_master_weights_and_grads": True}},
+        "extra": BF16_MASTERS,
     },
     "2-fp16": {"stage": 2, "precision": "fp16"},
     "2-fp16-offload": {"stage": 2, "precision": "fp16", "zero": OFFLOAD},
@@ -86,6 +87,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "3-fp16": {"stage": 3, "precision": "fp16"},
     "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": {**OFFLOAD, "sub_group_size": 150}},
 }
+
+
+def precision_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of :func:`compare` that follow from the settings of an engine."""
+    masters = torch.bfloat16 if settings.get("extra") is BF16_MASTERS else torch.float32
+    return {"precision": settings.get("precision", "fp32"), "masters": masters}
 
 
 CASES = [(setting, schedule) for setting in SETTINGS for schedule in SCHEDULES]
@@ -115,7 +122,7 @@ OLD_DEEPSPEED_TOO: set[tuple[str, ...]] = CORE - {
 def test_idle_parameters(ranks: Any, setting: str, schedule: str) -> None:
     settings = SETTINGS[setting]
     results = ranks(2).run(lead, schedule=SCHEDULES[schedule], **settings)
-    compare(results, SCHEDULES[schedule], precision=settings.get("precision", "fp32"))
+    compare(results, SCHEDULES[schedule], **precision_of(settings))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,7 @@ def test_ranks_that_use_different_branches(ranks: Any, setting: str, touch: str,
     """The remedies of ``docs/configurations.md``; without one the ranks of DeepSpeed's own reduction part."""
     settings = SETTINGS[setting]
     results = ranks(2).run(lead, schedule=APART, touch=touch, manner=manner, **settings)
-    compare(results, APART, precision=settings.get("precision", "fp32"))
+    compare(results, APART, **precision_of(settings))
 
 
 # A layer that a program stopped using kept moving on its last gradient, at ZeRO 3 and wherever ZeRO offloads.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -158,7 +159,13 @@ def reference(schedule_json: str, world: int) -> tuple[Any, Any, list[float], An
     return start, end, norms, momentum
 
 
-def compare(results: list[dict[str, Any]], schedule: list[list[str]], *, precision: str = "fp32") -> None:
+def compare(
+    results: list[dict[str, Any]],
+    schedule: list[list[str]],
+    *,
+    precision: str = "fp32",
+    masters: torch.dtype = torch.float32,
+) -> None:
     """Check every step: what is idle keeps its bits, all else follows the reference, norms included."""
     start, end, expected_norms, expected_momentum = reference(json.dumps(schedule), len(results))
     paths = results[0]["paths"]
@@ -170,7 +177,7 @@ def compare(results: list[dict[str, Any]], schedule: list[list[str]], *, precisi
             stayed = torch.equal(param, before[name])
             assert stayed or not idle, f"{name} moved in step {step}, without a gradient"
     finite = [number for number, norm in enumerate(expected_norms) if norm != float("inf")]
-    arithmetic = USUAL if precision == "fp32" else HALF_MODEL[precision]
+    arithmetic = USUAL if precision == "fp32" else replace(HALF_MODEL[precision], masters=masters)
     allowed = limits(reference, json.dumps(schedule), len(results), arithmetic=arithmetic)
     norms = [expected_norms[number] for number in finite]
     for result in results:

@@ -287,17 +287,30 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     assert check.read_verdicts([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
 
 
+@pytest.mark.parametrize("is_bound_again", [False, True])
 @pytest.mark.parametrize("mode", ["skip", "error"])
-def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(mode: Any) -> None:
-    """Left out in the first step, wrong in fp32 in the second, which the third one tells."""
+def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(
+    mode: Any, is_bound_again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Left out in the first step, wrong in fp32 in the second, which the third one tells.
+
+    A parameter that is unfrozen between the steps, so that the optimizer is bound again, changes nothing of it.
+    """
     weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
-    optimizer._bind_to_parameters()
-    (runner,) = optimizer.runners
-    runner.check.is_deferred = True
+
+    def bind() -> None:
+        optimizer._bind_to_parameters()
+        (runner,) = optimizer.runners
+        runner.check.is_deferred = True
+
+    bind()
     weight.data.fill_(1.0)
     for _ in range(2):
         weight.grad = torch.full((12, 20), 1e6)
         optimizer.step()
+        if is_bound_again:
+            bind()
+    assert caplog.text.count("layer.weight (12 x 20) was wrong in") == 1
     assert bool((weight == 0.25).all()), "only the decay"
     weight.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(10))
     told = pytest.raises(deepspeed_muon.NumericalError, match=r"layer\.weight were wrong in the step before")

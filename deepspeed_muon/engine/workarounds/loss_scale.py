@@ -16,20 +16,28 @@ DeepSpeed's own ``DynamicLossScaler`` does all of this right, so it takes the pl
 by a flag of the process whether it uses one: an engine made after one with ``torch_autocast`` gets a ``GradScaler``
 too, which then hides its own loss scale.
 
+At stage 0 the ``GradScaler`` stays. It looks for overflow on its own rank only, where others may have other experts,
+pipeline stages or shards. All ranks skip the step (:meth:`.BoundSteps.exchange_flags`), so all must lower the scale:
+gradients that were scaled differently would be averaged from then on.
+
 **Half precision at stage 0.** ``FP16_UnfusedOptimizer`` divides by a loss scale, and the engine scales the loss only
 for wrappers that are a ``ZeROOptimizer``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import methodcaller
 
+import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.zero.views import HalfView, View, ZeroView
+from deepspeed_muon.optimizer import Muon
 
 
 def lower_scale(original: Original, view: View, *args: object, **kwargs: object) -> None:
@@ -48,6 +56,23 @@ def scale(
 ) -> object:
     """Scale the loss for a program that calls ``backward`` of the loss itself."""
     return original(loss.float() * float(engine.optimizer.loss_scale), *args, **kwargs)
+
+
+@contextmanager
+def scale_of_all_ranks(engine: DeepSpeedEngine, optimizer: Muon) -> Iterator[None]:
+    """Lower the scale of a ``GradScaler`` on all ranks if they skip the step that is taken in this context.
+
+    Must be entered by all ranks of the engine.
+    """
+    scaler = engine.torch_autocast_z0_gradscaler
+    if scaler is None:
+        yield
+        return
+    before = scaler.scale(torch.ones((), device=engine.device))  # a copy; the host does not wait for it
+    yield
+    if optimizer.overflow:
+        lowered = {"scale": float(before) * scaler.get_backoff_factor(), "_growth_tracker": 0}
+        scaler.load_state_dict({**scaler.state_dict(), **lowered})
 
 
 SCALE_GROWS_EARLY = Workaround(
