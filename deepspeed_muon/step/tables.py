@@ -1,9 +1,9 @@
 """Lists the fragments of a chunk in tables, from which one elementwise pass packs them and one applies their updates.
 
 The tables are made once, when the optimizer is bound. The native passes read a table in one call, and equal segments of
-a batch's matrices are copied by one call. What Python does in a step therefore grows with the batches and not with the
-fragments, except that int8 communication writes and reads this rank's fragments one by one, blocks that do not follow
-each other in memory are copied one by one, and the passes in torch make views of each fragment.
+a batch's matrices are copied by one call. What Python does in a step then grows with the batches and not with the
+fragments. It does grow with them, or with the blocks, with int8 communication, blocks that do not follow each other in
+memory, sums over blocks, cautious decay, updates that are copied to offloaded partitions, and the passes in torch.
 
 Learning rate, decay and momentum, which change from step to step, are in :class:`Rates`, one row for each matrix.
 """
