@@ -242,7 +242,7 @@ def _check_convention(
 
 
 def _checked_settings(
-    where: str, saved: Mapping[str, object], group: Mapping[str, object], config: MuonConfig
+    where: str, saved: Mapping[str, object], group: GroupSettings, config: MuonConfig
 ) -> GroupSettings:
     """Return the settings of ``group``, updated by those of ``saved`` after the checks of the constructor."""
     is_torch_muon = "ns_coefficients" in saved
