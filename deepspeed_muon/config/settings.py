@@ -273,6 +273,25 @@ class MuonConfig(_VariantSettings):
         config.check_combinations()
         return config
 
+    def with_group_settings(
+        self, settings: Mapping[str, object], where: str, *, algorithm: str | None
+    ) -> MuonConfig:
+        """Return these settings updated by those of a param group, checked as :meth:`from_params` checks them.
+
+        Args:
+            settings: The settings of the group.
+            where: The group in error messages.
+            algorithm: The algorithm of all parameters of the group; ``None`` if Muon and AdamW divide them.
+
+        Raises:
+            ConfigError: As :meth:`from_params`.
+        """
+        values = self.model_dump()
+        if algorithm == "adamw":
+            # The group's weight_decay is AdamW's alone: a variant that refuses decay refuses that of Muon's matrices.
+            values["muon_weight_decay"] = self.muon_defaults()["weight_decay"]
+        return self.from_params({**values, **settings}, where=where)
+
     def check_combinations(self) -> None:
         """Refuse keys that contradict each other.
 
@@ -442,7 +461,7 @@ def refuse_unknown_keys(group: Mapping[str, object], where: str, not_misspelt: C
 
 
 def checked_group_settings(
-    group: Mapping[str, object], where: str, config: MuonConfig | None = None
+    group: Mapping[str, object], where: str, config: MuonConfig | None = None, algorithm: str | None = None
 ) -> GroupSettings:
     """Check the settings in a saved param group as ``optimizer.params`` is checked, and return those that it has.
 
@@ -450,6 +469,7 @@ def checked_group_settings(
         group: The param group. Keys that are no settings are ignored.
         where: The group in error messages.
         config: The settings with which they have to be compatible; ``None`` for the defaults.
+        algorithm: The algorithm of the group, as for :meth:`MuonConfig.with_group_settings`.
 
     Raises:
         ConfigError: With one line per bad key, naming the key, the value and what is allowed.
@@ -471,9 +491,7 @@ def checked_group_settings(
     # 2. The settings, each alone and together.
     settings = MuonConfig() if config is None else config
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
-    checked = MuonConfig.from_params(
-        {**settings.model_dump(), "momentum_warmup": None, **values}, where=where
-    )
+    checked = settings.with_group_settings({"momentum_warmup": None, **values}, where, algorithm=algorithm)
     return {**{key: getattr(checked, key) for key in values}, **rates}
 
 

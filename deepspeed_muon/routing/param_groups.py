@@ -776,4 +776,4 @@ def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
     """Return the configuration with the settings of a caller's group, checked by its rules."""
     refuse_unknown_keys(group.settings, group.where, GROUP_KEYS)
     settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
-    return MuonConfig.from_params({**config.model_dump(), **settings}, where=group.where)
+    return config.with_group_settings(settings, group.where, algorithm=_explicit_algorithm(group.settings))

@@ -242,7 +242,7 @@ def _check_convention(
 
 
 def _checked_settings(
-    where: str, saved: Mapping[str, object], group: Mapping[str, object], config: MuonConfig
+    where: str, saved: Mapping[str, object], group: GroupSettings, config: MuonConfig
 ) -> GroupSettings:
     """Return the settings of ``group``, updated by those of ``saved`` after the checks of the constructor."""
     is_torch_muon = "ns_coefficients" in saved
@@ -263,7 +263,7 @@ def _checked_settings(
     loaded = {key: copy.deepcopy(value) for key, value in values.items() if key not in TORCH_OPTIONS}
     if is_torch_muon and loaded.get("adjust_lr_fn", "") is None:
         loaded["adjust_lr_fn"] = "original"
-    checked = checked_group_settings(loaded, where, config)
+    checked = checked_group_settings(loaded, where, config, group["algorithm"])
     # A learning rate in a tensor remains that tensor, so that changes of its value take effect.
     rates = {key for key in ("lr", "weight_decay", "initial_lr") if isinstance(loaded.get(key), Tensor)}
     settings = {**group, **loaded, **{key: value for key, value in checked.items() if key not in rates}}

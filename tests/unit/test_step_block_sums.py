@@ -245,3 +245,21 @@ def test_param_groups_are_held_to_it_too() -> None:
         for _ in range(2):  # a caller that goes on would train by the rates of the step before
             with pytest.raises(ConfigError, match=rf"{key} 0\.2 .* hyperparameters=False"):
                 train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("is_of_group", [False, True])
+def test_adamws_decay_is_not_that_of_the_matrices(is_of_group: bool) -> None:
+    """Neither in a param group nor in a state dict, where a schedule may have changed it."""
+    model = nn.Module()
+    model.layer = nn.Linear(6, 8)
+    matrix, vector = [("layer.weight", model.layer.weight)], [("layer.bias", model.layer.bias)]
+    groups = [{"params": matrix}, {"params": vector, "algorithm": "adamw", "weight_decay": 0.1}]
+    optimizer = Muon(groups, variant="hyperball") if is_of_group else Muon(model, **SETTINGS)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][1]["weight_decay"] = 0.05
+    optimizer.load_state_dict(state_dict)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.05]
+    state_dict["param_groups"][0]["weight_decay"] = 0.1
+    with pytest.raises(ConfigError, match=r"weight_decay: 0\.1 with variant 'hyperball'"):
+        optimizer.load_state_dict(state_dict)
