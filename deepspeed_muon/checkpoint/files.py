@@ -103,9 +103,8 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-@contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading.
+def open_regular(path: Path) -> BinaryIO:
+    """Return a regular file, opened for reading.
 
     Raises:
         CheckpointError: If it is a link, a pipe, a device or a folder.
@@ -114,10 +113,11 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     # Opening a device can have an effect of its own, so look first; and again after that, as the file may have changed.
     regular_size(path)
     descriptor = os.open(path, _OPEN_FLAGS)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise CheckpointError(f"{path}: not a regular file")
-        yield file
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise CheckpointError(f"{path}: not a regular file")
+    return file
 
 
 def read_regular(path: Path, limit: int = MAX_BYTES) -> bytes:

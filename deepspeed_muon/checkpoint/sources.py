@@ -48,6 +48,9 @@ from deepspeed_muon.plan.placement import Fragment, TensorSlice
 WINDOW_NUMEL = 1 << 20
 """Elements that are read at once."""
 
+_MAX_OPEN_FILES = 8
+"""Files of a set that remain open between two reads."""
+
 
 class StateSource(ABC):
     """Full tensors of parameters and optimizer state by name, of which ranges can be read.
@@ -159,9 +162,9 @@ class ConsolidatedSource(StateSource):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Read the index; raises a CheckpointError if there is none or it is not valid."""
         super().__init__(Path(folder), load_index(folder))
-        self._stack = contextlib.ExitStack()
-        # Open files by name, each with the offset in bytes of every tensor in it.
-        self._files: dict[str, tuple[BinaryIO, dict[str, int]]] = {}
+        self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
+        # By file: the offset in bytes of every tensor in it.
+        self._offsets: dict[str, dict[str, int]] = {}
 
     def _check(self, file: str) -> None:
         """Compare size, checksum and header."""
@@ -187,20 +190,26 @@ class ConsolidatedSource(StateSource):
 
     def _open(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
         """Return an open file of the set, and the offset in bytes of each tensor in it."""
-        if name not in self._files:
-            path = self._folder / name
-            shapes = {
-                entry: self.parameters[parameter].shape_of(key)
-                for entry, (parameter, key) in self._tensors_in[name].items()
-            }
-            with refusing(str(path)):
-                file = self._stack.enter_context(open_regular(path))
-                self._files[name] = file, _tensor_offsets(path, file, shapes)
-        return self._files[name]
+        path = self._folder / name
+        with refusing(str(path)):
+            file = self._open_files.pop(name, None) or open_regular(path)
+            self._open_files[name] = file
+            # A set may have more files than a process may open.
+            if len(self._open_files) > _MAX_OPEN_FILES:
+                self._open_files.pop(next(iter(self._open_files))).close()
+            if name not in self._offsets:
+                shapes = {
+                    entry: self.parameters[parameter].shape_of(key)
+                    for entry, (parameter, key) in self._tensors_in[name].items()
+                }
+                self._offsets[name] = _tensor_offsets(path, file, shapes)
+        return file, self._offsets[name]
 
     def close(self) -> None:
         """Close the files."""
-        self._stack.close()
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
 
 
 class UniversalSource(StateSource):
@@ -365,7 +374,7 @@ def _tensor_offsets(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int
 
     Args:
         path: The file, for errors.
-        file: The same, open at its start.
+        file: The same, open.
         shapes: The expected tensors.
 
     Raises:
@@ -373,6 +382,7 @@ def _tensor_offsets(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int
     """
     # The fixed words and the offsets of an entry have at most 128 characters, a dimension has 24.
     longest = 1024 + sum(len(json.dumps(name)) + 128 + 24 * len(shape) for name, shape in shapes.items())
+    file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if length > longest:
         raise CheckpointError(

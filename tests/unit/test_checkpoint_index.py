@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,3 +255,29 @@ def test_the_rate_that_is_exported_to_torch_has_the_update_scale() -> None:
     )
     settings = offline._torch_settings(index, "muon", ["w"], [])
     assert (settings["lr"], settings["weight_decay"]) == (0.005, 0.4)
+
+
+def test_a_set_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    """Each file is read again after all of them were opened."""
+    content = copy.deepcopy(INDEX)
+    content["files"], content["parameters"] = {}, {}
+    names = [f"p{number:02d}" for number in range(80)]
+    for number, name in enumerate(names):
+        file = shard_name("0123456789ab", number)
+        shard = ShardFile(tmp_path / file, {f"fp32/{name}": (4, 3)})
+        shard.write(torch.full((12,), float(number)))
+        content["files"][file] = shard.finish().model_dump()
+        content["parameters"][name] = {**INDEX["parameters"]["w"], "step": 0, "tensors": {"fp32": file}}
+    seal(tmp_path, content)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Descriptors are given out from the lowest free one on: as many as these are free below the limit.
+    free = sorted(set(range(4096)) - {int(name) for name in os.listdir("/proc/self/fd")})[:32]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1] + 1, limits[1]))
+    try:
+        source = ConsolidatedSource(tmp_path)
+        assert source.verify(0, 1) == []
+        values = [source.read(name, "fp32", 5, 1).item() for name in names]
+        source.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert values == list(range(80))
