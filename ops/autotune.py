@@ -1,7 +1,8 @@
-"""Times the candidates of a problem, chooses the fastest correct one, and caches the choice in a file of the machine.
+"""Times the candidates of a problem, chooses the fastest correct one, and caches the choice in a file.
 
-It runs no collective and waits for no other rank's step: the processes of a machine measure in turn under a file lock,
-and read the choices of earlier ones.
+The file is for one type of processor and GPU and one version of all software; machines that share the cache folder
+share it if these are equal. It runs no collective and waits for no other rank's step: the processes of a machine
+measure in turn under a file lock, and read the choices of earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.reference import newton_schulz
 
 from .candidates import BATCH_NUMEL, Candidate, Problem, Replayed
-from .machine import SELF_TEST_SECONDS, file_for, hardware_name, locked, read_json, write_json
+from .machine import (
+    SELF_TEST_SECONDS,
+    file_for,
+    hardware_name,
+    locked,
+    read_json,
+    software_identity,
+    write_json,
+)
 
 # Budget in seconds of one problem, and of all problems of a process. A choice saves a few percent of every step, so it
 # must not cost more than a step or two.
@@ -80,7 +89,7 @@ class Tuner:
             folder: Where choices are cached; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
             library_key: Digest of the native library: another build is measured again.
         """
-        self._identity = [hardware_name(), torch.__version__, library_key]
+        self._identity = [hardware_name(), *software_identity(), library_key]
         self._file = file_for("autotune", self._identity, folder)
         # Key of the problem and names of its candidates to the choice.
         self._choices: dict[tuple[str, ...], Choice] = {}

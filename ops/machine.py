@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from deepspeed_muon.math import coefficients, newton_schulz
 
 SELF_TEST_SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
 """Time limit of one run of the self-test, with the import of torch and a CUDA context; with retries twice as long."""
@@ -110,6 +113,27 @@ def installed_version(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
+
+
+def software_identity() -> list[str]:
+    """Return the versions of torch, Triton and quack, and a digest of the Python code that runs their kernels.
+
+    Together with the key of the native library it identifies the software for which a cached timing or verdict holds.
+    """
+    # Nightly builds of torch depend on Triton by the other name.
+    triton = installed_version("triton") or installed_version("pytorch-triton")
+    quack = installed_version("quack-kernels")
+    return [f"torch {torch.__version__}", f"triton {triton}", f"quack {quack}", f"code {_code_digest()}"]
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Return the digest of ``ops/*.py`` and of the iteration in torch, on which timings and verdicts depend."""
+    files = [*Path(__file__).parent.glob("*.py"), Path(coefficients.__file__), Path(newton_schulz.__file__)]
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.name):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def hardware_name() -> str:
