@@ -313,8 +313,13 @@ class Muon(torch.optim.Optimizer):
         recorded = nullcontext() if self.managed else self.recorder.step(facts=self.run_facts)
         skipped_before = self.skipped_steps
         with _without_autocast(), recorded:
-            with self.recorder.span("step"):
-                self._step_current_sets()
+            try:
+                with self.recorder.span("step"):
+                    self._step_current_sets()
+            finally:
+                # Also after a step that raised: the next one must not clip by the logits of this one.
+                if self.qk_clip is not None and not self.step_ends_outside:
+                    self.qk_clip.clear()
             if not self.managed:
                 self.recorder.record_outcome(lr=self.muon_lr, skipped=self.skipped_steps > skipped_before)
         return loss
@@ -367,8 +372,6 @@ class Muon(torch.optim.Optimizer):
                     self.qk_clip.apply(runner.context.number, flat)
 
         # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
-        if self.qk_clip is not None and not self.step_ends_outside:
-            self.qk_clip.clear()
         if not self.managed:
             failed = [name for runner, *_ in current for name in runner.check.take_local_failures()]
             self.report_failed(failed, "in this step")
@@ -471,6 +474,11 @@ class Muon(torch.optim.Optimizer):
         numbered = {number: param for number, param in enumerate(params) if self.is_trained(param)}
         step_set, device = step_set_of_parameters(params, numbered, self.routed.by_id)
         if self.config.qk_clip is not None and self.qk_clip is None:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise ConfigError(
+                    "qk_clip: without DeepSpeed the ranks do not compare their attention logits, so that replicas "
+                    "would scale their heads differently: start the run with deepspeed.initialize, or unset qk_clip"
+                )
             if self._model is None:
                 raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
             self.attach_qk_clip(self._model)

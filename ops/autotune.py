@@ -1,7 +1,8 @@
-"""Times the candidates of a problem, chooses the fastest correct one, and caches the choice in a file of the machine.
+"""Times the candidates of a problem, chooses the fastest correct one, and caches the choice in a file.
 
-It runs no collective and waits for no other rank's step: the processes of a machine measure in turn under a file lock,
-and read the choices of earlier ones.
+The file is for one type of processor and GPU and one version of all software; machines that share the cache folder
+share it if these are equal. It runs no collective and waits for no other rank's step: the processes of a machine
+measure in turn under a file lock, and read the choices of earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.reference import newton_schulz
 
 from .candidates import BATCH_NUMEL, Candidate, Problem, Replayed
-from .machine import SELF_TEST_SECONDS, file_for, hardware_name, locked, read_json, write_json
+from .machine import (
+    SELF_TEST_SECONDS,
+    file_for,
+    hardware_name,
+    is_current,
+    locked,
+    read_json,
+    software_identity,
+    transient_until,
+    write_json,
+)
 
 # Budget in seconds of one problem, and of all problems of a process. A choice saves a few percent of every step, so it
 # must not cost more than a step or two.
@@ -62,12 +73,14 @@ class Choice:
             one``, or why nothing was measured.
         milliseconds: Candidate to its best time for a batch of at most ``BATCH_NUMEL`` elements.
         rejected: Candidate to why it must not run: its error, or what it raised.
+        transient: Whether a candidate raised, which may not happen again (the device was out of memory).
     """
 
     name: str
     reason: str
     milliseconds: dict[str, float] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
+    transient: bool = False
 
 
 class Tuner:
@@ -80,7 +93,7 @@ class Tuner:
             folder: Where choices are cached; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
             library_key: Digest of the native library: another build is measured again.
         """
-        self._identity = [hardware_name(), torch.__version__, library_key]
+        self._identity = [hardware_name(), *software_identity(), library_key]
         self._file = file_for("autotune", self._identity, folder)
         # Key of the problem and names of its candidates to the choice.
         self._choices: dict[tuple[str, ...], Choice] = {}
@@ -135,7 +148,10 @@ class Tuner:
             self._seconds_spent += time.perf_counter() - started
             # A choice for which the time was up is not cached: the next process may measure all candidates.
             if choice.reason == "measured":
-                choices = {**self._read(), key: {**asdict(choice), "candidates": names}}
+                # One in which a candidate raised is cached for as long as the ranks of a job take to start.
+                until = transient_until() if choice.transient else None
+                entry = {**asdict(choice), "candidates": names, "until": until}
+                choices = {**self._read(), key: entry}
                 write_json(self._file, {"identity": self._identity, "choices": choices})
             return choice
 
@@ -149,6 +165,7 @@ class Tuner:
             not isinstance(entry, dict)
             or entry.get("candidates") != list(names)
             or entry["name"] not in names
+            or not is_current(entry.get("until"))
         ):
             return None
         return Choice(entry["name"], "remembered", entry["milliseconds"], entry["rejected"])
@@ -187,6 +204,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
         except Exception as error:  # Triton's errors are not RuntimeErrors
             message = str(error).strip() or type(error).__name__
             choice.rejected[candidate.name] = f"failed: {message.splitlines()[0]}"
+            choice.transient = True
             continue
         if expected is None:
             if first > PROBLEM_SECONDS / 2:

@@ -1,10 +1,11 @@
 """Allows native CUDA kernels, Triton and CUDA graphs in a training process only after a self-test on this machine.
 
 A kernel that is wrong, hangs or crashes on some GPU would spoil or end a training run. So before the first use all of
-them run in a separate process with a time limit, ``python -m deepspeed_muon.ops.gate``. The processes of a machine
-share the verdict in :func:`~deepspeed_muon.ops.machine.cache_folder`, for this GPU, driver, torch, quack and source
-code. Wrong numbers are cached for good. What raised, crashed or hung may be due to the state of the machine, so it is
-cached for some minutes. torch's code replaces the components that failed, and one warning reports it.
+them run in a separate process with a time limit, ``python -m deepspeed_muon.ops.gate``. The verdict is cached in
+:func:`~deepspeed_muon.ops.machine.cache_folder` for this GPU, driver, torch, Triton, quack and source code; machines
+that share this folder share it if all of these are equal. Wrong numbers are cached for good. What raised, crashed or
+hung may be due to the state of the machine, so it is cached for some minutes. torch's code replaces the components that
+failed, and one warning reports it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ from deepspeed_muon.logs import warn_on_each_machine
 
 from . import library
 from .checks import BrokenContextError, Checks, cpu_checks, cuda_checks, failed_check
-from .machine import SELF_TEST_SECONDS, file_for, installed_version, locked, read_json, write_json
+from .machine import (
+    SELF_TEST_SECONDS,
+    file_for,
+    is_current,
+    locked,
+    read_json,
+    software_identity,
+    transient_until,
+    write_json,
+)
 
 _IN_SELF_TEST = "DS_MUON_IN_SELF_TEST"
-
-# Seconds for which a transient failure is cached: long enough that processes which start together test once.
-_TRANSIENT_SECONDS = 600.0
 
 # Seconds to wait for the self-test after it was killed.
 _LAST_SECONDS = 5.0
@@ -92,9 +99,7 @@ def cached_verdict(device: int) -> Verdict | None:
 
 
 def _identity(device: int) -> list[str]:
-    quack = installed_version("quack-kernels")
-    identity = [torch.cuda.get_device_name(device), _driver(), torch.__version__, library.key()]
-    return [*identity, f"quack {quack}"] if quack else identity
+    return [torch.cuda.get_device_name(device), _driver(), *software_identity(), library.key()]
 
 
 def _driver() -> str:
@@ -120,7 +125,7 @@ def decide(
     """Return the cached verdict for ``identity``; without one run ``command`` and cache its verdict.
 
     Args:
-        identity: What the verdict is valid for: GPU, driver, torch and digest of the library.
+        identity: What the verdict is valid for: GPU, driver, software and key of the library.
         command: The self-test; components to skip are appended. The last line that it prints is a JSON object:
             component to what is wrong, ``transient``, and ``checks``.
         folder: Where verdicts are cached; ``None`` for :func:`~deepspeed_muon.ops.machine.cache_folder`.
@@ -133,7 +138,7 @@ def decide(
         verdict = _cached(file)
         if verdict is None:
             verdict, _ = _self_test(command, seconds)
-            until = time.time() + _TRANSIENT_SECONDS if verdict.transient else None
+            until = transient_until() if verdict.transient else None
             write_json(file, {"identity": list(identity), "failed": verdict.failed, "until": until})
     if verdict.failed:
         warn_on_each_machine(
@@ -149,10 +154,7 @@ def decide(
 def _cached(file: Path) -> Verdict | None:
     content = read_json(file)
     failed, until = content.get("failed"), content.get("until")
-    if not isinstance(failed, dict):
-        return None
-    # Expired, or so far in the future that the clock must have been set back.
-    if until is not None and not time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS:
+    if not isinstance(failed, dict) or not is_current(until):
         return None
     return Verdict(failed, transient=until is not None)
 

@@ -37,6 +37,7 @@ WAIT_SECONDS = float(os.environ.get("DS_MUON_BUILD_TIMEOUT", "1200"))
 
 _guard = threading.Lock()
 _operators: ModuleType | None = None
+_loaded_spec: BuildSpec | None = None  # the build of _operators
 _failure: InstallationError | None = None
 
 
@@ -49,13 +50,13 @@ def load() -> ModuleType:
         InstallationError: If there is no compiler, the build fails, or a build in another process takes longer than
             ``WAIT_SECONDS``. Every later call in this process raises it again.
     """
-    global _operators, _failure
+    global _operators, _loaded_spec, _failure
     with _guard:
         if _operators is None:
             if _failure is not None:
                 raise _failure
             try:
-                build_and_load()
+                _loaded_spec = build_and_load()
             except InstallationError as error:
                 _failure = error
                 raise
@@ -93,8 +94,12 @@ def loaded() -> bool:
 
 
 def key() -> str:
-    """Return the digest of the library that this process has loaded, or ``torch`` without one."""
-    return "torch" if _operators is None else toolchain.machine_spec().key
+    """Return the key of the build that this process has loaded, see :class:`.BuildSpec`; ``torch`` without one.
+
+    After a failed CUDA build that is the key of the CPU build. It depends on ``csrc``, compilers and torch, not on the
+    package's Python code; see :func:`.machine.software_identity` for that.
+    """
+    return "torch" if _operators is None or _loaded_spec is None else _loaded_spec.key
 
 
 def built_path(spec: BuildSpec) -> Path | None:
@@ -114,12 +119,17 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def build_and_load() -> None:
-    """Load the library into this process and build it first if necessary; see :func:`load`."""
+def build_and_load() -> BuildSpec:
+    """Load the library into this process and build it first if necessary; see :func:`load`.
+
+    Returns:
+        The build that was loaded: the one for the CPU alone if the CUDA kernels cannot be built.
+    """
     spec = toolchain.machine_spec()
     path = built_path(spec)
     if path is not None:
-        return _load_library(path)
+        _load_library(path)
+        return spec
     if reason := unavailable_reason():
         raise InstallationError(f"the native ops cannot be built on this machine: {reason}")
     try:
@@ -133,7 +143,9 @@ def build_and_load() -> None:
             build_folder(spec),
             error,
         )
-        _build(toolchain.build_spec(torch_version=torch.__version__, with_cuda=False))
+        spec = toolchain.build_spec(torch_version=torch.__version__, with_cuda=False)
+        _build(spec)
+    return spec
 
 
 def build_folder(spec: BuildSpec) -> Path:

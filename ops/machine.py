@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -16,8 +17,13 @@ from typing import Any
 
 import torch
 
+from deepspeed_muon.math import coefficients, newton_schulz
+
 SELF_TEST_SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
 """Time limit of one run of the self-test, with the import of torch and a CUDA context; with retries twice as long."""
+
+# Seconds for which a transient failure is cached: long enough that processes which start together try once.
+_TRANSIENT_SECONDS = 600.0
 
 # Seconds between two attempts to take a lock, doubled up to the maximum: on a network file system every attempt is a
 # request to its server.
@@ -82,6 +88,17 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
             partial.unlink()
 
 
+def transient_until() -> float:
+    """Return the time in seconds until which a failure of now is cached that may not happen again."""
+    return time.time() + _TRANSIENT_SECONDS
+
+
+def is_current(until: float | None) -> bool:
+    """Return whether a cache entry is valid that holds ``until`` a time in seconds; ``None`` stands for good."""
+    # Expired, or so far in the future that the clock must have been set back.
+    return until is None or time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS
+
+
 def folder_of(variable: str, name: str) -> Path:
     """Return the folder that the environment variable names, else the folder ``name`` in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -110,6 +127,27 @@ def installed_version(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
+
+
+def software_identity() -> list[str]:
+    """Return the versions of torch, Triton and quack, and a digest of the Python code that runs their kernels.
+
+    Together with the key of the native library it identifies the software for which a cached timing or verdict holds.
+    """
+    # Nightly builds of torch depend on Triton by the other name.
+    triton = installed_version("triton") or installed_version("pytorch-triton")
+    quack = installed_version("quack-kernels")
+    return [f"torch {torch.__version__}", f"triton {triton}", f"quack {quack}", f"code {_code_digest()}"]
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Return the digest of ``ops/*.py`` and of the iteration in torch, on which timings and verdicts depend."""
+    files = [*Path(__file__).parent.glob("*.py"), Path(coefficients.__file__), Path(newton_schulz.__file__)]
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.name):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def hardware_name() -> str:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -47,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("deepspeed_muon", "ops", "benchmarks", "examples", "scripts", "tests")
 WORK = Path(tempfile.gettempdir()) / "deepspeed_muon_gpu"
 """Builds and unpacked wheels."""
 OUT = ROOT / "runs" / "gpu"
@@ -416,10 +418,17 @@ def machine_facts(site: Path | None) -> dict[str, Any]:
 
 
 def revision() -> str:
-    """Return the commit of the sources, marked if they were changed, or ``unknown``."""
+    """Return the commit of the sources; if they were changed, or it is unknown, with a digest of them."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     run = subprocess.run(git, capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
+    commit = run.stdout.strip() or "unknown"
+    if commit != "unknown" and not commit.endswith("-dirty"):
+        return commit
+    digest = hashlib.sha256()
+    for path in sorted(path for name in SOURCES for path in (ROOT / name).rglob("*")):
+        if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}:
+            digest.update(path.read_bytes())
+    return f"{commit}-{digest.hexdigest()[:12]}"
 
 
 class Session:

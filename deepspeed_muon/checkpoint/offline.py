@@ -42,6 +42,8 @@ _SHARED_SETTINGS = {
     "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
     "adamw": ("lr", "weight_decay", "betas", "eps"),
 }
+# Settings that torch's optimizers do not have, and that change the rate and the decay of an exported group.
+_CONVERTED_SETTINGS = {"muon": ("update_scale", "weight_decay_mode"), "adamw": ("weight_decay_mode",)}
 
 
 def consolidate_files(
@@ -107,8 +109,9 @@ def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = Fal
 def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> list[str]:
     """Write a consolidated set as ``state_dict()`` files of torch's own optimizers.
 
-    ``muon.pt`` loads into ``torch.optim.Muon`` and ``adamw.pt`` into ``torch.optim.AdamW``, each with one param group
-    whose parameters are in the order of the ``param_names`` in the file; ``weights.pt`` is the fp32 ``state_dict()`` of
+    ``muon.pt`` loads into ``torch.optim.Muon`` and ``adamw.pt`` into ``torch.optim.AdamW`` (``torch.optim.Adam`` with
+    ``adam_w_mode: false``), each with one param group whose parameters are in the order of the ``param_names`` in the
+    file; ``weights.pt`` is the fp32 ``state_dict()`` of
     the trained parameters. All load with ``weights_only=True``.
 
     Args:
@@ -157,7 +160,9 @@ def _torch_settings(
     index: CheckpointIndex, algorithm: str, names: Sequence[str], lossy: list[str]
 ) -> dict[str, Any]:
     """Return the settings of torch's param group; sentences about what it cannot express are added to ``lossy``."""
-    torch_optimizer = torch.optim.Muon if algorithm == "muon" else torch.optim.AdamW
+    adamw = torch.optim.AdamW if index.optimizer.get("adam_w_mode", True) else torch.optim.Adam
+    torch_optimizer = torch.optim.Muon if algorithm == "muon" else adamw
+    name_in_torch = f"torch.optim.{torch_optimizer.__name__}"
     # The defaults of the installed torch, from a throwaway optimizer.
     settings: dict[str, Any] = dict(torch_optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
     settings.pop("params")
@@ -166,19 +171,61 @@ def _torch_settings(
             "torch.optim.Muon has its own Newton-Schulz settings: coefficients, steps and eps are its defaults"
         )
     groups = [index.groups[number] for number in sorted({index.parameters[name].group for name in names})]
-    for key in _SHARED_SETTINGS[algorithm]:
+    first: dict[str, Any] = {}
+    for key in (*_SHARED_SETTINGS[algorithm], *_CONVERTED_SETTINGS[algorithm]):
         values = [group[key] for group in groups if key in group]
         if any(value != values[0] for value in values):
             lossy.append(f"{algorithm}: param groups have {key} {values}; the first is taken for all")
         if values:
-            settings[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
-    if algorithm == "muon" and groups:
-        factor = groups[0].get("update_scale", 1.0)
-        if any(group.get("update_scale", 1.0) != factor for group in groups):
-            lossy.append("muon: param groups have different update_scale; that of the first is taken for all")
-        # torch.optim.Muon has no such factor: its rate has it, and the product of rate and decay stays.
+            first[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
+    settings.update({key: first[key] for key in _SHARED_SETTINGS[algorithm] if key in first})
+    # 1. What the rate can express: the rule for the scale of an update, and a factor for all shapes.
+    if algorithm == "muon":
+        factor, rule = first.get("update_scale", 1.0), first.get("adjust_lr_fn")
+        if rule == "spectral":
+            settings["adjust_lr_fn"] = "match_rms_adamw"  # which is 0.2 times spectral, for every shape
+            factor *= 5.0
+        elif rule == "unit_rms_norm":
+            settings["adjust_lr_fn"] = (
+                "original"  # the same for matrices that have at least as many rows as columns
+            )
+            lossy.append(
+                "torch.optim.Muon has no adjust_lr_fn 'unit_rms_norm': 'original' replaces it, under which updates of "
+                "matrices with more columns than rows are sqrt(columns / rows) times as large"
+            )
         settings["lr"] *= factor
-        settings["weight_decay"] /= factor
+        settings["weight_decay"] /= factor  # the product of rate and decay stays
+    # 2. How weights decay.
+    mode = first.get("weight_decay_mode")
+    if first.get("weight_decay") and mode == "cautious":
+        lossy.append(
+            f"{name_in_torch} has no weight_decay_mode 'cautious': it decays all weights, also those whose update has "
+            f"the other sign"
+        )
+    if first.get("weight_decay") and mode == "independent":
+        decay, rate = first["weight_decay"], settings["lr"]
+        if rate:
+            settings["weight_decay"] = decay / rate
+        lossy.append(
+            f"{name_in_torch} has no weight_decay_mode 'independent': its decay is multiplied by the rate, also "
+            f"where a schedule changes that. weight_decay {decay:g} "
+            + (
+                f"is divided by the saved rate, {rate:g}"
+                if rate
+                else "is kept, since the saved rate is 0: set it"
+            )
+        )
+    if first.get("weight_decay") and torch_optimizer is torch.optim.Adam:
+        lossy.append(
+            "adamw.pt has to be loaded into torch.optim.Adam, because adam_w_mode is false: the decay of "
+            "torch.optim.AdamW is no term of the gradient"
+        )
+    # 3. How matrices are orthogonalised.
+    variant = index.optimizer.get("variant", "muon")
+    if algorithm == "muon" and variant != "muon":
+        lossy.append(f"torch.optim.Muon has no variant {variant!r}: it goes on as Muon without variant")
+    if algorithm == "muon" and variant == "hyperball":
+        lossy.append("lr was relative to the norm of the weights, and is not in torch.optim.Muon: set it")
     records = [index.parameters[name] for name in names]
     if any(record.heads > 1 for record in records):
         lossy.append("torch.optim.Muon does not orthogonalise heads, experts or fused projections separately")

@@ -438,7 +438,7 @@ _GROUP_RATES = ("initial_lr", "lr_ratio")
 """Numbers that schedulers and the optimizer store in a param group beside ``lr``."""
 
 
-def refuse_unknown_keys(group: Mapping[str, object], where: str, not_misspelt: Collection[str]) -> None:
+def refuse_misspelt_keys(group: Mapping[str, object], where: str, not_misspelt: Collection[str]) -> None:
     """Refuse an option of torch's optimizers, or what looks like a misspelt setting, in a param group.
 
     Args:

@@ -60,8 +60,7 @@ RENAMED = {
 }
 """Arguments of the Muon of Dion, Megatron-LM (Emerging-Optimizers) and Keller Jordan, with this package's keys."""
 
-# All arguments of other Muons, with what to do instead.
-_FOREIGN_KEYS = {
+FOREIGN_KEYS = {
     **{argument: f"write {key}" for argument, key in RENAMED.items()},
     "epsilon": "write eps, which is AdamW's",
     "newton_schulz_func": "ns_backend and ns_schedule choose the iteration",
@@ -75,6 +74,7 @@ _FOREIGN_KEYS = {
     "torch_adam": "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
     "adamw_params": "leave it out: one optimizer has all parameters, and include and exclude choose",
 }
+"""All arguments of other Muons, with what to do instead."""
 
 # Keys whose value may have one of several types. Pydantic reports an error for each type; these texts replace them.
 _ALLOWED = {
@@ -107,8 +107,8 @@ def unknown_key_message(key: str, valid_keys: Iterable[str], where: str = "") ->
     where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
-    if key in _FOREIGN_KEYS:
-        return f"{where}{key!r} is an argument of another Muon; {_FOREIGN_KEYS[key]}"
+    if key in FOREIGN_KEYS:
+        return f"{where}{key!r} is an argument of another Muon; {FOREIGN_KEYS[key]}"
     names = sorted(valid_keys)
     similar = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
     hint = f"did you mean {similar[0]!r}?" if similar else f"known keys: {', '.join(names)}"

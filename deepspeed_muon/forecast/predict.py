@@ -421,15 +421,25 @@ def zero_bytes(routes: Sequence[Route], settings: PlanSettings) -> float:
 
     Stage 0 all-reduces gradients. Stages 1 and 2 all-reduce buckets of gradients
     (``use_multi_rank_bucket_allreduce``) and all-gather parameters. Stage 3 reduce-scatters gradients and all-gathers
-    parameters for forward, and again for backward in models larger than ``stage3_max_reuse_distance``.
+    parameters, frozen ones too, for forward, and again for backward in models larger than
+    ``stage3_max_reuse_distance``.
     """
     total = 0.0
-    for _, local, data_parallel in divisions(routes, settings):
-        numel, ranks = sum(route.numel for route in local), data_parallel.world_size
+    groups = zip(divisions(routes, settings), divisions(_frozen_alone(routes), settings), strict=True)
+    for (_, trained, data_parallel), (_, frozen, _) in groups:
+        ranks = data_parallel.world_size
+        numel, frozen_numel = (sum(route.numel for route in local) for local in (trained, frozen))
+        gathers = 1.0 if numel + frozen_numel <= _REUSE_NUMEL else 2.0
         # How often a rank sends (W-1)/W of all elements; an all-reduce counts twice.
-        passes = {0: 2.0, 1: 3.0, 2: 3.0, 3: 2.0 if numel <= _REUSE_NUMEL else 3.0}[settings.stage]
-        total += passes * numel * settings.model_dtype.itemsize * (ranks - 1) / ranks
+        passes, frozen_passes = {0: (2.0, 0.0), 3: (1.0 + gathers, gathers)}.get(settings.stage, (3.0, 0.0))
+        sent = passes * numel + frozen_passes * frozen_numel
+        total += sent * settings.model_dtype.itemsize * (ranks - 1) / ranks
     return total
+
+
+def _frozen_alone(routes: Sequence[Route]) -> list[Route]:
+    """Return the routes of the frozen parameters as if AdamW trained them, to divide them between ranks."""
+    return [replace(route, algorithm="adamw") for route in routes if route.algorithm == "frozen"]
 
 
 def parameter_bytes(routes: Sequence[Route], settings: PlanSettings) -> tuple[dict[str, float], int, int]:
@@ -455,6 +465,9 @@ def parameter_bytes(routes: Sequence[Route], settings: PlanSettings) -> tuple[di
             nbytes["gradients"] += model * (replicated if settings.stage == 1 else partition)
             nbytes["master_weights"] += master * partition
             elements[algorithm] += partition
+    for _, frozen, data_parallel in divisions(_frozen_alone(routes), settings):
+        ranks = data_parallel.world_size if settings.stage == 3 else 1
+        nbytes["weights"] += model * sum(-(-route.numel // ranks) for route in frozen)
     return nbytes, elements["muon"], elements["adamw"]
 
 

@@ -352,7 +352,10 @@ def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str
     """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
     pyplot = pyplot_for("--plot")
     model_parallel = settings.tensor_parallel * settings.expert_parallel
-    worlds = [4**power for power in range(8) if not 4**power % model_parallel]  # 1, 4, 16, ..., 16384
+    most = 16384  # without model parallelism 1, 4, 16, ..., 16384 GPUs
+    worlds = [
+        model_parallel * 4**power for power in range(8) if power == 0 or model_parallel * 4**power <= most
+    ]
     forecasts = [forecast(routes, replace(settings, world_size=world)) for world in worlds]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
     titles: dict[str, Callable[[StepForecast], float]] = {

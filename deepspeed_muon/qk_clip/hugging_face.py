@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import weakref
@@ -152,9 +153,10 @@ def _recording(base: str) -> Callable[..., Any]:
                 causal=causal and attention_mask is None and query.shape[2] > 1,
                 mask=attention_mask,
             )
-        # transformers does not register eager attention: the module of each model has a function of its own.
+        # transformers does not register eager attention: the file of each model has a function of its own, which
+        # forward() calls, also where a subclass in another file inherits it.
         if base == "eager":
-            function = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+            function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
         else:
             function = ALL_ATTENTION_FUNCTIONS[base]
         return function(module, query, key, value, attention_mask, *args, **kwargs)

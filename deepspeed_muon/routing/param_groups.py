@@ -19,9 +19,9 @@ from deepspeed_muon.config.settings import (
     GROUP_KEYS,
     GroupSettings,
     MuonConfig,
-    refuse_unknown_keys,
+    refuse_misspelt_keys,
 )
-from deepspeed_muon.config.values import TORCH_OPTIONS
+from deepspeed_muon.config.values import FOREIGN_KEYS, TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
@@ -774,6 +774,15 @@ def _make_group(
 
 def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
     """Return the configuration with the settings of a caller's group, checked by its rules."""
-    refuse_unknown_keys(group.settings, group.where, GROUP_KEYS)
+    # Nothing reads these in a group, so the caller's value would have no effect.
+    for key in group.settings:
+        if key in MuonConfig.model_fields and key not in GROUP_KEYS:
+            raise ConfigError(
+                f"{group.where}: {key!r} applies to the whole optimizer: set it in optimizer.params, or as an argument "
+                f"of Muon"
+            )
+        if key in FOREIGN_KEYS:
+            raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
+    refuse_misspelt_keys(group.settings, group.where, GROUP_KEYS)
     settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
     return config.with_group_settings(settings, group.where, algorithm=_explicit_algorithm(group.settings))

@@ -27,7 +27,7 @@ from deepspeed_muon.config.settings import (
     GroupSettings,
     MuonConfig,
     checked_group_settings,
-    refuse_unknown_keys,
+    refuse_misspelt_keys,
 )
 from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
@@ -259,7 +259,7 @@ def settings_to_load(
         )
     # A key that is neither known nor ignored would silently lose its effect.
     values = {key: value for key, value in saved.items() if key not in ignored}
-    refuse_unknown_keys(values, where, GROUP_SETTINGS | _SCHEDULER_KEYS | group.keys())
+    refuse_misspelt_keys(values, where, GROUP_SETTINGS | _SCHEDULER_KEYS | group.keys())
     loaded = {key: copy.deepcopy(value) for key, value in values.items() if key not in TORCH_OPTIONS}
     if is_torch_muon and loaded.get("adjust_lr_fn", "") is None:
         loaded["adjust_lr_fn"] = "original"

@@ -333,6 +333,20 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1)
 
 
+def as_replicas(rank: int, world_size: int) -> str:
+    """Take a step without DeepSpeed, as under DDP; return the error."""
+    model = build("grouped")
+    optimizer = deepspeed_muon.Muon(model, qk_clip=CLIP)
+    model(*batch(0, rank)).backward()
+    return training.refusal(optimizer.step, deepspeed_muon.ConfigError)
+
+
+def test_replicas_without_an_engine_are_refused(ranks: Any) -> None:
+    """Each scaled its heads by the logits of its own data, so that the replicas became different models."""
+    for error in ranks(2).run(as_replicas):
+        assert "start the run with deepspeed.initialize, or unset qk_clip" in error
+
+
 def on_shared_sequences(rank: int, world_size: int) -> str:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,14 +248,84 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
     assert not killed.exists() and running.exists() and of_another.exists() and (out / "zero").is_dir()
 
 
-def test_the_rate_that_is_exported_to_torch_has_the_update_scale() -> None:
-    """torch.optim.Muon has no such factor; the product of its rate and decay stays."""
+@pytest.mark.parametrize(
+    ("algorithm", "group", "optimizer", "expected", "lost"),
+    [
+        ("muon", {"update_scale": 0.25}, {}, {"lr": 0.005, "weight_decay": 0.4}, None),
+        (
+            "muon",
+            {"adjust_lr_fn": "spectral"},
+            {},
+            {"adjust_lr_fn": "match_rms_adamw", "lr": 0.1, "weight_decay": 0.02},
+            None,
+        ),
+        (
+            "muon",
+            {"adjust_lr_fn": "unit_rms_norm"},
+            {},
+            {"adjust_lr_fn": "original", "lr": 0.02},
+            "unit_rms_norm",
+        ),
+        (
+            "muon",
+            {"weight_decay_mode": "independent", "update_scale": 0.5},
+            {},
+            {"lr": 0.01, "weight_decay": 10.0},
+            "'independent': .* weight_decay 0.1 is divided by the saved rate, 0.01",
+        ),
+        (
+            "adamw",
+            {"weight_decay_mode": "independent"},
+            {},
+            {"weight_decay": 5.0},
+            "optim.AdamW .*'independent'",
+        ),
+        (
+            "adamw",
+            {"weight_decay_mode": "independent", "lr": 0.0},
+            {},
+            {"weight_decay": 0.1},
+            "rate is 0: set",
+        ),
+        ("adamw", {"weight_decay_mode": "cautious"}, {}, {"weight_decay": 0.1}, "'cautious': it decays all"),
+        ("adamw", {"weight_decay_mode": "cautious", "weight_decay": 0.0}, {}, {"weight_decay": 0.0}, None),
+        (
+            "adamw",
+            {},
+            {"adam_w_mode": False},
+            {"decoupled_weight_decay": False},
+            "into torch.optim.Adam, because",
+        ),
+        ("muon", {}, {"variant": "muon_eq"}, {"lr": 0.02}, "no variant 'muon_eq'"),
+        (
+            "muon",
+            {"weight_decay": 0.0},
+            {"variant": "hyperball"},
+            {"lr": 0.02},
+            "relative to the norm .* set it",
+        ),
+    ],
+)
+def test_the_export_to_torch_names_what_is_lost(
+    algorithm: str,
+    group: dict[str, Any],
+    optimizer: dict[str, Any],
+    expected: dict[str, Any],
+    lost: str | None,
+) -> None:
+    """The constructors of torch's optimizers accept the settings, and the product of rate and decay stays."""
     index: Any = SimpleNamespace(
-        groups=[{"lr": 0.02, "weight_decay": 0.1, "update_scale": 0.25}],
+        optimizer=optimizer,
+        groups=[{"lr": 0.02, "weight_decay": 0.1, **group}],
         parameters={"w": SimpleNamespace(group=0, heads=1, row_keys=(), transposed=False)},
     )
-    settings = offline._torch_settings(index, "muon", ["w"], [])
-    assert (settings["lr"], settings["weight_decay"]) == (0.005, 0.4)
+    lossy: list[str] = []
+    settings = offline._torch_settings(index, algorithm, ["w"], lossy)
+    assert {key: settings[key] for key in expected} == pytest.approx(expected)
+    lossy = [line for line in lossy if "Newton-Schulz" not in line]
+    assert not lossy if lost is None else re.search(lost, " ".join(lossy))
+    if algorithm == "muon":
+        torch.optim.Muon([nn.Parameter(torch.ones(2, 3))], **settings)
 
 
 def test_a_set_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:

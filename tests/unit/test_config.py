@@ -338,6 +338,13 @@ def test_what_people_run_is_accepted(params: dict[str, Any]) -> None:
         ({"nesterov": "no"}, "param group 1.nesterov: must be true or false"),
         ({"lr": torch.tensor([0.1, 0.2])}, "param group 1.lr: must be a number"),
         ({"wieght_decay": 0.1}, "did you mean 'weight_decay'"),
+        (
+            {"ns_steps": 3},
+            "param group 1: 'ns_steps' applies to the whole optimizer: set it in optimizer.params",
+        ),
+        ({"clip": "all"}, "param group 1: 'clip' applies to the whole optimizer"),
+        ({"mu": 0.9}, "param group 1: 'mu' is an argument of another Muon; write momentum"),
+        ({"epsilon": 1e-8}, "param group 1: 'epsilon' is an argument of another Muon; write eps"),
         ({"maximize": True}, "param group 1: 'maximize' is an option of torch's optimizers"),
         ({"algorithm": "sgd"}, "'muon' or 'adamw'"),
     ],

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,38 @@ def test_tensor_parallel_divides_work_and_memory() -> None:
         assert data["owners"]["max_over_mean"] <= 1.3
         weights = data["step"]["muon"]["memory"]["weights"]
         assert weights == pytest.approx(2 * data["elements"] / (4 if stage == 1 else 32))
+
+
+@pytest.mark.parametrize(("stage", "ranks_with_all"), [(1, 1), (3, 8)])
+def test_frozen_weights_take_memory_and_are_gathered(stage: int, ranks_with_all: int) -> None:
+    """The base of adapters was left out: ``fits`` was said of weights that fill the memory of two GPUs."""
+    routes = route_parameters(load_model("llama-7b"))
+    settings = PlanSettings(8, stage)
+    frozen = [replace(route, algorithm="frozen") for route in routes[:-10]] + [*routes[-10:]]
+    trained, adapters = (report("m", each, settings)["step"]["muon"] for each in (routes, frozen))
+    elements = sum(route.numel for route in routes)
+    for step in (trained, adapters):
+        assert step["memory"]["weights"] == pytest.approx(2 * elements / ranks_with_all, rel=1e-3)
+    # At stage 3 the weights are gathered for forward and backward, and gradients are reduced for what is trained.
+    frozen_numel = sum(route.numel for route in routes[:-10])
+    spared = trained["zero_bytes"] - adapters["zero_bytes"]
+    assert spared == pytest.approx((1 if stage == 3 else 3) * 2 * frozen_numel * 7 / 8)
+
+
+def test_a_plot_of_any_number_of_tensor_parallel_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no power of four was a multiple of that number, the picture was empty."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    subplots = pyplot.subplots
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        figure, axes = subplots(*args, **kwargs)
+        drawn.append(axes[0])
+        return figure, axes
+
+    monkeypatch.setattr(pyplot, "subplots", recorded)
+    options = ["--tensor-parallel", "6", "--world-size", "48", "--plot", str(tmp_path / "plan.png")]
+    assert main(["plan", "llama-7b", *options]) == 0
+    assert [*drawn[0].lines[0].get_xdata()] == [6, 24, 96, 384, 1536, 6144]

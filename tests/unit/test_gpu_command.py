@@ -209,3 +209,17 @@ def test_wheels_of_several_folders_are_unpacked_once_for_each_interpreter(
     assert {path.name for path in (site / "namespace").iterdir()} == {"first.py", "second.py"}
     assert (site / "namespace" / "first.py").read_text() == "changed"
     assert gpu.site_folder().name == f"site-{sys.implementation.cache_tag}"
+
+
+def test_changed_sources_are_another_revision(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources that are not committed, or have no git, were taken for those of the results: steps did not run again."""
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    kernel = tmp_path / "ops" / "csrc" / "kernel.cu"
+    kernel.parent.mkdir(parents=True)
+    revisions = []
+    for text in ("one", "two", "two"):
+        kernel.write_text(text)
+        revisions.append(gpu.revision())
+    assert revisions[0] != revisions[1] == revisions[2]

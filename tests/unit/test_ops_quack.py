@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Iterator
 from importlib import util
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from deepspeed_muon import ops
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize
-from deepspeed_muon.ops import candidates, checks, gate
+from deepspeed_muon.ops import autotune, candidates, checks, gate, machine
 from deepspeed_muon.ops.autotune import TOLERANCE, error_of
 from deepspeed_muon.ops.candidates import Problem, candidates_for
 from deepspeed_muon.reference import newton_schulz
@@ -117,11 +118,33 @@ def test_when_it_is_a_candidate(
     assert names[: len(expected)] == expected  # before Triton where both have tcgen05
 
 
-def test_another_version_is_tested_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = iter([None, "0.5.0", "0.6.5"])
+def test_another_version_is_tested_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of quack, of Triton or of the code in Python: a verdict of older code counted after an upgrade."""
+    versions = {"triton": "3.1.0", "quack-kernels": None}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(gate, "installed_version", lambda _: next(versions))
-    assert len({tuple(gate._identity(0)) for _ in range(3)}) == 3
+    monkeypatch.setattr(machine, "installed_version", versions.get)
+    identities = [gate._identity(0)]
+    for package, version in (("quack-kernels", "0.5.0"), ("quack-kernels", "0.6.5"), ("triton", "3.2.0")):
+        versions[package] = version
+        identities.append(gate._identity(0))
+    monkeypatch.setattr(machine, "_code_digest", lambda: "other code")
+    identities.append(gate._identity(0))
+    assert len(set(map(tuple, identities))) == 5
+    # Choices depend on the same software.
+    file = autotune.Tuner(tmp_path)._file
+    versions["triton"] = "3.3.0"
+    assert autotune.Tuner(tmp_path)._file != file
+
+
+@pytest.mark.parametrize("name", ["triton_sym", "quack_sym", "candidates", "checks", "newton_schulz"])
+def test_every_file_with_kernels_is_in_the_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, before = Path.read_bytes, machine._code_digest.__wrapped__()
+
+    def edited(file: Path) -> bytes:
+        return read(file) + (b"#" if file.stem == name else b"")
+
+    monkeypatch.setattr(Path, "read_bytes", edited)
+    assert machine._code_digest.__wrapped__() != before
 
 
 def test_what_its_compiler_raises_at_import_leaves_it_out(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_muon import ConfigError, Muon, MuonConfig, QkRecorder
+from deepspeed_muon import ConfigError, Muon, MuonConfig, NumericalError, QkRecorder
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.qk_clip import recorder as qk_clip
 from deepspeed_muon.qk_clip.clip import clip_factor, head_fragments
@@ -114,6 +114,44 @@ def test_without_deepspeed(variant: Any) -> None:
     with torch.no_grad():
         model(*batch(0, 0))
     assert model.attn.recorder.largest is None, "nothing is recorded outside of training"
+
+
+def test_a_step_that_raises_leaves_no_logits() -> None:
+    """The next step clipped by the logits of the one that a program had caught, and never by its own."""
+    torch.manual_seed(0)
+    model = AttendingToy()
+    optimizer = Muon(model, nonfinite_grad="error", qk_clip={"threshold": THRESHOLD})
+    model(*batch(0, 0)).backward()
+    model.attn.q_proj.weight.grad.fill_(float("inf"))
+    with pytest.raises(NumericalError):
+        optimizer.step()
+    assert model.attn.recorder.largest is None
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.attn.q_proj.weight.zero_()  # all logits of the next step are 0
+    model(*batch(1, 0)).backward()
+    optimizer.step()
+    assert set(optimizer.qk_clip.report.largest["attn"]) == {0.0}  # type: ignore[union-attr]
+
+
+def test_a_subclass_in_another_file_computes_eager_attention() -> None:
+    """Transformers' eager function was looked for in the file of the subclass: a KeyError in the first forward."""
+    pytest.importorskip("transformers", "4.53", "AttentionMaskInterface came with transformers 4.53")
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    class OwnAttention(LlamaAttention):
+        pass
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=29, attn_implementation="eager", **sizes))
+    model.model.layers[0].self_attn = OwnAttention(model.config, 0)
+    optimizer = Muon(model, qk_clip={})
+    optimizer.attach_qk_clip(model)
+    tokens = torch.arange(12).view(2, 6)
+    model.train()(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    assert len(optimizer.qk_clip.report.largest) == 1  # type: ignore[union-attr]
 
 
 def test_configuration() -> None:
