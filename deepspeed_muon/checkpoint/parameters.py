@@ -339,7 +339,7 @@ class Host:
                 setattr(scaler, key, state[key])
 
     def loss_scale(self) -> dict[str, int | float]:
-        """Return the state of a dynamic loss scale, under the names of DeepSpeed's attributes; empty for a static one."""
+        """Return the state of a dynamic loss scale by DeepSpeed's names of its attributes; empty for a static one."""
         scaler = self.view.dynamic_scaler()
         values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
         return {key: value for key, value in values.items() if isinstance(value, (int, float))}
