@@ -92,6 +92,8 @@ def test_a_universal_checkpoint_without_state_brings_no_settings(ranks: Any, tmp
     convert_to_universal(tmp_path / "saved" / "tag", tmp_path / "universal" / "step")
     folder, params = str(tmp_path / "universal"), {"muon_lr": 0.5}
     for options, rate, scale in (({"load_module_only": True}, 0.5, 64.0), ({}, 0.02, 256.0)):
-        for result in ranks(2).run(loaded, folder=folder, by="universal", params=params, **options, **arguments):
+        for result in ranks(2).run(
+            loaded, folder=folder, by="universal", params=params, **options, **arguments
+        ):
             assert not result["message"] and result["changes"], result
             assert (result["rates"][0], result["scale"]) == (rate, scale), result
