@@ -26,9 +26,11 @@ from .machine import (
     SELF_TEST_SECONDS,
     file_for,
     hardware_name,
+    is_current,
     locked,
     read_json,
     software_identity,
+    transient_until,
     write_json,
 )
 
@@ -71,12 +73,14 @@ class Choice:
             one``, or why nothing was measured.
         milliseconds: Candidate to its best time for a batch of at most ``BATCH_NUMEL`` elements.
         rejected: Candidate to why it must not run: its error, or what it raised.
+        transient: Whether a candidate raised, which may not happen again (the device was out of memory).
     """
 
     name: str
     reason: str
     milliseconds: dict[str, float] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
+    transient: bool = False
 
 
 class Tuner:
@@ -144,7 +148,10 @@ class Tuner:
             self._seconds_spent += time.perf_counter() - started
             # A choice for which the time was up is not cached: the next process may measure all candidates.
             if choice.reason == "measured":
-                choices = {**self._read(), key: {**asdict(choice), "candidates": names}}
+                # One in which a candidate raised is cached for as long as the ranks of a job take to start.
+                until = transient_until() if choice.transient else None
+                entry = {**asdict(choice), "candidates": names, "until": until}
+                choices = {**self._read(), key: entry}
                 write_json(self._file, {"identity": self._identity, "choices": choices})
             return choice
 
@@ -158,6 +165,7 @@ class Tuner:
             not isinstance(entry, dict)
             or entry.get("candidates") != list(names)
             or entry["name"] not in names
+            or not is_current(entry.get("until"))
         ):
             return None
         return Choice(entry["name"], "remembered", entry["milliseconds"], entry["rejected"])
@@ -196,6 +204,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
         except Exception as error:  # Triton's errors are not RuntimeErrors
             message = str(error).strip() or type(error).__name__
             choice.rejected[candidate.name] = f"failed: {message.splitlines()[0]}"
+            choice.transient = True
             continue
         if expected is None:
             if first > PROBLEM_SECONDS / 2:

@@ -32,12 +32,18 @@ from deepspeed_muon.logs import warn_on_each_machine
 
 from . import library
 from .checks import BrokenContextError, Checks, cpu_checks, cuda_checks, failed_check
-from .machine import SELF_TEST_SECONDS, file_for, locked, read_json, software_identity, write_json
+from .machine import (
+    SELF_TEST_SECONDS,
+    file_for,
+    is_current,
+    locked,
+    read_json,
+    software_identity,
+    transient_until,
+    write_json,
+)
 
 _IN_SELF_TEST = "DS_MUON_IN_SELF_TEST"
-
-# Seconds for which a transient failure is cached: long enough that processes which start together test once.
-_TRANSIENT_SECONDS = 600.0
 
 # Seconds to wait for the self-test after it was killed.
 _LAST_SECONDS = 5.0
@@ -132,7 +138,7 @@ def decide(
         verdict = _cached(file)
         if verdict is None:
             verdict, _ = _self_test(command, seconds)
-            until = time.time() + _TRANSIENT_SECONDS if verdict.transient else None
+            until = transient_until() if verdict.transient else None
             write_json(file, {"identity": list(identity), "failed": verdict.failed, "until": until})
     if verdict.failed:
         warn_on_each_machine(
@@ -148,10 +154,7 @@ def decide(
 def _cached(file: Path) -> Verdict | None:
     content = read_json(file)
     failed, until = content.get("failed"), content.get("until")
-    if not isinstance(failed, dict):
-        return None
-    # Expired, or so far in the future that the clock must have been set back.
-    if until is not None and not time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS:
+    if not isinstance(failed, dict) or not is_current(until):
         return None
     return Verdict(failed, transient=until is not None)
 

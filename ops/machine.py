@@ -22,6 +22,9 @@ from deepspeed_muon.math import coefficients, newton_schulz
 SELF_TEST_SECONDS = float(os.environ.get("DS_MUON_SELF_TEST_SECONDS", "300"))
 """Time limit of one run of the self-test, with the import of torch and a CUDA context; with retries twice as long."""
 
+# Seconds for which a transient failure is cached: long enough that processes which start together try once.
+_TRANSIENT_SECONDS = 600.0
+
 # Seconds between two attempts to take a lock, doubled up to the maximum: on a network file system every attempt is a
 # request to its server.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
@@ -83,6 +86,17 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     except OSError:
         with suppress(OSError):
             partial.unlink()
+
+
+def transient_until() -> float:
+    """Return the time in seconds until which a failure of now is cached that may not happen again."""
+    return time.time() + _TRANSIENT_SECONDS
+
+
+def is_current(until: float | None) -> bool:
+    """Return whether a cache entry is valid that holds ``until`` a time in seconds; ``None`` stands for good."""
+    # Expired, or so far in the future that the clock must have been set back.
+    return until is None or time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS
 
 
 def folder_of(variable: str, name: str) -> Path:

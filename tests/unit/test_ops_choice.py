@@ -16,7 +16,7 @@ from torch import Tensor
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
-from deepspeed_muon.ops import autotune, dispatch, library, torch_operators
+from deepspeed_muon.ops import autotune, dispatch, library, machine, torch_operators
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
 from deepspeed_muon.ops.machine import locked, write_json
@@ -121,6 +121,23 @@ def test_choices_are_remembered_between_processes(tmp_path: Path, taking: Taking
     assert Tuner(tmp_path, library_key="new").choose(PROBLEM, turned, CPU)[0].name == "slow"
     longer = Tuner(tmp_path).choose(PROBLEM, [*turned, taking("fastest", 0.0)], CPU)[0].name
     assert longer != "fast", "another list is measured anew"
+
+
+def test_a_candidate_that_raised_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taking: Taking
+) -> None:
+    """The fastest kernel was ruled out for good because the GPU was out of memory when it was timed."""
+    seconds = [1e9]
+    monkeypatch.setattr(machine.time, "time", lambda: seconds[0])
+    slow, fast = taking("slow", 0.02), taking("fast", 0.001)
+    assert Tuner(tmp_path).choose(PROBLEM, [slow, Candidate("fast", fails)], CPU)[0].name == "slow"
+    # The processes of one start choose alike.
+    choice = Tuner(tmp_path).choose(PROBLEM, [slow, fast], CPU)[1]
+    assert (choice.name, choice.reason) == ("slow", "remembered")
+    seconds[0] += 3600
+    assert Tuner(tmp_path).choose(PROBLEM, [slow, fast], CPU)[0].name == "fast"
+    seconds[0] += 1e8
+    assert Tuner(tmp_path).choose(PROBLEM, [slow, fast], CPU)[1].reason == "remembered"
 
 
 def test_a_process_keeps_a_choice_that_it_could_not_store(
