@@ -143,14 +143,15 @@ def _optimizer_kind(optimizer: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedTag:
-    """Which optimizer saved a tag, at which stage and on how many ranks; read from one file.
+    """Which optimizer saved a tag, at which stage and on how many data-parallel ranks; read from one file.
 
     Attributes:
         folder: The tag's folder.
         kind: The optimizer.
         stage: The ZeRO stage.
-        ranks: Data-parallel ranks.
+        ranks: The number of data-parallel ranks, those of sequence parallelism included.
         record: Our layout record, if that file has one.
+        groups: The param groups in that file.
     """
 
     folder: Path
@@ -158,6 +159,7 @@ class SavedTag:
     stage: int
     ranks: int
     record: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
 
     def __str__(self) -> str:
         ranks = counted(range(self.ranks), "data-parallel rank")
@@ -206,7 +208,8 @@ def identify_tag(
         stage, optimizer = _unwrap(model.get("optimizer") or _wrapper_state(load(chosen)))
         optimizer = optimizer if isinstance(optimizer, Mapping) else {}
         ranks = int(model.get("dp_world_size", 1))
-        return SavedTag(folder, _optimizer_kind(optimizer), stage, ranks, optimizer.get(RECORD_KEY, {}))
+        record, groups = optimizer.get(RECORD_KEY, {}), optimizer.get("param_groups", ())
+        return SavedTag(folder, _optimizer_kind(optimizer), stage, ranks, record, groups)
 
 
 # ---- all files of a tag ------------------------------------------------------------------------------------

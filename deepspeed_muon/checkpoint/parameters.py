@@ -338,6 +338,12 @@ class Host:
             if scaler is not None and key in state and hasattr(scaler, key):
                 setattr(scaler, key, state[key])
 
+    def loss_scale(self) -> dict[str, int | float]:
+        """Return the state of a dynamic loss scale by DeepSpeed's names of its attributes; empty for a static one."""
+        scaler = self.view.dynamic_scaler()
+        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}
+        return {key: value for key, value in values.items() if isinstance(value, (int, float))}
+
     def progress(self) -> Progress:
         """Return the engine's counters, schedule and loss scale."""
         scheduler = self.engine.lr_scheduler
@@ -350,15 +356,12 @@ class Host:
                 "checkpoint; save scheduler.state_dict() yourself, and load it after restoring",
                 class_name,
             )
-        scaler = self.view.dynamic_scaler()
-        values = {key: getattr(scaler, key, None) for key in SCALE_KEYS}  # None for a static scale
-        loss_scale = {key: value for key, value in values.items() if isinstance(value, (int, float))}
         return Progress.model_validate(
             {
                 **self.counters(),
                 "lr_scheduler": schedule,
                 "lr_scheduler_class": class_name,
-                "loss_scale": loss_scale or None,
+                "loss_scale": self.loss_scale() or None,
             }
         )
 

@@ -35,7 +35,7 @@ from deepspeed_muon.checkpoint.parameters import (
     require_all_ranks,
 )
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
-from deepspeed_muon.config.settings import GroupSettings, checked_group_settings
+from deepspeed_muon.config.settings import GroupSettings, MuonConfig, checked_group_settings
 from deepspeed_muon.errors import CheckpointError, ConfigError, MuonError
 from deepspeed_muon.logs import listed, logger, warn
 from deepspeed_muon.optimizer import Muon
@@ -376,26 +376,40 @@ def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
 # ---- settings of param groups ------------------------------------------------------------------------------
 
 
-def checked_settings(groups: Sequence[Mapping[str, object]], where: str) -> list[GroupSettings]:
+def checked_settings(
+    groups: Sequence[GroupSettings], where: str, config: MuonConfig | None = None
+) -> list[GroupSettings]:
     """Return the settings of every saved param group that a run takes over, checked as ``optimizer.params`` would be.
 
+    Args:
+        groups: The saved param groups.
+        where: The checkpoint, for errors.
+        config: The settings with which they have to be compatible; ``None`` for the defaults.
+
     Raises:
-        CheckpointError: Naming the checkpoint ``where`` and every group and key that cannot be used.
+        CheckpointError: Naming every group and key that cannot be used.
     """
     settings: list[GroupSettings] = []
     problems: list[str] = []
     for number, group in enumerate(groups):
         try:
-            settings.append(checked_group_settings(group, f"param group {number}"))
+            settings.append(
+                checked_group_settings(group, f"param group {number}", config, group.get("algorithm"))
+            )
         except ConfigError as error:
             problems += str(error).splitlines()
+    _refuse_settings(problems, where)
+    return settings
+
+
+def _refuse_settings(problems: Sequence[str], where: str) -> None:
+    """Raise a CheckpointError if there are problems with saved settings."""
     if problems:
         raise CheckpointError(
             f"{where}: settings of param groups cannot be used:\n"
             + "\n".join(problems[:20])
             + "\npass hyperparameters=False to keep those of the configuration"
         )
-    return settings
 
 
 def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict[int, dict[str, Any]]:
@@ -405,8 +419,12 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         state: Of the engine.
         index: Of the checkpoint.
         where: The checkpoint, for errors.
+
+    Raises:
+        CheckpointError: If the configuration or the variant of this run refuses one.
     """
-    checked_groups = checked_settings(index.groups, where)
+    config = state.optimizer.config
+    checked_groups = checked_settings(index.groups, where, config)
     # 1. The saved groups that the parameters of each live group come from.
     saved_groups: dict[int, set[int]] = {}
     for parameter in state.parameters.values():
@@ -414,6 +432,7 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         saved_groups.setdefault(parameter.record.group, set()).add(saved_group)
     # 2. Take over each setting that these saved groups have in common.
     settings: dict[int, dict[str, Any]] = {}
+    problems: list[str] = []
     for number, origins in saved_groups.items():
         group = state.optimizer.param_groups[number]
         # The stages of a pipeline may number their groups differently, and one stage's are saved.
@@ -436,6 +455,12 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
                 key,
                 values,
             )
+        if algorithm == "muon":
+            try:
+                config.check_variant(settings[number], f"param group {number}")
+            except ConfigError as error:
+                problems.append(str(error))
+    _refuse_settings(problems, where)
     return settings
 
 
@@ -572,13 +597,13 @@ def _json_type(value: object) -> str:
 
 
 class SettingsSnapshot:
-    """The counters, schedule and param group settings of an engine as they were before a load."""
+    """The counters, loss scale, schedule and param group settings of an engine as they were before a load."""
 
     def __init__(self, engine: Any) -> None:
         """Copy them."""
         self._optimizer = optimizer_of(engine)
         self._host = host_of(self._optimizer)
-        self._counters = self._host.counters()
+        self._counters, self._loss_scale = self._host.counters(), self._host.loss_scale()
         self._scheduler = engine.lr_scheduler
         # Both: the attributes include what a state_dict() leaves out, the state copies what the attributes refer to.
         self._scheduler_attributes = dict(getattr(self._scheduler, "__dict__", {}))
@@ -634,8 +659,9 @@ class SettingsSnapshot:
             )
 
     def put_back(self) -> None:
-        """Set the engine's counters, schedule and param group settings to what they were."""
+        """Set the engine's counters, loss scale, schedule and param group settings to what they were."""
         self._host.set_counters(self._counters)
+        self._host.set_loss_scale(self._loss_scale)
         if hasattr(self._scheduler, "__dict__"):
             self._scheduler.__dict__.clear()
             self._scheduler.__dict__.update(self._scheduler_attributes)

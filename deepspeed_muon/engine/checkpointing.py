@@ -34,7 +34,8 @@ from deepspeed_muon.engine.workarounds.checkpoints import (
     weights_of_tag,
 )
 from deepspeed_muon.engine.zero.views import View, view_of
-from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.errors import CheckpointError, ConfigError
+from deepspeed_muon.step.loading import settings_to_load
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
 
@@ -69,9 +70,14 @@ def load_universal_checkpoint(
         return open_universal(Path(checkpoint_folder), live)
 
     source, _before = restore_from_source(
-        engine, open_source, str(checkpoint_folder), progress=False, with_state=load_optimizer_states
+        engine,
+        open_source,
+        str(checkpoint_folder),
+        hyperparameters=load_optimizer_states,
+        progress=False,
+        with_state=load_optimizer_states,
     )
-    if source.index.progress.loss_scale:
+    if load_optimizer_states and source.index.progress.loss_scale:
         host_of(optimizer_of(engine)).set_loss_scale(source.index.progress.loss_scale)
 
 
@@ -222,7 +228,26 @@ def _check_native(
         agreed.record("checkpoint", shown or "none")
     if saved is not None:
         _refuse_differences(saved, ranks, difference)
+        with raise_on_all_ranks(CheckpointError, ranks=ranks):
+            if with_state:
+                _check_settings(engine, saved)
     return saved
+
+
+def _check_settings(engine: DeepSpeedEngine, saved: SavedTag) -> None:
+    """Raise if this run refuses a setting of the saved param groups, which DeepSpeed loads after the weights."""
+    optimizer = optimizer_of(engine)
+    for number, (group, live) in enumerate(zip(saved.groups, optimizer.param_groups, strict=False)):
+        # At stage 0 the file of another pipeline stage was read, which may number its groups differently.
+        if group.get("algorithm") != live["algorithm"]:
+            continue
+        try:
+            settings_to_load(f"param group {number}", group, live, optimizer.config)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{saved.folder}: its settings cannot be used in this run:\n{error}\nTo keep those of the "
+                f"configuration, {saved.remedy('hyperparameters=False')} instead of loading this"
+            ) from error
 
 
 def _refuse_differences(saved: SavedTag, ranks: Ranks, difference: _Difference) -> None:

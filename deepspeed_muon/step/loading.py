@@ -112,7 +112,7 @@ def read_state_dict(
         ]
         _check_kind(where, saved, group["algorithm"], [entry for _, entry in entries])
         _check_convention(where, saved, config, [entry for _, entry in entries])
-        settings.append(_checked_settings(where, saved, group, config))
+        settings.append(settings_to_load(where, saved, group, config))
         for position, (param, entry) in enumerate(entries):
             if entry:
                 name = None if names is None else names[id(param)]
@@ -241,7 +241,7 @@ def _check_convention(
         )
 
 
-def _checked_settings(
+def settings_to_load(
     where: str, saved: Mapping[str, object], group: GroupSettings, config: MuonConfig
 ) -> GroupSettings:
     """Return the settings of ``group``, updated by those of ``saved`` after the checks of the constructor."""

@@ -48,8 +48,8 @@ def engine_with(scheduler: str, *, seed: int, stage: int = 2, steps: int = 0, **
     return engine
 
 
-def saved_with(rank: int, world_size: int, *, folder: str, scheduler: str) -> None:
-    engine = engine_with(scheduler, seed=0, steps=2)
+def saved_with(rank: int, world_size: int, *, folder: str, scheduler: str, **settings: Any) -> None:
+    engine = engine_with(scheduler, seed=0, steps=2, **settings)
     consolidate(engine, folder)
 
 
@@ -136,7 +136,8 @@ class Picky(torch.optim.lr_scheduler.StepLR):
 
 def one_rank_fails(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     """Let the scheduler of the last rank refuse what the other one's takes."""
-    engine = engine_with("StepLR", seed=7, steps=1)
+    engine = engine_with("StepLR", seed=7, steps=1, precision="fp16")
+    engine.optimizer.loss_scaler.cur_scale = 64.0
     if rank == world_size - 1:
         engine.lr_scheduler.__class__ = Picky
     message, changed = attempted(engine, lambda: restore(engine, folder))
@@ -144,7 +145,8 @@ def one_rank_fails(rank: int, world_size: int, *, folder: str) -> dict[str, Any]
 
 
 def test_a_scheduler_that_fails_on_one_rank(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(saved_with, folder=str(tmp_path), scheduler="StepLR")
+    """And the loss scale of the other rank, which it had set before."""
+    ranks(2).run(saved_with, folder=str(tmp_path), scheduler="StepLR", precision="fp16")
     for result in ranks(2).run(one_rank_fails, folder=str(tmp_path)):
         assert "not this one" in result["message"] and not result["changed"], result
 
