@@ -186,9 +186,8 @@ def _torch_settings(
             settings["adjust_lr_fn"] = "match_rms_adamw"  # which is 0.2 times spectral, for every shape
             factor *= 5.0
         elif rule == "unit_rms_norm":
-            settings["adjust_lr_fn"] = (
-                "original"  # the same for matrices that have at least as many rows as columns
-            )
+            # The same for matrices that have at least as many rows as columns.
+            settings["adjust_lr_fn"] = "original"
             lossy.append(
                 "torch.optim.Muon has no adjust_lr_fn 'unit_rms_norm': 'original' replaces it, under which updates of "
                 "matrices with more columns than rows are sqrt(columns / rows) times as large"

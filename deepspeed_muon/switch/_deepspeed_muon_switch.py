@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _DeepSpeedFinder:
-    """A meta path finder that registers deepspeed_muon when ``deepspeed`` is executed, and removes itself then.
+    """A meta path finder that registers deepspeed_muon when ``deepspeed`` is executed, and then removes itself.
 
     It is not removed when a program only searches for DeepSpeed's spec, as Accelerate does.
     """
@@ -35,13 +35,14 @@ class _DeepSpeedFinder:
 
         def execute_and_register(module: "ModuleType") -> None:
             execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
             import deepspeed_muon
 
             # It has none yet if the program is importing deepspeed_muon, which imports DeepSpeed.
             if hasattr(deepspeed_muon, "register"):
                 deepspeed_muon.register()
+            # If anything above raised, a program that catches it and imports DeepSpeed again gets the same error.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

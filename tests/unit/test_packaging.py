@@ -78,6 +78,25 @@ def test_the_switch_imports_nothing_where_python_starts(value: str, imported: st
     assert done.stdout.strip() == imported
 
 
+def test_the_switch_stays_on_where_it_failed(tmp_path: Path) -> None:
+    """A program that had caught the error of an unsupported DeepSpeed trained with DeepSpeed's own Muon."""
+    (tmp_path / "deepspeed.py").write_text("")
+    (tmp_path / "deepspeed_muon.py").write_text(
+        "import deepspeed\ndef register():\n    raise ImportError('needs')\n"
+    )
+    program = (
+        f"import sys; sys.path[:0] = {[str(tmp_path), str(REPOSITORY / 'deepspeed_muon' / 'switch')]}\n"
+        f"import _deepspeed_muon_switch\n"
+        f"for attempt in range(2):\n"
+        f"    try: import deepspeed\n"
+        f"    except ImportError as error: print(error)\n"
+        f"sys.modules['deepspeed_muon'].register = lambda: print('registered')\n"
+        f"import deepspeed; print('_DeepSpeedFinder' in str(sys.meta_path))"
+    )
+    done = run_command(["python", "-B", "-I", "-S", "-c", program])
+    assert done.stdout.split() == ["needs", "needs", "registered", "False"]
+
+
 def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp_path: Path) -> None:
     """In every process that inherits it; without it Python reads one line and imports nothing."""
     zipfile.ZipFile(wheel).extractall(tmp_path)  # `make wheel-check` installs it with pip
