@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -171,31 +171,50 @@ def prebuilt_path(spec: BuildSpec) -> Path | None:
 def _build(spec: BuildSpec) -> None:
     """Load the library, built first if it is missing. A CUDA build that failed is not tried again in its folder."""
     target = library_path(spec)
-    # Under the lock: another process may have built it while this one waited.
-    with _exclusive(target.parent) as shared:
-        if not shared:
-            target = _process_folder(target.parent) / target.name
-        failed = target.parent / "failed.txt"
-        if not target.exists():
-            if failed.exists():
-                raise InstallationError(failed.read_text())
-            announce(
-                "deepspeed_muon: building its native operators%s into %s, once for this torch and this machine; that "
-                "takes a minute or two (`python -m deepspeed_muon report --selftest` builds them ahead)",
-                " with CUDA" if spec.with_cuda else "",
-                target.parent,
-                on_any_rank=True,
-            )
-            started = time.monotonic()
-            try:
-                _compile(spec, target)
-                announce("deepspeed_muon: built in %.0f s", time.monotonic() - started, on_any_rank=True)
-            except InstallationError as error:
-                if spec.with_cuda:
-                    # Otherwise every process of every run would spend minutes on it.
-                    failed.write_text(str(error))
-                raise
+    try:
+        # Under the lock: another process may have built it while this one waited.
+        with _exclusive(target.parent) as shared:
+            if not shared:
+                target = _process_folder(target.parent) / target.name
+            failed = target.parent / "failed.txt"
+            if not target.exists():
+                if failed.exists():
+                    raise InstallationError(failed.read_text())
+                announce(
+                    "deepspeed_muon: building its native operators%s into %s, once for this torch and this machine; "
+                    "that takes a minute or two (`python -m deepspeed_muon report --selftest` builds them ahead)",
+                    " with CUDA" if spec.with_cuda else "",
+                    target.parent,
+                    on_any_rank=True,
+                )
+                started = time.monotonic()
+                try:
+                    _compile(spec, target)
+                    announce("deepspeed_muon: built in %.0f s", time.monotonic() - started, on_any_rank=True)
+                except InstallationError as error:
+                    if spec.with_cuda:
+                        # Otherwise every process of every run would spend minutes on it.
+                        _record_failure(failed, str(error))
+                    raise
+    except OSError as error:  # most often a full disk or quota
+        raise InstallationError(
+            f"the native ops cannot be built in {target.parent} ({error}); free space there, or set "
+            f"TORCH_EXTENSIONS_DIR to a folder on another disk"
+        ) from error
     _load_library(target)
+
+
+def _record_failure(file: Path, message: str) -> None:
+    try:
+        file.write_text(message)
+    except OSError as error:
+        # An empty file would stand for a failure without a reason.
+        with suppress(OSError):
+            file.unlink()
+        raise InstallationError(
+            f"{message}\nThis cannot be recorded in {file} ({error}), so the next process tries again; free space "
+            f"there, or set TORCH_EXTENSIONS_DIR to a folder on another disk"
+        ) from error
 
 
 _loaded: set[Path] = set()

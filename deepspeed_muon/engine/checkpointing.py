@@ -130,10 +130,13 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
     # 2. all ranks look at their files before DeepSpeed changes anything
     saved: SavedTag | None = None
     if universal:
-        with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks):
-            _tag_to_load(given["load_dir"], given.get("tag"), "latest_universal")
+        with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks) as agreed:
+            tag = _tag_to_load(given["load_dir"], given.get("tag"), "latest_universal")
+            agreed.record("tag", tag)
     else:
-        saved = _check_native(engine, given["load_dir"], given.get("tag"), with_state=with_state)
+        tag, saved = _check_native(engine, given["load_dir"], given.get("tag"), with_state=with_state)
+    # DeepSpeed would read `latest` again on every rank, and another save may have replaced it by then.
+    given["tag"] = tag
     if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
         load_no_state_into_divided_weights(engine, given)
     # 3. DeepSpeed's load
@@ -148,7 +151,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
 
     try:
         with (
-            weights_of_tag(given.get("tag")),
+            weights_of_tag(tag),
             mock.patch.object(optimizer, "load_state_dict", load_on_all_ranks),
         ):
             path, client_state = original(*call.args[1:], **call.kwargs)
@@ -195,16 +198,20 @@ def _tag_to_load(load_dir: str | os.PathLike[str], tag: object, latest: str) -> 
 
 
 def _check_native(
-    engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], tag: object, *, with_state: bool
-) -> SavedTag | None:
-    """Return what DeepSpeed's loader is about to read; raise on every rank if one finds that it does not fit."""
+    engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], given_tag: object, *, with_state: bool
+) -> tuple[str | None, SavedTag | None]:
+    """Return the tag that DeepSpeed is to load and who saved it; raise on every rank if it does not fit on one.
+
+    The tag is ``None`` if ``latest`` names none, and its saver ``None`` if its files are not of DeepSpeed's usual form.
+    """
     ranks = optimizer_of(engine).ranks
     saved: SavedTag | None = None
     difference: _Difference = set(), set(), set(), False
     save_id: str | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     with raise_on_all_ranks(CheckpointError, ranks=ranks) as agreed:
-        folder, tag = Path(load_dir), _tag_to_load(load_dir, tag, "latest")
+        folder, tag = Path(load_dir), _tag_to_load(load_dir, given_tag, "latest")
+        agreed.record("tag", tag)
         file = None
         # Files of other checkpoint engines have forms of their own.
         if tag is not None and isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
@@ -231,7 +238,7 @@ def _check_native(
         with raise_on_all_ranks(CheckpointError, ranks=ranks):
             if with_state:
                 _check_settings(engine, saved)
-    return saved
+    return tag, saved
 
 
 def _check_settings(engine: DeepSpeedEngine, saved: SavedTag) -> None:

@@ -12,11 +12,14 @@ import struct
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from deepspeed_muon.checkpoint import consolidate
 from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
+from deepspeed_muon.engine import checkpointing
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import engine_for, train_step, trained_for
@@ -166,3 +169,37 @@ def test_ranks_at_different_steps_are_refused(ranks: Any, tmp_path: Path, what: 
     messages = ranks(2).run(save_at_two_steps, folder=str(tmp_path / "set"), what=what)
     assert all(needle in message for message in messages), messages
     assert not list((tmp_path / "set").iterdir())
+
+
+def load_while_another_save_ends(
+    rank: int, world_size: int, *, folder: str, stage: int, **options: Any
+) -> tuple[str, int, bool]:
+    """Replace ``latest`` between this package's checks and DeepSpeed's load."""
+    engine = trained_for(rank, world_size, stage, steps=1)
+    engine.save_checkpoint(folder, tag="first")
+    masters = training.full_masters(engine)
+    train_step(engine, 1, rank, world_size)
+    engine.save_checkpoint(folder, tag="second", save_latest=False)
+    engine = engine_for(stage, seed=7)
+    take = checkpointing.SettingsSnapshot
+
+    def take_and_replace_latest(*args: Any) -> Any:
+        Path(folder, "latest").write_text("second")
+        return take(*args)
+
+    with mock.patch.object(checkpointing, "SettingsSnapshot", take_and_replace_latest):
+        path, _ = engine.load_checkpoint(folder, **options)
+    loaded = training.full_masters(engine)
+    return path, engine.global_steps, all(torch.equal(loaded[name], masters[name]) for name in masters)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [(1, {}), (3, {"load_optimizer_states": False}), full(0, {}), full(3, {})]
+)
+def test_the_tag_that_was_checked_is_loaded(
+    ranks: Any, tmp_path: Path, stage: int, options: dict[str, Any]
+) -> None:
+    for path, steps, is_first in ranks(2).run(
+        load_while_another_save_ends, folder=str(tmp_path), stage=stage, **options
+    ):
+        assert "/first/" in path and steps == 1 and is_first

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.ops import library, machine, toolchain
 
 
@@ -43,6 +45,47 @@ def test_a_folder_that_cannot_be_written(
     (own,) = compiled
     assert own.exists() and tmp_path not in own.parents
     assert len(caplog.records) == 1 and "temporary folder" in caplog.text
+
+
+def test_a_full_disk_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ns_backend: auto`` ended training with an OSError in the place of a warning."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "unavailable_reason", lambda: None)
+    full = OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    def mkdir(folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder.name == "build":
+            raise full
+        os.makedirs(folder, exist_ok=True)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(InstallationError, match=r"quota exceeded.*; free space there, or set TORCH_EXT"):
+        library.build_and_load()
+
+
+def test_a_failure_that_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it leave an empty ``failed.txt``: that would end later builds without a reason."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "unavailable_reason", lambda: None)
+    with_cuda = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
+    monkeypatch.setattr(toolchain, "machine_spec", lambda: with_cuda)
+
+    def compile_(spec: toolchain.BuildSpec, target: Path) -> None:
+        raise InstallationError("the compiler failed")
+
+    def write_text(file: Path, text: str) -> None:
+        file.touch()
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(library, "_compile", compile_)
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(InstallationError, match="the compiler failed"):
+        library.build_and_load()
+    assert "the compiler failed" in caplog.text and "quota exceeded" in caplog.text
+    assert str(library.build_folder(with_cuda)) in caplog.text and "TORCH_EXTENSIONS_DIR" in caplog.text
+    assert not list(tmp_path.rglob("failed.txt"))
 
 
 def refusing(code: int) -> Any:
