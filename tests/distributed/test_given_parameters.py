@@ -1,4 +1,4 @@
-"""Which parameters an engine gets, and in which form: a part of the model's, scalars, weights with other strides, none."""
+"""Which parameters an engine gets, and in which form: some of the model's, scalars, other strides, no elements."""
 
 from __future__ import annotations
 
