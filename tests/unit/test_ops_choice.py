@@ -123,6 +123,20 @@ def test_choices_are_remembered_between_processes(tmp_path: Path, taking: Taking
     assert longer != "fast", "another list is measured anew"
 
 
+def test_each_schedule_is_checked(tmp_path: Path, clock: Clock) -> None:
+    """A kernel that was right for one schedule ran another one of as many steps unchecked."""
+
+    def restarts_wrongly(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x, settings=SETTINGS)
+
+    tuner = Tuner(tmp_path)
+    for schedule, rejected in ((SETTINGS.coefficients, False), (resolve_schedule("polar_express_5"), True)):
+        problem = replace(PROBLEM, settings=NsSettings(schedule))
+        assert len(schedule) == 5
+        candidates = [Candidate("standard", plain), Candidate("other", restarts_wrongly)]
+        assert ("other" in tuner.choose(problem, candidates, CPU)[1].rejected) is rejected
+
+
 def test_a_candidate_that_raised_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taking: Taking
 ) -> None:
