@@ -27,6 +27,7 @@ from .machine import (
     file_for,
     hardware_name,
     is_current,
+    lock_file,
     locked,
     read_json,
     software_identity,
@@ -39,8 +40,8 @@ from .machine import (
 PROBLEM_SECONDS = 2.0
 PROCESS_SECONDS = 20.0
 
-# How long a process waits for others that measure: as long as for the self-test, since one that gave up would choose
-# other kernels than the one that measures.
+# How long a process waits in all for others that measure: as long as for the self-test, since one that gave up would
+# choose other kernels than the one that measures.
 LOCK_SECONDS = 2 * SELF_TEST_SECONDS + 30
 
 _T = TypeVar("_T")
@@ -97,7 +98,8 @@ class Tuner:
         self._file = file_for("autotune", self._identity, folder)
         # Key of the problem and names of its candidates to the choice.
         self._choices: dict[tuple[str, ...], Choice] = {}
-        self._seconds_spent = 0.0
+        self._seconds_spent = 0.0  # measuring
+        self._seconds_waited = 0.0  # for other processes that measure
 
     def choose(
         self, problem: Problem, candidates: Sequence[Candidate], device: torch.device
@@ -137,8 +139,11 @@ class Tuner:
             return choice
         if self._seconds_spent >= PROCESS_SECONDS:
             return Choice(names[0], f"expected; {PROCESS_SECONDS:g} s of measuring were used up")
-        with locked(self._file.parent / ".measuring", LOCK_SECONDS) as acquired:
-            # Another process may have measured this problem while this one waited for the lock.
+        lock, seconds = lock_file(self._file.parent, "measuring"), LOCK_SECONDS - self._seconds_waited
+        started = time.perf_counter()
+        # Another process that measures may have finished this problem, and hold the lock again for the next one.
+        with locked(lock, seconds, until=lambda: self._cached(key, names)) as acquired:
+            self._seconds_waited += time.perf_counter() - started
             if choice := self._cached(key, names):
                 return choice
             if acquired is False:

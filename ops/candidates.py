@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import weakref
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -84,12 +85,17 @@ class Problem:
         return self.batch * _standard_flops(self.rows, self.cols, self.settings)
 
     def key(self) -> str:
-        """Return a readable text that identifies the problem; it is the key in the cache of choices."""
+        """Return a readable text that identifies the problem; it is the key in the cache of choices.
+
+        It has a checksum of the coefficients: on them depend where ``gram`` restarts, and the rounding. A choice
+        that was cross-checked with one schedule does not count for another one of as many steps.
+        """
         settings = self.settings
+        schedule = zlib.crc32(repr(settings.coefficients).encode())
         names = [str(dtype).removeprefix("torch.") for dtype in (self.input_dtype, settings.dtype)]
         return (
             f"{self.device} {names[0]}->{names[1]} {self.batch}x{self.rows}x{self.cols} "
-            f"{settings.method}{len(settings.coefficients)} threads{self.threads}"
+            f"{settings.method}{len(settings.coefficients)}-{schedule:08x} threads{self.threads}"
             f"{'' if self.rounds_as == settings.dtype else f' products in {self.rounds_as}'}"
         )
 

@@ -36,6 +36,7 @@ from .machine import (
     SELF_TEST_SECONDS,
     file_for,
     is_current,
+    lock_file,
     locked,
     read_json,
     software_identity,
@@ -134,7 +135,7 @@ def decide(
     file = file_for("selftest", identity, folder)
     # A process that waited for the lock reads the verdict of the one that had it.
     # As long as two runs of the self-test may take; after that, this process runs it without the lock.
-    with locked(file.parent / ".testing", 2 * seconds + 30):
+    with locked(lock_file(file.parent, "testing"), 2 * seconds + 30):
         verdict = _cached(file)
         if verdict is None:
             verdict, _ = _self_test(command, seconds)

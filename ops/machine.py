@@ -1,4 +1,8 @@
-"""Files that the processes of a machine share: locks, and JSON caches of measurements and self-test results."""
+"""Files that processes share: locks, and JSON caches of measurements and self-test results.
+
+They are in the user's home by default, which several machines may share. So the name of a cache file has a digest of
+the hardware for which it holds, and the name of a lock that is about this machine's devices has its host name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +35,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
 
 
 @contextmanager
-def locked(file: Path, seconds: float) -> Iterator[bool | None]:
+def locked(
+    file: Path, seconds: float, *, until: Callable[[], object] = lambda: False
+) -> Iterator[bool | None]:
     """Hold an exclusive file lock inside the ``with`` block; yield whether this process got it.
 
     The operating system releases the lock of a process that dies.
@@ -39,9 +45,10 @@ def locked(file: Path, seconds: float) -> Iterator[bool | None]:
     Args:
         file: The lock file. Created with its folder if it is missing, and never removed.
         seconds: How long to wait for another process to release the lock.
+        until: Called repeatedly while this process waits, which ends when it returns something true.
 
     Yields:
-        ``True`` with the lock, ``False`` after ``seconds`` without it, and ``None``, without waiting, if processes
+        ``True`` with the lock, ``False`` if waiting ended without it, and ``None``, without waiting, if processes
         cannot lock at all: the folder is not writable or its file system has no locks.
     """
     try:
@@ -58,13 +65,18 @@ def locked(file: Path, seconds: float) -> Iterator[bool | None]:
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 acquired = True
             except BlockingIOError:
-                if (remaining := deadline - time.monotonic()) <= 0:
+                if (remaining := deadline - time.monotonic()) <= 0 or until():
                     break
                 time.sleep(min(pause, remaining))
                 pause = min(2 * pause, _LONGEST_PAUSE)
             except OSError:
                 acquired = None
         yield acquired
+
+
+def lock_file(folder: Path, name: str) -> Path:
+    """Return the path of a lock among the processes of this machine, in a folder that machines may share."""
+    return folder / f".{name}-{platform.node()}"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -79,7 +91,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Replace a file atomically; do nothing if its folder is not writable."""
     # Readers take no lock, so they must never see half of a file.
-    partial = file.with_suffix(f".{os.getpid()}")  # beside it, so that the rename is atomic
+    # Beside it, so that the rename is atomic. Machines that share the folder may have processes with the same id.
+    partial = file.with_name(f"{file.name}.{platform.node()}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(content, indent=1))
         os.replace(partial, file)
@@ -106,7 +119,7 @@ def folder_of(variable: str, name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the files that the processes of a machine share; ``DS_MUON_CACHE_DIR`` overrides it."""
+    """Return the folder of cached measurements and verdicts; ``DS_MUON_CACHE_DIR`` overrides it."""
     return folder_of("DS_MUON_CACHE_DIR", "deepspeed_muon")
 
 

@@ -463,7 +463,7 @@ class ParameterInfo(NamedTuple):
 def describe_parameters(
     routes: Iterable[Route], slices: Mapping[str, TensorSlice | str]
 ) -> dict[str, ParameterInfo | str]:
-    """Describe each trained parameter, by its name on this rank.
+    """Describe each trained parameter that has elements, by its name on this rank.
 
     Args:
         routes: The routes of this rank's parameters.
@@ -472,6 +472,8 @@ def describe_parameters(
     """
     infos: dict[str, ParameterInfo | str] = {}
     for route in routes:
+        if 0 in route.shape:
+            continue  # in no partition, and so in no checkpoint
         tensor_slice = slices.get(route.name) or full_slice(route.name, route.shape)
         if isinstance(tensor_slice, str):
             infos[route.name] = tensor_slice

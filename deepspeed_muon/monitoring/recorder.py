@@ -38,6 +38,8 @@ _NO_EVENTS = ("matrices", "findings", "muon_lr", "adam_lr", "grad_norm_muon", "g
 _REPORT_AFTER = 200
 # Outcomes of steps that are remembered until the next sample.
 _MOST_OUTCOMES = 1000
+# So many elements at a time are converted to fp64, which takes up to 32 bytes for each of them.
+_CONVERT_NUMEL = 1 << 24
 
 # Facts that the ranks add up, and those of which the largest counts.
 _SUMMED = ("muon_numel", "adamw_numel", "sized", "step_rms", "weight_rms")
@@ -322,9 +324,14 @@ class StepRecorder:
         """
         assert self._sample is not None
         lost, total = self._sample.losses.get(kind, (0.0, 0.0))
-        sent = sent.double()
-        error = float((received.double() - sent).square().sum())
-        self._sample.losses[kind] = (lost + error, total + float(sent.square().sum()))
+        slices = zip(
+            sent.flatten().split(_CONVERT_NUMEL), received.flatten().split(_CONVERT_NUMEL), strict=True
+        )
+        for sent_slice, received_slice in slices:
+            expected = sent_slice.double()
+            lost += float((received_slice.double() - expected).square().sum())
+            total += float(expected.square().sum())
+        self._sample.losses[kind] = (lost, total)
 
     def span(self, name: SpanName) -> AbstractContextManager[None]:
         """Return a context manager that times a phase of a sampled step, and does nothing in other steps."""

@@ -1,7 +1,8 @@
-"""Which parameters an engine gets, and in which form: a part of the model's, scalars, weights with other strides."""
+"""Which parameters an engine gets, and in which form: some of the model's, scalars, other strides, no elements."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed_muon
+from deepspeed_muon.checkpoint.offline import consolidate_files
 from tests.support import training
 from tests.support.comparisons import relative, within
 from tests.support.models import batch, build
@@ -102,3 +104,51 @@ def test_scalars_and_other_strides(ranks: Any, stage: int) -> None:
             # Forward and backward passes in fp32, whose roundings Adam divides by the size of the gradient.
             error = relative(trained["params"][name], param.detach(), start[name])
             within(error, 1e-3, f"path of {name}")
+
+
+def train_with_an_empty_parameter(
+    rank: int, world_size: int, *, stage: int, folder: str, precision: str = "fp32", has_empty: bool = True
+) -> dict[str, Any]:
+    """Train two steps; save after the first, and take the second again after each way to resume."""
+    config = training.ds_config(stage, precision=precision)
+
+    def engine_of(seed: int) -> Any:
+        model = build("toy", seed=seed)
+        if has_empty:
+            model.unused = nn.ParameterList([torch.empty(0), torch.empty(4, 0)])
+        return training.initialize(model, config)
+
+    engine = engine_of(0)
+    training.run_step(engine, 0, rank, world_size, 1)
+    engine.save_checkpoint(folder, tag="tag")
+    deepspeed_muon.consolidate(engine, folder + "/set")
+    training.run_step(engine, 1, rank, world_size, 1)
+    results = {"trained": training.full_masters(engine)}
+    for kind in ("loaded", "restored"):
+        engine = engine_of(1)
+        if kind == "loaded":
+            engine.load_checkpoint(folder)
+        else:
+            deepspeed_muon.restore(engine, folder + "/set")
+        training.run_step(engine, 1, rank, world_size, 1)
+        results[kind] = training.full_masters(engine)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), full(0, "bf16"), full(1, "bf16"), full(2, "fp32")]
+)
+def test_a_parameter_without_elements(ranks: Any, tmp_path: Path, stage: int, precision: str) -> None:
+    """`deepspeed.initialize` ended with a validation error; training, saves and resumes do without it."""
+    arguments = {"stage": stage, "precision": precision}
+    (tmp_path / "without").mkdir()
+    ours, _ = ranks(2).run(train_with_an_empty_parameter, folder=str(tmp_path), **arguments)
+    without, _ = ranks(2).run(
+        train_with_an_empty_parameter, folder=str(tmp_path / "without"), has_empty=False, **arguments
+    )
+    for masters in ours.values():
+        assert masters.keys() == without["trained"].keys()
+        for name, master in masters.items():
+            assert torch.equal(master, without["trained"][name]), name
+    offline = consolidate_files(tmp_path, tmp_path / "offline")
+    assert offline.parameters.keys() == without["trained"].keys()

@@ -15,6 +15,7 @@ import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule, tolerates_rounding
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.monitoring import recorder as recorder_module
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     check_failure,
@@ -410,6 +411,26 @@ def test_updates_are_judged_at_the_peak_of_the_rate() -> None:
     # The process of a resumed run sees the end of a schedule only, and would report that the rate is too low.
     resumed = recorded([0.002, 0.001], configured=0.01, first=101)
     assert [summary["update_over_weight"] for summary in resumed] == pytest.approx([0.01, 0.01])
+
+
+def test_the_error_of_int8_is_measured_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampled step converted all that a rank sends at once to fp64, and needed 32 bytes for each element."""
+    monkeypatch.setattr(recorder_module, "_CONVERT_NUMEL", 100)
+    sent = torch.randn(3, 250, generator=torch.Generator().manual_seed(0))
+    received = torch.nn.functional.pad(sent.bfloat16(), (0, 7))[:, :250]  # not contiguous, as what is read
+    converted: list[int] = []
+    double = Tensor.double
+    monkeypatch.setattr(Tensor, "double", lambda x: converted.append(x.numel()) or double(x))
+    recorder = StepRecorder(every=1, check=True)
+    with recorder.step(1) as sample:
+        assert sample is not None
+        for _ in range(2):
+            recorder.keep_loss("update", sent, received)
+        error, total = sample.losses["update"]
+    assert converted and max(converted) <= 100
+    exact = sent.to(torch.float64)
+    within(abs(error / (2 * float((received.to(torch.float64) - exact).square().sum())) - 1), 1e-12, "error")
+    within(abs(total / (2 * float(exact.square().sum())) - 1), 1e-12, "total")
 
 
 def test_outcomes_of_steps_are_counted_between_samples() -> None:

@@ -19,7 +19,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.ops import autotune, dispatch, library, machine, torch_operators
 from deepspeed_muon.ops.autotune import Tuner, measure
 from deepspeed_muon.ops.candidates import Candidate, candidates_for, has_kernel, problem_of
-from deepspeed_muon.ops.machine import locked, write_json
+from deepspeed_muon.ops.machine import lock_file, locked, write_json
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import within
 from tests.support.kernels import forced_kernel
@@ -123,6 +123,20 @@ def test_choices_are_remembered_between_processes(tmp_path: Path, taking: Taking
     assert longer != "fast", "another list is measured anew"
 
 
+def test_each_schedule_is_checked(tmp_path: Path, clock: Clock) -> None:
+    """A kernel that was right for one schedule ran another one of as many steps unchecked."""
+
+    def restarts_wrongly(x: Tensor, settings: NsSettings) -> Tensor:
+        return orthogonalize(x, settings=SETTINGS)
+
+    tuner = Tuner(tmp_path)
+    for schedule, rejected in ((SETTINGS.coefficients, False), (resolve_schedule("polar_express_5"), True)):
+        problem = replace(PROBLEM, settings=NsSettings(schedule))
+        assert len(schedule) == 5
+        candidates = [Candidate("standard", plain), Candidate("other", restarts_wrongly)]
+        assert ("other" in tuner.choose(problem, candidates, CPU)[1].rejected) is rejected
+
+
 def test_a_candidate_that_raised_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taking: Taking
 ) -> None:
@@ -176,24 +190,44 @@ def test_a_process_waits_for_the_one_that_measures(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(autotune, "PROBLEM_SECONDS", 0.01)
     monkeypatch.setattr(autotune, "PROCESS_SECONDS", 0.02)
     candidates = [Candidate("expected", plain), Candidate("other", plain)]
-    waiting, measuring = Tuner(tmp_path), threading.Event()
+    waiting, measuring, finished = Tuner(tmp_path), threading.Event(), threading.Event()
 
     def measures() -> None:
-        with locked(tmp_path / ".measuring", 60.0):
+        with locked(lock_file(tmp_path, "measuring"), 60.0):
             measuring.set()
-            time.sleep(1.0)
+            time.sleep(0.5)
             entry = {"name": "other", "reason": "measured", "milliseconds": {}, "rejected": {}}
             entry["candidates"] = ["expected", "other"]
             write_json(waiting._file, {"choices": {PROBLEM.key(): entry}})
+            finished.wait()  # it goes on with the next problem
 
     thread = threading.Thread(target=measures)
     thread.start()
     measuring.wait()
     candidate, choice = waiting.choose(PROBLEM, candidates, CPU)
+    finished.set()
     thread.join()
     assert (candidate.name, choice.reason) == ("other", "remembered")
     # What it waited for is not time that it measured.
     assert "measured" in waiting.choose(replace(PROBLEM, rows=10), candidates, CPU)[1].reason
+
+
+def test_waiting_ends_and_is_for_this_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with one home waited for each other, and a process up to ten minutes for each shape."""
+    seconds = [0.0]
+    for clock in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, clock, lambda: seconds[0])
+    monkeypatch.setattr(time, "sleep", lambda pause: seconds.__setitem__(0, seconds[0] + pause))
+    candidates = [Candidate("expected", plain), Candidate("other", plain)]
+    problems = [replace(PROBLEM, rows=rows) for rows in (10, 11, 12)]
+    with locked(lock_file(tmp_path, "measuring"), 0.0):
+        tuner = Tuner(tmp_path)
+        reasons = [tuner.choose(problem, candidates, CPU)[1].reason for problem in problems]
+        assert all("another process was measuring" in reason for reason in reasons)
+        assert seconds[0] == pytest.approx(autotune.LOCK_SECONDS)
+        monkeypatch.setattr(machine.platform, "node", lambda: "another-machine")
+        assert Tuner(tmp_path).choose(PROBLEM, candidates, CPU)[1].reason == "measured"
+        assert seconds[0] == pytest.approx(autotune.LOCK_SECONDS)
 
 
 @pytest.mark.parametrize(
