@@ -77,6 +77,7 @@ from deepspeed_muon.checkpoint.parameters import (
     Transfer,
     collect,
     require_all_ranks,
+    require_fp32,
     slices_by_name,
     transfers,
 )
@@ -135,6 +136,7 @@ def consolidate(
                 folder = checked_folder(out_dir, shard_bytes)
                 state = collect(engine)
                 state.host.require_restored()
+                require_fp32(state)
                 index_fields = _index_fields(state)
                 make_folder(folder)
                 if is_first_rank():

@@ -45,6 +45,7 @@ from deepspeed_muon.checkpoint.index import (
     ParameterRecord,
     Progress,
     json_settings,
+    refuse_float64,
     saved_schedule,
 )
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records, save_of
@@ -495,7 +496,9 @@ class DeepSpeedFiles:
                 f"{self.files[file]}: no {key} of parameter {parameter.name}{remedy}"
             ) from error
         is_int8 = key == "momentum_buffer" and getattr(saved, "dtype", None) == torch.int8
-        check_tensor(saved, f"{self.files[file]}: {key} of parameter {parameter.name}", allow_int8=is_int8)
+        where = f"{self.files[file]}: {key} of parameter {parameter.name}"
+        check_tensor(saved, where, allow_int8=is_int8)
+        refuse_float64(saved.dtype, where)
         flat: Tensor = saved.detach().reshape(-1)  # (partition_numel,) in the file's dtype, memory-mapped
         return flat
 

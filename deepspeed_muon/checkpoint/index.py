@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -311,6 +312,15 @@ def checked(model: type[_Model], content: object, refusal: str) -> _Model:
 def tensor_name(key: str, parameter: str) -> str:
     """Return the name of a tensor inside the safetensors files."""
     return f"{key}/{parameter}"
+
+
+def refuse_float64(dtype: torch.dtype, source: str) -> None:
+    """Raise a CheckpointError if a tensor would lose precision in a file of fp32 tensors."""
+    if dtype == torch.float64:
+        raise CheckpointError(
+            f"{source} is float64, and consolidated sets and universal checkpoints hold fp32, to which it would be "
+            f"rounded: use engine.save_checkpoint and load_checkpoint, which keep float64"
+        )
 
 
 def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:

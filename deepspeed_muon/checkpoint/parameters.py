@@ -29,6 +29,7 @@ from deepspeed_muon.checkpoint.index import (
     SCALE_KEYS,
     ParameterRecord,
     Progress,
+    refuse_float64,
     saved_schedule,
 )
 from deepspeed_muon.errors import CheckpointError
@@ -567,6 +568,12 @@ class LiveState:
     def _tensor(self, partition: BoundPartition, key: str) -> Tensor:
         tensor: Tensor = partition.tensor if key == "fp32" else self.optimizer.state[partition.tensor][key]
         return tensor.detach()
+
+
+def require_fp32(state: LiveState) -> None:
+    """Raise a CheckpointError if a save would round masters: those of float64 models at ZeRO 0 are float64."""
+    for parameter in state.parameters.values():
+        refuse_float64(parameter.local_partition.tensor.dtype, f"parameter {parameter.name}")
 
 
 def collect(engine: Any) -> LiveState:

@@ -22,7 +22,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
-from deepspeed_muon.checkpoint.parameters import Host, collect, describe_parameters, require_all_ranks
+from deepspeed_muon.checkpoint.parameters import (
+    Host,
+    collect,
+    describe_parameters,
+    require_all_ranks,
+    require_fp32,
+)
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of
@@ -390,7 +396,9 @@ def _require_consolidated(engine: DeepSpeedEngine, config: MuonConfig) -> None:
         return
     try:
         require_all_ranks(engine)
-        collect(engine)
+        state = collect(engine)
+        if config.consolidate_on_save:
+            require_fp32(state)
     except CheckpointError as error:
         raise ConfigError(f"optimizer.params.{wanted} does not work here, unset it: {error}") from error
 
