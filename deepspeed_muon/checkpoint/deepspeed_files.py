@@ -289,12 +289,16 @@ class DeepSpeedFiles:
             # 3. Group the slices by full tensor, with the step count and the state that the files have.
             self.slices = slices_by_name(map(self._with_state, parameters), self.files)
             self.parameters = {name: first.record for name, (first, *_) in self.slices.items()}
+            # At stage 0 not every rank writes a file.
+            stage_0_ranks = math.prod(
+                int(self.model.get(key) or 1) for key in ("mp_world_size", "dp_world_size")
+            )
             self.index_fields: dict[str, Any] = {
                 "source": {
                     "writer": "offline",
                     "optimizer": self.kind,
                     "zero_stage": self.stage,
-                    "world_size": len(self.files),
+                    "world_size": len(self.files) if self.stage else stage_0_ranks,
                 },
                 "lossy": lossy,
                 "optimizer": settings,

@@ -310,7 +310,9 @@ class RestoreConfig(_Section):
     progress: Flag = Field(
         default=True,
         description="Continue the saved run with its step counters, schedule, loss scale and param group settings; "
-        "`false`: a new run from the saved weights and momentum.",
+        "`false`: counters, schedule and loss scale start afresh, with the configured settings, from the saved weights "
+        "and optimizer state. The step counts in that state continue, and with them AdamW's bias correction and "
+        "`momentum_warmup`.",
     )
 
     @classmethod

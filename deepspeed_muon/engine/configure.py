@@ -44,7 +44,7 @@ from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.library import loaded
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.param_groups import CALLER_GROUP, order_for_partitions, route_again
+from deepspeed_muon.routing.param_groups import DIVIDED_GROUP, order_for_partitions, route_again
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_of_large_guesses, warn_without_muon
@@ -270,7 +270,7 @@ def _configured(engine: DeepSpeedEngine, model_parameters: Any) -> Muon:
         # DeepSpeed divides groups into experts and others, and needs names for that.
         if all(isinstance(param, dict) for param in params):
             params = [
-                {"name": f"dense-params-{number}", CALLER_GROUP: number, **group}
+                {"name": f"dense-params-{number}", DIVIDED_GROUP: number, **group}
                 for number, group in enumerate(params)
             ]
         params = configure_moe_param_groups(params)  # adds a group for each set of ranks that share experts

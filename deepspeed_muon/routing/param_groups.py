@@ -39,6 +39,8 @@ ParamsInput = nn.Module | Iterable[Tensor | tuple[str, Tensor] | GroupSettings]
 _ALGORITHM_KEYS = ("algorithm", "use_muon")
 CALLER_GROUP = "caller_group"
 """Key of a param group: the number of the caller's group from which it was made."""
+DIVIDED_GROUP = "divided_group"
+"""Key of the groups into which DeepSpeed divided a caller's group: the number of that one. Not in the optimizer."""
 SMALL_MUON_LR = DEFAULT_MUON_LR / 10
 """A smaller ``lr`` without ``muon_lr`` is assumed to be meant for AdamW."""
 # Settings that name a rule, with the names.
@@ -611,10 +613,7 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
                     f"parameter {member.name} appears twice in the optimizer's groups; pass it once"
                 )
             seen.add(id(member.param))
-        if "algorithm" not in settings and "use_muon" not in settings:
-            # Where DeepSpeed has divided a caller's group into experts and others.
-            number = settings.pop(CALLER_GROUP, number)
-        groups.append(CallerGroup(number, settings, members))
+        groups.append(CallerGroup(settings.pop(DIVIDED_GROUP, number), settings, members))
     if len(first_entry) == 2:
         raise RoutingError(
             f"params has parameters with names and without: {first_entry[True]} has a name, {first_entry[False]} has "

@@ -82,6 +82,7 @@ def test_universal_and_offline_consolidation(
     consolidate_files(tmp_path / "saved", tmp_path / "set", shard_bytes=4000)
     index = load_index(tmp_path / "set")
     assert index.source["optimizer"] == "deepspeed_muon" and index.source["zero_stage"] == stage
+    assert index.source["world_size"] == size
     assert not index.lossy
     arguments = {"stage": to_stage, "zero": to_zero} if to_stage != stage else {"stage": 0}
     assert_equal(saved, ranks(to_size).run(load, folder=str(tmp_path / "set"), **arguments)[0])

@@ -44,7 +44,10 @@ def make_engine(
 
         params = split_params_into_different_moe_groups_for_optimizer({"params": params, "name": "all"})
     elif groups == "unnamed":
-        params = [{"params": [p for p in params if (p.ndim > 1) == is_matrix]} for is_matrix in (True, False)]
+        params = [
+            {"params": [p for p in params if p.ndim > 1]},
+            {"params": [p for p in params if p.ndim < 2], "algorithm": "adamw"},
+        ]
     elif groups == "client":
         optimizer = Muon(model, **training.MUON_PARAMS)
         del config["optimizer"]
@@ -78,6 +81,7 @@ def train(
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "routes": {route.name: route.algorithm for route in optimizer.routes},
         "groups": [[g["algorithm"], bool(g.get("moe"))] for g in optimizer.param_groups],
+        "caller_groups": [g["caller_group"] for g in optimizer.param_groups],
     }
 
 
@@ -148,6 +152,8 @@ def test_ways_of_passing_the_parameters(ranks: Any, groups: str, stage: int) -> 
     compare(results, 2, 0.0)
     found = {tuple(group) for group in results[0]["groups"]}
     assert found == {("muon", False), ("adamw", False), ("muon", True), ("adamw", True)}
+    # Of groups with an algorithm it was the number among DeepSpeed's divided groups.
+    assert groups != "unnamed" or set(results[0]["caller_groups"]) == {0, 1}
 
 
 @pytest.mark.parametrize(
