@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -64,7 +66,8 @@ def load() -> ModuleType:
             # Only once they are loaded: torch registers shape functions for operators that exist.
             for name, fake in _FAKES.items():
                 torch.library.register_fake(f"deepspeed_muon::{name}", fake)
-            if torch.cuda.is_available() and (reason := toolchain.cuda_reason()):
+            has_cuda_kernels = _loaded_spec.with_cuda
+            if not has_cuda_kernels and torch.cuda.is_available() and (reason := toolchain.cuda_reason()):
                 warn_on_each_machine(
                     "deepspeed_muon: there is a GPU, but the CUDA kernels are not built (%s); torch's kernels run "
                     "instead",
@@ -96,16 +99,22 @@ def loaded() -> bool:
 def key() -> str:
     """Return the key of the build that this process has loaded, see :class:`.BuildSpec`; ``torch`` without one.
 
-    After a failed CUDA build that is the key of the CPU build. It depends on ``csrc``, compilers and torch, not on the
-    package's Python code; see :func:`.machine.software_identity` for that.
+    After a failed CUDA build that is the key of the CPU build, and for a library from ``pip install`` a digest of its
+    file. No key depends on the package's Python code; see :func:`.machine.software_identity` for that.
     """
     return "torch" if _operators is None or _loaded_spec is None else _loaded_spec.key
 
 
-def built_path(spec: BuildSpec) -> Path | None:
-    """Return the library of this build, from ``pip install`` or from an earlier first use, or ``None``."""
-    prebuilt, cached = prebuilt_path(spec), library_path(spec)
-    return prebuilt or (cached if cached.exists() else None)
+def built_library() -> tuple[Path, BuildSpec] | None:
+    """Return the library for this machine and its build, from ``pip install`` or an earlier first use, or ``None``."""
+    machine = toolchain.machine_spec()
+    # What ``pip install`` compiled needs no nvcc.
+    for spec in (toolchain.machine_spec(needs_nvcc=False), machine):
+        if (path := prebuilt_path(spec)) is not None:
+            # Flags and nvcc of this machine say nothing about it, so its content is its key.
+            return path, replace(spec, key=hashlib.sha256(path.read_bytes()).hexdigest()[:16])
+    path = library_path(machine)
+    return (path, machine) if path.exists() else None
 
 
 def unavailable_reason() -> str | None:
@@ -125,11 +134,11 @@ def build_and_load() -> BuildSpec:
     Returns:
         The build that was loaded: the one for the CPU alone if the CUDA kernels cannot be built.
     """
-    spec = toolchain.machine_spec()
-    path = built_path(spec)
-    if path is not None:
+    if (built := built_library()) is not None:
+        path, spec = built
         _load_library(path)
         return spec
+    spec = toolchain.machine_spec()
     if reason := unavailable_reason():
         raise InstallationError(f"the native ops cannot be built on this machine: {reason}")
     try:

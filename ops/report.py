@@ -17,7 +17,8 @@ from .machine import cache_folder, hardware_name, installed_version
 def collect() -> dict[str, dict[str, Any]]:
     """Return the report as section to name to value; builds nothing, but loads a library that is built."""
     spec = toolchain.machine_spec()
-    built, reason = library.built_path(spec), library.unavailable_reason()
+    built, reason = library.built_library(), library.unavailable_reason()
+    path, built_spec = built or (None, spec)
     # Without a library load() would build it.
     operators = library.try_load() if built else None
     return {
@@ -38,10 +39,10 @@ def collect() -> dict[str, dict[str, Any]]:
         },
         "build": {
             "folder": str(library.build_folder(spec)),
-            "library": None if built is None else str(built),
+            "library": None if built is None else str(path),
             "cannot be built": None if built else reason,
-            "without CUDA because": toolchain.cuda_reason(),
-            "architectures": list(toolchain.architectures(spec)),
+            "without CUDA because": None if built_spec.with_cuda else toolchain.cuda_reason(),
+            "architectures": list(toolchain.architectures(built_spec)),
         },
         "ops": {
             name: [device for device in ("cpu", "cuda") if has_kernel(operators, device, name)]

@@ -44,8 +44,9 @@ class BuildSpec:
         nvcc_flags: Flags of nvcc; empty without CUDA.
         with_cuda: Whether CUDA sources are among the sources.
         key: Digest of sources, headers, flags, and the versions of torch, Python and nvcc.
-        portable_key: The same without GPU architectures and nvcc: a library that ``pip install`` builds, maybe on a
-            machine without a GPU, is found by it.
+        portable_key: The same without the flags and the version of nvcc. It still depends on whether there are CUDA
+            sources. By it a library that ``pip install`` built is found on machines with other GPUs, another nvcc or
+            none.
     """
 
     sources: tuple[str, ...]
@@ -188,9 +189,14 @@ def build_spec(
     )
 
 
-def machine_spec() -> BuildSpec:
-    """Return the build for this machine; compiles nothing and creates no CUDA context."""
-    with_cuda = cuda_reason() is None
+def machine_spec(*, needs_nvcc: bool = True) -> BuildSpec:
+    """Return the build for this machine; compiles nothing and creates no CUDA context.
+
+    Args:
+        needs_nvcc: Whether the build has CUDA kernels only where nvcc can compile them; ``False`` for a library that
+            was compiled elsewhere.
+    """
+    with_cuda = cuda_reason(needs_nvcc=needs_nvcc) is None
     count = torch.cuda.device_count() if with_cuda and not os.environ.get("TORCH_CUDA_ARCH_LIST") else 0
     return build_spec(
         torch_version=torch.__version__,
@@ -199,13 +205,13 @@ def machine_spec() -> BuildSpec:
     )
 
 
-def cuda_reason() -> str | None:
-    """Return why a build on this machine has no CUDA kernels, or ``None`` if it has them."""
+def cuda_reason(*, needs_nvcc: bool = True) -> str | None:
+    """Return why a build for this machine has no CUDA kernels, or ``None`` if it has them; see :func:`machine_spec`."""
     if torch.version.cuda is None:
         return "this torch has no CUDA"
     if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return "no CUDA device, and TORCH_CUDA_ARCH_LIST does not say what to build for"
-    if find_nvcc() is None:
+    if needs_nvcc and find_nvcc() is None:
         return "no nvcc on PATH, in CUDA_HOME or from pip (nvidia-cuda-nvcc)"
     return None
 

@@ -70,7 +70,7 @@ def test_a_failure_that_cannot_be_recorded(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(library, "unavailable_reason", lambda: None)
     with_cuda = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
-    monkeypatch.setattr(toolchain, "machine_spec", lambda: with_cuda)
+    monkeypatch.setattr(toolchain, "machine_spec", lambda **_: with_cuda)
 
     def compile_(spec: toolchain.BuildSpec, target: Path) -> None:
         raise InstallationError("the compiler failed")
@@ -156,3 +156,34 @@ def test_a_library_for_other_gpus_is_not_taken(tmp_path: Path, monkeypatch: pyte
     assert library.prebuilt_path(spec((9, 0))) is None
     (tmp_path / f"{toolchain.prebuilt_name(spec((8, 0), (9, 0)))}.so").touch()
     assert library.prebuilt_path(spec((9, 0))) is not None
+
+
+def test_a_prebuilt_library_with_cuda_needs_no_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel from a development image had no CUDA kernels in an image without nvcc: the CPU's were built instead."""
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    loaded: list[Path] = []
+    monkeypatch.setattr(library, "_load_library", loaded.append)
+    # 1. Built where there is an nvcc.
+    with monkeypatch.context() as patched:
+        patched.setattr(toolchain, "find_nvcc", lambda: "/usr/bin/true")
+        prebuilt = tmp_path / f"{toolchain.prebuilt_name(toolchain.machine_spec())}.so"
+    assert prebuilt.stem.endswith("_sm_90a")
+    # 2. Loaded where there is none.
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    keys = []
+    for content in (b"a", b"b"):
+        prebuilt.write_bytes(content)
+        spec = library.build_and_load()
+        assert loaded[-1] == prebuilt and spec.with_cuda
+        keys.append(spec.key)
+    assert len({*keys, toolchain.machine_spec().key}) == 3
+    # 3. One without CUDA is loaded, too, but not where nvcc could compile the kernels.
+    prebuilt.unlink()
+    without = tmp_path / f"{toolchain.prebuilt_name(toolchain.machine_spec())}.so"
+    without.touch()
+    assert not library.build_and_load().with_cuda and loaded[-1] == without
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: "/usr/bin/true")
+    assert library.built_library() is None

@@ -75,7 +75,7 @@ def take_kernels() -> None:
         dispatch._operators = lambda backend: library.load() if backend == "ops" else None
     if kernel == "no-compiler":
         toolchain.cxx_compiler = lambda: None
-        library.built_path = lambda wanted: None
+        library.built_library = lambda: None
 
 
 def main(settings: Sequence[str]) -> int:

@@ -177,7 +177,7 @@ def test_a_failed_cuda_build_leaves_the_cpu_operators(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(library, "unavailable_reason", lambda: None)
     with_cuda = toolchain.build_spec(torch_version=torch.__version__, with_cuda=True, capabilities=[(9, 0)])
-    monkeypatch.setattr(toolchain, "machine_spec", lambda: with_cuda)
+    monkeypatch.setattr(toolchain, "machine_spec", lambda **_: with_cuda)
     tried: list[bool] = []
 
     def compile_(spec: toolchain.BuildSpec, target: Path) -> None:
