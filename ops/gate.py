@@ -79,7 +79,7 @@ class Verdict:
 
 @functools.cache
 def cuda_verdict(device: int) -> Verdict:
-    """Return the verdict for a GPU; the first process of a machine runs the self-test. It runs no collective.
+    """Return the verdict for a GPU, cached or from the self-test, which this process then runs. It runs no collective.
 
     Args:
         device: Index of the GPU among those visible to this process.

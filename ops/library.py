@@ -1,8 +1,9 @@
 """Builds and loads the native operators, ``torch.ops.deepspeed_muon``, and registers their shape functions.
 
 Importing this module builds and loads nothing; the first :func:`load` does. The folder of a build is named by a digest
-of sources, flags and torch version, so that a stale library is never loaded. One process of a machine builds under a
-file lock, which the operating system releases if that process dies; the processes that wait load the same file.
+of sources, flags and torch version, so that a stale library is never loaded. One process builds under a file lock,
+which the operating system releases if that process dies. The processes that wait load the same file, also those of
+other machines that share the folder, which is in the user's home by default.
 """
 
 from __future__ import annotations
