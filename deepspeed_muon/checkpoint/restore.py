@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import math
 import os
 import warnings
@@ -149,10 +148,15 @@ def restore_from_source(
                     scheduler=scheduler,
                     with_state=with_state,
                 )
-                nonfinite = source.verify(all_ranks().position, all_ranks().size)
+                if source.is_complete:
+                    nonfinite = source.verify(all_ranks().position, all_ranks().size)
+                # Other pipeline stages and expert-parallel ranks have other files.
+                for parameters in () if source.is_complete else state.groups:
+                    names = {parameter.name for parameter in parameters}
+                    first = parameters[0]
+                    nonfinite += source.verify(first.group_rank, len(first.members), names)
             # A folder on a local disk may hold another checkpoint on each machine.
-            digest = hashlib.sha256(source.index.model_dump_json().encode()).hexdigest()
-            facts.record("checkpoint", digest)
+            facts.record("checkpoint", source.digest())
         _refuse_another_model(state, source, problems)
         _refuse_nonfinite(nonfinite, source, allow_nonfinite)
         # 2. Change the engine: settings, then partitions.
@@ -209,7 +213,7 @@ def _refuse_another_model(state: LiveState, source: StateSource, problems: Seque
 
     Must be called by all ranks.
     """
-    names = sorted(source.parameters)
+    names = sorted(source.parameters) if source.is_complete else []
     # With pipeline or expert parallelism no rank has all parameters, but every parameter must be on some rank.
     is_live = [float(name in state.parameters) for name in names]
     is_live = all_ranks().all_reduce(is_live, "max", purpose="check of a checkpoint")

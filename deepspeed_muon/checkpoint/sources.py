@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,7 +59,10 @@ class StateSource(ABC):
     Attributes:
         where: The folder, for errors.
         index: The index of the set; for a universal checkpoint one that is made from its files.
+        is_complete: Whether ``index`` has all parameters of the checkpoint, not only those that this rank trains.
     """
+
+    is_complete = True
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         """Take the folder with the files, and the index that names them."""
@@ -76,8 +80,17 @@ class StateSource(ABC):
         """The records by name."""
         return self.index.parameters
 
-    def verify(self, rank: int, world_size: int) -> list[str]:
+    def digest(self) -> str:
+        """Return a digest that is equal on all ranks that read the same checkpoint."""
+        return hashlib.sha256(self.index.model_dump_json().encode()).hexdigest()
+
+    def verify(self, rank: int, world_size: int, names: Container[str] | None = None) -> list[str]:
         """Check this rank's share of the files against the records; every file is checked by one rank.
+
+        Args:
+            rank: The position of this rank among those that share the files.
+            world_size: The number of these ranks.
+            names: The parameters whose files they share; ``None`` for all.
 
         Returns:
             The tensors of these files that hold an infinity or NaN.
@@ -87,7 +100,12 @@ class StateSource(ABC):
         """
         nonfinite = []
         # The largest first and the ranks in turn, so that each reads about as many bytes.
-        for name in sorted(self._tensors_in, key=self._numel, reverse=True)[rank::world_size]:
+        files = [
+            file
+            for file, tensors in self._tensors_in.items()
+            if names is None or any(parameter in names for parameter, _ in tensors.values())
+        ]
+        for name in sorted(files, key=self._numel, reverse=True)[rank::world_size]:
             tensors = self._tensors_in[name].values()
             try:
                 with refusing(str(self._folder / name)):
@@ -215,6 +233,8 @@ class ConsolidatedSource(StateSource):
 class UniversalSource(StateSource):
     """A universal checkpoint from DeepSpeed's converter. Pickles are read with ``weights_only``."""
 
+    is_complete = False
+
     def __init__(self, folder: Path, live: Mapping[str, ParameterRecord]) -> None:
         """Describe the trained parameters by their files; those of buffers and frozen parameters are left out.
 
@@ -260,6 +280,13 @@ class UniversalSource(StateSource):
                 from_adam,
             )
         super().__init__(folder, CheckpointIndex.model_construct(parameters=parameters))
+
+    def digest(self) -> str:
+        """Return a digest of all names and of one step count; the index has the parameters of this rank alone."""
+        folders = sorted((self._folder / "zero").iterdir())
+        counted = next((folder / "step.pt" for folder in folders if (folder / "step.pt").is_file()), None)
+        step = None if counted is None else int(load_pickle(counted))
+        return hashlib.sha256(json.dumps([step, *(folder.name for folder in folders)]).encode()).hexdigest()
 
     def _global_step(self) -> int:
         """Return the optimizer steps of the run, by the counters in the model's file."""
