@@ -44,6 +44,12 @@ PROCESS_SECONDS = 20.0
 # choose other kernels than the one that measures.
 LOCK_SECONDS = 2 * SELF_TEST_SECONDS + 30
 
+# To add a choice to the file of all machines that share the folder.
+_SECONDS_TO_WRITE = 5.0
+
+# What a candidate raises because of the moment, not because of the problem.
+MAY_SUCCEED_LATER = (torch.OutOfMemoryError, MemoryError, OSError)
+
 _T = TypeVar("_T")
 
 # Timed repetitions of a candidate whose first timing does not rule it out.
@@ -153,11 +159,13 @@ class Tuner:
             self._seconds_spent += time.perf_counter() - started
             # A choice for which the time was up is not cached: the next process may measure all candidates.
             if choice.reason == "measured":
-                # One in which a candidate raised is cached for as long as the ranks of a job take to start.
+                # One in which a candidate had no memory is cached for as long as the ranks of a job take to start.
                 until = transient_until() if choice.transient else None
                 entry = {**asdict(choice), "candidates": names, "until": until}
-                choices = {**self._read(), key: entry}
-                write_json(self._file, {"identity": self._identity, "choices": choices})
+                # Machines that share the folder measure at the same time, but add their entries one after the other.
+                with locked(self._file.with_suffix(".lock"), _SECONDS_TO_WRITE):
+                    choices = {**self._read(), key: entry}
+                    write_json(self._file, {"identity": self._identity, "choices": choices})
             return choice
 
     def _read(self) -> dict[str, Any]:
@@ -209,7 +217,7 @@ def measure(problem: Problem, candidates: Sequence[Candidate], device: torch.dev
         except Exception as error:  # Triton's errors are not RuntimeErrors
             message = str(error).strip() or type(error).__name__
             choice.rejected[candidate.name] = f"failed: {message.splitlines()[0]}"
-            choice.transient = True
+            choice.transient |= isinstance(error, MAY_SUCCEED_LATER)
             continue
         if expected is None:
             if first > PROBLEM_SECONDS / 2:

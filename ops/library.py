@@ -9,6 +9,7 @@ other machines that share the folder, which is in the user's home by default.
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import hashlib
 import os
@@ -206,10 +207,12 @@ def _build(spec: BuildSpec) -> None:
                         # Otherwise every process of every run would spend minutes on it.
                         _record_failure(failed, str(error))
                     raise
-    except OSError as error:  # most often a full disk or quota
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise InstallationError(
-            f"the native ops cannot be built in {target.parent} ({error}); free space there, or set "
-            f"TORCH_EXTENSIONS_DIR to a folder on another disk"
+            f"the native ops cannot be built in {target.parent} ({error}); "
+            + ("free space there, or set" if is_full else "set")
+            + " TORCH_EXTENSIONS_DIR to another folder that can be written"
         ) from error
     _load_library(target)
 

@@ -53,16 +53,16 @@ def locked(
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lock_file = file.open("w")
+        opened = file.open("w")
     except OSError:
         yield None
         return
-    with lock_file:  # closing it releases the lock
+    with opened:  # closing it releases the lock
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
         acquired: bool | None = False
         while acquired is False:
             try:
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 acquired = True
             except BlockingIOError:
                 if (remaining := deadline - time.monotonic()) <= 0 or until():

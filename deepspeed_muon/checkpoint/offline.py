@@ -111,8 +111,7 @@ def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[s
 
     ``muon.pt`` loads into ``torch.optim.Muon`` and ``adamw.pt`` into ``torch.optim.AdamW`` (``torch.optim.Adam`` with
     ``adam_w_mode: false``), each with one param group whose parameters are in the order of the ``param_names`` in the
-    file; ``weights.pt`` is the fp32 ``state_dict()`` of
-    the trained parameters. All load with ``weights_only=True``.
+    file; ``weights.pt`` is the fp32 ``state_dict()`` of the trained parameters. All load with ``weights_only=True``.
 
     Args:
         folder: A consolidated set.

@@ -239,7 +239,8 @@ def first_lines(lines: Collection[str]) -> str:
 def _refuse_nonfinite(nonfinite: Sequence[str], source: StateSource, allow: bool) -> None:
     """Raise on every rank, or warn if it is allowed, if tensors that any rank verified hold infinities or NaN."""
     names_by_rank = all_ranks().all_gather(nonfinite, purpose="check of a checkpoint")
-    names = sorted(chain.from_iterable(names_by_rank.values()))
+    # Groups of ranks that share the files of some parameters each find them.
+    names = sorted({*chain.from_iterable(names_by_rank.values())})
     if not names:
         return
     text = f"{source.where}: {nonfinite_text(names)}"

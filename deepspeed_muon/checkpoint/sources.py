@@ -183,6 +183,8 @@ class ConsolidatedSource(StateSource):
         self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
         # By file: the offset in bytes of every tensor in it.
         self._offsets: dict[str, dict[str, int]] = {}
+        # Inode, size and time of each file when it was first opened, since it may be closed and opened again.
+        self._identities: dict[str, tuple[int, ...]] = {}
 
     def _check(self, file: str) -> None:
         """Compare size, checksum and header."""
@@ -212,6 +214,10 @@ class ConsolidatedSource(StateSource):
         with refusing(str(path)):
             file = self._open_files.pop(name, None) or open_regular(path)
             self._open_files[name] = file
+            status = os.fstat(file.fileno())
+            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if self._identities.setdefault(name, identity) != identity:
+                raise CheckpointError("the file was replaced while the checkpoint was read")
             # A set may have more files than a process may open.
             if len(self._open_files) > _MAX_OPEN_FILES:
                 self._open_files.pop(next(iter(self._open_files))).close()

@@ -129,7 +129,7 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
         call = 0 if view.is_one_call else index
         sets.setdefault((call, id(group)), (group, []))[1].append(index)
     # Without ZeRO's wrappers DeepSpeed does not exchange the status of gradients and updates between pipeline stages.
-    has_stages = is_divided(engine.module) and not isinstance(view, ZeroView)
+    has_stages = not isinstance(view, ZeroView) and is_divided(engine.module)
     stage_group = engine.mpu.get_model_parallel_group() if has_stages else None
     # 2. A step set for each of them, with the ranks that skip the same steps.
     step_sets = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import weakref
@@ -153,15 +152,26 @@ def _recording(base: str) -> Callable[..., Any]:
                 causal=causal and attention_mask is None and query.shape[2] > 1,
                 mask=attention_mask,
             )
-        # transformers does not register eager attention: the file of each model has a function of its own, which
-        # forward() calls, also where a subclass in another file inherits it.
+        # transformers does not register eager attention: the file of each model has a function of its own.
         if base == "eager":
-            function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+            function = _eager_attention(type(module))
         else:
             function = ALL_ATTENTION_FUNCTIONS[base]
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
+
+
+def _eager_attention(attention_class: type) -> Any:
+    """Return the eager attention in the file of a class or, if there is none, in that of the nearest base class."""
+    for ancestor in attention_class.__mro__:
+        namespace = vars(sys.modules[ancestor.__module__])
+        if "eager_attention_forward" in namespace:
+            return namespace["eager_attention_forward"]
+    raise ConfigError(
+        f"optimizer.params.qk_clip: neither the file of {attention_class.__name__} nor that of a class it derives from "
+        f"has an eager_attention_forward; choose another attn_implementation, or unset qk_clip"
+    )
 
 
 def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder | None:

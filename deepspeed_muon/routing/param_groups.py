@@ -773,12 +773,12 @@ def _make_group(
 
 def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
     """Return the configuration with the settings of a caller's group, checked by its rules."""
-    # Nothing reads these in a group, so the caller's value would have no effect.
-    for key in group.settings:
-        if key in MuonConfig.model_fields and key not in GROUP_KEYS:
+    # Nothing reads these in a group, so another value than the optimizer's would have no effect.
+    for key, value in group.settings.items():
+        if key in MuonConfig.model_fields and key not in GROUP_KEYS and value != getattr(config, key):
             raise ConfigError(
-                f"{group.where}: {key!r} applies to the whole optimizer: set it in optimizer.params, or as an argument "
-                f"of Muon"
+                f"{group.where}: {key!r} applies to the whole optimizer, where it is {getattr(config, key)!r}: set it "
+                f"in optimizer.params, or as an argument of Muon, and not in a group"
             )
         if key in FOREIGN_KEYS:
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))

@@ -162,30 +162,30 @@ class BoundSteps:
         reduced = [GradientStatus.reduce(statuses, grads) for statuses in by_groups.values()]
         # 2. Over the ranks that must skip the same steps: two flags, (2,), for each step set.
         counts_of = [[len(status.names) for status in statuses] for statuses in by_groups.values()]
-        wrong_in: dict[GradientStatus, Tensor] = {}
+        wrong_by_status: dict[GradientStatus, Tensor] = {}
         by_wider_group: dict[dist.ProcessGroup, list[GradientStatus]] = {}
         for statuses, flags, counts in zip(by_groups.values(), reduced, counts_of, strict=True):
             for status, of_set in zip(statuses, flags.split(counts, dim=1), strict=True):
                 if status.wider_group is not None or status.stage_group is not None:
-                    wrong_in[status] = status.any_wrong(of_set)
+                    wrong_by_status[status] = status.any_wrong(of_set)
                 if status.wider_group is not None:
                     by_wider_group.setdefault(status.wider_group, []).append(status)
         for group, members in by_wider_group.items():
-            flags = torch.cat([wrong_in[status] for status in members])
+            flags = torch.cat([wrong_by_status[status] for status in members])
             flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
-            wrong_in.update(zip(members, flags.view(-1, 2), strict=True))
+            wrong_by_status.update(zip(members, flags.view(-1, 2), strict=True))
         # The stages of a pipeline may have different step sets, so that they reduce two flags of all sets.
-        for stage_group in {status.stage_group for status in wrong_in} - {None}:
-            flags = torch.stack(list(wrong_in.values())).amax(0)
+        for stage_group in {status.stage_group for status in wrong_by_status} - {None}:
+            flags = torch.stack(list(wrong_by_status.values())).amax(0)
             flags = all_reduce_tensor(flags, stage_group, purpose=FLAGS_PURPOSE, how="max")
-            wrong_in = dict.fromkeys(wrong_in, flags)
+            wrong_by_status = dict.fromkeys(wrong_by_status, flags)
         # 3. To the CPU.
-        on_cpu = read_together([*norms, *reduced, *wrong_in.values()])
+        on_cpu = read_together([*norms, *reduced, *wrong_by_status.values()])
         copies = iter(on_cpu[len(norms) :])
         for statuses, counts in zip(by_groups.values(), counts_of, strict=True):
             for status, flags in zip(statuses, next(copies).split(counts, dim=1), strict=True):
                 status.flags = flags
-        for status, wrong in zip(wrong_in, copies, strict=True):
+        for status, wrong in zip(wrong_by_status, copies, strict=True):
             nonfinite, failed = wrong.tolist()
             status.wider_flags = (bool(nonfinite), bool(failed))
         return on_cpu[: len(norms)]

@@ -250,7 +250,7 @@ class ResultCheck:
         for position, (index, _) in enumerate(result.members if self._fp32_only else ()):
             if self._origin[index] in self._fp32_only:
                 # It replaces the entry of the batch, which ran as configured.
-                # Row state, which may be the cause, starts anew once.
+                # Row state, which may be the cause, restarts once.
                 update = self._in_fp32(result, position, anew=self._origin[index] in self._rows_restart)
                 self._replace(result, position, update, "", None)
         # 1. the norms of updates and inputs, (blocks,) fp32; of shards those of the complete blocks

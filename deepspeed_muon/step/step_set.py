@@ -50,8 +50,9 @@ class StepSet:
         model_dtype: Dtype of the weights that the forward pass uses.
         wider_group: A process group with more ranks, which have different experts and must skip the same steps, or
             ``None``.
-        stage_group: The process group of the ranks that have the other pipeline stages, which must skip the same steps
-            too; ``None`` if there are none, or DeepSpeed sees to it. The same for all step sets of an optimizer.
+        stage_group: The process group of all stages and tensor-parallel ranks of this rank's pipeline, which must skip
+            the same steps too; ``None`` if there is one stage, or DeepSpeed sees to it. The same for all step sets of
+            an optimizer.
         stack_group: The expert-parallel process group whose ranks have the remaining experts of the same stacks: a
             stack has a gradient if any of its experts has one. ``None`` if no stack is divided between ranks.
         tensor_group: The tensor-parallel process group whose ranks have the remaining shards of the matrices; ``None``

@@ -172,6 +172,38 @@ def test_half_precision(ranks: Any, stage: int, precision: str, extra: dict[str,
         compare_norms(result["norms"], norms, allowed.norms)
 
 
+def overflowing(rank: int, world_size: int) -> list[float]:
+    """Take three steps, where an expert of rank 0 overflows in the second; return the loss scale after each of them."""
+    autocast = {
+        "enabled": True,
+        "dtype": "float16",
+        "lower_precision_safe_modules": ["tests.support.models.Linear"],
+    }
+    engine = make_engine(2, rank, stage=0, extra={"torch_autocast": autocast})
+    scales = []
+    for step in range(3):
+        if rank == 0 and step == 1:
+            expert = next(
+                p for name, p in engine.module.named_parameters() if "experts" in name and p.ndim > 1
+            )
+            hook = expert.register_hook(lambda grad: grad * float("inf"))
+        training.run_step(engine, step, rank, world_size, 1)
+        if rank == 0 and step == 1:
+            hook.remove()
+        scales.append(engine.torch_autocast_z0_gradscaler.get_scale())
+    assert deepspeed_muon.muon_optimizer(engine).skipped_steps == engine.skipped_steps == 1
+    return scales
+
+
+def test_all_ranks_lower_the_loss_scale(ranks: Any) -> None:
+    """Each rank had a ``GradScaler`` of its own, and gradients of different scales were averaged after an overflow.
+
+    All ranks skipped the step, but those without the expert that overflowed kept their scale.
+    """
+    for scales in ranks(2).run(overflowing):
+        assert scales == [2.0**16, 2.0**15, 2.0**15]
+
+
 def refused(rank: int, world_size: int, *, ep_size: int, stage: int, **settings: Any) -> str:
     start = lambda: make_engine(ep_size, rank, stage=stage, **settings)  # noqa: E731
     return training.refusal(start, deepspeed_muon.ConfigError)

@@ -340,9 +340,9 @@ def test_what_people_run_is_accepted(params: dict[str, Any]) -> None:
         ({"wieght_decay": 0.1}, "did you mean 'weight_decay'"),
         (
             {"ns_steps": 3},
-            "param group 1: 'ns_steps' applies to the whole optimizer: set it in optimizer.params",
+            "param group 1: 'ns_steps' applies to the whole optimizer, where it is None: set it in",
         ),
-        ({"clip": "all"}, "param group 1: 'clip' applies to the whole optimizer"),
+        ({"clip": "separate"}, "param group 1: 'clip' applies to the whole optimizer, where it is 'all'"),
         ({"mu": 0.9}, "param group 1: 'mu' is an argument of another Muon; write momentum"),
         ({"epsilon": 1e-8}, "param group 1: 'epsilon' is an argument of another Muon; write eps"),
         ({"maximize": True}, "param group 1: 'maximize' is an option of torch's optimizers"),
@@ -354,3 +354,10 @@ def test_param_groups_share_the_check(settings: dict[str, Any], said: str) -> No
     groups = [{"params": list(layer.parameters())} for layer in layers]
     with pytest.raises(ConfigError, match=re.escape(said)):
         Muon([groups[0], {**groups[1], **settings}], model=layers)
+
+
+def test_a_group_may_repeat_what_the_optimizer_has() -> None:
+    """As the groups of programs do that were written for DeepSpeed's Muon, which reads ``ns_method`` there."""
+    layer = nn.Linear(4, 4)
+    optimizer = Muon([{"params": [layer.weight], "ns_method": "gram"}], model=layer, ns_method="gram")
+    assert len(optimizer.param_groups) == 1

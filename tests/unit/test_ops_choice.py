@@ -137,14 +137,18 @@ def test_each_schedule_is_checked(tmp_path: Path, clock: Clock) -> None:
         assert ("other" in tuner.choose(problem, candidates, CPU)[1].rejected) is rejected
 
 
-def test_a_candidate_that_raised_is_tried_again(
+def test_a_candidate_without_memory_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taking: Taking
 ) -> None:
     """The fastest kernel was ruled out for good because the GPU was out of memory when it was timed."""
     seconds = [1e9]
     monkeypatch.setattr(machine.time, "time", lambda: seconds[0])
     slow, fast = taking("slow", 0.02), taking("fast", 0.001)
-    assert Tuner(tmp_path).choose(PROBLEM, [slow, Candidate("fast", fails)], CPU)[0].name == "slow"
+
+    def has_no_memory(x: Tensor, settings: NsSettings) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    assert Tuner(tmp_path).choose(PROBLEM, [slow, Candidate("fast", has_no_memory)], CPU)[0].name == "slow"
     # The processes of one start choose alike.
     choice = Tuner(tmp_path).choose(PROBLEM, [slow, fast], CPU)[1]
     assert (choice.name, choice.reason) == ("slow", "remembered")
