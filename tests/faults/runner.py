@@ -109,7 +109,9 @@ def fork_ranks(world_size: int, folder: Path, fn: Callable[[int], Any], *, group
         if rank in hangs:
             outcomes.append({"hangs": True})
         else:
-            outcomes.append(json.loads(file.read_text()) if file.exists() else {"died": True})
+            # A rank that is killed while it writes leaves an empty file.
+            text = file.read_text() if file.exists() else ""
+            outcomes.append(json.loads(text) if text else {"died": True})
     return outcomes
 
 
