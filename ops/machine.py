@@ -106,10 +106,12 @@ def transient_until() -> float:
     return time.time() + _TRANSIENT_SECONDS
 
 
-def is_current(until: float | None) -> bool:
+def is_current(until: object) -> bool:
     """Return whether a cache entry is valid that holds ``until`` a time in seconds; ``None`` stands for good."""
+    if not isinstance(until, int | float):  # in a damaged file it may be anything
+        return until is None
     # Expired, or so far in the future that the clock must have been set back.
-    return until is None or time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS
+    return time.time() < until < time.time() + 2 * _TRANSIENT_SECONDS
 
 
 def folder_of(variable: str, name: str) -> Path:

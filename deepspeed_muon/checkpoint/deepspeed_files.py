@@ -209,7 +209,10 @@ def identify_tag(
         stage, optimizer = _unwrap(model.get("optimizer") or _wrapper_state(load(chosen)))
         optimizer = optimizer if isinstance(optimizer, Mapping) else {}
         ranks = int(model.get("dp_world_size", 1))
-        record, groups = optimizer.get(RECORD_KEY, {}), optimizer.get("param_groups", ())
+        groups = optimizer.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+            groups = []  # damaged: the load itself reports it
+        record = optimizer.get(RECORD_KEY, {})
         return SavedTag(folder, _optimizer_kind(optimizer), stage, ranks, record, groups)
 
 
