@@ -16,10 +16,10 @@ column ``rate`` is AdamW's; "match" takes it for all parameters; "original" has 
 losses are means over 16 blocks of 8 held-out windows of 128 bytes, the same for all runs. A seed decides about the
 order of the data and the adapters.
 
-The runs come in the order of ``STAGES``, so that every finished stage is of use. Expected seconds of one core of an
-EPYC (AVX512-BF16), from the step times of ``variants.jsonl``: a pretraining 10 to 18 minutes at 1M and 45 at 5M, a run
-13 s at 1M and 65 s at 5M. The first stage of two seeds and its pretraining take half an hour, all 679 runs at 1M with
-their pretraining 3 hours, the 105 at 5M another 3.5. Every line has the seconds that its run took.
+The runs come in the order of ``STAGES``, so that every finished stage is of use. One core of an EPYC (AVX512-BF16)
+takes 10 to 18 minutes for a pretraining at 1M and 45 at 5M, 13 s for a run at 1M and 65 s at 5M: 19 core hours for all
+1,708 runs. On a GPU, ``--device cuda --side-by-side 14`` trains fourteen at once. Every line has the processor seconds
+of its run and the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -57,6 +57,7 @@ from benchmarks.training_runs import (  # noqa: E402
     Estimate,
     agrees,
     estimate,
+    moved,
     optimizer_of,
     read_rows,
     train_missing,
@@ -128,25 +129,13 @@ class FineTuning:
 
 
 FIRST, OTHERS = (0, 1), (2, 3, 4)
+CELLS = tuple(
+    Cell(*settings) for settings in itertools.product(SIZES, TEXTS, ("much", "little"), ("full", "LoRA"))
+)
 WITH_ORIGINAL = (Cell("1M", "code", "much", "full"), Cell("1M", "code", "little", "full"))
 """The cells whose first seeds train "original" too: at a constant ``adam_lr`` it asks another question."""
-STAGES: tuple[tuple[Cell, Sequence[int]], ...] = (
-    *((cell, FIRST) for cell in WITH_ORIGINAL),
-    (Cell("1M", "code", "much", "LoRA"), FIRST),
-    (Cell("1M", "prose", "much", "full"), FIRST),
-    (Cell("1M", "code", "much", "full"), OTHERS),
-    (Cell("1M", "prose", "little", "full"), FIRST),
-    (Cell("1M", "code", "little", "full"), OTHERS),
-    (Cell("1M", "prose", "much", "full"), OTHERS),
-    (Cell("1M", "code", "much", "LoRA"), OTHERS),
-    (Cell("5M", "code", "much", "full"), FIRST),
-    (Cell("1M", "prose", "much", "LoRA"), FIRST),
-    (Cell("1M", "code", "little", "LoRA"), FIRST),
-    (Cell("1M", "prose", "little", "full"), OTHERS),
-    (Cell("5M", "code", "little", "full"), (0,)),
-    (Cell("5M", "prose", "much", "full"), (0,)),
-    (Cell("5M", "code", "much", "LoRA"), (0,)),
-    (Cell("1M", "prose", "little", "LoRA"), FIRST),
+STAGES: tuple[tuple[Cell, Sequence[int]], ...] = tuple(itertools.product(CELLS, (FIRST,))) + tuple(
+    itertools.product(CELLS, (OTHERS,))
 )
 
 
@@ -230,23 +219,25 @@ def tokens(folder: Path, name: str) -> TokenText:
 def losses_of(model: GPT, text: TokenText) -> list[float]:
     """Return the held-out loss of every block of windows, in nats a byte."""
     batches = Batches(text.validation, WINDOWS, LENGTH, 0, 1)
+    device = model.lm_head.weight.device
     with torch.no_grad():
-        return [round(float(model(*batches.spread(block, BLOCKS))), 5) for block in range(BLOCKS)]
+        blocks = [moved(batches.spread(block, BLOCKS), device) for block in range(BLOCKS)]
+        return [round(loss, 5) for loss in torch.stack([model(*block) for block in blocks]).tolist()]
 
 
 # Training
 
 
-def pretrain(folder: Path, run: Pretraining) -> Row:
+def pretrain(folder: Path, device: str, run: Pretraining) -> Row:
     """Pretrain once; a process that was killed before goes on where it last measured."""
     text = tokens(folder, run.text)
     torch.manual_seed(0)
-    model = GPT(SIZES[run.size])
+    model = GPT(SIZES[run.size]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), PRETRAINING_RATE, BETAS, weight_decay=0.1, fused=True)
     checkpoint = folder / f"{run.size}-{run.text}.partial"
     curve, step, decay_from, earlier_seconds = [], 0, None, 0.0
     if checkpoint.exists():
-        state = torch.load(checkpoint)
+        state = torch.load(checkpoint, map_location=device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         curve, step, decay_from, earlier_seconds = (
@@ -257,7 +248,7 @@ def pretrain(folder: Path, run: Pretraining) -> Row:
         left = 1.0 if decay_from is None else 1 - (step - decay_from) / DECAY_STEPS
         optimizer.param_groups[0]["lr"] = PRETRAINING_RATE * min((step + 1) / 200, left)
         model.zero_grad()
-        model(*batches.draw(0, step, 0, 1)).backward()
+        model(*moved(batches.draw(0, step, 0, 1), device)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
@@ -295,14 +286,15 @@ def save(state: object, path: Path) -> None:
     os.replace(path.with_suffix(".writing"), path)
 
 
-def finetune(folder: Path, run: FineTuning) -> Row:
+def finetune(folder: Path, device: str, run: FineTuning) -> Row:
     """Fine-tune once."""
     old, new = tokens(folder, run.old), tokens(folder, run.cell.new)
     config = SIZES[run.size]
     model = GPT(config)
-    model.load_state_dict(torch.load(folder / f"{run.size}-{run.old}.pt"))
+    model.load_state_dict(torch.load(folder / f"{run.size}-{run.old}.pt", map_location="cpu"))
     if run.weights == "LoRA":
         with_adapters(model, LORA_RANK, run.seed)
+    model.to(device)
     before = matrices_of(model)
     original = run.optimizer == "Muon, original"
     rate = run.rate * 0.2 * math.sqrt(config.dim) if original else run.rate
@@ -317,16 +309,15 @@ def finetune(folder: Path, run: FineTuning) -> Row:
     trained = [param for param in model.parameters() if param.requires_grad]
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(*batches.draw(run.seed, step, 0, 1)).backward()
+        model(*moved(batches.draw(run.seed, step, 0, 1), device)).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
     change = [after - weight for after, weight in zip(matrices_of(model), before, strict=True)]
-    moved = norm_of(change) / norm_of(before)
     return {
         "new_losses": losses_of(model, new),
         "old_losses": losses_of(model, old),
-        "moved": float(f"{moved:.4g}"),
+        "moved": float(f"{norm_of(change) / norm_of(before):.4g}"),
     }
 
 
@@ -512,7 +503,7 @@ def page(rows: Sequence[Row]) -> list[str]:
         *(f"{name}, at the end" for name in TEXTS),
     ]
     lines += support.table(heads, table)
-    for cell in dict.fromkeys(cell for cell, _ in STAGES):
+    for cell in CELLS:
         results = CellResults(cell, rows)
         if results.rows:
             lines += cell_page(results)
@@ -525,6 +516,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=REPOSITORY / ".cache" / "finetuning")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--side-by-side", type=int, default=1, metavar="RUNS", help="how many are trained at once"
+    )
     parser.add_argument("--table", action="store_true")
     parser.add_argument(
         "--raw", type=Path, default=RAW, help="what --table reads, and where it writes the page"
@@ -537,10 +532,19 @@ def main() -> None:
     for text in TEXTS:
         tokens(args.folder, text)
 
-    def train(run: Pretraining | FineTuning) -> Row:
-        return pretrain(args.folder, run) if isinstance(run, Pretraining) else finetune(args.folder, run)
+    # side by side, no fine-tuning begins before the pretrainings have ended
+    for kinds in [(Pretraining, FineTuning)] if args.side_by_side == 1 else [(Pretraining,), (FineTuning,)]:
+        train_missing(
+            (run for run in runs() if isinstance(run, kinds)),
+            partial(trained, args.folder, args.device),
+            args.folder / "results.jsonl",
+            side_by_side=args.side_by_side,
+        )
 
-    train_missing(runs(), train, args.folder / "results.jsonl")
+
+def trained(folder: Path, device: str, run: Pretraining | FineTuning) -> Row:
+    """Train one run."""
+    return pretrain(folder, device, run) if isinstance(run, Pretraining) else finetune(folder, device, run)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "examples")]
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 import deepspeed_muon  # noqa: E402
 from benchmarks.support import Row  # noqa: E402
@@ -48,6 +49,9 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """Return an optimizer without weight decay for everything in ``model`` that is not frozen.
 
+    On a GPU the iteration is torch's, in float16: the kernels of the package, which start with their tests and
+    measurements, would take longer than a run.
+
     Args:
         name: ``ADAMW`` or a key of ``MUON``.
         model: The model. Muon updates its hidden matrices.
@@ -57,8 +61,15 @@ def optimizer_of(
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if name == ADAMW:
         return torch.optim.AdamW((param for _, param in trained), rate, BETAS, weight_decay=0, fused=True)
-    rates = {"muon_lr": rate, "adam_lr": rate if rest is None else rest}
-    return deepspeed_muon.Muon(trained, model=model, betas=BETAS, health=False, **rates, **MUON[name])
+    settings = {"muon_lr": rate, "adam_lr": rate if rest is None else rest, **MUON[name]}
+    if trained[0][1].is_cuda:
+        settings["ns_backend"] = "torch"
+    return deepspeed_muon.Muon(trained, model=model, betas=BETAS, health=False, **settings)
+
+
+def moved(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets on a device."""
+    return batch[0].to(device), batch[1].to(device)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -71,11 +82,14 @@ def agrees(row: Row, settings: Any) -> bool:
     return all(row.get(key) == value for key, value in asdict(settings).items())
 
 
-def train_missing(runs: Iterable[Run], train: Callable[[Run], Row], path: Path) -> None:
-    """Train the runs that ``path`` does not have, one after the other, and append a line for each.
+def train_missing(
+    runs: Iterable[Run], train: Callable[[Run], Row], path: Path, *, side_by_side: int = 1
+) -> None:
+    """Train the runs that ``path`` does not have, and append a line for each.
 
     Every run has a process with one thread, forked from this one, which must not have computed gradients before.
-    A run that fails is reported and tried again by the next call.
+    Where several are trained side by side, on a GPU, each process is a new interpreter that goes on with the next run,
+    and ``train`` must be picklable. A run that fails is reported and tried again by the next call.
 
     Raises:
         SystemExit: Another process is writing to ``path``.
@@ -88,30 +102,47 @@ def train_missing(runs: Iterable[Run], train: Callable[[Run], Row], path: Path) 
         except OSError:
             raise SystemExit(f"{path}: another process is at work on these runs") from None
         finished = read_rows(path)
-        for run in runs:
-            if any(row["run"] == type(run).__name__ and agrees(row, run) for row in finished):
-                continue
-            result = in_process(train, run)
-            if result is None:
+        missing = (
+            run
+            for run in runs
+            if not any(row["run"] == type(run).__name__ and agrees(row, run) for row in finished)
+        )
+        in_turn = ((run, in_process(train, run)) for run in missing)
+        for run, row in in_turn if side_by_side == 1 else in_pool(train, missing, side_by_side):
+            if row is None:
                 print(f"failed: {run}", flush=True)
                 continue
-            versions = {"torch": torch.__version__, "deepspeed_muon": deepspeed_muon.__version__}
-            settings = asdict(run)  # type: ignore[call-overload]
-            row = {"run": type(run).__name__, **settings, **result, "hardware": hardware_name(), **versions}
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{time.strftime('%H:%M:%S')} {result['seconds']} s {run}", flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {row['seconds']} s {run}", flush=True)
 
 
-def in_process(function: Callable[[Run], Row], run: Run) -> Row | None:
-    """Return ``function(run)`` with its processor time as ``seconds``; ``None`` if it raised or was killed."""
+def row_of(train: Callable[[Run], Row], run: Run) -> Row:
+    """Return ``train(run)`` with the settings of the run, its processor time as ``seconds``, machine and versions."""
+    torch.set_num_threads(1)
+    start = time.process_time()
+    result = train(run)
+    settings = asdict(run)  # type: ignore[call-overload]
+    versions = {"torch": torch.__version__, "deepspeed_muon": deepspeed_muon.__version__}
+    seconds = round(time.process_time() - start, 1)
+    return {
+        "run": type(run).__name__,
+        **settings,
+        "seconds": seconds,
+        **result,
+        "hardware": hardware_name(),
+        **versions,
+    }
+
+
+def in_process(train: Callable[[Run], Row], run: Run) -> Row | None:
+    """Return :func:`row_of` a run that a process of its own trains; ``None`` if it raised or was killed."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
     def call(results: Connection) -> None:
         try:
-            row = function(run)
-            results.send({"seconds": round(time.process_time(), 1), **row})
+            results.send(row_of(train, run))
         except BaseException:
             traceback.print_exc()
             raise
@@ -125,6 +156,18 @@ def in_process(function: Callable[[Run], Row], run: Run) -> Row | None:
         return None
     finally:
         process.join()
+
+
+def in_pool(
+    train: Callable[[Run], Row], runs: Iterable[Run], processes: int
+) -> Iterator[tuple[Run, Row | None]]:
+    """Yield each run with :func:`row_of` it, ``None`` if it raised, as they end in some processes."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(row_of, train, run): run for run in runs}
+        for future in as_completed(running):
+            if error := future.exception():
+                print("".join(traceback.format_exception(error)), file=sys.stderr)
+            yield running[future], None if error else future.result()
 
 
 @dataclass(frozen=True)

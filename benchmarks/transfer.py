@@ -3,48 +3,30 @@
     python benchmarks/transfer.py           # trains what is missing; start it twice for two cores
     python benchmarks/transfer.py --plan    # what is missing, in this order, and what it costs
     python benchmarks/transfer.py --table   # adds the runs of --out to results/transfer.jsonl, writes transfer.md
+    python benchmarks/transfer.py --device cuda --text FILE    # start it a dozen times for one GPU
 
 Model, text, schedule and losses are those of ``variants.py``, whose runs count: fp32, one thread, a process a run. Any
-number of these programs may work on one ``--out``, and all may be killed: what has not ended is trained again.
+number of these programs may work on one ``--out``, and all may be killed: what has not ended is trained again. On a GPU
+a process trains one run after the other; on another machine, ``--text`` is the text of this one's standard library.
+``--repeat-base`` trains the runs of "original" at ``BASE`` again, into ``results/transfer_repeated.jsonl``: what
+another machine changes.
 
 **Transfer.** Cuts through ``BASE`` along width, depth, steps and batch. In each cell a rule has seven rates with seed
 0, from a fourth to four times the centre; the best one, the printed one and the tuned one have two more seeds. The
 tuned rate is the best of the seven at ``BASE`` over three seeds; the printed rate is what ``rates`` makes of it.
-AdamW's rate for the rest and the share of a weight that decays in a step are the same everywhere. At width 128
-``match_rms_adamw`` differs from "original" by constants only, so it has fewer cells.
+AdamW's rate for the rest and the share of a weight that decays in a step are the same everywhere.
 
-**Clipping and momentum.** ``ARMS`` with equal seeds, at the rates that ``variants.py`` found best for the steps. The
-largest models, batches and numbers of steps have three of the arms, and all of them at once are left out.
+**Clipping and momentum.** ``ARMS`` with equal seeds, at the rates that ``variants.py`` found best for the steps.
 
-Order and cost in core hours, without what ``variants.py`` has trained, before the tuned and best rates are known::
-
-    base                                42   0.14
-    original, cheap cells               26   0.24
-    width 256                           14   0.14
-    policies, 1M, 300 steps             30   0.20
-    original, 1200 steps, 12 layers     14   0.23
-    policies, 1M, 1200 steps            18   0.48
-    width 512                           14   0.56
-    original, 2400 steps                 7   0.19
-    policies, 5M, 300 steps             18   0.54
-    policies, 1M, 300 steps of 2048     21   0.48
-    original, 8192 tokens                7   0.30
-    base of the others                  42   0.14
-    the others, width 256               14   0.14
-    match_rms_adamw at width 128        21   0.31
-    the others, width 128               42   0.63
-    policies, 5M, 1200 steps             6   0.72
-    policies, 5M, 300 steps of 2048      9   0.81
-    policies, 1M, 1200 steps of 2048     9   0.82
-    all                                354   7.06
-
-The seeds at those rates add about an hour.
+An EPYC would take about forty core hours for everything, most of it for the widest models, the largest batches and the
+policies at 5M, which one GPU trains in minutes. The stages come in the order in which they are worth having.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import itertools
 import json
 import multiprocessing
 import sys
@@ -62,12 +44,14 @@ from benchmarks.variants import OPTIMIZERS, Row, Run, loss, read_rows, rounded
 from deepspeed_muon.forecast.size_laws import CARRIED_BY, LAWS
 
 RAW = variants.RAW.with_name("transfer.jsonl")
+REPEATED = variants.RAW.with_name("transfer_repeated.jsonl")
+"""Runs of the base that another machine trained again."""
 DECAY = 0.002
 """Share of a weight that a step takes away at the highest rate of the schedule; Hyperball has no decay."""
 CENTRES = {"muon": 0.02, "match_rms_adamw": 0.008, "normuon": 0.02, "hyperball": 0.02}
 """Rule to the middle of its seven rates at ``BASE``. "muon" has the rule "original"."""
 FACTORS = [2.0**octaves for octaves in (-2, -1, -0.5, 0, 0.5, 1, 2)]
-MILLISECONDS = {128: (16, 4), 256: (40, 20), 512: (140, 100)}
+MILLISECONDS = {128: (16, 4), 256: (40, 20), 512: (140, 100), 1024: (500, 600)}
 """Width to the time of a step, for each layer: forward and backward pass of 512 tokens, optimizer."""
 
 Rows = dict[Run, Row]
@@ -93,7 +77,7 @@ class Cell:
 
 BASE = Cell()
 CUTS = {
-    "width": [BASE, Cell(dim=256), Cell(dim=512)],
+    "width": [BASE, Cell(dim=256), Cell(dim=512), Cell(dim=1024)],
     "depth": [BASE, Cell(layers=4), Cell(layers=8), Cell(layers=12)],
     "steps": [Cell(steps=150), BASE, Cell(steps=600), Cell(steps=1200), Cell(steps=2400)],
     "batch": [BASE, Cell(tokens=2048), Cell(tokens=8192)],
@@ -108,7 +92,17 @@ ARMS = {
     "none, momentum over 10 %": ("none", 0.1),
 }
 """Name to the clipping policy and the share of the steps over which the momentum rises from 0.85 to 0.95."""
-THREE_ARMS = ("all", "adamw", "all, momentum over 10 %")
+POLICY_CELLS = [
+    ("1M", 300, 512),
+    ("1M", 1200, 512),
+    ("5M", 300, 512),
+    ("5M", 1200, 512),
+    ("1M", 300, 2048),
+    ("5M", 300, 2048),
+    ("1M", 1200, 2048),
+    ("5M", 1200, 2048),
+]
+"""Size, steps and tokens a step."""
 BEST_RATE = {300: 0.02, 1200: 0.01}
 """Steps to the best rate of "original" in ``variants.md``, at both sizes, with its rate for the rest, 0.064."""
 
@@ -182,26 +176,29 @@ def stages(rows: Rows) -> Iterator[tuple[str, list[Run]]]:
     def transfer(*rules: str, cells: Iterable[Cell]) -> list[Run]:
         return [run for cell in cells for rule in rules for run in transfer_runs(rows, rule, cell)]
 
+    rules, others = tuple(CENTRES), ("normuon", "hyperball")
     yield "base", transfer("muon", "match_rms_adamw", cells=[BASE])
     cheap = [Cell(layers=4), Cell(steps=150), Cell(steps=600), Cell(tokens=2048), Cell(layers=8)]
     yield "original, cheap cells", transfer("muon", cells=cheap)
     yield "width 256", transfer("muon", "match_rms_adamw", cells=[Cell(dim=256)])
-    yield "policies, 1M, 300 steps", policy_runs(policy_cell("1M", 300, 512), seeds=5)
+    yield "policies, 1M, 300 steps", policy_runs(policy_cell("1M", 300, 512))
     yield "original, 1200 steps, 12 layers", transfer("muon", cells=[Cell(steps=1200), Cell(layers=12)])
     yield "policies, 1M, 1200 steps", policy_runs(policy_cell("1M", 1200, 512))
-    yield "width 512", transfer("muon", "match_rms_adamw", cells=[Cell(dim=512)])
     yield "original, 2400 steps", transfer("muon", cells=[Cell(steps=2400)])
-    yield "policies, 5M, 300 steps", policy_runs(policy_cell("5M", 300, 512))
-    yield "policies, 1M, 300 steps of 2048", policy_runs(policy_cell("1M", 300, 2048))
     yield "original, 8192 tokens", transfer("muon", cells=[Cell(tokens=8192)])
+    yield "width 512", transfer("muon", "match_rms_adamw", cells=[Cell(dim=512)])
+    yield "base of the others", transfer(*others, cells=[BASE])
+    yield "the others, width 256", transfer(*others, cells=[Cell(dim=256)])
+    yield "the others, width 512", transfer(*others, cells=[Cell(dim=512)])
     short = [Cell(tokens=2048), Cell(steps=1200), Cell(layers=12)]
-    yield "base of the others", transfer("normuon", "hyperball", cells=[BASE])
-    yield "the others, width 256", transfer("normuon", "hyperball", cells=[Cell(dim=256)])
     yield "match_rms_adamw at width 128", transfer("match_rms_adamw", cells=short)
-    yield "the others, width 128", transfer("normuon", "hyperball", cells=short)
-    yield "policies, 5M, 1200 steps", policy_runs(policy_cell("5M", 1200, 512), THREE_ARMS)
-    yield "policies, 5M, 300 steps of 2048", policy_runs(policy_cell("5M", 300, 2048), THREE_ARMS)
-    yield "policies, 1M, 1200 steps of 2048", policy_runs(policy_cell("1M", 1200, 2048), THREE_ARMS)
+    yield "the others, width 128", transfer(*others, cells=short)
+    for size, steps, tokens in POLICY_CELLS:
+        yield f"policies, {size}, {steps} steps of {tokens}", policy_runs(policy_cell(size, steps, tokens))
+    yield "width 1024", transfer(*rules, cells=[Cell(dim=1024)])
+    yield "all rules in all cells", transfer(*rules, cells=itertools.chain(*CUTS.values()))
+    more = [run for cell in POLICY_CELLS for run in policy_runs(policy_cell(*cell), seeds=5)]
+    yield "policies, five seeds", more
 
 
 def seconds(run: Run) -> float:
@@ -246,12 +243,12 @@ def claim(folder: Path, run: Run) -> TextIOWrapper | None:
     return file
 
 
-def work(out: Path) -> None:
+def work(out: Path, device: str, text: Path | None) -> None:
     """Train the first run that is missing and that no other program trains, until there is none."""
     from benchmarks.variants_training import train
 
     def append_row(run: Run) -> None:
-        row = train(run, curve=False)
+        row = train(run, curve=False, device=device, text=text)
         with out.open("a") as file:  # one write, so that lines of two programs never mix
             file.write(json.dumps(row) + "\n")
         print(f"{row['loss']} after {row['seconds']} s, {run}", flush=True)
@@ -267,6 +264,9 @@ def work(out: Path) -> None:
         with lock:
             if run in known_rows(out):  # finished between the reading and the claim
                 continue
+            if device != "cpu":  # making a CUDA context takes as long as a short run
+                append_row(run)
+                continue
             # The child has torch imported and shares the lock: if this program is killed, the run still ends.
             process = multiprocessing.get_context("fork").Process(target=append_row, args=(run,))
             process.start()
@@ -281,6 +281,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=RAW, help="where finished runs are appended")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--text", type=Path, help="a text in place of this Python's standard library")
+    parser.add_argument("--repeat-base", action="store_true")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
@@ -290,8 +293,15 @@ def main() -> None:
         from benchmarks.transfer_report import write
 
         write(args.out)
+    elif args.repeat_base:
+        from benchmarks.variants_training import train
+
+        out = REPEATED if args.out == RAW else args.out
+        for run in transfer_runs({}, "muon", BASE):
+            with out.open("a") as file:
+                file.write(json.dumps(train(run, curve=False, device=args.device, text=args.text)) + "\n")
     else:
-        work(args.out)
+        work(args.out, args.device, args.text)
 
 
 if __name__ == "__main__":

@@ -278,12 +278,24 @@ def exponents(fits: dict[Cell, Fit]) -> list[list[object]]:
     return table
 
 
+def repeated(rows: Rows) -> list[str]:
+    """Return what another machine changed in the runs of the base that it repeated."""
+    again = read_rows(transfer.REPEATED)
+    if not again:
+        return []
+    differences = [loss(row) - loss(rows[run]) for run, row in again.items()]
+    machines = "; ".join(sorted({row["hardware"] for row in again.values()}))
+    return [
+        f"The base again ({machines}, `--repeat-base`): the loss is {mean_and_error(differences)} above that of the "
+        f"same rate and seed, with a deviation of {statistics.stdev(differences):.4f} a run.",
+        "",
+    ]
+
+
 def policy_tables(rows: Rows) -> list[str]:
     """Return for each cell the losses of the arms and their differences from "all", of equal seeds."""
     lines = []
-    sizes = [("1M", 300, 512), ("1M", 1200, 512), ("5M", 300, 512), ("5M", 1200, 512)]
-    sizes += [("1M", 300, 2048), ("5M", 300, 2048), ("1M", 1200, 2048)]
-    for size, steps, tokens in sizes:
+    for size, steps, tokens in transfer.POLICY_CELLS:
         cell = transfer.policy_cell(size, steps, tokens)
         arms = {arm: transfer.policy_runs(cell, [arm], seeds=5) for arm in ARMS}
         table = [
@@ -334,6 +346,8 @@ def page(rows: Rows, runs: Iterable[Run]) -> list[str]:
         "",
         "How losses, best rates, excesses and standard errors are made: `benchmarks/transfer_report.py`. A cell with * "
         "chose a constant. The printed rate is what `python -m deepspeed_muon rates` makes of the tuned one.",
+        "",
+        *repeated(rows),
         *transfer_tables(rows),
         "",
         "# Clipping policies and momentum warm-up",

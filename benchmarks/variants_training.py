@@ -1,20 +1,26 @@
-"""One run of ``variants.py``: trains once in this process and returns its losses, update sizes and spectral norms."""
+"""One run of ``variants.py``: trains once in this process and returns its losses, update sizes and spectral norms.
+
+On a GPU the iteration is torch's, in float16: the kernels of the package, which start with their tests and
+measurements, would take longer than most runs.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest import mock
 
 import torch
 from gpt import GPT, GPTConfig
-from text_data import Batches, load_tokens, standard_library
+from text_data import Batches, load_tokens, standard_library, text_files
 from torch import Tensor
 
 import deepspeed_muon
+from benchmarks.training_runs import moved
 from benchmarks.variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
 from deepspeed_muon.math import newton_schulz
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
@@ -23,6 +29,8 @@ from deepspeed_muon.ops.machine import hardware_name
 POINTS = 12
 """How often a run measures itself."""
 CURVE_BATCHES, LAST_BATCHES = 8, 64
+FINITE_EVERY = 20
+"""Steps after which a run looks whether its loss is still finite: the host waits for the device there."""
 MAX_NORM = 1.0
 CLIPPED: dict[str, tuple[str, ...]] = {
     "all": ("all",),
@@ -54,9 +62,10 @@ def row_sums(x: Tensor, settings: newton_schulz.NsSettings) -> Tensor:
     return (x / sums.sqrt().clamp_(min=SMALLEST_NORM)).to(settings.dtype)
 
 
-def optimizer_of(run: Run, model: GPT) -> torch.optim.Optimizer:
+def optimizer_of(run: Run, model: GPT, device: str) -> torch.optim.Optimizer:
     """The optimizer of a run; AdamW's divides the parameters as Muon does."""
-    muon = deepspeed_muon.Muon(model, **run.muon_settings())
+    backend = {} if device == "cpu" else {"ns_backend": "torch"}
+    muon = deepspeed_muon.Muon(model, **run.muon_settings() | backend)
     if run.optimizer != ADAMW:
         return muon
     groups = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in muon.param_groups]
@@ -66,7 +75,8 @@ def optimizer_of(run: Run, model: GPT) -> torch.optim.Optimizer:
 @torch.no_grad()
 def loss_of(model: GPT, batches: Batches, count: int) -> float:
     """The validation loss over fixed batches."""
-    return sum(float(model(*batches.spread(index, count))) for index in range(count)) / count
+    device = model.lm_head.weight.device
+    return sum(float(model(*moved(batches.spread(index, count), device))) for index in range(count)) / count
 
 
 def sizes(before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
@@ -84,45 +94,49 @@ def sizes(before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
     return {key: float(f"{value:.4g}") for key, value in found.items()}
 
 
-def clip(model: GPT, optimizer: torch.optim.Optimizer, policy: str) -> list[float]:
+def clip(model: GPT, optimizer: torch.optim.Optimizer, policy: str) -> list[Tensor]:
     """Clip the gradients in place; return the norm of each set of ``CLIPPED[policy]`` before."""
     sets: dict[str, list[torch.nn.Parameter]] = {"all": [*model.parameters()], "muon": [], "adamw": []}
     for group in optimizer.param_groups:
         sets["muon" if group.get("use_muon") else "adamw"] += group["params"]
-    return [float(torch.nn.utils.clip_grad_norm_(sets[name], MAX_NORM)) for name in CLIPPED[policy]]
+    return [torch.nn.utils.clip_grad_norm_(sets[name], MAX_NORM) for name in CLIPPED[policy]]
 
 
-def train(run: Run, *, curve: bool = True) -> Row:
-    """Trains once. ``loss`` is ``None`` if the run diverged; without ``curve`` only its end is measured."""
+def train(run: Run, *, curve: bool = True, device: str = "cpu", text: Path | None = None) -> Row:
+    """Trains once. ``loss`` is ``None`` if the run diverged; without ``curve`` only its end is measured.
+
+    ``text`` is a file to train on in place of this Python's standard library.
+    """
+    points = POINTS if curve else 0
     if run.optimizer.endswith("after row sums"):
         with mock.patch.object(newton_schulz, "_normalized", row_sums):
-            return trained(run, points=POINTS if curve else 0)
-    return trained(run, points=POINTS if curve else 0)
+            return trained(run, points, device, text)
+    return trained(run, points, device, text)
 
 
-def trained(run: Run, points: int) -> Row:
+def trained(run: Run, points: int, device: str, path: Path | None) -> Row:
     """Trains once with the preconditioning that is in place, and measures ``points`` times on the way."""
     torch.set_num_threads(1)
-    text = load_tokens(standard_library(), max_bytes=16_000_000)
+    text = load_tokens(text_files(str(path)) if path else standard_library(), max_bytes=16_000_000)
     torch.manual_seed(run.seed)
-    model = GPT(GPTConfig(dim=run.dim, layers=run.layers, heads=HEADS))
-    optimizer = optimizer_of(run, model)
+    model = GPT(GPTConfig(dim=run.dim, layers=run.layers, heads=HEADS)).to(device)
+    optimizer = optimizer_of(run, model, device)
     hidden = [weight for weight in model.layers.parameters() if weight.dim() == 2]
     rates = schedule(optimizer, run.steps)
     batches = Batches(text.train, run.tokens // LENGTH, LENGTH, 0, 1)
     validation = Batches(text.validation, SEQUENCES, LENGTH, 0, 1)
     curve: list[list[Any]] = []
-    losses: list[float] = []
-    norms: list[list[float]] = []
+    losses: list[Tensor] = []
+    norms: list[list[Tensor]] = []
     in_optimizer = 0.0
     started = time.process_time()
     for step in range(run.steps):
-        loss = model(*batches.draw(run.seed, step, 0, 1))
+        loss = model(*moved(batches.draw(run.seed, step, 0, 1), device))
         model.zero_grad()
         loss.backward()
         norms.append(clip(model, optimizer, run.clip))
-        losses.append(loss.item())
-        if not math.isfinite(losses[-1]):
+        losses.append(loss.detach())
+        if step % FINITE_EVERY == 0 and not math.isfinite(loss):
             break
         measured = points > 0 and (step + 1) % max(1, run.steps // points) == 0
         before = [weight.detach().clone() for weight in hidden] if measured else []
@@ -135,15 +149,17 @@ def trained(run: Run, points: int) -> Row:
             curve.append([step + 1, round(loss_of(model, validation, CURVE_BATCHES), 5), *sized.values()])
     seconds = time.process_time() - started
     last = loss_of(model, validation, LAST_BATCHES)
+    norms_of_steps = [torch.stack(of_step).tolist() for of_step in norms if of_step]
     return {
         **asdict(run),
         "loss": round(last, 5) if math.isfinite(last) else None,
-        "train_loss": round(sum(losses[-20:]) / len(losses[-20:]), 5),
+        "train_loss": round(fmean(torch.stack(losses[-20:]).tolist()), 5),
         "curve": curve,
         "clipped": [
-            round(fmean(norm > MAX_NORM for norm in of_set), 4) for of_set in zip(*norms, strict=True)
+            round(fmean(norm > MAX_NORM for norm in of_set), 4)
+            for of_set in zip(*norms_of_steps, strict=True)
         ],
-        "largest_norm": [float(f"{max(of_set):.4g}") for of_set in zip(*norms, strict=True)],
+        "largest_norm": [float(f"{max(of_set):.4g}") for of_set in zip(*norms_of_steps, strict=True)],
         "seconds": round(seconds, 1),
         "optimizer_ms": round(1e3 * in_optimizer / len(losses), 2),
         "hardware": hardware_name(),

@@ -281,9 +281,9 @@ def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
     shapes = ["--shapes", "1024x2816", "2048x5504", "4096x4096"]
     steps = []
     for name, part, seconds, options in (
-        ("symmetric products", "sym_gemm", 120, ["--seconds", "0.5"]),
-        ("iteration at three shapes", "iteration", 240, ["--seconds", "0.5", *shapes]),
         ("flat passes", "flat", 60, ["--seconds", "0.5"]),
+        ("iteration at three shapes", "iteration", 240, ["--seconds", "0.5", *shapes]),
+        ("symmetric products", "sym_gemm", 120, ["--seconds", "0.5"]),
     ):
         command = [*common, "--only", part, "--out", str(out / part)]
         cuda = [*command, "--device", "cuda", *options]

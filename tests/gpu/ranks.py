@@ -49,9 +49,12 @@ SHAPES = {
     "thin": (2, 40),
     "large": (264, 328),
     "square": (32, 32),
+    "fused": (40, 36),
 }
-"""Rows and columns of the matrices. On four ranks, partitions cut rows of all of them and blocks of two."""
+"""Rows and columns. On four ranks, ``flat`` partitions cut the large matrix; ``sharded`` ones cut rows and blocks."""
 BLOCKS = {"stack": (16, 16, 16), "uneven": (8, 24, 8)}
+SIDE_BY_SIDE = {"fused": (8, 16, 12)}
+"""Columns of the blocks."""
 BIAS = "bias"  # AdamW's
 NUMEL = {**{name: rows * cols for name, (rows, cols) in SHAPES.items()}, BIAS: 37}
 
@@ -99,6 +102,13 @@ CASES = [
     Case("shards", "sharded", {}),
     Case("shards, row state", "sharded", {"variant": "normuon"}),
     Case("shards, row state, bf16", "sharded", {"variant": "normuon", "ns_dtype": "bf16"}, HALF),
+    Case("shards, sums over blocks", "sharded", {"variant": "hyperball", "muon_weight_decay": 0.0}),
+    Case(
+        "shards, sums over blocks, bf16",
+        "sharded",
+        {"variant": "hyperball", "muon_weight_decay": 0.0, "ns_dtype": "bf16"},
+        HALF,
+    ),
     Case("replicas, row state", "replicated", {"variant": "normuon"}),
 ]
 
@@ -114,6 +124,7 @@ def reference(variant: str) -> tuple[Any, Any, list[float]]:
     """Train in one process in float64; return the parameters before and after, and the gradient norms."""
     model = nn.ParameterDict({name: nn.Parameter(random(name, 0)) for name in NUMEL})
     grids = {name: (list(rows), [SHAPES[name][1]], False) for name, rows in BLOCKS.items()}
+    grids |= {name: ([SHAPES[name][0]], list(cols), False) for name, cols in SIDE_BY_SIDE.items()}
     oracle = Oracle(matrices_of(SHAPES, grids=grids), variant=variant)
 
     def gradients(step: int) -> None:
@@ -131,7 +142,7 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
         params["wire_dtype"] = "fp32"
     config = MuonConfig.from_params({**params, "eps": 1e-8})
     layouts = [
-        replace(layout, name=name, row_blocks=BLOCKS.get(name, ()))
+        replace(layout, name=name, row_blocks=BLOCKS.get(name, ()), col_blocks=SIDE_BY_SIDE.get(name, ()))
         for name, layout in zip(SHAPES, MAKERS[case.placement]([*SHAPES.values()], world_size), strict=True)
     ]
     (bias,) = MAKERS["replicated" if case.placement == "replicated" else "flat"](

@@ -44,6 +44,25 @@ def test_a_run_is_trained_once_and_a_failed_one_again(tmp_path, capfd):
     assert [row["success"] for row in training_runs.read_rows(path)] == [0.25, 0.5]
 
 
+def reward_of(run):
+    if run.success > 0.5:
+        raise RuntimeError("this one fails")
+    return {"reward": run.success}
+
+
+def test_runs_side_by_side_have_a_line_each_and_one_that_fails_stops_no_other(tmp_path, capfd):
+    path = tmp_path / "results.jsonl"
+    training_runs.train_missing([Start(0.25), Start(0.75), Start(0.5)], reward_of, path, side_by_side=2)
+    rows = training_runs.read_rows(path)
+    assert sorted((row["run"], row["success"], row["reward"]) for row in rows) == [
+        ("Start", 0.25, 0.25),
+        ("Start", 0.5, 0.5),
+    ]
+    printed = capfd.readouterr()
+    assert "failed: Start(success=0.75)" in printed.out
+    assert "this one fails" in printed.err
+
+
 def fixture_rows(seeds=3):
     """AdamW's frontier is old = 3 - new; Muon's has 0.1 less of the old text's loss, and ends 0.2 lower."""
     machine = {"hardware": "cpu", "torch": "2"}
