@@ -49,9 +49,6 @@ def optimizer_of(
 ) -> torch.optim.Optimizer:
     """Return an optimizer without weight decay for everything in ``model`` that is not frozen.
 
-    On a GPU the iteration is torch's, in float16: the kernels of the package, which start with their tests and
-    measurements, would take longer than a run.
-
     Args:
         name: ``ADAMW`` or a key of ``MUON``.
         model: The model. Muon updates its hidden matrices.
@@ -61,15 +58,21 @@ def optimizer_of(
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if name == ADAMW:
         return torch.optim.AdamW((param for _, param in trained), rate, BETAS, weight_decay=0, fused=True)
-    settings = {"muon_lr": rate, "adam_lr": rate if rest is None else rest, **MUON[name]}
-    if trained[0][1].is_cuda:
-        settings["ns_backend"] = "torch"
-    return deepspeed_muon.Muon(trained, model=model, betas=BETAS, health=False, **settings)
+    rates = {"muon_lr": rate, "adam_lr": rate if rest is None else rest}
+    return deepspeed_muon.Muon(trained, model=model, betas=BETAS, health=False, **rates, **MUON[name])
 
 
 def moved(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Return inputs and targets on a device."""
     return batch[0].to(device), batch[1].to(device)
+
+
+def captured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> nn.Module:
+    """Return a model whose passes in training mode are CUDA graphs of batches like ``batch``; on a CPU, the model.
+
+    The loss is then a buffer that the next pass overwrites.
+    """
+    return torch.cuda.make_graphed_callables(model, batch) if batch[0].is_cuda else model
 
 
 def read_rows(path: Path) -> list[Row]:

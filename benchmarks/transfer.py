@@ -12,8 +12,9 @@ a process trains one run after the other; on another machine, ``--text`` is the 
 another machine changes.
 
 **Transfer.** Cuts through ``BASE`` along width, depth, steps and batch. In each cell a rule has seven rates with seed
-0, from a fourth to four times the centre; the best one, the printed one and the tuned one have two more seeds. The
-tuned rate is the best of the seven at ``BASE`` over three seeds; the printed rate is what ``rates`` makes of it.
+0, from a fourth to four times the centre; the best one, the printed one and the tuned one have two more seeds, and at
+last all seven have five, where runs are short. The tuned rate is the best of the seven at ``BASE`` over three seeds;
+the printed rate is what ``rates`` makes of it.
 AdamW's rate for the rest and the share of a weight that decays in a step are the same everywhere.
 
 **Clipping and momentum.** ``ARMS`` with equal seeds, at the rates that ``variants.py`` found best for the steps.
@@ -157,6 +158,14 @@ def transfer_runs(rows: Rows, rule: str, cell: Cell) -> list[Run]:
     return list(dict.fromkeys([cell.run(rule, rate) for rate in seven] + seeds))
 
 
+def all_seeds(rule: str) -> list[Run]:
+    """Return five seeds at all seven rates of a rule in the cells that train for a short time."""
+    cells = dict.fromkeys(cell for cell in itertools.chain(*CUTS.values()) if cell.steps < 1200)
+    return [
+        cell.run(rule, rate, seed) for cell in cells for seed in range(5) for rate in seven_rates(rule, cell)
+    ]
+
+
 def policy_runs(cell: Cell, arms: Iterable[str] = ARMS, seeds: int = 3) -> list[Run]:
     """Return the runs of a cell of the study of clipping policies."""
     return [
@@ -196,6 +205,8 @@ def stages(rows: Rows) -> Iterator[tuple[str, list[Run]]]:
     for size, steps, tokens in POLICY_CELLS:
         yield f"policies, {size}, {steps} steps of {tokens}", policy_runs(policy_cell(size, steps, tokens))
     yield "width 1024", transfer(*rules, cells=[Cell(dim=1024)])
+    for rule in ("muon", "match_rms_adamw"):
+        yield f"five seeds, {rule}", all_seeds(rule)
     yield "all rules in all cells", transfer(*rules, cells=itertools.chain(*CUTS.values()))
     more = [run for cell in POLICY_CELLS for run in policy_runs(policy_cell(*cell), seeds=5)]
     yield "policies, five seeds", more

@@ -1,8 +1,4 @@
-"""One run of ``variants.py``: trains once in this process and returns its losses, update sizes and spectral norms.
-
-On a GPU the iteration is torch's, in float16: the kernels of the package, which start with their tests and
-measurements, would take longer than most runs.
-"""
+"""One run of ``variants.py``: trains once in this process and returns its losses, update sizes and spectral norms."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from text_data import Batches, load_tokens, standard_library, text_files
 from torch import Tensor
 
 import deepspeed_muon
-from benchmarks.training_runs import moved
+from benchmarks.training_runs import captured, moved
 from benchmarks.variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
 from deepspeed_muon.math import newton_schulz
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
@@ -62,10 +58,9 @@ def row_sums(x: Tensor, settings: newton_schulz.NsSettings) -> Tensor:
     return (x / sums.sqrt().clamp_(min=SMALLEST_NORM)).to(settings.dtype)
 
 
-def optimizer_of(run: Run, model: GPT, device: str) -> torch.optim.Optimizer:
+def optimizer_of(run: Run, model: GPT) -> torch.optim.Optimizer:
     """The optimizer of a run; AdamW's divides the parameters as Muon does."""
-    backend = {} if device == "cpu" else {"ns_backend": "torch"}
-    muon = deepspeed_muon.Muon(model, **run.muon_settings() | backend)
+    muon = deepspeed_muon.Muon(model, **run.muon_settings())
     if run.optimizer != ADAMW:
         return muon
     groups = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in muon.param_groups]
@@ -76,7 +71,10 @@ def optimizer_of(run: Run, model: GPT, device: str) -> torch.optim.Optimizer:
 def loss_of(model: GPT, batches: Batches, count: int) -> float:
     """The validation loss over fixed batches."""
     device = model.lm_head.weight.device
-    return sum(float(model(*moved(batches.spread(index, count), device))) for index in range(count)) / count
+    model.eval()
+    losses = [model(*moved(batches.spread(index, count), device)) for index in range(count)]
+    model.train()
+    return fmean(torch.stack(losses).tolist())
 
 
 def sizes(before: list[Tensor], after: list[Tensor]) -> dict[str, float]:
@@ -120,11 +118,12 @@ def trained(run: Run, points: int, device: str, path: Path | None) -> Row:
     text = load_tokens(text_files(str(path)) if path else standard_library(), max_bytes=16_000_000)
     torch.manual_seed(run.seed)
     model = GPT(GPTConfig(dim=run.dim, layers=run.layers, heads=HEADS)).to(device)
-    optimizer = optimizer_of(run, model, device)
+    optimizer = optimizer_of(run, model)
     hidden = [weight for weight in model.layers.parameters() if weight.dim() == 2]
     rates = schedule(optimizer, run.steps)
     batches = Batches(text.train, run.tokens // LENGTH, LENGTH, 0, 1)
     validation = Batches(text.validation, SEQUENCES, LENGTH, 0, 1)
+    captured(model, moved(batches.draw(run.seed, 0, 0, 1), device))
     curve: list[list[Any]] = []
     losses: list[Tensor] = []
     norms: list[list[Tensor]] = []
@@ -135,8 +134,8 @@ def trained(run: Run, points: int, device: str, path: Path | None) -> Row:
         model.zero_grad()
         loss.backward()
         norms.append(clip(model, optimizer, run.clip))
-        losses.append(loss.detach())
-        if step % FINITE_EVERY == 0 and not math.isfinite(loss):
+        losses.append(loss.detach().clone())
+        if step % FINITE_EVERY == 0 and not losses[-1].isfinite():
             break
         measured = points > 0 and (step + 1) % max(1, run.steps // points) == 0
         before = [weight.detach().clone() for weight in hidden] if measured else []
