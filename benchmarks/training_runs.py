@@ -7,6 +7,7 @@ those that its file does not have, so the command that started a study also cont
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import math
 import multiprocessing
@@ -72,7 +73,10 @@ def captured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> nn.Module:
 
     The loss is then a buffer that the next pass overwrites.
     """
-    return torch.cuda.make_graphed_callables(model, batch) if batch[0].is_cuda else model
+    if not batch[0].is_cuda:
+        return model
+    gc.collect()  # frees the memory of earlier ones, which refer to themselves
+    return torch.cuda.make_graphed_callables(model, batch)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -31,6 +31,7 @@ import itertools
 import json
 import multiprocessing
 import sys
+import traceback
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -266,9 +267,10 @@ def work(out: Path, device: str, text: Path | None) -> None:
 
     folder = out.with_suffix(".locks")
     folder.mkdir(parents=True, exist_ok=True)
+    failed: set[Run] = set()
     while True:
         todo = [run for runs in missing(known_rows(out)).values() for run in runs]
-        claims = ((run, lock) for run in todo if (lock := claim(folder, run)))
+        claims = ((run, lock) for run in todo if run not in failed and (lock := claim(folder, run)))
         run, lock = next(claims, (None, None))
         if run is None or lock is None:
             return
@@ -276,7 +278,11 @@ def work(out: Path, device: str, text: Path | None) -> None:
             if run in known_rows(out):  # finished between the reading and the claim
                 continue
             if device != "cpu":  # making a CUDA context takes as long as a short run
-                append_row(run)
+                try:
+                    append_row(run)
+                except Exception:  # the other runs of this process are of use
+                    traceback.print_exc()
+                    failed.add(run)
                 continue
             # The child has torch imported and shares the lock: if this program is killed, the run still ends.
             process = multiprocessing.get_context("fork").Process(target=append_row, args=(run,))
