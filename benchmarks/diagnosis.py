@@ -19,7 +19,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks import support
-from deepspeed_muon.monitoring.diagnosis import QUANTITIES
+from deepspeed_muon.monitoring.diagnosis import QUANTITIES, diagnose
 from tests.support.diagnosed_runs import BAD, GOOD, RANKS, train
 from tests.support.harness import run_ranks
 
@@ -27,7 +27,7 @@ _SHOWN = ("loss", *(name for name, quantity in QUANTITIES.items() if quantity.la
 
 
 def row_of(results: list[dict[str, Any]]) -> support.Row:
-    """Return the last sample of a run, its first and last loss, and the keys of its findings."""
+    """Return the last sample of a run, and its first and last loss."""
     report, losses = results[0]["report"], results[0]["losses"]
     sample = {key: float(f"{value:.4g}") for key, value in report.items() if isinstance(value, (int, float))}
     ratios = [measured["update_over_weight"] for measured in report["matrices"].values()]
@@ -36,7 +36,6 @@ def row_of(results: list[dict[str, Any]]) -> support.Row:
         "loss": [round(losses[0], 3), round(sum(losses[-10:]) / 10, 3)],
         **sample,
         "update_over_weight_of_matrices": extremes,
-        "findings": sorted(report["findings"]),
     }
 
 
@@ -52,7 +51,12 @@ def page(rows: list[support.Row], steps: int) -> list[str]:
     )
     heads = ["run", *_SHOWN, "findings"]
     cells = [
-        [row["run"], *(cell(row.get(key)) for key in _SHOWN), ", ".join(row["findings"])] for row in rows
+        [
+            row["run"],
+            *(cell(row.get(key)) for key in _SHOWN),
+            ", ".join(finding.key for finding in diagnose(row)),
+        ]
+        for row in rows
     ]
     return [*support.heading("The diagnosis of good and bad runs", *conditions), *support.table(heads, cells)]
 

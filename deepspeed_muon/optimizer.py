@@ -228,43 +228,46 @@ class Muon(torch.optim.Optimizer):
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
         return self.recorder.summary()
 
-    @property
-    def muon_lr(self) -> float:
-        """Muon's rate in the last step, that of its first group; 0 without matrices."""
-        groups = (group for group in self.param_groups if group["algorithm"] == "muon")
-        return next((self.rates_of_step.get(id(group), 0.0) for group in groups), 0.0)
+    def rates(self) -> dict[int, tuple[float, float]]:
+        """Return ``id`` of each param group to its rate in the last step, and to the one that it was given."""
+        return {
+            id(group): (self.rates_of_step[id(group)], group["lr_ratio"] * self.config.reference_lr)
+            for group in self.param_groups
+            if id(group) in self.rates_of_step
+        }
 
     def run_facts(self) -> dict[str, float]:
         """Return what the diagnosis of a run needs beside the samples, of this rank's groups and routes.
 
         Returns:
-            ``muon_lr`` and ``adam_lr`` of the last step, and ``configured_lr``, the one that Muon was given;
-            ``adam_rms``, the RMS of an update of AdamW; ``muon_numel`` and ``adamw_numel``, the elements that each
-            trains; ``routers``, the number of routers that Muon trains; and ``adamw_over_weight``, by how much of their
-            size AdamW changes matrices that the settings exclude from Muon. What the rank does not have is absent.
+            ``muon_lr`` and ``adam_lr``, the highest rates so far of the first group of each; ``adam_rms``, the RMS of
+            an update of AdamW at that rate; ``muon_numel`` and ``adamw_numel``, the elements that each trains;
+            ``routers``, the number of routers that Muon trains; and ``adamw_over_weight``, by how much of their size
+            AdamW changes matrices that the settings exclude from Muon. What the rank does not have is absent.
         """
         facts = {"muon_numel": 0.0, "adamw_numel": 0.0}
-        adam_sizes: list[float] = []  # the RMS of an update of each group
+        history = self.recorder.history
+        adam_size_of: dict[int | None, float] = {}  # id of a group to the RMS of an update
         # Reversed, so that the first group of an algorithm overwrites the rates of later ones.
         for group in reversed(self.param_groups):
+            lr = history.peak(id(group))
             if group["algorithm"] == "muon":
-                configured = group["lr_ratio"] * self.config.reference_lr
-                facts |= {"muon_lr": self.muon_lr, "configured_lr": configured}
+                facts["muon_lr"] = lr
             else:
-                lr, beta = self.rates_of_step.get(id(group), float(group["lr"])), group["betas"][0]
                 # For gradients that are noise: 0.23 times the rate for beta 0.9; arXiv 2502.16982 measured 0.2 to 0.4.
                 # The mean m of such gradients has (1 - beta) / (1 + beta) of their variance, and sqrt(v) is their size.
-                adam_sizes.append(lr * math.sqrt((1 - beta) / (1 + beta)))
-                facts |= {"adam_lr": lr, "adam_rms": adam_sizes[-1]}
+                beta = group["betas"][0]
+                adam_size_of[id(group)] = lr * math.sqrt((1 - beta) / (1 + beta))
+                facts |= {"adam_lr": lr, "adam_rms": adam_size_of[id(group)]}
         for route in self.routes:
             if route.algorithm != "frozen":
                 facts[f"{route.algorithm}_numel"] += route.numel
             if route.algorithm == "muon" and route.overridden == "router":
                 facts["routers"] = facts.get("routers", 0.0) + 1
             elif route.algorithm == "adamw" and route.overridden == "hidden":
-                # The usual weights of a layer have a size of 1 / sqrt(inputs). Of several groups the smallest rate
-                # counts, since the matrices may have a group of their own.
-                change = min(adam_sizes, default=0.0) * math.sqrt(route.shape[-1])
+                # The usual weights of a layer have a size of 1 / sqrt(inputs).
+                size = adam_size_of.get(history.group_of.get(route.name), 0.0)
+                change = size * math.sqrt(route.shape[-1])
                 facts["adamw_over_weight"] = max(facts.get("adamw_over_weight", 0.0), change)
         return facts
 
@@ -321,7 +324,8 @@ class Muon(torch.optim.Optimizer):
                 if self.qk_clip is not None and not self.step_ends_outside:
                     self.qk_clip.clear()
             if not self.managed:
-                self.recorder.record_outcome(lr=self.muon_lr, skipped=self.skipped_steps > skipped_before)
+                skipped = self.skipped_steps > skipped_before
+                self.recorder.history.record(rates=self.rates(), skipped=skipped)
         return loss
 
     def _step_current_sets(self) -> None:
@@ -569,6 +573,8 @@ class Muon(torch.optim.Optimizer):
         # Not by torch's load_state_dict, which casts floating-point state to the dtype of the parameter.
         self.state = defaultdict(dict, loaded.state)
         self.param_groups = [ParamGroup(settings) for settings in loaded.settings]
+        self.rates_of_step.clear()  # of the groups that were replaced
+        self.recorder.history.resume()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

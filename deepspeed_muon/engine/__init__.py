@@ -126,8 +126,8 @@ def health(engine: DeepSpeedEngine) -> dict[str, Any]:
         ``time_gather``, ``time_newton_schulz``, ``time_scatter``, ``seconds``, ``redone``, ``failed``,
         ``grad_norm_muon``, ``grad_norm_adamw``, with ``wire_dtype`` ``int8`` also ``wire_error_direction`` and
         ``wire_error_update``, the quantities of the diagnosis, ``matrices`` with the numbers of each sampled matrix,
-        and ``findings``: by quantity, a sentence that says what is wrong. Before the first sample only ``redone`` and
-        ``failed``, of this rank.
+        and ``findings``: by quantity, a sentence that says what is wrong. Before the first sample ``redone`` and
+        ``failed``, of this rank, and the last two, empty.
 
     Raises:
         BindingError: If the engine runs another optimizer.

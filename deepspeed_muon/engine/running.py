@@ -104,11 +104,12 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
             result = original(*args, **kwargs)
         if sample is not None:
             sample.grad_norms = _grad_norms(optimizer)
-        recorder.record_outcome(
-            lr=optimizer.muon_lr,
+        loaded_clipping = view_of(engine.optimizer).loaded_clipping
+        recorder.history.record(
+            rates=optimizer.rates(),
             skipped=engine.skipped_steps > skipped_before,
             norm=_largest_clipped_norm(optimizer, engine.get_global_grad_norm()),
-            clipping=engine.gradient_clipping(),
+            clipping=engine.gradient_clipping() if loaded_clipping is None else loaded_clipping,
         )
     if engine.monitor.enabled:
         current = {**rates(optimizer), **_grad_norms(optimizer)}

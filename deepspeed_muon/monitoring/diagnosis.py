@@ -1,19 +1,23 @@
 """Compares the health of a run with the ranges of runs that went well, and suggests what to change.
 
-The ranges of :data:`QUANTITIES` are data. ``good`` is the range over the good runs of ``benchmarks/diagnosis.py``, with
-their raw output in ``benchmarks/results/diagnosis.json`` (small models, 200 steps). A value outside of ``limits`` is
-reported; these are wide enough for larger models, of which a step changes matrices by 0.3 % to 3 % of their size at
-published rates of pretraining. A test compares both with that file.
+The ranges of :data:`QUANTITIES` are data. ``good`` is the range over the good runs of ``benchmarks/diagnosis.py``,
+rounded outwards, with their raw output in ``benchmarks/results/diagnosis.json`` (small models, 200 steps). A value
+outside of ``limits`` is reported; these are wide enough for larger models, of which a step changes matrices by 0.3 % to
+3 % of their size at published rates of pretraining. A test compares both with that file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Level = Literal["good", "look", "bad"]
+
+# Exchanges of fewer seconds in a step are not worth a finding: those of tiny models.
+_SHORT_EXCHANGE = 0.1
 
 
 class Finding(NamedTuple):
@@ -38,11 +42,12 @@ class Quantity:
         limits: The smallest and the largest value that is not reported; NaN counts as too small.
         too_low, too_high: What is said beyond the limits; a format string over all values of the run, ``value``,
             ``percent`` (100 times it), ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of
-            :attr:`good`, or one over that where the value is too low).
+            :attr:`good`).
         level: The level of the finding.
         low_level: That of a value that is too small, where it differs.
         good: The smallest and the largest value in good runs; ``None`` for what is always the same there.
         label: How the line after the first steps names it, with the value; empty for what that line leaves out.
+        details: What the line adds; a format string over all values of the run, left out where one is missing.
         unit: The format of a value.
     """
 
@@ -53,6 +58,7 @@ class Quantity:
     low_level: Level | None = None
     good: tuple[float, float] | None = None
     label: str = ""
+    details: str = ""
     unit: str = ".3g"
 
 
@@ -78,21 +84,29 @@ QUANTITIES: dict[str, Quantity] = {
         label="skipped steps {}",
         unit=".0%",
     ),
-    # The median, over the clipped and unclipped steps since the last sample, of the factor applied to the gradients.
+    # The median, over the clipped and unclipped ones of the last steps, of the factor applied to the gradients.
     "clip_coefficient": Quantity(
         (1e-4, math.inf),
         "Gradients are clipped to nothing: in {clipped:.0%} of the steps, at a coefficient of {value:.1g}. They are "
         "not what you think (a loss that is summed, one layer that explodes), or gradient_clipping is far too small.",
         level="bad",
-        good=(0.092, 0.99),
+        good=(0.092, 1),
         label="median coefficient of clipping {}",
+        details="least {clip_least:.3g}, {clipped:.0%} of the steps clipped",
+    ),
+    # The most of the last steps in a row with a coefficient below that limit, where the median does not show it.
+    "clip_stalled": Quantity(
+        (0, 19),
+        too_high="Gradients were clipped to nothing in {value:.0f} steps in a row, at a coefficient down to "
+        "{clip_least:.1g}, and AdamW's half stood still: one layer exploded, or the loss was of another scale.",
+        level="bad",
     ),
     "adamw_share": Quantity(
         (0, 0.95),
         too_high="AdamW trains {value:.0%} of the elements: embeddings are most of what is trained, or 'exclude', the "
         "param groups or the routing rules leave Muon few matrices or none (deepspeed_muon.routes(engine) says why).",
         level="bad",
-        good=(0.1, 0.25),
+        good=(0.1, 0.26),
         label="elements that AdamW trains {}",
         unit=".0%",
     ),
@@ -109,11 +123,12 @@ QUANTITIES: dict[str, Quantity] = {
         "group.",
         level="bad",
     ),
-    # RMS of a step over RMS of the weights. Fine-tuning is below the lower limit on purpose: that is only "look".
+    # RMS of a step over RMS of the weights. Fine-tuning and long runs are below the lower limit on purpose: that is
+    # only "look", and no factor is suggested, because the best rate falls with the tokens of a run.
     "update_over_weight": Quantity(
         (1.5e-3, 0.2),
-        "At the highest rate a step changes the matrices by {percent:.2g} % of their size: right for fine-tuning. For "
-        "pretraining the rate is too low: try muon_lr (or lr) * {usual:.2g}.",
+        "At the highest rate a step changes the matrices by {percent:.2g} % of their size: right for fine-tuning, and "
+        "low for pretraining on few tokens. Compare with python -m deepspeed_muon rates.",
         "At the highest rate a step changes the matrices by {value:.0%} of their size: the rate is too high. Try "
         "muon_lr (or lr) / {usual:.2g}.",
         level="bad",
@@ -122,7 +137,7 @@ QUANTITIES: dict[str, Quantity] = {
         label="change of the matrices in a step {}",
         unit=".2%",
     ),
-    # RMS of Muon's steps over that of AdamW's. Judged only where both have one rate; see diagnose.
+    # RMS of Muon's steps over that of AdamW's. Judged only where both have one rate: two are each tuned for themselves.
     "update_over_adamw": Quantity(
         (0.1, 5),
         "Updates are {value:.2g} times as large as AdamW's would be at the same rate: this scale rule takes AdamW's "
@@ -130,15 +145,15 @@ QUANTITIES: dict[str, Quantity] = {
         "Updates are {value:.3g} times AdamW's at the same rate: this scale rule takes AdamW's rate / {value:.2g}. Set "
         "muon_lr to it, or adjust_lr_fn to match_rms_adamw.",
         level="bad",
-        good=(0.77, 14),
-        label="size of updates over AdamW's at adam_lr {}",
+        good=(0.76, 15),
+        label="updates as a multiple of AdamW's {}",
     ),
     # Root mean square distance of the singular values from the band of the schedule.
     "orthogonality_error": Quantity(
         (0, 0.6),
         too_high="The singular values of the updates are {value:.2f} away from the band of the schedule: the gradients "
         "have few directions (few tokens in a step). Use a larger batch, more ns_steps or polar_express.",
-        good=(0.047, 0.12),
+        good=(0.046, 0.13),
         label="orthogonality error {}",
         unit=".2f",
     ),
@@ -160,38 +175,41 @@ QUANTITIES: dict[str, Quantity] = {
 """What is judged of a sample, by the name of its event without "Train/Muon/"."""
 
 
-def diagnose(values: Mapping[str, float]) -> list[Finding]:
+def diagnose(values: Mapping[str, Any]) -> list[Finding]:
     """Return what is out of its range in a sample, in the order of :data:`QUANTITIES`.
 
     Args:
-        values: A sample by event name, with ``muon_lr`` and ``adam_lr``. What is missing is not judged.
+        values: A sample by event name, with the highest ``muon_lr`` and ``adam_lr``. What is missing is not judged.
     """
-    results = []
+    has_one_rate = values.get("muon_lr", 0.0) == values.get("adam_lr") != 0.0
+    results: list[Finding] = []
     for name, quantity in QUANTITIES.items():
-        if name not in values:
+        if name not in values or (name == "update_over_adamw" and not has_one_rate):
+            continue
+        if name == "clip_stalled" and any(finding.key == "clip_coefficient" for finding in results):
             continue
         value, (low, high) = values[name], quantity.limits
-        # Different rates are each tuned for themselves: then update_over_weight alone says whether Muon's is right.
-        if name == "update_over_adamw" and values.get("muon_lr") != values.get("adam_lr"):
-            continue
-        if low <= value <= high:
-            continue
         is_high = value > high
+        if not is_high:
+            # A rate that still rises, or was higher before the run was resumed, is too low only at its highest.
+            value = values.get(f"{name}_expected", value)
+            if low <= value:
+                continue
         # The suggested rate moves the value to the geometric middle of the good runs: 0.0133 for 0.0059 to 0.03.
         usual = math.sqrt(math.prod(quantity.good)) if quantity.good else 0.0
-        factor = (value / usual if is_high else usual / value) if usual and value else math.inf
         template = quantity.too_high if is_high else quantity.too_low
         if not template:
             continue  # NaN, where nothing is too small
         text = template.format(
             **{
-                # for the template of clip_coefficient, where the run's folder lacks the file
+                # for the templates of clipping, where the run's folder lacks the files
                 "clipped": math.nan,
+                "clip_least": math.nan,
                 **values,
                 "value": value,
                 "percent": 100 * value,
                 "inverse": 1 / value if value else math.inf,
-                "usual": factor,
+                "usual": value / usual if usual else math.inf,
             }
         )
         level = quantity.level if is_high else quantity.low_level or quantity.level
@@ -200,7 +218,8 @@ def diagnose(values: Mapping[str, float]) -> list[Finding]:
         results.append(Finding(level, name, text))
     # Fractions of the inner step; nothing is compared where none was timed.
     exchange = values.get("time_gather", 0.0) + values.get("time_scatter", 0.0)
-    if exchange > values.get("time_newton_schulz", math.inf):
+    is_long = exchange * values.get("seconds", 0.0) >= _SHORT_EXCHANGE
+    if is_long and exchange > values.get("time_newton_schulz", math.inf):
         text = (
             f"The exchanges take {exchange:.0%} of the inner step, more than Newton-Schulz: the network, or unbalanced "
             f"ranks."
@@ -209,15 +228,34 @@ def diagnose(values: Mapping[str, float]) -> list[Finding]:
     return results
 
 
-def line(values: Mapping[str, float]) -> str:
-    """Return the quantities of a sample with the ranges of good runs, for the log."""
+def line(values: Mapping[str, Any]) -> str:
+    """Return the quantities of a sample with the ranges of good runs, for the log.
+
+    Args:
+        values: As for :func:`diagnose`, with the measurements by matrix under ``matrices`` if they are known.
+    """
     shown = []
     for name, quantity in QUANTITIES.items():
-        if name in values and quantity.label:
-            text = quantity.label.format(format(values[name], quantity.unit))
-            if quantity.good is not None:
-                text += " ({} to {} in good runs)".format(
-                    *(format(bound, quantity.unit) for bound in quantity.good)
-                )
-            shown.append(text)
+        if name not in values or not quantity.label:
+            continue
+        notes = []
+        if quantity.good is not None:
+            low, high = (format(bound, quantity.unit) for bound in quantity.good)
+            notes.append(f"{low} to {high} in good runs")
+        with contextlib.suppress(KeyError):
+            notes += [quantity.details.format(**values)] if quantity.details else []
+        if name == "update_over_weight" and (ratio_of := _ratio_of_matrices(values)):
+            ends = (bound(ratio_of, key=ratio_of.__getitem__) for bound in (min, max))
+            notes.append("now " + " to ".join(f"{ratio_of[end]:{quantity.unit}} of {end}" for end in ends))
+        text = quantity.label.format(format(values[name], quantity.unit))
+        shown.append(text + (f" ({'; '.join(notes)})" if notes else ""))
     return ", ".join(shown)
+
+
+def _ratio_of_matrices(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return ``update_over_weight`` of the sampled matrices by name, at the rate of the step."""
+    return {
+        matrix: measured["update_over_weight"]
+        for matrix, measured in values.get("matrices", {}).items()
+        if "update_over_weight" in measured
+    }

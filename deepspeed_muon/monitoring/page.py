@@ -7,11 +7,12 @@ DeepSpeed's ``csv_monitor`` writes one file per event; the events of this optimi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import html
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,11 @@ def read_run(folder: Path) -> dict[str, Series]:
         try:
             with path.open(newline="") as file:
                 rows = [row for row in csv.reader(file) if row and row[0] != "step"]
-            if rows and not any(rows[-1][1:]):
-                rows.pop()  # truncated by a full disk or a crash
             for row in rows:
-                values[int(float(row[0]))] = float(row[1])
+                # The last one may have been truncated by a full disk or a crash.
+                is_last = row is rows[-1]
+                with contextlib.suppress(ValueError, IndexError) if is_last else contextlib.nullcontext():
+                    values[int(float(row[0]))] = float(row[1])
         except (ValueError, IndexError, OverflowError, csv.Error) as error:
             raise ConfigError(
                 f"{path} is not a file of DeepSpeed's csv_monitor, whose lines are a step and a value: {error}"
@@ -116,7 +118,8 @@ def _by_step(run: dict[str, Series]) -> dict[str, Series]:
     # Example: with 32 samples a step, "step" has (3200, 100), (6400, 200). A loss at 4800 is that of step 150; one at
     # 6432, logged after the last sample of health, is extrapolated to step 201.
     # 1. Steps by training samples, extrapolated linearly to the last position.
-    step_of = sorted({0: 0.0, **dict(run.get(_STEP, []))}.items())
+    numbers = {position: step for position, step in run.get(_STEP, []) if math.isfinite(step)}
+    step_of = sorted({0: 0.0, **numbers}.items())
     if len(step_of) == 1:
         return run
     by_samples = {name for name in run if name.startswith(("Train_Samples_", _OURS))}
@@ -140,15 +143,22 @@ def _by_step(run: dict[str, Series]) -> dict[str, Series]:
 
 def findings(run: Mapping[str, Series]) -> list[Finding]:
     """Judge a run: return what is bad, worth a look or good in it, in this order."""
-    last = {name: values[-1][1] for name, values in run.items() if values}
-    for name in (_OURS + "redone", _OURS + "failed"):
-        if name in last:  # a process that resumed the run counted from 0 again
-            last[name] = max(value for _, value in run[name])
-    sample = {name.removeprefix(_OURS): value for name, value in last.items() if name.startswith(_OURS)}
+    # 1. The last sample: events that it does not have ended with an earlier one.
+    ours = {
+        name.removeprefix(_OURS): values for name, values in run.items() if name.startswith(_OURS) and values
+    }
+    end = max((values[-1][0] for values in ours.values()), default=0)
+    sample = {name: values[-1][1] for name, values in ours.items() if values[-1][0] == end}
+    for name in sample.keys() & {"redone", "failed"}:  # a process that resumed the run counted from 0 again
+        sample[name] = max(value for _, value in ours[name])
+    # The highest rates, because a schedule may end at one rate for all groups, or at 0.
+    rates = {key: run.get(f"Train_Samples_{key}") for key in _RATES}
+    highest = {key: max(rate for _, rate in values) for key, values in rates.items() if values}
+    # 2. What is out of its range, there and earlier.
     results = list(_loss_findings(run))
     if sample:
-        rates = {key: last[f"Train_Samples_{key}"] for key in _RATES if f"Train_Samples_{key}" in last}
-        results += diagnose({**sample, **rates})
+        last = diagnose({**sample, **highest})
+        results += [*last, *_earlier_findings(ours, {finding.key for finding in last})]
         if not sample.get("redone") and not sample.get("failed"):
             results.append(Finding("good", "failed", "Every orthogonalised matrix passed its check."))
         if text := line(sample):
@@ -160,6 +170,36 @@ def findings(run: Mapping[str, Series]) -> list[Finding]:
         )
         results.append(Finding("look", "no samples", text))
     return sorted(results, key=lambda finding: ("bad", "look", "good").index(finding.level))
+
+
+def _earlier_findings(ours: Mapping[str, Series], keys: Collection[str]) -> Iterator[Finding]:
+    """Yield where steps were skipped, or clipped to nothing, at their worst, if the last sample does not show it.
+
+    Args:
+        ours: The series of this optimizer's events.
+        keys: Keys of the findings about the last sample.
+    """
+    by_position: dict[int, dict[str, float]] = {}
+    for name in ("skipped", "clipped", "clip_coefficient", "clip_least", "clip_stalled"):
+        for position, value in ours.get(name, []):
+            by_position.setdefault(position, {})[name] = value
+    earlier: dict[str, dict[int, Finding]] = {}
+    for position, values in by_position.items():
+        for finding in diagnose(values):
+            earlier.setdefault(finding.key, {})[position] = finding
+    if "clip_coefficient" in earlier.keys() | keys:
+        earlier.pop("clip_stalled", None)  # its beginning or end
+    for key in earlier.keys() - keys:
+        worst = (min if key == "clip_coefficient" else max)((by_position[n][key], n) for n in earlier[key])[1]
+        level, _, text = earlier[key][worst]
+        count, total = len(earlier[key]), len(ours[key])
+        yield Finding(
+            # A loss scale that is too large at first skips steps in the first samples only.
+            level if 2 * count >= total else "look",
+            key,
+            f"{text} That was at {'step' if 'step' in ours else 'position'} {worst}, the worst of {count} such samples "
+            f"of {total}; the last one is better.",
+        )
 
 
 def _loss_series(run: Mapping[str, Series]) -> dict[str, Series]:

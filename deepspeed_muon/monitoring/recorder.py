@@ -7,18 +7,18 @@ fragment or skipped the step. The message size does not depend on the number of 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from deepspeed_muon.logs import announce, logger
 from deepspeed_muon.monitoring.diagnosis import diagnose, line
+from deepspeed_muon.monitoring.history import StepHistory
 from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
 from deepspeed_muon.transport.ranks import Ranks
 
@@ -34,18 +34,17 @@ _PREFIX = "Train/Muon/"
 _LISTED = 16
 # Entries of a summary that are no events: DeepSpeed's monitor has rates and norms of every step.
 _NO_EVENTS = ("matrices", "findings", "muon_lr", "adam_lr", "grad_norm_muon", "grad_norm_adamw")
-# Steps of the process after which the log says what was measured.
+# Steps of the process after which the log says what was measured, and findings that it does not wait for.
 _REPORT_AFTER = 200
-# Outcomes of steps that are remembered until the next sample.
-_MOST_OUTCOMES = 1000
+_REPORTED_AT_ONCE = ("clip_coefficient", "clip_stalled")
 # So many elements at a time are converted to fp64, which takes up to 32 bytes for each of them.
 _CONVERT_NUMEL = 1 << 24
 
 # Facts that the ranks add up, and those of which the largest counts.
-_SUMMED = ("muon_numel", "adamw_numel", "sized", "step_rms", "weight_rms")
+_SUMMED = ("muon_numel", "adamw_numel", "sized", "step_rms", "expected_rms", "weight_rms")
 _LARGEST = (
     *("muon_lr", "adam_lr", "adam_rms", "routers", "adamw_over_weight", "step_seconds"),
-    *("skipped", "clipped", "clip_coefficient", "clip_least"),
+    *("skipped", "clipped", "clip_coefficient", "clip_least", "clip_stalled"),
 )
 
 
@@ -54,23 +53,23 @@ class WeightSums:
     """The fragments of a sampled matrix that its owner has itself, of which it measures the weights.
 
     Attributes:
-        lr: The rate of the step.
+        group: ``id`` of the matrix's param group.
         inputs: Input features of the layer.
         relative: Whether the rate is relative to the weights (Hyperball).
         squares: The sum of the squared elements.
         numel: The number of elements; 0 if all are on other ranks.
     """
 
-    lr: float
+    group: int
     inputs: int
     relative: bool
     squares: float = 0.0
     numel: int = 0
 
-    def step_and_weight(self, update_rms: float) -> tuple[float, float]:
-        """Return the RMS of the step, ``lr`` included, and of the weights; NaN for what is unknown."""
-        weight = math.sqrt(self.squares / self.numel) if self.numel else math.nan
-        return self.lr * (weight if self.relative else update_rms), weight
+    @property
+    def rms(self) -> float:
+        """The RMS of the weights; NaN if it is unknown."""
+        return math.sqrt(self.squares / self.numel) if self.numel else math.nan
 
 
 @dataclass(slots=True)
@@ -85,9 +84,9 @@ class Sample:
         losses: With int8 communication, for the directions and the updates that this rank sent: the sum of squares of
             the quantisation error, and that of the values.
         grad_norms: ``grad_norm_muon`` and ``grad_norm_adamw``: the norms of the raw gradients on all ranks.
-        facts: Further numbers by name: what :meth:`deepspeed_muon.optimizer.Muon.run_facts` returns; how the steps
-            since the last sample ended; and the number of sampled matrices, with the sums of the RMS of their steps
-            (``lr`` included) and of their weights.
+        facts: Further numbers by name: what :meth:`deepspeed_muon.optimizer.Muon.run_facts` returns; how the last
+            steps ended; and the number of sampled matrices, with the sums of the RMS of their steps (at the highest
+            rates so far, and at the expected ones) and of their weights.
     """
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -110,6 +109,7 @@ class StepRecorder:
             gets no update, and its results in later steps, which are computed in fp32, count here.
         failed: Blocks that got no update: on a CPU those that failed the check in fp32 too.
         report_after: The number of this process's steps after which rank 0 logs what was measured.
+        history: Rates and outcomes of all steps, recorded before :meth:`step` ends.
     """
 
     def __init__(self, *, every: int, check: bool) -> None:
@@ -119,6 +119,7 @@ class StepRecorder:
         self.redone = 0
         self.failed = 0
         self.report_after = _REPORT_AFTER
+        self.history = StepHistory(every)
         self._device = torch.device("cpu")
         self._steps = 0
         self._summary: dict[str, Any] = {}
@@ -127,14 +128,9 @@ class StepRecorder:
         self._sample: Sample | None = None
         self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
         self._weights: dict[str, WeightSums] = {}
-        # Of each step since the last sample: whether it was skipped, the norm of its gradients, and the clipping norm.
-        self._outcomes: deque[tuple[bool, Any, float]] = deque(maxlen=_MOST_OUTCOMES)
         self._last_sample: tuple[int, float] | None = None  # step, and time in seconds
-        # Whether this process has not seen the run's first steps, and so perhaps not its highest rate.
-        self._is_resumed = False
-        self._is_rising, self._last_lr, self._peak_lr = False, 0.0, 0.0
-        # Keys of the findings that were logged; None before the first report.
-        self._logged: set[str] | None = None
+        self._has_reported = False
+        self._logged: set[str] = set()  # keys of the findings that were logged
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
     def reset(self, device: torch.device) -> None:
@@ -157,20 +153,6 @@ class StepRecorder:
         """Return whether step ``number``, counted from 1, is sampled."""
         return self.every > 0 and number % self.every == 0
 
-    def record_outcome(self, *, lr: float, skipped: bool, norm: Any = None, clipping: float = 0.0) -> None:
-        """Record how a step ended, before :meth:`step` ends.
-
-        Args:
-            lr: Muon's rate; 0 without matrices.
-            skipped: Whether it was skipped.
-            norm: The norm of the gradients, a number or a tensor, which is read in the next sampled step; ``None`` if
-                it is unknown.
-            clipping: The norm to which the gradients are clipped; 0 for no clipping.
-        """
-        self._is_rising, self._last_lr, self._peak_lr = lr > self._last_lr, lr, max(self._peak_lr, lr)
-        if self.every:
-            self._outcomes.append((skipped, norm, clipping))
-
     @contextmanager
     def step(
         self,
@@ -190,7 +172,7 @@ class StepRecorder:
         number = self._steps if number is None else number
         if self._last_sample is None:
             self._last_sample = (number, time.perf_counter())
-            self._is_resumed = number > 1
+            self.history.is_resumed |= number > 1
         if not self.due(number):
             yield None
             return
@@ -212,7 +194,7 @@ class StepRecorder:
                 sample.seconds[name] = sample.seconds.get(name, 0.0) + start.elapsed_time(end) / 1000.0
             sample.matrices = {name: combine(sums) for name, sums in self._sums_by_name.items()}
             sample.redone, sample.failed = self.redone, self.failed
-            sample.facts = {**facts(), **self._read_outcomes()}
+            sample.facts = {**facts(), **self.history.read_outcomes()}
             self._add_sizes(sample)
             # The mean time of all steps since the last sample, forward and backward pass included.
             (before, then), now = self._last_sample, time.perf_counter()
@@ -224,70 +206,45 @@ class StepRecorder:
             self._sums_by_name.clear()
             self._weights.clear()
             self._spans.clear()
-        # 4. Over all ranks.
-        ranks = ranks or Ranks()
-        self._summary = {"step": number, **summarize(sample, ranks)}
-        if self._steps >= self.report_after and ranks.position == 0:
+        # 4. Over all ranks. Without an engine each rank has its own sample, and the first one logs it.
+        self._summary = {"step": number, **summarize(sample, ranks or Ranks())}
+        position = ranks.position if ranks else dist.get_rank() if dist.is_initialized() else 0
+        if position == 0:
             self._log()
 
     def _add_sizes(self, sample: Sample) -> None:
-        """Add the sizes of weights and steps to the sample; in its facts they are those at the highest rate.
-
-        In a warm-up, and at the end of a schedule, every step would look too small.
-        """
-        facts, lr = sample.facts, sample.facts.get("muon_lr", 0.0)
-        if lr <= 0:
-            return
-        # A rate that rises is expected to reach the configured one; that of a resumed run is expected to have done so.
-        expected = facts["configured_lr"] if self._is_rising or self._is_resumed else 0.0
-        # A step is proportional to its rate, and so it is judged at the rate of the peak: at a hundredth of it, in a
-        # warm-up, a step is scaled up by 100.
-        peak = max(self._peak_lr, expected)
-        to_peak = peak / lr
-        facts |= {key: facts[key] * to_peak for key in ("adam_rms", "adamw_over_weight") if key in facts}
-        # (RMS of the step at the peak, RMS of the weights) of each sampled matrix
-        sizes = []
+        """Add the sizes of weights and steps to the sample; in its facts they are those at the highest rates."""
+        sums = dict.fromkeys(("sized", "step_rms", "expected_rms", "weight_rms"), 0.0)
         for name, measured in sample.matrices.items():
-            if (weights := self._weights.get(name)) is None:
+            if (weights := self._weights.get(name)) is None or not (peak := self.history.peak(weights.group)):
                 continue
-            step, weight = weights.step_and_weight(measured["update_rms"])
+            weight = weights.rms
+            update = weight if weights.relative else measured["update_rms"]  # the step at rate 1
             if weight > 0:
+                step = self.history.rates[weights.group].last * update
                 measured["weight_rms"], measured["update_over_weight"] = weight, step / weight
             if not weights.relative:
                 # A rate that is far too high lets the weights grow until the ratio looks normal. So they count no more
                 # than at the usual initialisation, whose standard deviation is 1 / sqrt(inputs).
                 weight = min(weight if weight > 0 else math.inf, weights.inputs**-0.5)
-            if math.isfinite(step) and 0 < weight < math.inf:
-                sizes.append((step * to_peak, weight))
-        facts["sized"] = len(sizes)
-        facts["step_rms"] = math.fsum(step for step, _ in sizes)
-        facts["weight_rms"] = math.fsum(weight for _, weight in sizes)
-
-    def _read_outcomes(self) -> dict[str, float]:
-        """Return what happened in the steps since the last sample, and forget it."""
-        outcomes, clipped = list(self._outcomes), []
-        self._outcomes.clear()
-        if not outcomes:
-            return {}
-        for skipped, norm, clipping in outcomes:
-            # torch.nn.utils.clip_grad_norm_ and DeepSpeed multiply by clipping / (norm + 1e-6) if that is below 1.
-            if not skipped and norm is not None and clipping > 0:
-                clipped.append(min(1.0, clipping / (float(norm) + 1e-6)))
-        result = {"skipped": sum(skipped for skipped, *_ in outcomes) / len(outcomes)}
-        if clipped:
-            result["clipped"] = sum(coefficient < 1 for coefficient in clipped) / len(clipped)
-            result["clip_coefficient"] = statistics.median(clipped)
-            result["clip_least"] = min(clipped)
-        return result
+            if math.isfinite(update) and 0 < weight < math.inf:
+                # A step is proportional to its rate. In a warm-up, and at the end of a schedule, every step would look
+                # too small.
+                sums["sized"] += 1
+                sums["step_rms"] += peak * update
+                sums["expected_rms"] += self.history.expected(weights.group) * update
+                sums["weight_rms"] += weight
+        sample.facts |= sums
 
     def _log(self) -> None:
         """Log the quantities of the run once, and each finding once."""
-        if self._logged is None:
-            self._logged = set()
+        is_report = self._steps >= self.report_after
+        if is_report and not self._has_reported:
+            self._has_reported = True
             text = "deepspeed_muon: after %d steps: %s"
             announce(text, self._steps, line(self._summary), on_any_rank=True)
         for level, key, sentence in diagnose(self._summary):
-            if key not in self._logged:
+            if key not in self._logged and (is_report or key in _REPORTED_AT_ONCE):
                 self._logged.add(key)
                 text = f'deepspeed_muon: {sentence} See docs/health.md, "{key}"'
                 if level == "bad":
@@ -297,7 +254,8 @@ class StepRecorder:
 
     def summary(self) -> dict[str, Any]:
         """Return the last sample's summary, or this rank's counters before the first sample."""
-        return dict(self._summary) or {"redone": self.redone, "failed": self.failed}
+        empty = {"redone": self.redone, "failed": self.failed, "matrices": {}, "findings": {}}
+        return dict(self._summary) or empty
 
     def watches(self, number: int) -> bool:
         """Return whether the matrix with this number is measured in the current step."""
@@ -308,7 +266,7 @@ class StepRecorder:
         self._sums_by_name.setdefault(name, []).append(sums)
 
     def keep_weights(self, name: str, weights: WeightSums) -> None:
-        """Record rate and weights of some blocks of a matrix that this rank owns."""
+        """Record the weights of some blocks of a matrix that this rank owns."""
         sums = self._weights.setdefault(name, weights)
         if sums is not weights:
             sums.squares += weights.squares
@@ -408,6 +366,8 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         summary["adamw_share"] = sums["adamw_numel"] / numel
     if count := sums["sized"]:
         summary["update_over_weight"] = sums["step_rms"] / sums["weight_rms"]
+        if sums["expected_rms"] > sums["step_rms"]:
+            summary["update_over_weight_expected"] = sums["expected_rms"] / sums["weight_rms"]
         if (adam_rms := largest["adam_rms"]) > 0:
             summary["update_over_adamw"] = sums["step_rms"] / count / adam_rms
     # 4. The matrices by name, from all ranks, and the judgement.

@@ -421,15 +421,17 @@ class StepRunner:
         del flight.directions  # as large as what this rank owns
 
     def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:
-        """Record rate and weights of the sampled matrices that this rank owns, from its own fragments of them."""
+        """Record weights of the sampled matrices that this rank owns, from its own fragments of them, and groups."""
         recorder, rank = self.check.recorder, self.plan.rank
+        for layout in self.step_set.adamw_parameters:
+            recorder.history.group_of[layout.name] = id(groups[layout.partition])
         for index in (
             index for chunk in self.plan.chunks for index in chunk.owned if self.check.watches(index)
         ):
             matrix = self.plan.matrices[index]
             rows, cols = matrix.logical_shape
             weights = WeightSums(
-                lr=float(groups[matrix.partition]["lr"]),
+                id(groups[matrix.partition]),
                 # of one block: a stack that is stored as input x output has a block of rows for each expert
                 inputs=rows // len(matrix.grid[0]) if matrix.transposed else cols,
                 relative=self.context.variant.apply is not None,

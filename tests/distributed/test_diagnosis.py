@@ -95,3 +95,42 @@ def test_the_sizes_are_those_of_the_weights(ranks: Any, stage: int) -> None:
     adam_rms = 3e-4 * math.sqrt((1 - 0.9) / (1 + 0.9))
     mean = sum(m["update_rms"] for m in first["matrices"].values()) / len(first["matrices"])
     assert first["update_over_adamw"] == pytest.approx(2e-3 * mean / adam_rms, rel=1e-5)
+
+
+def resumed(rank: int, world_size: int, *, folder: str, saved_clipping: float) -> dict[str, Any]:
+    """Load a checkpoint of a run with another limit of clipping; return what health and the log say of it."""
+    params = {"clip": "separate", "health": 20}
+    first = training.make_engine(training.ds_config(1, clipping=saved_clipping or 1.0, params=params))
+    first.optimizer.clip_grad = saved_clipping
+    training.run_step(first, 0, rank, world_size, 1)
+    first.save_checkpoint(folder)
+    engine = training.make_engine(training.ds_config(1, clipping=1.0, params=params))
+    messages = training.heard()
+    engine.load_checkpoint(folder)
+    for group in deepspeed_muon.muon_optimizer(engine).param_groups:
+        group["lr"] *= 1e-3  # as at the end of a schedule
+    for step in range(1, 40):
+        training.run_step(engine, step, rank, world_size, 1)
+    return {"report": deepspeed_muon.health(engine), "messages": messages}
+
+
+@pytest.mark.parametrize("saved_clipping", [1e-6, 0.0])
+def test_a_resumed_run_is_judged_by_the_limit_that_it_clips_to(
+    ranks: Any, tmp_path: Path, saved_clipping: float
+) -> None:
+    """ZeRO 1 loads the limit: the configured one was reported, and that 0 ends ``clip`` was not said.
+
+    The low rate is expected, and no finding.
+    """
+    (result,) = ranks(1).run(resumed, folder=str(tmp_path), saved_clipping=saved_clipping)
+    coefficient = result["report"].get("clip_coefficient")
+    if saved_clipping:
+        assert coefficient < 1e-4 and set(result["report"]["findings"]) - IGNORED == {"clip_coefficient"}
+    else:
+        assert coefficient is None and set(result["report"]["findings"]) <= IGNORED
+    warnings = [
+        text
+        for text in result["messages"]
+        if f"gradient_clipping is {saved_clipping}, configured 1.0" in text
+    ]
+    assert len(warnings) == 1 and ("clip 'separate' clips nothing" in warnings[0]) == (saved_clipping == 0)

@@ -16,6 +16,7 @@ from deepspeed_muon import Muon
 from deepspeed_muon.math.coefficients import band_of, resolve_schedule, tolerates_rounding
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.monitoring import recorder as recorder_module
+from deepspeed_muon.monitoring.diagnosis import line
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     check_failure,
@@ -131,7 +132,7 @@ def test_a_diverging_iteration_is_caught(
     # The polynomial's slope at 1 is 8e4: one fp32 rounding of the input (6e-8) is half a percent of the result.
     limit = iteration_limit(weight.grad, torch.float32, coefficients=cans)
     within(error_of(weight, weight.grad, cans), limit, "update")
-    assert optimizer.health() == {"redone": 1, "failed": 0} and "layer.weight (12 x 20)" in caplog.text
+    assert counters(optimizer) == (1, 0) and "layer.weight (12 x 20)" in caplog.text
 
 
 def test_norms_of_half_formats_are_summed_in_fp32() -> None:
@@ -150,6 +151,10 @@ def test_what_fails(norm: float, said: str) -> None:
     assert check_failure(4.0, bounds) is None and said in str(check_failure(norm, bounds))
 
 
+def counters(optimizer: Muon) -> tuple[int, int]:
+    return optimizer.health()["redone"], optimizer.health()["failed"]
+
+
 def one_matrix(**kwargs: Any) -> tuple[nn.Parameter, Muon]:
     weight = nn.Parameter(torch.zeros(12, 20))
     return weight, Muon([("layer.weight", weight)], muon_lr=1.0, **kwargs)
@@ -163,7 +168,7 @@ def test_a_wrong_result_is_redone_and_counted(caplog: pytest.LogCaptureFixture) 
         weight.grad = 1e20 * gradient
         optimizer.step()
     within(error_of(weight, gradient), iteration_limit(gradient, torch.float32), "update")
-    assert optimizer.health() == {"redone": 2, "failed": 0}
+    assert counters(optimizer) == (2, 0)
     assert caplog.text.count("layer.weight") == 1 and "redone in fp32" in caplog.text
 
 
@@ -171,7 +176,7 @@ def test_without_the_check_nothing_is_redone() -> None:
     weight, optimizer = one_matrix(ns_backend="torch", health=False)
     weight.grad = torch.full((12, 20), 1e20)
     optimizer.step()
-    assert float(weight.detach().abs().max()) == 0.0 and optimizer.health() == {"redone": 0, "failed": 0}
+    assert float(weight.detach().abs().max()) == 0.0 and counters(optimizer) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", ["skip", "error"])
@@ -184,11 +189,11 @@ def test_wrong_in_fp32_too(caplog: pytest.LogCaptureFixture, mode: Any) -> None:
     with told if mode == "error" else contextlib.nullcontext():
         optimizer.step()
     assert bool((weight == 0.5).all()), "only the decay"
-    assert optimizer.health() == {"redone": 0, "failed": 1}
+    assert counters(optimizer) == (0, 1)
     assert "layer.weight (12 x 20)" in caplog.text and "wire_dtype fp16" in caplog.text
     weight.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(10))
     optimizer.step()
-    assert bool((weight != 0.25).any()) and optimizer.health() == {"redone": 0, "failed": 1}, "said once"
+    assert bool((weight != 0.25).any()) and counters(optimizer) == (0, 1), "said once"
 
 
 def check_of(*matrices: MatrixLayout, every: int = 0) -> ResultCheck:
@@ -346,7 +351,7 @@ def test_plain_optimizer_reports() -> None:
     model = build("toy")
     optimizer = Muon(model, health=2, ns_dtype="fp32")
     optimizer.recorder.matrices = 100
-    assert optimizer.health() == {"redone": 0, "failed": 0}
+    assert optimizer.health() == {"redone": 0, "failed": 0, "matrices": {}, "findings": {}}
     train_alone(model, optimizer, 3)
     report = optimizer.health()
     assert report["step"] == 2 and len(report["matrices"]) == 8
@@ -386,31 +391,76 @@ def test_summary_over_ranks(ranks: Any) -> None:
     assert summarize(Sample(), Ranks()) == {"redone": 0, "failed": 0, "matrices": {}, "findings": {}}
 
 
-def recorded(rates: list[float], *, configured: float, first: int = 1) -> list[dict]:
-    """Return the summary of each of some steps at these rates, whose update is 1 and whose weights are 2."""
+def rated(
+    rates: dict[str, list[float]], configured: dict[str, float], *, first: int = 1
+) -> list[dict[str, Any]]:
+    """Return the summary of each of some steps at these rates by param group.
+
+    The group "adamw" is AdamW's; all others have one matrix, whose update is 1 and whose weights are 2.
+    """
     recorder, summaries = StepRecorder(every=1, check=True), []
     sums = {"blocks": 1, "values": 4, "numel": 16, "distances": 0.0, "sigma_max": 1.0, "stable_ranks": 1.0}
     sums |= {"directions": 16.0, "updates": 16.0, "products": 16.0}
-    for number, lr in enumerate(rates, first):
-        facts = {"muon_lr": lr, "configured_lr": configured, "adam_lr": 0.1, "adam_rms": 0.02}
-        with recorder.step(number, facts=lambda facts=facts: facts):
-            recorder.keep("w", dict(sums))
-            recorder.keep_weights("w", WeightSums(lr, inputs=1, relative=False, squares=64.0, numel=16))
-            recorder.record_outcome(lr=lr, skipped=lr == 0, norm=1.0, clipping=0.0)
+    for number, lrs in enumerate(zip(*rates.values(), strict=True), first):
+        current = {hash(name): (lr, configured[name]) for name, lr in zip(rates, lrs, strict=True)}
+        peak = recorder.history.peak
+        with recorder.step(number, facts=lambda peak=peak: {"adam_rms": peak(hash("adamw")) / 4}):
+            for name in rates.keys() - {"adamw"}:
+                recorder.keep(name, dict(sums))
+                weights = WeightSums(hash(name), inputs=1, relative=False, squares=64.0, numel=16)
+                recorder.keep_weights(name, weights)
+            recorder.history.record(rates=current, skipped=False)
         summaries.append(recorder.summary())
     return summaries
 
 
 def test_updates_are_judged_at_the_peak_of_the_rate() -> None:
-    """In a warm-up at the configured rate, later at the highest one; weights that have grown count as at the start."""
-    summaries = recorded([0.0, 0.001, 0.002, 0.004, 0.004, 0.002], configured=0.01)
+    """Later at the highest one; weights that have grown count as at the start."""
+    summaries = rated({"w": [0.0, 0.001, 0.002, 0.004, 0.004, 0.002, 0.0]}, {"w": 0.01})
     assert "update_over_weight" not in summaries[0]
-    judged = [summary["update_over_weight"] for summary in summaries[1:]]
-    assert judged == pytest.approx([0.01, 0.01, 0.01, 0.004, 0.004])
+    at_peak = [summary["update_over_weight"] for summary in summaries[1:]]
+    assert at_peak == pytest.approx([0.001, 0.002, 0.004, 0.004, 0.004, 0.004])
     assert summaries[3]["matrices"]["w"]["update_over_weight"] == pytest.approx(0.004 / 2)
-    # The process of a resumed run sees the end of a schedule only, and would report that the rate is too low.
-    resumed = recorded([0.002, 0.001], configured=0.01, first=101)
-    assert [summary["update_over_weight"] for summary in resumed] == pytest.approx([0.01, 0.01])
+    # While it rises it is expected to reach the configured one. A resumed run sees the end of a schedule only.
+    expected = [summary.get("update_over_weight_expected") for summary in summaries[1:]]
+    assert expected == [pytest.approx(0.01)] * 3 + [None] * 3
+    resumed = rated({"w": [0.002, 0.001]}, {"w": 0.01}, first=101)
+    assert [summary["update_over_weight_expected"] for summary in resumed] == pytest.approx([0.01, 0.01])
+    assert not summaries[1]["findings"], "the rate of 0.001 is too low, but rises"
+
+
+def test_a_rate_that_is_never_reached_is_not_too_high() -> None:
+    """Noam's schedule: the base rate is 1, and the scheduler's factor is the rate. It was 2000 %."""
+    rising = [0.01 * (step + 1) / 10 for step in range(10)]
+    assert not any(summary["findings"] for summary in rated({"w": rising}, {"w": 1.0}))
+    assert not any(summary["findings"] for summary in rated({"w": rising[::-1]}, {"w": 1.0}, first=101))
+
+
+def test_every_group_is_judged_by_its_own_schedule() -> None:
+    """A first group that is unfrozen late scaled all others by hundreds, or hid them; AdamW's was scaled by Muon's."""
+    late = [0.0] * 8 + [1e-5, 2e-5]
+    rates = {"late": late, "usual": [0.02] * 10, "adamw": [0.004] * 9 + [0.002]}
+    summaries = rated(rates, {"late": 0.02, "usual": 0.02, "adamw": 0.004})
+    assert summaries[7]["update_over_weight"] == pytest.approx(0.02)
+    assert summaries[9]["update_over_weight"] == pytest.approx((0.02 + 2e-5) / 2)
+    assert not summaries[9]["findings"]
+    assert summaries[9]["update_over_adamw"] == pytest.approx((0.02 + 2e-5) / 2 / 0.001)
+
+
+def test_a_resumed_run_without_deepspeed_is_not_too_slow() -> None:
+    """The process sees the rates at the end of a schedule only."""
+    findings = []
+    for is_resumed in (True, False):
+        layer = nn.Linear(64, 64, bias=False)
+        optimizer = Muon([("layer.weight", layer.weight)], muon_lr=0.02, health=1)
+        if is_resumed:
+            optimizer.load_state_dict(optimizer.state_dict())
+        for rate in (3e-4, 2e-4):
+            optimizer.param_groups[0]["lr"] = rate
+            layer(torch.randn(8, 64)).square().sum().backward()
+            optimizer.step()
+        findings.append(set(optimizer.health()["findings"]))
+    assert findings == [set(), {"update_over_weight"}]
 
 
 def test_the_error_of_int8_is_measured_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,29 +483,92 @@ def test_the_error_of_int8_is_measured_in_slices(monkeypatch: pytest.MonkeyPatch
     within(abs(total / (2 * float(exact.square().sum())) - 1), 1e-12, "total")
 
 
-def test_outcomes_of_steps_are_counted_between_samples() -> None:
-    """Skipped steps have no coefficient; a norm is read in the sampled step only."""
-    recorder = StepRecorder(every=4, check=True)
-    for number in range(1, 5):
+def outcomes(
+    norms: list[float], *, every: int = 1, after: int = 200, skipped: tuple[int, ...] = ()
+) -> tuple[StepRecorder, dict[int, set[str]]]:
+    """Return a recorder after steps with these norms of the gradients, clipped to 1, and its findings by step."""
+    recorder, findings = StepRecorder(every=every, check=True), {}
+    recorder.report_after = after
+    for number, norm in enumerate(norms, 1):
         with recorder.step():
-            norm = math.inf if number == 1 else torch.tensor(2.0 if number < 4 else 0.5)
-            recorder.record_outcome(lr=0.0, skipped=number == 1, norm=norm, clipping=1.0)
+            is_skipped = number in skipped
+            recorder.history.record(rates={}, skipped=is_skipped, norm=torch.tensor(norm), clipping=1.0)
+        if recorder.due(number):
+            findings[number] = set(recorder.summary()["findings"])
+    return recorder, findings
+
+
+def test_outcomes_of_steps_are_counted() -> None:
+    """Skipped steps have no coefficient."""
+    recorder, _ = outcomes([math.inf] + [2.0] * 30 + [0.5] * 9, every=40, skipped=(1,))
     summary = recorder.summary()
-    assert summary["skipped"] == 0.25 and summary["clipped"] == pytest.approx(2 / 3)
+    assert summary["skipped"] == 1 / 40 and summary["clipped"] == pytest.approx(30 / 39)
     assert summary["clip_coefficient"] == summary["clip_least"] == pytest.approx(0.5)
+    assert summary["clip_stalled"] == 0
+
+
+def test_one_step_is_no_finding() -> None:
+    """With a sample in every step one skipped step, or one spike, was 100 % of the steps since the last sample."""
+    _, findings = outcomes([0.5] * 150 + [2e4] + [0.5] * 9, skipped=(5, 155))
+    assert not set().union(*findings.values())
+
+
+@pytest.mark.parametrize(
+    ("norms", "every", "step"),
+    [
+        ([1e8] * 40, 20, 20),  # before the first report, after 200 steps
+        ([1.0] * 130 + [1e8] * 25 + [1.0] * 45, 100, 200),  # not half of the steps
+        ([1.0] * 980 + [1e8] * 20, 1000, 1000),
+    ],
+)
+def test_twenty_steps_without_gradients_are_reported_in_the_next_sample(
+    norms: list[float], every: int, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A coefficient below 1e-4, in 19 steps nothing."""
+    recorder, findings = outcomes(norms, every=every, after=10_000)
+    assert next(number for number, keys in findings.items() if keys) == step
+    assert caplog.text.count("clipped to nothing") == 1 and len(recorder.summary()["findings"]) == 1
+    short = [1.0] * (step - 50) + [1e8] * 19 + [1.0] * 31 if step > 20 else [1e8] * 19
+    assert not set().union(*outcomes(short, every=every)[1].values())
 
 
 def test_everything_is_reported_once(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = StepRecorder(every=1, check=True)
-    recorder.report_after = 3
+    recorder.report_after = 23
     with caplog.at_level(logging.WARNING):
-        for number in range(1, 6):
+        for number in range(1, 31):
             with recorder.step(facts=lambda: {"routers": 1.0, "muon_numel": 1.0, "adamw_numel": 3.0}):
-                recorder.record_outcome(lr=0.0, skipped=number > 3, norm=1e9, clipping=1.0)
-            assert ("router" in caplog.text) == (number >= 3)
+                recorder.history.record(rates={}, skipped=number > 20, norm=1e9, clipping=1.0)
+            assert ("router" in caplog.text) == (number >= 23)
+            assert ("clipped to nothing" in caplog.text) == (number >= 20)
     assert caplog.text.count("router of a mixture") == caplog.text.count("steps were skipped") == 1
     assert caplog.text.count("clipped to nothing") == 1
     shown = capsys.readouterr().err
-    assert shown.count("after 3 steps: ") == 1 and "elements that AdamW trains 75%" in shown
+    assert shown.count("after 23 steps: ") == 1 and "elements that AdamW trains 75%" in shown
+
+
+def test_one_replica_logs(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Under torch's DDP, without an engine, every rank logged the line and the warnings."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for rank in (1, 0):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda *_, rank=rank: rank)
+        outcomes([1e9] * 20, after=20)
+        assert caplog.text.count("clipped to nothing") == capsys.readouterr().err.count("steps: ") == 1 - rank
+
+
+def test_the_line_says_how_much_is_clipped_and_which_matrices_change_most() -> None:
+    recorder, _ = outcomes([2.0] * 15 + [0.5] * 5)
+    ratios = {"a.weight": 0.001, "b.weight": 0.004, "c.weight": 0.002}
+    matrices = {name: {"update_over_weight": ratio} for name, ratio in ratios.items()}
+    text = line(
+        {**recorder.summary(), "update_over_weight": 0.01, "update_over_adamw": 2.0, "matrices": matrices}
+    )
+    assert "clipping 0.5 (0.092 to 1 in good runs; least 0.5, 75% of the steps clipped)" in text
+    assert "1.00% (0.59% to 3.00% in good runs; now 0.10% of a.weight to 0.40% of b.weight)" in text
+    assert "updates as a multiple of AdamW's 2 (" in text

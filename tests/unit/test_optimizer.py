@@ -475,11 +475,18 @@ def test_checkpoints_of_an_engine_need_one(setting: dict[str, Any]) -> None:
         Muon(layer, **setting).step()
 
 
-def test_excluded_matrices_are_judged_by_the_smallest_of_adamws_rates() -> None:
-    """The remedy, a param group of their own for the embeddings, ends the finding."""
-    matrix, table = nn.Linear(64, 64, bias=False), nn.Embedding(10, 64)
-    model = nn.Sequential(table, matrix)
-    groups = [{"params": [table.weight], "lr": 0.5}, {"params": [matrix.weight], "lr": 1e-3}]
-    for params, rate in ((model, 0.5), (groups, 1e-3)):
-        facts = Muon(params, model=model, lr=0.5, exclude=["1.weight"]).run_facts()  # type: ignore[arg-type]
-        assert facts["adamw_over_weight"] == pytest.approx(8 * rate * math.sqrt(0.1 / 1.9))
+def test_excluded_matrices_are_judged_by_the_rate_of_their_group() -> None:
+    """A group of embeddings or biases at another rate, even 0, changes nothing of it. The peak counts."""
+    for rate, first_rate in ((0.5, 0.5), (1e-3, 0.5), (0.5, 0.0)):
+        matrix, table = nn.Linear(64, 64, bias=False), nn.Embedding(10, 64)
+        model = nn.Sequential(table, matrix)
+        groups = [{"params": [table.weight], "lr": first_rate}, {"params": [matrix.weight], "lr": rate}]
+        optimizer = Muon(groups, model=model, lr=0.5, exclude=["1.weight"], health=1)  # type: ignore[arg-type]
+        for factor in (1.0, 0.1):
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+            model(torch.arange(10)).sum().backward()
+            optimizer.step()
+        change = 8 * rate * math.sqrt(0.1 / 1.9)
+        assert optimizer.health()["adamw_over_weight"] == pytest.approx(change)
+        assert ("adamw_over_weight" in optimizer.health()["findings"]) == (rate == 0.5)
