@@ -1,6 +1,6 @@
 """``python -m deepspeed_muon rates CONFIG``: the settings of this optimizer, each with its reason.
 
-The settings come from :mod:`deepspeed_muon.forecast.translation`, which reads configurations of AdamW and of other Muons.
+The settings come from :mod:`deepspeed_muon.forecast.translation`, which reads configurations of AdamW and other Muons.
 With ``--from`` and ``--to`` (or ``--model``) the rate is carried from the run on which it was tuned to one of another
 size (:mod:`deepspeed_muon.forecast.size_laws`). With ``--check``, one step with random gradients measures the size of
 the updates at two widths.
