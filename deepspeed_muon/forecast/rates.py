@@ -140,12 +140,13 @@ def _rule_of(config: MuonConfig) -> str:
 def _published(translation: Translation, before: Sizes, after: Sizes) -> list[dict[str, Any]]:
     """Return what each published law makes of the rate that was tuned, over the sizes that are given."""
     config = translation.config()
-    rate = translation.muon_lr() if translation.tuned else "auto"
+    rate = translation.muon_lr()
+    rate = rate if translation.tuned and rate != "auto" else None
     rows = []
     for name, law in LAWS.items():
         factor = law.factor(before, after, config.adjust_lr_fn)
         row: dict[str, Any] = {"name": name, "formula": law.formula(), "factor": _three_digits(factor)}
-        row["muon_lr"] = None if rate == "auto" else _three_digits(rate * factor)
+        row["muon_lr"] = None if rate is None else _three_digits(rate * factor)
         row["without"] = law.missing(before, after, config.adjust_lr_fn)
         rows.append({**row, "setup": law.setup, "source": law.source})
     return rows
@@ -255,8 +256,8 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
             translation.reasons["lr"] = _reason_of_adamws_rate(translation.reasons["lr"], changed)
     if exponent and tuned and translation.tuned:
         reason = "the width that the rate is for: training a much wider model begins with a warning"
-        is_carried = width is not None and translation.muon_lr() != "auto"
-        translation.put("tuned_width", round(width if is_carried else tuned), reason)
+        is_carried = translation.muon_lr() != "auto"
+        translation.put("tuned_width", round(width if width and is_carried else tuned), reason)
 
 
 def _beyond_measured(sizes: Sequence[str], before: Sizes, after: Sizes) -> str:

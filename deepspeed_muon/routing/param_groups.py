@@ -346,10 +346,11 @@ def warn_of_rates(
     rates: dict[str, set[float]] = {}
     for group in groups:
         rates.setdefault(group["algorithm"], set()).add(float(group["lr"]))
-    given = [{key: caller.settings.get(key) for key in RATE_KEYS} for caller in callers]
-    shared = [
-        float(rate["lr"]) for rate in given if [key for key in RATE_KEYS if rate[key] is not None] == ["lr"]
+    given = [
+        {key: caller.settings[key] for key in RATE_KEYS if caller.settings.get(key) is not None}
+        for caller in callers
     ]
+    shared = [float(rate["lr"]) for rate in given if rate.keys() == {"lr"}]
     if (sentence := rate_warning(config, rates, shared)) is not None:
         warn("deepspeed_muon: %s", sentence)
     width, exponent, muon_rates = model_width(routes), width_exponent(config), sorted(rates.get("muon", ()))
