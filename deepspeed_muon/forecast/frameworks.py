@@ -1,6 +1,7 @@
 """The Muons of other frameworks, and the settings here with which a matrix gets the same step.
 
-:mod:`.rates` translates configurations by these rows, and scripts/settings_table.py writes them into ``docs/rates.md``.
+:mod:`.translation` translates configurations by these rows, and scripts/settings_table.py writes them into
+``docs/rates.md``.
 A test writes out the formula of every row and compares it with the float64 reference under the settings of the row.
 
 A sum of gradients, ``M <- momentum * M + G``, as momentum is the running mean here times ``1 / (1 - momentum)``, which
@@ -38,7 +39,7 @@ SOURCES = {
     "DeepSpeed": "deepspeedai/DeepSpeed: deepspeed/runtime/zero/muon/original_muon.py",
     "Dion": "microsoft/dion: dion/muon.py",
     "Moonlight": "MoonshotAI/Moonlight: examples/toy_train.py",
-    "xtuner": "InternLM/xtuner: xtuner/v1/optim/muon.py",
+    "xtuner": "InternLM/xtuner: xtuner/v1/config/optim.py (MuonConfig)",
     "nanochat": "karpathy/nanochat: nanochat/optim.py",
 }
 """Repository and file of the formula of each framework."""
@@ -80,8 +81,12 @@ FRAMEWORKS = (
     FrameworkSettings("Dion", {"adjust_lr": "spectral_norm"}, {**_PLAIN, "adjust_lr_fn": "unit_rms_norm"}),
     FrameworkSettings("Dion", {"adjust_lr": "rms_norm"}, {**_PLAIN, "adjust_lr_fn": "match_rms_adamw"}),
     FrameworkSettings("Moonlight", {}, {"adjust_lr_fn": "match_rms_adamw"}),
-    FrameworkSettings("xtuner", {"adjust_lr": "rms_norm"}, {**_PLAIN, "adjust_lr_fn": "match_rms_adamw"}),
-    FrameworkSettings("xtuner", {"adjust_lr": "spectral_norm"}, {**_PLAIN, "adjust_lr_fn": "unit_rms_norm"}),
+    FrameworkSettings(
+        "xtuner", {"adjust_lr": "rms_norm"}, {"adjust_lr_fn": "match_rms_adamw", "clip": "adamw"}
+    ),
+    FrameworkSettings(
+        "xtuner", {"adjust_lr": "spectral_norm"}, {"adjust_lr_fn": "unit_rms_norm", "clip": "adamw"}
+    ),
     FrameworkSettings(
         "nanochat",
         {},

@@ -289,6 +289,15 @@ def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
     Raises:
         ConfigError: If a size is invalid, transformers is not installed, or it cannot build the model.
     """
+    return build_parsed(parse_config(config), device)
+
+
+def parse_config(config: Mapping[str, Any]) -> Any:
+    """Return transformers' object of a Hugging Face configuration, which has a value for each key.
+
+    Raises:
+        ConfigError: As :func:`build_model`.
+    """
     _check_sizes(config)
     model_type = str(config.get("model_type", ""))
     if not model_type:
@@ -303,9 +312,22 @@ def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
         )
     settings = {key: value for key, value in config.items() if key != "model_type"}
     try:
-        parsed = transformers.CONFIG_MAPPING[_SAME_SHAPES.get(model_type, model_type)](**settings)
+        return transformers.CONFIG_MAPPING[_SAME_SHAPES.get(model_type, model_type)](**settings)
+    except Exception as error:  # of any type, because this runs the architecture's code
+        raise _cannot_build(model_type, error) from error
+
+
+def build_parsed(parsed: Any, device: str = "meta") -> nn.Module:
+    """Return the model of transformers' object of a configuration, which :func:`parse_config` returns.
+
+    Raises:
+        ConfigError: If transformers cannot build the model.
+    """
+    import transformers
+
+    try:
         # The class that saved the configuration determines the head of the model: LlamaForCausalLM has lm_head.
-        saved_classes = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
+        saved_classes = [getattr(transformers, str(name), None) for name in parsed.architectures or ()]
         matching: list[Any] = [
             model_class
             for model_class in saved_classes
@@ -316,10 +338,16 @@ def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
         with torch.device(device):
             model: nn.Module = matching[0](parsed) if matching else auto_class.from_config(parsed)
     except Exception as error:  # of any type, because this runs the architecture's code
-        raise ConfigError(
-            f"transformers {transformers.__version__} cannot build this model of model_type {model_type!r}: {error}"
-        ) from error
+        raise _cannot_build(parsed.model_type, error) from error
     return model
+
+
+def _cannot_build(model_type: str, error: Exception) -> ConfigError:
+    import transformers
+
+    return ConfigError(
+        f"transformers {transformers.__version__} cannot build this model of model_type {model_type!r}: {error}"
+    )
 
 
 def _check_sizes(config: Mapping[str, Any], where: str = "") -> None:

@@ -1,67 +1,55 @@
 """``python -m deepspeed_muon rates CONFIG``: the settings of this optimizer, each with its reason.
 
-The input is a DeepSpeed configuration whose optimizer is AdamW, this Muon or DeepSpeed's, or the arguments of torch's,
-Megatron-LM's, verl's, Dion's or xtuner's Muon. With ``--from`` and ``--to`` (or ``--model``) the rate is carried
-from the run on which it was tuned to one of another size (:mod:`deepspeed_muon.forecast.size_laws`). With ``--check``,
-one step with random gradients measures the size of the updates at two widths.
+The settings come from :mod:`deepspeed_muon.forecast.translation`, which reads configurations of AdamW and other Muons.
+With ``--from`` and ``--to`` (or ``--model``) the rate is carried from the run on which it was tuned to one of another
+size (:mod:`deepspeed_muon.forecast.size_laws`). With ``--check``, one step with random gradients measures the size of
+the updates at two widths.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hjson
 import torch
 
-from deepspeed_muon.config.settings import DEFAULT_ADAM_LR, DEFAULT_MUON_LR, MuonConfig
-from deepspeed_muon.config.values import RENAMED, shown, unknown_key_message
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.frameworks import framework_settings
-from deepspeed_muon.forecast.model_shapes import build_model, load_model, model_config, read_object
+from deepspeed_muon.forecast.model_shapes import (
+    build_parsed,
+    load_model,
+    model_config,
+    parse_config,
+    read_object,
+)
 from deepspeed_muon.forecast.size_laws import (
     CARRIED_BY,
     LAWS,
     MEASURED,
     MEASURED_ON,
+    MEASURED_SIZES,
     ROOT_OF_WIDTH,
     SIZES,
     UNKNOWN,
     Sizes,
     read_sizes,
 )
+from deepspeed_muon.forecast.translation import NOBODY, SOURCES, Translation, translate
 from deepspeed_muon.math.updates import shape_scale
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.param_groups import rate_warning, width_exponent
+from deepspeed_muon.routing.param_groups import width_exponent
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route, model_width, summarize_routes
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.variants import VARIANTS
-
-_ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam")
-_MEGATRON = {
-    "adam_beta1",
-    "adam_beta2",
-    "muon_momentum",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "muon_match_adamw_update_rms",
-}
-_KINDS = {
-    "adamw": "AdamW",
-    "deepspeed": "DeepSpeed's Muon or this one, which have the same keys",
-    "torch": "torch.optim.Muon",
-    "megatron": "Megatron-LM's Muon",
-    "dion": "Dion's Muon or xtuner's",
-}
-_QUINTIC = [3.4445, -4.775, 2.0315]  # the default of torch.optim.Muon, and of ns_schedule here
-_ADAM_HALF = "AdamW's half; written out because the default here differs"
 
 
 def add_subcommand(subparsers: Any) -> None:
@@ -120,7 +108,7 @@ def _rates(arguments: argparse.Namespace) -> int:
     published = _published(translation, before, after)
     carry(translation, before, after, law_name=arguments.apply)
     report = {
-        "read_as": _KINDS[kind],
+        "read_as": SOURCES[kind].name,
         "from": before,
         "to": after,
         "optimizer": {"type": "Muon", "params": translation.settings},
@@ -152,8 +140,8 @@ def _rule_of(config: MuonConfig) -> str:
 def _published(translation: Translation, before: Sizes, after: Sizes) -> list[dict[str, Any]]:
     """Return what each published law makes of the rate that was tuned, over the sizes that are given."""
     config = translation.config()
-    rates = [translation.settings.get(key) for key in ("muon_lr", "lr")]
-    rate = None if "auto" in rates else config.muon_defaults()["lr"]
+    rate = translation.muon_lr()
+    rate = rate if translation.tuned and rate != "auto" else None
     rows = []
     for name, law in LAWS.items():
         factor = law.factor(before, after, config.adjust_lr_fn)
@@ -243,28 +231,57 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
     if law_name and (missing := law.missing(before, after, config.adjust_lr_fn)):
         raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
     ratios = {size: after[size] / before[size] for size in powers if size in before and size in after}
-    if any(ratio != 1.0 for ratio in ratios.values()):
-        if exponent is None and law_name is None:
-            translation.notes.append(
-                f"the rate is not carried to the other size: the measured runs do not say how it follows one under "
-                f"{_rule_of(config)}"
-            )
-        else:
-            factors = " ".join(f"{ratio:.4g}^{powers[size]:g} ({size})" for size, ratio in ratios.items())
-            source = (
-                f"{law.source}: applied because --apply asks for it"
-                if law_name
-                else "which the runs here agree with"
-            )
-            _multiply_rate(
-                translation,
-                law.factor(before, after, config.adjust_lr_fn),
-                ratios.get("width", 1.0) ** powers.get("width", 0.0),
-                f"{factors}: {source}",
-            )
-    if exponent and tuned:
+    changed = [size for size, ratio in ratios.items() if ratio != 1.0]
+    if changed and not translation.tuned:
+        translation.notes.append(
+            "muon_lr is a rate to begin with and was not tuned: it is not carried to the other size"
+        )
+    elif changed and exponent is None and law_name is None:
+        translation.notes.append(
+            f"the rate is not carried to the other size: the measured runs do not say how it follows one under "
+            f"{_rule_of(config)}"
+        )
+    elif changed:
+        factors = " ".join(f"{ratio:.4g}^{powers[size]:g} ({size})" for size, ratio in ratios.items())
+        source = "which the runs here agree with" + _beyond_measured(changed, before, after)
+        if law_name:
+            source = f"{law.source}: applied because --apply asks for it"
+        _multiply_rate(
+            translation,
+            law.factor(before, after, config.adjust_lr_fn),
+            ratios.get("width", 1.0) ** powers.get("width", 0.0),
+            f"{factors}: {source}",
+        )
+        if "muon_lr" in translation.settings and "lr" in translation.settings and config.adam_lr is None:
+            translation.reasons["lr"] = _reason_of_adamws_rate(translation.reasons["lr"], changed)
+    if exponent and tuned and translation.tuned:
         reason = "the width that the rate is for: training a much wider model begins with a warning"
-        translation.put("tuned_width", round(width or tuned), reason)
+        is_carried = translation.muon_lr() != "auto"
+        translation.put("tuned_width", round(width if width and is_carried else tuned), reason)
+
+
+def _beyond_measured(sizes: Sequence[str], before: Sizes, after: Sizes) -> str:
+    """Return which of ``sizes`` are beyond those of the measured runs, as the end of a sentence."""
+    ranges = {size: MEASURED_SIZES[size] for size in sizes}
+    beyond = [
+        f"{size} {low:,} to {high:,}"
+        for size, (low, high) in ranges.items()
+        if not (low <= before[size] <= high and low <= after[size] <= high)
+    ]
+    return f"; extrapolated beyond what was measured, {' and '.join(beyond)}" if beyond else ""
+
+
+def _reason_of_adamws_rate(reason: str, changed: Sequence[str]) -> str:
+    """Return the reason of ``lr`` where Muon has a rate of its own for the sizes that changed."""
+    reasons = [reason if NOBODY in reason else "AdamW's rate, as tuned"]
+    if "width" in changed:
+        reasons.append("in the measured runs it was the same at all widths")
+    if unmeasured := [size for size in changed if size != "width"]:
+        reasons.append(
+            f"how it follows {' and '.join(unmeasured)} was not measured, and Marin's law gives it the exponents of "
+            f"Muon's"
+        )
+    return "; ".join(reasons)
 
 
 def _multiply_rate(translation: Translation, factor: float, of_width: float, reason: str) -> None:
@@ -273,29 +290,21 @@ def _multiply_rate(translation: Translation, factor: float, of_width: float, rea
     The decay is divided by ``of_width``, the part of the factor that follows the width: over widths its product with
     the rate was kept in the measured runs. Over tokens and batch the decay stays.
     """
-    settings, config = translation.settings, translation.config()
-    key = "lr" if settings.get("muon_lr") is None else "muon_lr"
-    rate, decay = settings[key], config.muon_defaults()["weight_decay"]
+    settings, rate = translation.settings, translation.muon_lr()
     if rate == "auto":
         translation.notes.append(
-            f"lr is 'auto' and stays. For the other size set muon_lr to {factor:.3g} times the learning rate that "
-            f"fills it in ({reason}), and adam_lr to that learning rate"
+            f"lr is 'auto' and stays, as AdamW's rate. For the other size set muon_lr to {factor:.3g} times the "
+            f"learning rate that fills it in ({reason})"
         )
         return
     if factor == 1.0:
-        translation.reasons[key] += f"; {reason}"
+        translation.reasons["lr" if settings.get("muon_lr") is None else "muon_lr"] += f"; {reason}"
         return
-    # The rates stand first. AdamW keeps the lr that both had.
-    rest = {name: value for name, value in settings.items() if name != key}
-    settings.clear()
-    translation.put("muon_lr", _three_digits(rate * factor), f"{rate:g} x {factor:.3g} ({reason})")
-    if key == "lr" and rest.get("adam_lr") is None:
-        del translation.reasons["lr"]
-        translation.put("adam_lr", rate, "as tuned: in the measured runs it was the same at all widths")
-    settings.update(rest)
-    if config.weight_decay_mode == "independent":
+    translation.change_muon_lr(_three_digits(rate * factor), factor, f"{rate:g} x {factor:.3g} ({reason})")
+    if settings.get("weight_decay_mode") == "independent":
         return  # its decay is not multiplied by the rate
-    if "auto" in (settings.get("muon_weight_decay"), settings.get("weight_decay")):
+    decay = settings.get("muon_weight_decay", settings.get("weight_decay"))
+    if decay == "auto":
         translation.notes.append(
             f"weight_decay is 'auto' and stays: its product with Muon's rate becomes {factor:.3g} of what it was"
         )
@@ -313,11 +322,15 @@ def _three_digits(value: float) -> float:
 
 def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
     """Print the sizes of the updates at two widths; return 1 if one deviates from the scale rule."""
-    if "hidden_size" not in model:
-        raise ConfigError("--check: the model's config.json has no hidden_size that could be divided")
+    parsed = parse_config(model)
+    if not getattr(parsed, "hidden_size", None):
+        raise ConfigError(
+            f"--check: the configuration of model_type {parsed.model_type!r} has no hidden_size that could be divided: "
+            f"pass that of its text model"
+        )
     # The wider one of the two models has a width of at most 512: a width of 4096 is divided by 8, and by 16.
-    shrink = max(1, 2 ** math.ceil(math.log2(model["hidden_size"] / 512)))
-    full_width, half_width = (measured_sizes(model, config, factor) for factor in (shrink, 2 * shrink))
+    shrink = max(1, 2 ** math.ceil(math.log2(parsed.hidden_size / 512)))
+    full_width, half_width = (measured_sizes(parsed, config, factor) for factor in (shrink, 2 * shrink))
     print(
         f"\nsize of an update over the rate, models of 1/{2 * shrink} and 1/{shrink} of the width, two layers"
     )
@@ -336,223 +349,6 @@ def _check(model: Mapping[str, Any], config: MuonConfig) -> int:
     return int(wrong > 0)
 
 
-class Translation:
-    """Settings of this optimizer, built step by step from those of a source optimizer.
-
-    Attributes:
-        source: Settings of the source optimizer that have not been translated yet.
-        settings: The resulting ``optimizer.params``.
-        reasons: For each key of ``settings``, why it has its value.
-        left_out: For each key of the source optimizer without a counterpart, why it has none.
-        notes: What to decide or to set by hand.
-    """
-
-    def __init__(self, source: Mapping[str, Any]) -> None:
-        self.source = dict(source)
-        self.settings: dict[str, Any] = {}
-        self.reasons: dict[str, str] = {}
-        self.left_out: dict[str, str] = {}
-        self.notes: list[str] = []
-
-    def put(self, key: str, value: object, reason: str) -> None:
-        """Set a key of ``settings`` with its reason."""
-        self.settings[key], self.reasons[key] = value, reason
-
-    def take(self, source_key: str, default: object, reason: str, *, key: str = "") -> None:
-        """Move a setting of the source optimizer, or its default there, to ``key`` (by default the same name)."""
-        self.put(key or source_key, self.source.pop(source_key, default), reason)
-
-    def config(self) -> MuonConfig:
-        """Return the validated settings, without the "auto" values that Hugging Face integrations fill in later."""
-        return MuonConfig.from_params({key: value for key, value in self.settings.items() if value != "auto"})
-
-    def take_rest(self) -> None:
-        """Move all remaining settings to their names here; those without one are left out, with a remedy."""
-        for key, value in self.source.items():
-            name = RENAMED.get(key, key)
-            if name in MuonConfig.model_fields:
-                self.put(name, value, "the same" if name == key else f"another name of {key}")
-            else:
-                self.left_out[key] = unknown_key_message(key, MuonConfig.model_fields)
-
-
-def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
-    """Return the kind of the source optimizer (a key of ``_KINDS``) and its translated settings.
-
-    Args:
-        content: A DeepSpeed configuration, or Megatron-LM's arguments.
-
-    Raises:
-        ConfigError: If the optimizer cannot be translated, or the translated settings are invalid.
-    """
-    section = content.get("optimizer")
-    # A DeepSpeed configuration has a section; Megatron-LM's arguments are flat, with the optimizer's name as a string.
-    if isinstance(section, Mapping):
-        type_name, params = str(section.get("type", "")), section.get("params") or {}
-    else:
-        type_name, params = str(section or ""), content
-    if not isinstance(params, Mapping):
-        raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
-    kind, translation = _kind(type_name, params), Translation(params)
-    try:
-        if kind == "deepspeed":
-            _from_deepspeed(translation, content)
-        else:
-            {
-                "adamw": _from_adamw,
-                "torch": _from_torch,
-                "megatron": _from_megatron,
-                "dion": _from_dion,
-            }[kind](translation)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"optimizer: a value of the wrong type: {error}") from error
-    config = translation.config()  # validates
-    # What an engine would warn of, if its param groups have no rates of their own.
-    rates = {"muon": {config.muon_defaults()["lr"]}, "adamw": {config.adam_defaults()["lr"]}}
-    if (warning := rate_warning(config, rates)) is not None:
-        translation.notes.append(warning)
-    return kind, translation
-
-
-def _kind(type_name: str, params: Mapping[str, Any]) -> str:
-    # Arguments that only one optimizer has decide before the name: several are called Muon.
-    if _MEGATRON & set(params):
-        return "megatron"
-    if type_name.lower() in _ADAM:
-        return "adamw"
-    if "ns_coefficients" in params:
-        return "torch"
-    if "adjust_lr" in params:
-        return "dion"
-    if type_name.lower() == "muon":
-        return "deepspeed"
-    raise ConfigError(
-        f"optimizer.type: {type_name!r} has no counterpart here; rates reads AdamW, the Muon of DeepSpeed, torch, Dion "
-        f"and xtuner, and Megatron-LM's arguments"
-    )
-
-
-def _from_adamw(translation: Translation) -> None:
-    translation.take("lr", 1e-3, "AdamW's rate serves both halves under match_rms_adamw")
-    translation.put(
-        "adjust_lr_fn", "match_rms_adamw", "matrices get updates of AdamW's usual size, 0.2 times the rate"
-    )
-    translation.take("weight_decay", 0.0, "times the rate, as AdamW's: the product stays")
-    translation.take("betas", [0.9, 0.999], _ADAM_HALF)
-    translation.take("eps", 1e-8, _ADAM_HALF)
-    translation.take_rest()
-
-
-def _from_deepspeed(translation: Translation, content: Mapping[str, Any]) -> None:
-    # 1. The rate. At ZeRO 1 to 3 DeepSpeed clips the update, so with clipping its rate says nothing about one here.
-    clipping = content.get("gradient_clipping", 0.0)
-    if clipping and (content.get("zero_optimization") or {}).get("stage", 0):
-        shared = translation.source.pop("lr", None)
-        tuned = translation.source.pop("muon_lr", shared)
-        translation.put(
-            "muon_lr",
-            DEFAULT_MUON_LR,
-            f"DeepSpeed clips the update to gradient_clipping {shown(clipping)}, here it is the gradient: "
-            f"{shown(tuned)} does not carry over; begin with this, then try half and twice of it",
-        )
-        if shared is not None:
-            translation.take("adam_lr", shared, "its half is not affected: the same")
-    # 2. Everything else has the same name; a rate that is missing gets its default, so that it is seen.
-    if translation.source.pop("per_head_muon", False):
-        translation.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
-    translation.take_rest()
-    if translation.settings.get("lr") is None:
-        for key, default in (("muon_lr", DEFAULT_MUON_LR), ("adam_lr", DEFAULT_ADAM_LR)):
-            if translation.settings.get(key) is None:
-                translation.put(key, default, "the default, chosen by nobody: tune it, by factors of two")
-
-
-def _from_torch(translation: Translation) -> None:
-    if translation.source.get("adjust_lr_fn") == "match_rms_adamw":
-        translation.take("lr", 1e-3, "under match_rms_adamw it serves both halves")
-    else:
-        translation.take("lr", 1e-3, "torch.optim.Muon has matrices only", key="muon_lr")
-        translation.put("adam_lr", 3e-4, "the default: write the rate of the AdamW that trains the rest")
-    translation.take("weight_decay", 0.1, "torch's default is 0.1, here it is 0", key="muon_weight_decay")
-    coefficients = list(translation.source.pop("ns_coefficients", _QUINTIC))
-    steps = translation.source.pop("ns_steps", 5)
-    if coefficients == _QUINTIC:
-        translation.put("ns_steps", steps, "the same coefficients, quintic")
-    else:
-        translation.put("ns_schedule", [coefficients] * steps, f"ns_coefficients in each of {steps} steps")
-    if translation.source.pop("eps", None) is not None:
-        translation.left_out["eps"] = (
-            "guards the norm there; here a norm below 1e-12 counts as 1e-12, and eps is AdamW's"
-        )
-    if translation.source.get("adjust_lr_fn", "") is None:
-        del translation.source["adjust_lr_fn"]
-    translation.take_rest()
-
-
-def _from_megatron(translation: Translation) -> None:
-    # There is no take_rest() at the end: the remaining arguments describe the model. Arguments of the command line have
-    # dashes, and Muon's own a prefix: --muon-scale-mode is scale_mode below.
-    source = {key.replace("-", "_").removeprefix("muon_"): value for key, value in translation.source.items()}
-    translation.source = source
-    extra, mode = source.get("extra_scale_factor", 1.0), source.get("scale_mode", "spectral")
-    rate, decay = source.get("lr", 1e-3), source.get("weight_decay", 0.01)
-    factor = f"extra scale factor {extra!r}"
-    if extra <= 0:
-        raise ConfigError(f"muon_extra_scale_factor: must be positive, got {shown(extra)}")
-    if source.get("match_adamw_update_rms"):  # verl derives the factor from AdamW's first beta
-        beta1 = (source.get("betas") or (0.9,))[0]
-        extra = math.sqrt((1 - beta1) / (1 + beta1))
-        factor = f"sqrt((1 - {beta1:g}) / (1 + {beta1:g})), as muon_match_adamw_update_rms says"
-    row = framework_settings("Megatron-LM", muon_scale_mode=mode, muon_extra_scale_factor=extra)
-    row = row or framework_settings("Megatron-LM", muon_scale_mode=mode)
-    if row is None:
-        raise ConfigError(f"muon_scale_mode: {shown(mode)} is none of Megatron-LM's modes")
-    scale = {"update_scale": extra, **row.ours}
-    translation.put("lr", rate, "the rate of both halves, as there")
-    translation.put("adjust_lr_fn", scale["adjust_lr_fn"], f"the formula of its {mode}")
-    if scale["adjust_lr_fn"] == "match_rms_adamw":
-        translation.reasons["adjust_lr_fn"] += f" with the {factor}"
-    elif extra != 1.0:
-        translation.put("update_scale", scale["update_scale"], f"the {factor}")
-    translation.put("weight_decay", decay, "times the rate, as there")
-    translation.take("momentum", 0.95, "the same")
-    translation.take("use_nesterov", False, "off there unless asked for", key="nesterov")
-    translation.take("nesterov", translation.settings["nesterov"], "off there unless asked for")
-    translation.take("num_ns_steps", 5, "the same", key="ns_steps")
-    first, second = source.get("betas") or (0.9, 0.999)
-    betas = [source.get("adam_beta1", first), source.get("adam_beta2", second)]
-    translation.put("betas", betas, _ADAM_HALF)
-    translation.take("adam_eps", 1e-8, _ADAM_HALF, key="eps")
-    schedule = source.get("coefficient_type", "quintic")
-    if schedule in ("polar_express", "cans", "deepseekv4"):
-        translation.put("ns_schedule", schedule, "the same method; its last digits differ")
-    elif schedule != "simple":
-        translation.left_out["coefficient_type"] = (
-            f"{schedule} is a table of its own; quintic here is its 'simple'"
-        )
-    if source.get("tp_mode") == "distributed":
-        translation.put("tensor_parallel_mode", "distributed", "the same")
-    else:
-        translation.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
-
-
-def _from_dion(translation: Translation) -> None:
-    rule = translation.source.pop("adjust_lr")
-    row = framework_settings("Dion", adjust_lr=rule)
-    if row is None:
-        raise ConfigError(
-            f"adjust_lr: {shown(rule)} has no counterpart: every rule here depends on the shape"
-        )
-    translation.take("lr", 0.01, "the rate of both halves, as there")
-    translation.put("adjust_lr_fn", row.ours["adjust_lr_fn"], f"the formula of its {rule}")
-    translation.take("mu", 0.95, "a sum of gradients there, which has the same direction", key="momentum")
-    translation.take("nesterov", False, "off there unless asked for")
-    translation.take("weight_decay", 0.01, "times the rate, as there")
-    translation.take("betas", [0.9, 0.95], "the same")
-    translation.take("epsilon", 1e-8, _ADAM_HALF, key="eps")
-    translation.take_rest()
-
-
 def expected_size(route: Route, config: MuonConfig) -> float:
     """Return the RMS of an update divided by the rate, as the scale rule gives it for exact orthogonalisation."""
     square = 0.0
@@ -564,13 +360,11 @@ def expected_size(route: Route, config: MuonConfig) -> float:
     return config.update_scale * math.sqrt(square / route.numel)
 
 
-def measured_sizes(
-    sizes: Mapping[str, Any], config: MuonConfig, shrink: int
-) -> dict[str, tuple[str, float, float]]:
+def measured_sizes(sizes: Any, config: MuonConfig, shrink: int) -> dict[str, tuple[str, float, float]]:
     """Take one step of a narrower model with random gradients and measure the updates.
 
     Args:
-        sizes: A Hugging Face configuration.
+        sizes: A configuration of transformers.
         config: The optimizer's settings; weight decay and QK-clip are switched off.
         shrink: The factor by which to divide widths and heads; the model has two layers and at most eight experts.
 
@@ -581,7 +375,7 @@ def measured_sizes(
     """
     # 1. A narrow model and its optimizer.
     torch.manual_seed(0)
-    model = build_model(_narrower(sizes, shrink), "cpu").float()
+    model = build_parsed(_narrower(sizes, shrink), "cpu").float()
     off = {"weight_decay": 0.0, "muon_weight_decay": None, "qk_clip": None, "health": 0}
     config = config.model_copy(update=off)
     optimizer = Muon.from_config(model, config, model=model)
@@ -608,19 +402,32 @@ def measured_sizes(
     return measured
 
 
-def _narrower(config: Mapping[str, Any], shrink: int) -> dict[str, Any]:
+def _narrower(sizes: Any, shrink: int) -> Any:
     """Return the configuration of a model with widths and heads divided, two layers and a small vocabulary."""
-    narrow = dict(config)
-    divided = ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
-    for key in (*divided, "num_attention_heads", "num_key_value_heads"):
-        if narrow.get(key):
-            narrow[key] = max(1, narrow[key] // shrink)
-    for key, limit in {
-        "num_hidden_layers": 2,
-        "vocab_size": 256,
-        "num_experts": 8,
-        "n_routed_experts": 8,
-    }.items():
-        if narrow.get(key):
-            narrow[key] = min(limit, narrow[key])
-    return {**narrow, "pad_token_id": None}
+    narrow = copy.deepcopy(sizes)
+
+    def change(keys: Sequence[str], value_of: Callable[[int], int]) -> None:
+        for key in keys:
+            if isinstance(value := getattr(narrow, key, None), int) and value > 0:
+                setattr(narrow, key, value_of(value))
+
+    # 1. Lists with an entry for each layer, such as layer_types.
+    layers = getattr(sizes, "num_hidden_layers", None)
+    for key, value in vars(sizes).items():
+        if isinstance(value, (list, tuple)) and len(value) == layers:
+            setattr(narrow, key, value[:2])
+    change(["num_hidden_layers"], lambda layers: min(layers, 2))
+    change(["vocab_size"], lambda rows: min(rows, 256))
+    change(["num_experts", "n_routed_experts", "num_local_experts"], lambda experts: min(experts, 8))
+    # 2. Widths.
+    widths = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    change([*widths, "q_lora_rank", "kv_lora_rank"], lambda width: max(1, width // shrink))
+    # 3. The numbers of heads are divided by their common divisor with shrink, and the size of a head by the rest.
+    # It stays even, because rotary embeddings divide a head into halves.
+    heads = ["num_attention_heads", "num_key_value_heads"]
+    divisor = math.gcd(shrink, *(getattr(narrow, key, None) or 0 for key in heads))
+    change(heads, lambda number: number // divisor)
+    head_dims = ("head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    change(head_dims, lambda size: 2 * max(1, size * divisor // (2 * shrink)))
+    narrow.pad_token_id = None
+    return narrow

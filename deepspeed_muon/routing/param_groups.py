@@ -17,6 +17,7 @@ from deepspeed_muon.config.settings import (
     DEFAULT_ADAM_LR,
     DEFAULT_MUON_LR,
     GROUP_KEYS,
+    RATE_KEYS,
     GroupSettings,
     MuonConfig,
     refuse_misspelt_keys,
@@ -262,35 +263,46 @@ class EqualRates:
                 return
 
 
-def rate_warning(config: MuonConfig, rates: Mapping[str, Collection[float]]) -> str | None:
+def rate_warning(
+    config: MuonConfig, rates: Mapping[str, Collection[float]], shared: Collection[float] = ()
+) -> str | None:
     """Return a warning of a rate that nobody chose, or that was chosen for the other algorithm.
 
     Args:
         config: The settings.
         rates: The rates of the param groups, by algorithm. A group may have a rate of its own.
+        shared: The rates that a caller's group has as ``lr``, and that so apply to both algorithms.
     """
     muon_rates, adam_rates = rates.get("muon", ()), rates.get("adamw", ())
-    lr, rule = config.lr, _rule(config)
+    rule = rule_of(config)
     # 1. One algorithm's rate is set, and the other trains at a default.
-    if lr is None and config.adam_lr is None and config.muon_lr is not None and DEFAULT_ADAM_LR in adam_rates:
+    if (
+        config.lr is None
+        and config.adam_lr is None
+        and config.muon_lr is not None
+        and DEFAULT_ADAM_LR in adam_rates
+    ):
         return (
             f"muon_lr is set alone, so AdamW trains embeddings, heads and vectors at its default, {DEFAULT_ADAM_LR:g}: "
             f"set adam_lr, to the rate of your AdamW run if there was one"
         )
-    if lr is None and config.muon_lr is None and config.adam_lr is not None and DEFAULT_MUON_LR in muon_rates:
+    if (
+        config.lr is None
+        and config.muon_lr is None
+        and config.adam_lr is not None
+        and DEFAULT_MUON_LR in muon_rates
+    ):
         return (
             f"adam_lr is set alone, so Muon trains the matrices at its default, {DEFAULT_MUON_LR:g}, under {rule}: set "
             f"muon_lr"
         )
     # 2. One rate is set for both, under a rule other than the one that makes it serve both.
-    if config.muon_lr is not None or config.adam_lr is not None or not lr or lr not in muon_rates:
+    of_groups = set(shared).intersection(muon_rates).intersection(adam_rates)
+    lr = config.lr if config.lr in muon_rates else min(of_groups, default=None)
+    if config.muon_lr is not None or config.adam_lr is not None or not lr or one_rate_serves_both(config):
         return None
-    # RMS of an update of Muon over the 0.2 that AdamW's usually have at the same rate: 1 under match_rms_adamw,
-    # 1 / 0.2 under spectral. Under the rules without an entry it depends on the shape.
-    ratio = {"match_rms_adamw": 1.0, "spectral": 5.0}.get(config.adjust_lr_fn, 0.0) * config.update_scale
-    if "adjust_lr_fn" in rule and 0.5 <= ratio <= 2.0:
-        return None
-    if "adjust_lr_fn" in rule and ratio:
+    ratio = _update_ratio(config)
+    if ratio:
         return (
             f"the matrices train with lr {lr:g} under {rule}, which makes their updates {ratio:g} times as large as "
             f"AdamW's usually are at that rate: set adjust_lr_fn to 'match_rms_adamw' without update_scale; else set "
@@ -310,14 +322,38 @@ def rate_warning(config: MuonConfig, rates: Mapping[str, Collection[float]]) -> 
     return None
 
 
-def warn_of_rates(config: MuonConfig, groups: Sequence[GroupSettings], routes: Sequence[Route]) -> None:
-    """Warn of rates that nobody chose, and of one that was tuned on a narrower model than this one."""
+def one_rate_serves_both(config: MuonConfig) -> bool:
+    """Whether Muon's updates have about the size that AdamW's usually have at the same rate."""
+    ratio = _update_ratio(config)
+    return ratio is not None and 0.5 <= ratio <= 2.0
+
+
+def _update_ratio(config: MuonConfig) -> float | None:
+    """Return the RMS of Muon's update over AdamW's usual one, 0.2, at one rate; ``None`` if it depends on the shape."""
+    ratios = {"match_rms_adamw": 1.0, "spectral": 1 / 0.2}
+    if VARIANTS[config.variant].apply is not None or config.adjust_lr_fn not in ratios:
+        return None
+    return ratios[config.adjust_lr_fn] * config.update_scale
+
+
+def warn_of_rates(
+    config: MuonConfig,
+    groups: Sequence[GroupSettings],
+    callers: Iterable[CallerGroup],
+    routes: Sequence[Route],
+) -> None:
+    """Warn of rates that nobody chose, and of rates that were tuned on a narrower model than this one."""
     rates: dict[str, set[float]] = {}
     for group in groups:
         rates.setdefault(group["algorithm"], set()).add(float(group["lr"]))
-    if (sentence := rate_warning(config, rates)) is not None:
+    given = [
+        {key: caller.settings[key] for key in RATE_KEYS if caller.settings.get(key) is not None}
+        for caller in callers
+    ]
+    shared = [float(rate["lr"]) for rate in given if rate.keys() == {"lr"}]
+    if (sentence := rate_warning(config, rates, shared)) is not None:
         warn("deepspeed_muon: %s", sentence)
-    width, exponent, rate = model_width(routes), width_exponent(config), config.muon_defaults()["lr"]
+    width, exponent, muon_rates = model_width(routes), width_exponent(config), sorted(rates.get("muon", ()))
     if config.tuned_width is None or not exponent or width <= config.tuned_width:
         return
     factor = (width / config.tuned_width) ** exponent
@@ -325,16 +361,19 @@ def warn_of_rates(config: MuonConfig, groups: Sequence[GroupSettings], routes: S
         advice = ""
         if config.adjust_lr_fn != "original":
             advice = ", or tune once with adjust_lr_fn 'original', whose best rate moves less"
+        if len(muon_rates) == 1:
+            remedy = f"set muon_lr to {muon_rates[0] * factor:.3g} (it is {muon_rates[0]:g}) and tuned_width"
+        else:
+            numbers = ", ".join(f"{rate:g}" for rate in muon_rates)
+            remedy = f"multiply Muon's rates, {numbers}, by {factor:.3g}, and set tuned_width"
         warn(
             "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the best "
-            "rate fell with width^%g where it was measured: set muon_lr to %.3g (it is %g) and tuned_width to %d%s "
-            "(docs/rates.md)",
+            "rate fell with width^%g where it was measured: %s to %d%s (docs/rates.md)",
             config.tuned_width,
             width,
-            _rule(config),
+            rule_of(config),
             exponent,
-            rate * factor,
-            rate,
+            remedy,
             width,
             advice,
         )
@@ -347,7 +386,7 @@ def width_exponent(config: MuonConfig) -> float | None:
     return None if relative else WIDTH_EXPONENT.get(config.adjust_lr_fn)
 
 
-def _rule(config: MuonConfig) -> str:
+def rule_of(config: MuonConfig) -> str:
     """Return the settings that decide the size of Muon's updates."""
     if VARIANTS[config.variant].apply is not None:
         return f"variant {config.variant!r}"

@@ -439,6 +439,30 @@ def test_rates_that_nobody_chose_are_a_warning(
     assert re.search(warning or "", caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("rates", "settings", "warning"),
+    [
+        # tuned_width named the rate of the configuration, which no group had: 0.003 * (16 / 8)^-0.65
+        ([0.003], {"muon_lr": 0.02}, "set muon_lr to 0.00191 (it is 0.003) and tuned_width to 16"),
+        (
+            [0.003, 0.01],
+            {"muon_lr": 0.02},
+            "multiply Muon's rates, 0.003, 0.01, by 0.637, and set tuned_width to 16",
+        ),
+        # One lr for both halves is the same in a group as in the settings.
+        ([3e-4], {"adjust_lr_fn": "original", "adam_lr": None}, "the matrices train with lr 0.0003"),
+    ],
+    ids=str,
+)
+def test_rates_of_groups_are_those_of_the_warning(
+    rates: list[float], settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = list(build("toy").named_parameters())
+    groups = [{"params": named[n :: len(rates)], "lr": rate} for n, rate in enumerate(rates)]
+    Muon(groups, **{"adjust_lr_fn": "match_rms_adamw", "adam_lr": 1e-3, "tuned_width": 8, **settings})
+    assert warning in caplog.records[0].getMessage()
+
+
 def test_a_group_with_a_rate_of_its_own_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     Muon([{"params": build("toy").named_parameters(), "adam_lr": 1e-3}], muon_lr=0.02)
     Muon([("layers.0.weight", nn.Parameter(torch.ones(4, 4)))], lr=0.02)  # no parameter for AdamW
