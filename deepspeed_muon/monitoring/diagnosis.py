@@ -246,7 +246,7 @@ def line(values: Mapping[str, Any]) -> str:
             notes += [quantity.details.format(**values)] if quantity.details else []
         if name == "update_over_weight" and (ratio_of := _ratio_of_matrices(values)):
             ends = (bound(ratio_of, key=ratio_of.__getitem__) for bound in (min, max))
-            notes.append("now " + " to ".join(f"{ratio_of[end]:{quantity.unit}} of {end}" for end in ends))
+            notes.append("now " + " to ".join(f"{100 * ratio_of[end]:.2g}% of {end}" for end in ends))
         text = quantity.label.format(format(values[name], quantity.unit))
         shown.append(text + (f" ({'; '.join(notes)})" if notes else ""))
     return ", ".join(shown)

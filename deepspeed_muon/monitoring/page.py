@@ -11,6 +11,7 @@ import contextlib
 import csv
 import html
 import io
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -143,12 +144,12 @@ def _by_step(run: dict[str, Series]) -> dict[str, Series]:
 
 def findings(run: Mapping[str, Series]) -> list[Finding]:
     """Judge a run: return what is bad, worth a look or good in it, in this order."""
-    # 1. The last sample: events that it does not have ended with an earlier one.
+    # 1. The last sample, which need not have all events that earlier ones have.
     ours = {
         name.removeprefix(_OURS): values for name, values in run.items() if name.startswith(_OURS) and values
     }
-    end = max((values[-1][0] for values in ours.values()), default=0)
-    sample = {name: values[-1][1] for name, values in ours.items() if values[-1][0] == end}
+    end = max((position for position, _ in ours.get("step") or itertools.chain(*ours.values())), default=0)
+    sample = {name: by_position[end] for name, values in ours.items() if end in (by_position := dict(values))}
     for name in sample.keys() & {"redone", "failed"}:  # a process that resumed the run counted from 0 again
         sample[name] = max(value for _, value in ours[name])
     # The highest rates, because a schedule may end at one rate for all groups, or at 0.
@@ -159,7 +160,7 @@ def findings(run: Mapping[str, Series]) -> list[Finding]:
     if sample:
         last = diagnose({**sample, **highest})
         results += [*last, *_earlier_findings(ours, {finding.key for finding in last})]
-        if not sample.get("redone") and not sample.get("failed"):
+        if sample.get("redone") == sample.get("failed") == 0:
             results.append(Finding("good", "failed", "Every orthogonalised matrix passed its check."))
         if text := line(sample):
             results.append(Finding("good", "line", f"Last sample: {text}."))
@@ -189,10 +190,12 @@ def _earlier_findings(ours: Mapping[str, Series], keys: Collection[str]) -> Iter
             earlier.setdefault(finding.key, {})[position] = finding
     if "clip_coefficient" in earlier.keys() | keys:
         earlier.pop("clip_stalled", None)  # its beginning or end
-    for key in earlier.keys() - keys:
-        worst = (min if key == "clip_coefficient" else max)((by_position[n][key], n) for n in earlier[key])[1]
-        level, _, text = earlier[key][worst]
-        count, total = len(earlier[key]), len(ours[key])
+    for key, finding_of in earlier.items():
+        if key in keys:
+            continue
+        worst = (min if key == "clip_coefficient" else max)((by_position[n][key], n) for n in finding_of)[1]
+        level, _, text = finding_of[worst]
+        count, total = len(finding_of), len(ours[key])
         yield Finding(
             # A loss scale that is too large at first skips steps in the first samples only.
             level if 2 * count >= total else "look",

@@ -208,7 +208,8 @@ class StepRecorder:
             self._spans.clear()
         # 4. Over all ranks. Without an engine each rank has its own sample, and the first one logs it.
         self._summary = {"step": number, **summarize(sample, ranks or Ranks())}
-        position = ranks.position if ranks else dist.get_rank() if dist.is_initialized() else 0
+        replica = dist.get_rank() if dist.is_initialized() else 0
+        position = replica if ranks is None else ranks.position
         if position == 0:
             self._log()
 

@@ -126,8 +126,11 @@ def test_what_was_wrong_before_the_last_sample(tmp_path):
     for name, value in (("clip_coefficient", 1e-8), ("clipped", 1.0), ("update_over_weight", 0.5)):
         rows = [f"{x},{value * x}" for x in range(100, 501, 100)]
         (folder / f"Train_Muon_{name}.csv").write_text("\n".join(["step,value", *rows]))
+    with (folder / "Train_Muon_sigma_max.csv").open("a") as file:
+        file.write("99999,1.0\n")  # a damaged position is no sample
     results = {finding.key: finding for finding in findings(read_run(folder))}
-    assert "update_over_weight" not in results and results["clip_coefficient"].level == "bad"
+    assert "update_over_weight" not in results and "orthogonality error" in results["line"].text
+    assert results["clip_coefficient"].level == "bad"
     assert "at step 100, the worst of 5 such samples of 5" in results["clip_coefficient"].text
     # 2. Nine of ten samples: 95 % skipped at step 700.
     results = judged("skipped", Train_Muon_skipped=lambda x: 0.0 if x > 1800 else 0.95 if x == 700 else 0.9)
