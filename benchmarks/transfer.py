@@ -116,8 +116,6 @@ def policy_cell(size: str, steps: int, tokens: int) -> Cell:
 
 def printed_factor(rule: str, cell: Cell) -> float:
     """Return what ``python -m deepspeed_muon rates`` multiplies a rate of ``BASE`` by."""
-    if rule == "hyperball":
-        return 1.0
     before, after = (
         {"width": run.dim, "tokens": run.steps * run.tokens, "batch": run.tokens} for run in (BASE, cell)
     )

@@ -1,7 +1,8 @@
 """The page of ``transfer.py``: excess losses of transferred rates, powers of the best rate, differences of policies.
 
 The loss at a rate is the mean over its seeds, each less what that seed has above seed 0 at the rates that both have.
-The best rate is the vertex of the parabola in octaves through the least of these losses and its neighbours. The excess
+The best rate is the vertex of the parabola in octaves through the least of these losses and its neighbours, at least
+``NEIGHBOUR`` octaves away. The excess
 of a rate is what that parabola has above the vertex, or beyond its three rates the line between the two nearest ones.
 Standard errors of both are deviations over ``DRAWS`` repetitions with normal noise on the losses. Its deviation is that
 of the residuals in the cell, after the effects of rate and seed. Nothing within two standard errors is a difference.
@@ -26,6 +27,8 @@ from benchmarks.variants import Run, loss, read_rows
 BOUND = 0.02
 """Nats that a printed rate may cost."""
 DRAWS = 400
+NEIGHBOUR = 0.25
+"""Octaves from the best rate to those that make a parabola with it, at least; closer ones differ by noise."""
 VARIANTS_CELLS = [
     Cell(dim=256, steps=150),
     Cell(dim=512, steps=150),
@@ -88,7 +91,9 @@ def vertex(line: Line) -> tuple[float, Callable[[float], float]]:
         left, right = octaves[after - 1], octaves[after]
         return line[left] + (line[right] - line[left]) * (octave - left) / (right - left)
 
-    around = octaves[index - 1 : index + 2] if index else []
+    below = [octave for octave in octaves if octave <= octaves[index] - NEIGHBOUR]
+    above = [octave for octave in octaves if octave >= octaves[index] + NEIGHBOUR]
+    around = [*below[-1:], octaves[index], *above[:1]]
     if len(around) < 3 or not math.isfinite(sum(line[octave] for octave in around)):
         return octaves[index], between
     (a, b, c), (low, best, high) = around, (line[octave] for octave in around)
@@ -212,6 +217,35 @@ def printed_rate(tuned: float, rule: str, cell: Cell) -> float:
     return transfer.rounded(tuned * transfer.printed_factor(rule, cell))
 
 
+def chose_a_constant(rule: str, cell: Cell) -> bool:
+    """Return whether a cell says nothing about the printed rate, because a constant was chosen by it."""
+    return cell == BASE or (rule == "match_rms_adamw" and cell in CHOSE_EXPONENT)
+
+
+@dataclass(frozen=True)
+class Worst:
+    """What the printed and the tuned rate cost at most, with standard errors, in the cells that chose no constant."""
+
+    cells: int
+    printed: tuple[float, float]
+    printed_in: Cell
+    tuned: tuple[float, float]
+    tuned_in: Cell
+    verdicts: tuple[str, ...]
+
+
+def worst(rows: Rows, rule: str) -> Worst:
+    """Return the largest costs of a rule, whose base must be complete."""
+    tuned = transfer.tuned_rate(rows, rule)
+    assert tuned is not None, f"the base of {rule} is not complete"
+    fits = {cell: fit for cell, fit in fits_of(rows, rule).items() if not chose_a_constant(rule, cell)}
+    printed = {cell: fit.excess(printed_rate(tuned, rule, cell)) for cell, fit in fits.items()}
+    kept = {cell: fit.excess(tuned) for cell, fit in fits.items()}
+    printed_in, tuned_in = (max(costs, key=costs.__getitem__) for costs in (printed, kept))
+    verdicts = tuple(map(verdict, printed.values()))
+    return Worst(len(fits), printed[printed_in], printed_in, kept[tuned_in], tuned_in, verdicts)
+
+
 def transfer_tables(rows: Rows) -> list[str]:
     """Return for each rule the excess of its printed rate in each cell, then the exponents of its best rate."""
     lines: list[str] = []
@@ -225,7 +259,7 @@ def transfer_tables(rows: Rows) -> list[str]:
         table, counts = [], {"yes": 0, "open": 0, "no": 0}
         for cell, fitted in fits.items():
             printed = printed_rate(tuned, rule, cell)
-            chose = cell == BASE or (rule == "match_rms_adamw" and cell in CHOSE_EXPONENT)
+            chose = chose_a_constant(rule, cell)
             excess = fitted.excess(printed)
             if not chose:
                 counts[verdict(excess)] += 1
@@ -280,7 +314,7 @@ def exponents(fits: dict[Cell, Fit]) -> list[list[object]]:
 
 def repeated(rows: Rows) -> list[str]:
     """Return what another machine changed in the runs of the base that it repeated."""
-    again = read_rows(transfer.REPEATED)
+    again = {run: row for run, row in read_rows(transfer.REPEATED).items() if run in rows}
     if not again:
         return []
     differences = [loss(row) - loss(rows[run]) for run, row in again.items()]

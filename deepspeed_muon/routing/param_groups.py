@@ -381,9 +381,8 @@ def warn_of_rates(
 
 def width_exponent(config: MuonConfig) -> float | None:
     """Return the exponent with which Muon's best rate follows the width; ``None`` where it was not measured."""
-    # Under a variant with "apply" the rate is relative to the weights, and no scale rule is used.
-    relative = VARIANTS[config.variant].apply is not None
-    return None if relative else WIDTH_EXPONENT.get(config.adjust_lr_fn)
+    # Hyperball has no scale rule: adjust_lr_fn is "original". The exponent of that is of a law that was fitted on it.
+    return WIDTH_EXPONENT.get(config.adjust_lr_fn)
 
 
 def rule_of(config: MuonConfig) -> str:
