@@ -59,7 +59,12 @@ def test_excess_of_the_printed_and_of_the_tuned_rate():
     assert fitted.paired(0.008) == pytest.approx([0.05 * 0.65**2] * 3)
 
 
-NAMES = {"muon": "original", "match_rms_adamw": "match_rms_adamw", "normuon": "normuon", "hyperball": "hyperball"}
+NAMES = {
+    "muon": "original",
+    "match_rms_adamw": "match_rms_adamw",
+    "normuon": "normuon",
+    "hyperball": "hyperball",
+}
 """Rule of the study to its name in ``rates`` and in docs/rates.md."""
 
 
