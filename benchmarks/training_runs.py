@@ -69,7 +69,7 @@ def moved(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Ten
 
 
 def captured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> nn.Module:
-    """Return a model whose passes in training mode are CUDA graphs of batches like ``batch``; on a CPU, the model.
+    """Make the passes of ``model`` in training mode CUDA graphs of batches like ``batch``, in place; on a CPU nothing.
 
     The loss is then a buffer that the next pass overwrites.
     """
@@ -96,7 +96,8 @@ def train_missing(
 
     Every run has a process with one thread, forked from this one, which must not have computed gradients before.
     Where several are trained side by side, on a GPU, each process is a new interpreter that goes on with the next run,
-    and ``train`` must be picklable. A run that fails is reported and tried again by the next call.
+    and ``train`` must be picklable. A run that fails, and those that a killed process of several leaves behind, are
+    reported and tried again by the next call.
 
     Raises:
         SystemExit: Another process is writing to ``path``.

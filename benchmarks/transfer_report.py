@@ -5,7 +5,9 @@ The best rate is the vertex of the parabola in octaves through the least of thes
 ``NEIGHBOUR`` octaves away. The excess
 of a rate is what that parabola has above the vertex, or beyond its three rates the line between the two nearest ones.
 Standard errors of both are deviations over ``DRAWS`` repetitions with normal noise on the losses. Its deviation is that
-of the residuals in the cell, after the effects of rate and seed. Nothing within two standard errors is a difference.
+of the residuals in the cell, after the effects of rate and seed, the same for all rates: it is less below the best rate
+and more above it. Noise moves the vertex below the other rates, so an excess is on average too large. Nothing within
+two standard errors is a difference.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks import support, transfer, variants
+from benchmarks.training_runs import estimate
 from benchmarks.transfer import ARMS, BASE, CUTS, RAW, Cell, Rows
 from benchmarks.variants import Run, loss, read_rows
 
@@ -113,8 +116,6 @@ class Fit:
 
     losses: dict[float, dict[int, float]]
     line: Line
-    deviations: Line
-    """Octave to the standard deviation of the loss there."""
     draws: tuple[Line, ...]
 
     @property
@@ -141,11 +142,13 @@ class Fit:
         return of_line(self.line), statistics.stdev(map(of_line, self.draws))
 
     def paired(self, rate: float) -> list[float]:
-        """Return the losses at a rate minus those at the best rate of seed 0, by seed."""
+        """Return the losses at a rate minus those at the best rate of seed 0, if that is another one, by seed."""
         first = {each_rate: by_seed[0] for each_rate, by_seed in self.losses.items() if 0 in by_seed}
-        best = self.losses[min(first, key=first.__getitem__)]
-        at_rate = self.losses.get(rate, {})
-        return [at_rate[seed] - best[seed] for seed in sorted(at_rate.keys() & best.keys())]
+        best_rate = min(first, key=first.__getitem__)
+        best, at_rate = self.losses[best_rate], self.losses.get(rate, {})
+        return [
+            at_rate[seed] - best[seed] for seed in sorted(at_rate.keys() & best.keys()) if rate != best_rate
+        ]
 
 
 def fit(rows: Rows, rule: str, cell: Cell, pooled: float) -> Fit | None:
@@ -156,18 +159,29 @@ def fit(rows: Rows, rule: str, cell: Cell, pooled: float) -> Fit | None:
     offsets = seed_offsets(losses)
     deviation, degrees = noise(rows, cell)
     deviation = deviation if degrees >= 4 else pooled
-    line, deviations = {}, {}
+    line: Line = {}
+    seeds: dict[float, int] = {}
     for rate, by_seed in losses.items():
         values = [value - offsets[seed] for seed, value in by_seed.items() if seed in offsets]
         if values and all(map(math.isfinite, values)):
-            line[math.log2(rate)] = fmean(values)
-            deviations[math.log2(rate)] = deviation / len(values) ** 0.5
+            line[math.log2(rate)], seeds[math.log2(rate)] = fmean(values), len(values)
+    # The rates that have several seeds know the effects of these seeds only from each other: their mean is that of
+    # seed 0, with its noise, and only the differences between them have less.
+    repeated = sum(count > 1 for count in seeds.values())
     generator = random.Random(0)
-    draws = tuple(
-        {octave: value + generator.gauss(0, deviations[octave]) for octave, value in line.items()}
-        for _ in range(DRAWS)
-    )
-    return Fit(losses, line, deviations, draws)
+
+    def draw() -> Line:
+        common = generator.gauss(0, deviation / repeated**0.5) if repeated else 0.0
+        noisy = {}
+        for octave, value in line.items():
+            if seeds[octave] == 1:
+                noisy[octave] = value + generator.gauss(0, deviation)
+            else:
+                own = deviation * ((1 - 1 / repeated) / seeds[octave]) ** 0.5
+                noisy[octave] = value + common + generator.gauss(0, own)
+        return noisy
+
+    return Fit(losses, line, tuple(draw() for _ in range(DRAWS)))
 
 
 def signed(value: float, error: float) -> str:
@@ -321,9 +335,17 @@ def repeated(rows: Rows) -> list[str]:
     machines = "; ".join(sorted({row["hardware"] for row in again.values()}))
     return [
         f"The base again ({machines}, `--repeat-base`): the loss is {mean_and_error(differences)} above that of the "
-        f"same rate and seed, with a deviation of {statistics.stdev(differences):.4f} a run.",
+        f"same rate and seed; the deviation of the difference is {statistics.stdev(differences):.4f}. Where two "
+        "policies are compared that different machines trained, this standard error is added in quadrature.",
         "",
     ]
+
+
+def machine_error(rows: Rows) -> float:
+    """Return the standard error of what another machine changes in the mean loss of a cell."""
+    again = read_rows(transfer.REPEATED)
+    differences = [loss(row) - loss(rows[run]) for run, row in again.items() if run in rows]
+    return statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
 
 
 def policy_tables(rows: Rows) -> list[str]:
@@ -350,18 +372,20 @@ def policy_row(rows: Rows, arm: str, runs: Sequence[Run], base: Sequence[Run]) -
     values = [loss(rows[run]) for run in runs if run in rows]
     error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
     pairs = [
-        loss(rows[run]) - loss(rows[other])
+        (rows[run], rows[other])
         for run, other in zip(runs, base, strict=True)
         if run in rows and other in rows and run != other
     ]
-    says = ""
-    if len(pairs) >= 3:
-        mean, deviation = fmean(pairs), statistics.stdev(pairs)
-        beyond = abs(mean) > 2 * deviation / len(pairs) ** 0.5
-        says = ("better" if mean < 0 else "worse") if beyond else "no difference"
+    mixed = any(("H100" in row["hardware"]) != ("H100" in other["hardware"]) for row, other in pairs)
+    differences = [loss(row) - loss(other) for row, other in pairs]
+    minus_base, says = mean_and_error(differences), ""
+    if len(differences) > 2:
+        difference = estimate(differences, other_error=machine_error(rows) if mixed else 0.0)
+        minus_base = f"{signed(difference.mean, difference.error)} ({difference.seeds})"
+        says = difference.verdict()
     shares = [rows[run]["clipped"] for run in runs if run in rows and rows[run].get("clipped")]
     clipped = " / ".join(f"{fmean(of_set):.2f}" for of_set in zip(*shares, strict=True))
-    return [arm, f"{fmean(values):.4f}{error} ({len(values)})", mean_and_error(pairs), says, clipped]
+    return [arm, f"{fmean(values):.4f}{error} ({len(values)})", minus_base, says, clipped]
 
 
 def page(rows: Rows, runs: Iterable[Run]) -> list[str]:

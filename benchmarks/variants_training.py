@@ -123,7 +123,7 @@ def trained(run: Run, points: int, device: str, path: Path | None) -> Row:
     rates = schedule(optimizer, run.steps)
     batches = Batches(text.train, run.tokens // LENGTH, LENGTH, 0, 1)
     validation = Batches(text.validation, SEQUENCES, LENGTH, 0, 1)
-    captured(model, moved(batches.draw(run.seed, 0, 0, 1), device))
+    captured(model, moved(batches.draw(run.seed, 0, 0, 1), device))  # in place
     curve: list[list[Any]] = []
     losses: list[Tensor] = []
     norms: list[list[Tensor]] = []
@@ -135,9 +135,9 @@ def trained(run: Run, points: int, device: str, path: Path | None) -> Row:
         loss.backward()
         norms.append(clip(model, optimizer, run.clip))
         losses.append(loss.detach().clone())
-        if step % FINITE_EVERY == 0 and not losses[-1].isfinite():
-            break
         measured = points > 0 and (step + 1) % max(1, run.steps // points) == 0
+        if (measured or step % FINITE_EVERY == 0) and not losses[-1].isfinite():
+            break
         before = [weight.detach().clone() for weight in hidden] if measured else []
         clock = time.process_time()
         optimizer.step()
@@ -151,7 +151,7 @@ def trained(run: Run, points: int, device: str, path: Path | None) -> Row:
     norms_of_steps = [torch.stack(of_step).tolist() for of_step in norms if of_step]
     return {
         **asdict(run),
-        "loss": round(last, 5) if math.isfinite(last) else None,
+        "loss": round(last, 5) if math.isfinite(last) and losses[-1].isfinite() else None,
         "train_loss": round(fmean(torch.stack(losses[-20:]).tolist()), 5),
         "curve": curve,
         "clipped": [

@@ -275,7 +275,7 @@ def against_float64(
 
 
 def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
-    """Return the steps of the part ``time``: products, iteration, flat passes, optimizer steps."""
+    """Return the steps of the part ``time``: flat passes, iteration, products, optimizer steps."""
     common = python("benchmarks/newton_schulz.py", "--threads", "1")
     tiny = ["--seconds", "0.05", "--shapes", "32x64", "--sizes", "64", "--numel", "4096"]
     shapes = ["--shapes", "1024x2816", "2048x5504", "4096x4096"]
