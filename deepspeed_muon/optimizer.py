@@ -240,25 +240,36 @@ class Muon(torch.optim.Optimizer):
         """Return what the diagnosis of a run needs beside the samples, of this rank's groups and routes.
 
         Returns:
-            ``muon_lr`` and ``adam_lr``, the highest rates so far of the first group of each; ``adam_rms``, the RMS of
-            an update of AdamW at that rate; ``muon_numel`` and ``adamw_numel``, the elements that each trains;
-            ``routers``, the number of routers that Muon trains; and ``adamw_over_weight``, by how much of their size
-            AdamW changes matrices that the settings exclude from Muon. What the rank does not have is absent.
+            ``muon_lr`` and ``adam_lr``, the highest rates so far of the groups of each; ``two_rates``, 0 if the groups
+            of both have the same rates, else 1; ``adam_rms``, the RMS of an update of AdamW at its highest rate;
+            ``muon_numel`` and ``adamw_numel``, the elements that each trains; ``routers``, the number of routers that
+            Muon trains; and ``adamw_over_weight``, by how much of their size AdamW changes matrices that the settings
+            exclude from Muon. What the rank does not have is absent.
         """
         facts = {"muon_numel": 0.0, "adamw_numel": 0.0}
         history = self.recorder.history
-        adam_size_of: dict[int | None, float] = {}  # id of a group to the RMS of an update
-        # Reversed, so that the first group of an algorithm overwrites the rates of later ones.
-        for group in reversed(self.param_groups):
-            lr = history.peak(id(group))
-            if group["algorithm"] == "muon":
-                facts["muon_lr"] = lr
-            else:
+        rates_of: dict[str, set[tuple[float, float]]] = {
+            "muon": set(),
+            "adamw": set(),
+        }  # (highest, configured)
+        adam_size_of: dict[int, float] = {}  # id of a group to the RMS of an update
+        for group in self.param_groups:
+            if (rates := history.rates.get(id(group))) is None:
+                continue
+            # The process of a resumed run may have seen only the end of a schedule, where different rates become one.
+            rates_of[group["algorithm"]].add((rates.peak, rates.configured if history.is_resumed else 0.0))
+            if group["algorithm"] == "adamw":
                 # For gradients that are noise: 0.23 times the rate for beta 0.9; arXiv 2502.16982 measured 0.2 to 0.4.
                 # The mean m of such gradients has (1 - beta) / (1 + beta) of their variance, and sqrt(v) is their size.
                 beta = group["betas"][0]
-                adam_size_of[id(group)] = lr * math.sqrt((1 - beta) / (1 + beta))
-                facts |= {"adam_lr": lr, "adam_rms": adam_size_of[id(group)]}
+                adam_size_of[id(group)] = rates.peak * math.sqrt((1 - beta) / (1 + beta))
+        muon_rates, adam_rates = rates_of["muon"], rates_of["adamw"]
+        if muon_rates:
+            facts["muon_lr"] = max(muon_rates)[0]
+        if adam_rates:
+            facts |= {"adam_lr": max(adam_rates)[0], "adam_rms": max(adam_size_of.values())}
+        if muon_rates and adam_rates:
+            facts["two_rates"] = float(muon_rates != adam_rates)
         for route in self.routes:
             if route.algorithm != "frozen":
                 facts[f"{route.algorithm}_numel"] += route.numel
@@ -266,9 +277,10 @@ class Muon(torch.optim.Optimizer):
                 facts["routers"] = facts.get("routers", 0.0) + 1
             elif route.algorithm == "adamw" and route.overridden == "hidden":
                 # The usual weights of a layer have a size of 1 / sqrt(inputs).
-                size = adam_size_of.get(history.group_of.get(route.name), 0.0)
-                change = size * math.sqrt(route.shape[-1])
-                facts["adamw_over_weight"] = max(facts.get("adamw_over_weight", 0.0), change)
+                size = adam_size_of.get(history.group_of.get(route.name, 0))
+                if size is not None:
+                    change = size * math.sqrt(route.shape[-1])
+                    facts["adamw_over_weight"] = max(facts.get("adamw_over_weight", 0.0), change)
         return facts
 
     def kernel_report(self) -> list[dict[str, Any]]:

@@ -179,12 +179,11 @@ def diagnose(values: Mapping[str, Any]) -> list[Finding]:
     """Return what is out of its range in a sample, in the order of :data:`QUANTITIES`.
 
     Args:
-        values: A sample by event name, with the highest ``muon_lr`` and ``adam_lr``. What is missing is not judged.
+        values: A sample by event name. What is missing is not judged.
     """
-    has_one_rate = values.get("muon_lr", 0.0) == values.get("adam_lr") != 0.0
     results: list[Finding] = []
     for name, quantity in QUANTITIES.items():
-        if name not in values or (name == "update_over_adamw" and not has_one_rate):
+        if name not in values or (name == "update_over_adamw" and values.get("two_rates") != 0):
             continue
         if name == "clip_stalled" and any(finding.key == "clip_coefficient" for finding in results):
             continue

@@ -24,7 +24,6 @@ from deepspeed_muon.monitoring.diagnosis import Finding, diagnose, line
 
 _OURS = "Train_Muon_"
 _STEP = _OURS + "step"
-_RATES = ("muon_lr", "adam_lr")
 _MOST_POINTS = 2000
 
 Series = list[tuple[int, float]]
@@ -152,13 +151,10 @@ def findings(run: Mapping[str, Series]) -> list[Finding]:
     sample = {name: by_position[end] for name, values in ours.items() if end in (by_position := dict(values))}
     for name in sample.keys() & {"redone", "failed"}:  # a process that resumed the run counted from 0 again
         sample[name] = max(value for _, value in ours[name])
-    # The highest rates, because a schedule may end at one rate for all groups, or at 0.
-    rates = {key: run.get(f"Train_Samples_{key}") for key in _RATES}
-    highest = {key: max(rate for _, rate in values) for key, values in rates.items() if values}
     # 2. What is out of its range, there and earlier.
     results = list(_loss_findings(run))
     if sample:
-        last = diagnose({**sample, **highest})
+        last = diagnose(sample)
         results += [*last, *_earlier_findings(ours, {finding.key for finding in last})]
         if sample.get("redone") == sample.get("failed") == 0:
             results.append(Finding("good", "failed", "Every orthogonalised matrix passed its check."))

@@ -41,9 +41,10 @@ _REPORTED_AT_ONCE = ("clip_coefficient", "clip_stalled")
 _CONVERT_NUMEL = 1 << 24
 
 # Facts that the ranks add up, and those of which the largest counts.
-_SUMMED = ("muon_numel", "adamw_numel", "sized", "step_rms", "expected_rms", "weight_rms")
+_SIZES = ("sized", "sum_updates", "sum_at_peak", "sum_expected", "sum_weights")
+_SUMMED = ("muon_numel", "adamw_numel", *_SIZES)
 _LARGEST = (
-    *("muon_lr", "adam_lr", "adam_rms", "routers", "adamw_over_weight", "step_seconds"),
+    *("muon_lr", "adam_lr", "two_rates", "adam_rms", "routers", "adamw_over_weight", "step_seconds"),
     *("skipped", "clipped", "clip_coefficient", "clip_least", "clip_stalled"),
 )
 
@@ -85,8 +86,8 @@ class Sample:
             the quantisation error, and that of the values.
         grad_norms: ``grad_norm_muon`` and ``grad_norm_adamw``: the norms of the raw gradients on all ranks.
         facts: Further numbers by name: what :meth:`deepspeed_muon.optimizer.Muon.run_facts` returns; how the last
-            steps ended; and the number of sampled matrices, with the sums of the RMS of their steps (at the highest
-            rates so far, and at the expected ones) and of their weights.
+            steps ended; and the number of sampled matrices, with the sums of the RMS of their updates (at rate 1, at
+            the highest rates so far, and at the expected ones) and of their weights.
     """
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -214,8 +215,8 @@ class StepRecorder:
             self._log()
 
     def _add_sizes(self, sample: Sample) -> None:
-        """Add the sizes of weights and steps to the sample; in its facts they are those at the highest rates."""
-        sums = dict.fromkeys(("sized", "step_rms", "expected_rms", "weight_rms"), 0.0)
+        """Add the sizes of weights and steps to the matrices of the sample, and their sums to its facts."""
+        sums = dict.fromkeys(_SIZES, 0.0)
         for name, measured in sample.matrices.items():
             if (weights := self._weights.get(name)) is None or not (peak := self.history.peak(weights.group)):
                 continue
@@ -232,9 +233,10 @@ class StepRecorder:
                 # A step is proportional to its rate. In a warm-up, and at the end of a schedule, every step would look
                 # too small.
                 sums["sized"] += 1
-                sums["step_rms"] += peak * update
-                sums["expected_rms"] += self.history.expected(weights.group) * update
-                sums["weight_rms"] += weight
+                sums["sum_updates"] += update
+                sums["sum_at_peak"] += peak * update
+                sums["sum_expected"] += self.history.expected(weights.group) * update
+                sums["sum_weights"] += weight
         sample.facts |= sums
 
     def _log(self) -> None:
@@ -366,11 +368,12 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     if numel := sums["muon_numel"] + sums["adamw_numel"]:
         summary["adamw_share"] = sums["adamw_numel"] / numel
     if count := sums["sized"]:
-        summary["update_over_weight"] = sums["step_rms"] / sums["weight_rms"]
-        if sums["expected_rms"] > sums["step_rms"]:
-            summary["update_over_weight_expected"] = sums["expected_rms"] / sums["weight_rms"]
+        summary["update_over_weight"] = sums["sum_at_peak"] / sums["sum_weights"]
+        if sums["sum_expected"] > sums["sum_at_peak"]:
+            summary["update_over_weight_expected"] = sums["sum_expected"] / sums["sum_weights"]
         if (adam_rms := largest["adam_rms"]) > 0:
-            summary["update_over_adamw"] = sums["step_rms"] / count / adam_rms
+            # Both at their highest rates: where these are one it drops out, whatever the matrices' groups have.
+            summary["update_over_adamw"] = largest["muon_lr"] * sums["sum_updates"] / count / adam_rms
     # 4. The matrices by name, from all ranks, and the judgement.
     matrices: dict[str, dict[str, float]] = {}
     for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, purpose=purpose):

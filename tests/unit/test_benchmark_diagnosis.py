@@ -99,8 +99,7 @@ def test_short_exchanges_are_no_finding() -> None:
     assert [keys({**row, "seconds": seconds}) for seconds in (0.1, 1.0)] == [set(), {"time_exchange"}]
 
 
-def test_rates_of_zero_are_not_one_rate() -> None:
-    """Those at the end of a schedule, or before the first step; and what is missing is not judged."""
+def test_rates_that_are_unknown_are_not_one_rate() -> None:
     sizes = {"update_over_adamw": 14.4}
-    assert not diagnose(sizes) and not diagnose({**sizes, "muon_lr": 0.0, "adam_lr": 0.0})
-    assert diagnose({**sizes, "muon_lr": 1e-3, "adam_lr": 1e-3})
+    assert not diagnose(sizes) and not diagnose({**sizes, "two_rates": 1.0})
+    assert diagnose({**sizes, "two_rates": 0.0})

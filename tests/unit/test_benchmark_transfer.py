@@ -59,6 +59,12 @@ def test_excess_of_the_printed_and_of_the_tuned_rate():
     assert fitted.paired(0.008) == pytest.approx([0.05 * 0.65**2] * 3)
 
 
+def test_rates_that_differ_by_rounding_make_no_parabola():
+    line = {octave: 2 + 0.05 * octave**2 for octave in (-1.0, -0.5, 0.0, 0.5, 1.0)} | {0.001: 1.99}
+    best, loss_at = transfer_report.vertex(line)
+    assert abs(best) < 0.1 and 1.98 < loss_at(best) <= 1.99
+
+
 NAMES = {
     "muon": "original",
     "match_rms_adamw": "match_rms_adamw",

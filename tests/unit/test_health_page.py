@@ -94,24 +94,13 @@ def test_what_is_not_well_comes_first(name, value, level, word, tmp_path):
 
 def test_updates_are_compared_with_adamw_where_both_have_one_rate(tmp_path):
     """25 times AdamW's is the 5 times the root of the width of some configurations; two rates are no mistake."""
-    changes = {"Train_Muon_update_over_adamw": lambda x: 25.0, "Train_Samples_muon_lr": lambda x: 1e-4}
-    one_rate = write_run(tmp_path / "one", **changes, Train_Samples_adam_lr=lambda x: 1e-4)
+    changes = {"Train_Muon_update_over_adamw": lambda x: 25.0, "Train_Samples_muon_lr": lambda x: 1e-5}
+    one_rate = write_run(tmp_path / "one", **changes, Train_Muon_two_rates=lambda x: 0.0)
     assert any("takes AdamW's rate / 25" in text for text in levels(one_rate))
-    two_rates = write_run(tmp_path / "two", **changes, Train_Samples_adam_lr=lambda x: 1e-5)
+    # Also a resumed run at the end of a schedule, where all groups have one rate.
+    changes["Train_Samples_adam_lr"] = changes["Train_Samples_muon_lr"]
+    two_rates = write_run(tmp_path / "two", **changes, Train_Muon_two_rates=lambda x: 1.0)
     assert set(levels(two_rates).values()) == {"good"}
-
-
-@pytest.mark.parametrize("end", [0.0, 1e-5])
-def test_rates_that_end_as_one_were_two(end, tmp_path, capsys):
-    """A schedule that ended at 0, or at one floor for all groups, made a healthy run bad."""
-    rates = {
-        f"Train_Samples_{key}": lambda x, lr=lr: max(lr * (1 - x / 2000), end)
-        for key, lr in (("muon_lr", 0.03), ("adam_lr", 1e-3))
-    }
-    changes = {"Train_Muon_update_over_adamw": lambda x: 14.4}
-    assert main(["health", str(write_run(tmp_path / "run", **changes, **rates))]) == 0
-    assert main(["health", str(write_run(tmp_path / "without rates", **changes))]) == 0
-    assert "AdamW's at the same rate" not in capsys.readouterr().out
 
 
 def test_what_was_wrong_before_the_last_sample(tmp_path):

@@ -403,8 +403,8 @@ def rated(
     sums |= {"directions": 16.0, "updates": 16.0, "products": 16.0}
     for number, lrs in enumerate(zip(*rates.values(), strict=True), first):
         current = {hash(name): (lr, configured[name]) for name, lr in zip(rates, lrs, strict=True)}
-        peak = recorder.history.peak
-        with recorder.step(number, facts=lambda peak=peak: {"adam_rms": peak(hash("adamw")) / 4}):
+        adam_rms = max(rates.get("adamw", [0.0])) / 4
+        with recorder.step(number, facts=lambda rms=adam_rms: {"muon_lr": 0.02, "adam_rms": rms}):
             for name in rates.keys() - {"adamw"}:
                 recorder.keep(name, dict(sums))
                 weights = WeightSums(hash(name), inputs=1, relative=False, squares=64.0, numel=16)
@@ -444,7 +444,37 @@ def test_every_group_is_judged_by_its_own_schedule() -> None:
     assert summaries[7]["update_over_weight"] == pytest.approx(0.02)
     assert summaries[9]["update_over_weight"] == pytest.approx((0.02 + 2e-5) / 2)
     assert not summaries[9]["findings"]
-    assert summaries[9]["update_over_adamw"] == pytest.approx((0.02 + 2e-5) / 2 / 0.001)
+    assert summaries[9]["update_over_adamw"] == pytest.approx(0.02 / 0.001)
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_resumed", "two_rates"),
+    [
+        ([{}, {}], False, False),
+        # The first group is unfrozen late, and its rate was taken for that of AdamW.
+        ([{"lr": 1e-6}, {"lr": 1e-3}], False, False),
+        ([{"muon_lr": 1e-3, "adam_lr": 1e-5}, {"lr": 1e-3}], False, True),
+        # Schedules can end at one rate for all groups.
+        ([{"muon_lr": 0.02}, {"muon_lr": 0.02}], True, True),
+    ],
+)
+def test_updates_are_compared_with_adamw_at_one_rate(
+    rates: list[dict[str, float]], is_resumed: bool, two_rates: bool
+) -> None:
+    """The ratio is that of the scale rule: the rates of the groups change nothing of it."""
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    groups = [{"params": [*layer.parameters()], **rate} for layer, rate in zip(layers, rates, strict=True)]
+    optimizer = Muon(groups, model=layers, lr=1e-3, update_scale=40.0, health=1)  # type: ignore[arg-type]
+    if is_resumed:
+        optimizer.load_state_dict(optimizer.state_dict())
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3
+    layers[1](layers[0](torch.randn(256, 64))).square().sum().backward()
+    optimizer.step()
+    report = optimizer.health()
+    expected = report["update_rms"] / math.sqrt(0.1 / 1.9)
+    assert report["update_over_adamw"] == pytest.approx(expected) and expected > 5
+    assert report["two_rates"] == two_rates == ("update_over_adamw" not in report["findings"])
 
 
 def test_a_resumed_run_without_deepspeed_is_not_too_slow() -> None:
