@@ -141,7 +141,7 @@ def _published(translation: Translation, before: Sizes, after: Sizes) -> list[di
     """Return what each published law makes of the rate that was tuned, over the sizes that are given."""
     config = translation.config()
     rate = translation.muon_lr()
-    rate = rate if translation.tuned and rate != "auto" else None
+    rate = rate if translation.rate_is_tuned and rate != "auto" else None
     rows = []
     for name, law in LAWS.items():
         factor = law.factor(before, after, config.adjust_lr_fn)
@@ -232,7 +232,7 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
         raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
     ratios = {size: after[size] / before[size] for size in powers if size in before and size in after}
     changed = [size for size, ratio in ratios.items() if ratio != 1.0]
-    if changed and not translation.tuned:
+    if changed and not translation.rate_is_tuned:
         translation.notes.append(
             "muon_lr is a rate to begin with and was not tuned: it is not carried to the other size"
         )
@@ -254,7 +254,7 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
         )
         if "muon_lr" in translation.settings and "lr" in translation.settings and config.adam_lr is None:
             translation.reasons["lr"] = _reason_of_adamws_rate(translation.reasons["lr"], changed)
-    if exponent and tuned and translation.tuned:
+    if exponent and tuned and translation.rate_is_tuned:
         reason = "the width that the rate is for: training a much wider model begins with a warning"
         is_carried = translation.muon_lr() != "auto"
         translation.put("tuned_width", round(width if width and is_carried else tuned), reason)

@@ -38,35 +38,43 @@ class Translation:
         reasons: For each key of ``settings``, why it has its value.
         left_out: For each key of the source optimizer without a counterpart, why it has none.
         notes: What to decide or to set by hand.
-        tuned: Whether Muon's rate is the one that was tuned, and not one to begin with.
+        rate_is_tuned: Whether somebody tuned Muon's rate, so that it can be carried to another size.
     """
 
     def __init__(self, source: Mapping[str, Any], deepspeed: Mapping[str, Any], name: str) -> None:
         # null is the default there as here, but for Dion's adjust_lr, where it is a rule.
         self.source = {key: value for key, value in source.items() if value is not None or key == "adjust_lr"}
+        if "learning_rate" in self.source:
+            if "lr" in self.source:
+                raise ConfigError("lr: is given twice, also as learning_rate")
+            self.source["lr"] = self.source.pop("learning_rate")
         self.deepspeed = deepspeed
         self.name = name
         self.settings: dict[str, Any] = {}
         self.reasons: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.notes: list[str] = []
-        self.tuned = True
+        self.rate_is_tuned = True
 
     def put(self, key: str, value: object, reason: str) -> None:
         """Set a key of ``settings`` with its reason."""
         self.settings[key], self.reasons[key] = value, reason
 
     def take(self, source_key: str, default: object, reason: str, *, key: str = "") -> None:
-        """Move a setting of the source optimizer, or its default there, to ``key`` (by default the same name)."""
+        """Move a setting of the source optimizer, or its default there, to ``key`` (by default the same name).
+
+        An "auto" keeps its name, because the Trainer fills in no others: torch's ``lr`` does not become ``muon_lr``.
+        """
         if source_key not in self.source:
             reason = "the default there" if reason == "the same" else f"the default there; {reason}"
         value = self.source.pop(source_key, default)
-        # Only keys that the Trainer fills in may be "auto", so such a one keeps its name.
         self.put(source_key if value == "auto" else key or source_key, value, reason)
 
     def take_rate(self, default: float, reason: str, *, key: str = "lr") -> None:
-        """Move ``lr`` to ``key``. If there is none, the reason says that nobody chose the rate."""
-        self.take("lr", default, reason if "lr" in self.source else f"{NOBODY}; {reason}", key=key)
+        """Move ``lr``, Muon's rate, to ``key``. If there is none, the reason says that nobody chose the default."""
+        if "lr" not in self.source:
+            self.rate_is_tuned, reason = False, f"{NOBODY}; {reason}"
+        self.take("lr", default, reason, key=key)
 
     def take_betas(self, first: float, second: float, reason: str) -> None:
         """Move AdamW's betas, given as a pair or as ``adam_beta1`` and ``adam_beta2``."""
@@ -139,23 +147,23 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
     # of a command line have dashes.
     section = content.get("optimizer")
     if isinstance(section, Mapping):
-        name, params, deepspeed = section.get("type"), section.get("params") or {}, content
+        name, params, deepspeed = section.get("type"), section.get("params"), content
     else:
-        params = {
-            key.lstrip("-").replace("-", "_"): value for key, value in content.items() if key != "optimizer"
-        }
-        name, deepspeed = section, {}
+        params = {key.lstrip("-").replace("-", "_"): value for key, value in content.items()}
+        name, deepspeed = params.pop("optimizer", None), {}
+    params = {} if params is None else params
     if not isinstance(params, Mapping):
         raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
     translation = Translation(params, deepspeed, str(name or "").lower())
     # 2. The first source with a mark of the configuration.
     marks = _marks(params, translation.name, is_section=bool(deepspeed))
     kind = next((kind for kind, source in SOURCES.items() if source.marks & marks), "")
-    may_be_read = not translation.name or "muon" in translation.name or translation.name in _ADAM
-    if not (kind and may_be_read):
+    if not kind or translation.name not in ("", *_ADAM, *_MUON):
+        hint = "; to begin from its settings name it Muon, and add variant 'normuon' if it is one"
         raise ConfigError(
             f"optimizer.type: {name or ''!r} has no counterpart here; rates reads AdamW, the Muon of DeepSpeed, "
             f"torch, Dion and xtuner, and the arguments of Megatron-LM and verl and of the Trainer's AdamW"
+            + (hint if "muon" in translation.name else "")
         )
     source = SOURCES[kind]
     source.translate(translation)
@@ -190,22 +198,35 @@ def _from_adamw(translation: Translation, *, lr: float = 1e-3, decay: float = 0.
     translation.take_rest()
 
 
-def _from_adam_arguments(translation: Translation) -> None:
-    """Translate Megatron-LM's arguments of Adam, or the Trainer's. Most of them describe the model and the run."""
-    _leave_out_clipping(translation)
+def _from_megatrons_adam(translation: Translation) -> None:
+    _take_adam_arguments(translation)
+    _from_adamw(translation, decay=0.01)
+
+
+def _from_trainer(translation: Translation) -> None:
     optim = str(translation.source.get("optim", "adamw"))
     if not optim.startswith("adamw"):
         raise ConfigError(
             f"optim: {optim!r} has no counterpart here; rates reads the Trainer's adamw_torch and alike"
         )
-    names = {"learning_rate": "lr", "adam_epsilon": "eps", "adam_eps": "eps"}
+    _take_adam_arguments(translation)
+    _from_adamw(translation, lr=5e-5)
+
+
+def _take_adam_arguments(translation: Translation) -> None:
+    """Leave only Adam's settings in ``source``, by AdamW's names: the others describe the model and the run."""
+    _leave_out_arguments_of_the_run(translation)
+    names = {"adam_epsilon": "eps", "adam_eps": "eps"}
     source = {names.get(key, key): value for key, value in translation.source.items()}
     arguments = ("lr", "weight_decay", "betas", "adam_beta1", "adam_beta2", "eps")
-    translation.source = {key: source[key] for key in arguments if key in source}
-    if translation.name:
-        _from_adamw(translation, decay=0.01)  # Megatron-LM's default
-    else:
-        _from_adamw(translation, lr=5e-5)  # the Trainer's
+    translation.source = {key: source.pop(key) for key in arguments if key in source}
+    for key in source:
+        if key.startswith("muon_"):
+            translation.left_out[key] = "Muon's, and the optimizer is Adam"
+        elif key in MuonConfig.model_fields:
+            raise ConfigError(
+                f"{key}: is no argument of the AdamW as which the rest is read: name the optimizer"
+            )
 
 
 def _from_this(translation: Translation) -> None:
@@ -214,6 +235,7 @@ def _from_this(translation: Translation) -> None:
     translation.take_rest()
     # A rate that is missing gets its default, so that it is seen.
     if translation.settings.get("lr") is None:
+        translation.rate_is_tuned = translation.settings.get("muon_lr") is not None
         for key, default in (("muon_lr", DEFAULT_MUON_LR), ("adam_lr", DEFAULT_ADAM_LR)):
             if translation.settings.get(key) is None:
                 translation.put(key, default, f"the default, {NOBODY}")
@@ -225,7 +247,7 @@ def _from_deepspeed(translation: Translation) -> None:
     translation.config()  # validates
     rate, clipping = translation.muon_lr(), _clipping_of_updates(translation.deepspeed)
     if clipping and was_given:
-        translation.tuned = False
+        translation.rate_is_tuned = False
         translation.change_muon_lr(
             DEFAULT_MUON_LR,
             1.0 if rate == "auto" or not rate else DEFAULT_MUON_LR / rate,
@@ -285,15 +307,13 @@ def _from_torch(translation: Translation) -> None:
 
 
 def _from_megatron(translation: Translation) -> None:
-    if translation.name not in ("", "muon", "dist_muon"):
-        raise ConfigError(
-            f"optimizer: {translation.name!r} has no counterpart here; rates reads the arguments of Megatron-LM's muon "
-            f"and adam. To begin from those of muon write that name; a second moment is variant 'normuon' here"
-        )
     # There is no take_rest() at the end: the remaining arguments describe the model. Muon's own have a prefix:
-    # muon_scale_mode is scale_mode below.
-    _leave_out_clipping(translation)
-    source = {key.removeprefix("muon_"): value for key, value in translation.source.items()}
+    # muon_scale_mode is scale_mode below. muon_lr and muon_weight_decay are none of them.
+    _leave_out_arguments_of_the_run(translation)
+    source = {
+        key.removeprefix("muon_") if key in _MEGATRON else key: value
+        for key, value in translation.source.items()
+    }
     translation.source = source
     # 1. The scale of the update.
     extra, mode = source.get("extra_scale_factor", 1.0), source.get("scale_mode", "spectral")
@@ -343,15 +363,11 @@ def _from_megatron(translation: Translation) -> None:
         translation.put("tensor_parallel_mode", "distributed", "the same")
     else:
         translation.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
-    if "decoupled_lr" in source:
-        translation.left_out["decoupled_lr"] = (
-            "the rate of embedding and output layer there; here adam_lr is the rate of all that AdamW trains, unless a "
-            "param group has its own"
-        )
     if source.get("scalar_optimizer", "adam") != "adam":
         translation.left_out["muon_scalar_optimizer"] = "here AdamW trains what Muon does not"
-    for key in sorted(MuonConfig.model_fields.keys() & source.keys()):
-        translation.left_out[key] = "no argument of Megatron-LM's Muon, as which the others are read"
+    for key in source:
+        if key in MuonConfig.model_fields or key.startswith("muon_"):
+            translation.left_out[key] = "no argument of Megatron-LM's Muon, as which the others are read"
 
 
 def _from_dion(translation: Translation) -> None:
@@ -406,12 +422,17 @@ def _put_scale_of_dion(translation: Translation, framework: str, default: str) -
     )
 
 
-def _leave_out_clipping(translation: Translation) -> None:
+def _leave_out_arguments_of_the_run(translation: Translation) -> None:
     for key in ("max_grad_norm", "clip_grad"):
         if (limit := translation.source.pop(key, None)) is not None:
             translation.left_out[key] = (
                 f"write gradient_clipping: {shown(limit)} into the DeepSpeed configuration"
             )
+    if translation.source.pop("decoupled_lr", None) is not None:
+        translation.left_out["decoupled_lr"] = (
+            "the rate of embedding and output layer there; here adam_lr is the rate of all that AdamW trains, unless a "
+            "param group has its own"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,8 +442,7 @@ class Source:
     Attributes:
         name: Its name in the report.
         translate: The function that translates its settings.
-        marks: What only it has: arguments, ``type NAME`` of a DeepSpeed configuration, ``optimizer NAME`` of flat
-            arguments, and the combinations of :func:`_marks`. One of them suffices.
+        marks: Arguments and marks of :func:`_marks`. One suffices if no earlier source in :data:`SOURCES` has one.
     """
 
     name: str
@@ -431,6 +451,7 @@ class Source:
 
 
 _ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam", "torch_adam")
+_MUON = ("muon", "dist_muon", "torch.optim.muon")
 _SHARED = {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "adam_w_mode"}
 _DEEPSPEED = _SHARED | {"torch_adam", "per_head_muon"}
 _TORCH = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"}
@@ -439,40 +460,47 @@ _MEGATRON = {
     *("muon_scale_mode", "muon_extra_scale_factor", "muon_match_adamw_update_rms", "muon_scalar_optimizer"),
     *("muon_tp_mode", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_use_syrk"),
 }
+_THIS = {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay", "adjust_lr_fn"}
 
 
 def _marks(params: Mapping[str, Any], name: str, *, is_section: bool) -> set[str]:
-    """Return what may identify the source: its arguments, its name, and telling combinations."""
-    marks = set(params)
-    if not is_section and not name and marks & {"optim", "learning_rate"}:
-        marks.add("flat optim or learning_rate")
+    """Return what may identify the source: its arguments unless they are null, its name, telling combinations."""
+    arguments = {key for key, value in params.items() if value is not None or key == "adjust_lr"}
+    marks = set(arguments)
     if "adjust_lr_fn" in params and params["adjust_lr_fn"] is None:
         marks.add("adjust_lr_fn null")
     eps = params.get("eps")
-    if "ns_steps" in params and marks <= _TORCH and isinstance(eps, float) and eps >= 1e-7:
+    if "ns_steps" in arguments and arguments <= _TORCH and isinstance(eps, float) and eps >= 1e-7:
         marks.add("ns_steps with eps 1e-7")
-    if "adjust_lr" in params and marks & {"momentum", "eps", "max_grad_norm"}:
+    if "adjust_lr" in arguments and arguments & {"momentum", "eps", "max_grad_norm"}:
         marks.add("adjust_lr with momentum, eps or max_grad_norm")
-    if not is_section:
-        marks.add(f"optimizer {name}")
-    elif name == "muon" and params.keys() <= _SHARED:
-        marks.add("type muon with keys of both")
-    elif name == "muon" and params.keys() <= _DEEPSPEED:
-        marks.add("type muon with keys of DeepSpeed")
+    if is_section:
+        keys_of = {"keys of both": _SHARED, "keys of DeepSpeed": _DEEPSPEED}
+        fitting = [words for words, keys in keys_of.items() if name == "muon" and arguments <= keys]
+        marks.add(f"type {name} with {fitting[0]}" if fitting else f"type {name}")
+    elif arguments & _THIS and name not in _ADAM:
+        marks.add("flat with a key of this package")
+    elif not name and arguments & {"optim", "learning_rate"}:
+        marks.add("flat optim or learning_rate")
     else:
-        marks.add(f"type {name}")
+        marks.add(f"optimizer {name}")
     return marks
 
 
 SOURCES = {
+    # AdamW by its name, whatever else is given.
     "adamw": Source("AdamW", _from_adamw, {f"type {name}" for name in _ADAM}),
-    "adam arguments": Source(
-        "AdamW, with the arguments of Megatron-LM or of the Trainer",
-        _from_adam_arguments,
-        {*(f"optimizer {name}" for name in _ADAM), "flat optim or learning_rate"},
+    "megatron adam": Source(
+        "Megatron-LM's Adam", _from_megatrons_adam, {f"optimizer {name}" for name in _ADAM}
     ),
+    # Muons by arguments that no later one has. xtuner's have Dion's adjust_lr, so they come first.
     "torch": Source(
-        "torch.optim.Muon", _from_torch, {"ns_coefficients", "adjust_lr_fn null", "ns_steps with eps 1e-7"}
+        "torch.optim.Muon",
+        _from_torch,
+        {
+            *("type torch.optim.muon", "optimizer torch.optim.muon"),
+            *("ns_coefficients", "adjust_lr_fn null", "ns_steps with eps 1e-7"),
+        },
     ),
     "xtuner": Source(
         "xtuner's Muon",
@@ -489,10 +517,9 @@ SOURCES = {
         _from_dion,
         {"adjust_lr", "mu", "epsilon", "use_triton", "distributed_mesh", "newton_schulz_func"},
     ),
+    # Then by the name muon, which several have: flat arguments are Megatron-LM's, a section is DeepSpeed's or ours.
     "megatron": Source(
-        "Megatron-LM's Muon, or verl's",
-        _from_megatron,
-        {"optimizer muon", "optimizer dist_muon", "optimizer adaptive_muon", *_MEGATRON},
+        "Megatron-LM's Muon, or verl's", _from_megatron, {"optimizer muon", "optimizer dist_muon", *_MEGATRON}
     ),
     "deepspeed": Source("DeepSpeed's Muon", _from_deepspeed, {"type muon with keys of DeepSpeed"}),
     "deepspeed or this": Source(
@@ -500,7 +527,9 @@ SOURCES = {
         _from_deepspeed_or_this,
         {"type muon with keys of both"},
     ),
-    "this": Source("this Muon", _from_this, {"type muon"}),
+    "this": Source("this Muon", _from_this, {"type muon", "flat with a key of this package"}),
+    # Arguments without a name and of no Muon.
+    "trainer": Source("AdamW, with the Trainer's arguments", _from_trainer, {"flat optim or learning_rate"}),
 }
 """The sources. The first one is read that has a mark of the configuration."""
 

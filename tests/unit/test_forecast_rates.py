@@ -77,7 +77,7 @@ def test_a_rate_for_clipped_updates_does_not_carry_over(clipping: Any, stage: in
     )
     assert kind == "deepspeed" and list(translation.left_out) == ["torch_adam"]
     assert translation.settings == {"muon_lr": rate, **unchanged, "matrices": {"*": {"heads": "config"}}}
-    assert translation.tuned == (rate == 3.0)
+    assert translation.rate_is_tuned == (rate == 3.0)
 
 
 def test_a_rate_that_replaces_another_is_not_carried() -> None:
@@ -139,13 +139,13 @@ NULL = None
         # AdamW's arguments were read as Megatron-LM's Muon.
         (
             {"optimizer": "adam", "lr": 3e-4, "adam-beta2": 0.95, "clip_grad": 1.0, "muon_momentum": 0.95},
-            "adam arguments",
+            "megatron adam",
             {"lr": 3e-4, **MATCHED, "weight_decay": 0.01, "betas": [0.9, 0.95], "eps": 1e-8},
             [],
         ),
         (
             {"learning_rate": 2e-5, "adam_beta1": 0.8, "adam_epsilon": 1e-7, "optim": "adamw_torch"},
-            "adam arguments",
+            "trainer",
             {"lr": 2e-5, **MATCHED, "weight_decay": 0.0, "betas": [0.8, 0.999], "eps": 1e-7},
             [],
         ),
@@ -158,6 +158,38 @@ NULL = None
         ),
         ({"muon_coefficient_type": "simple", "lr": 5e-4}, "megatron", {"momentum": 0.95}, ["5 times"]),
         (muon({"muon_num_ns_steps": 6, "lr": 5e-4}), "megatron", {"ns_steps": 6}, ["5 times"]),
+        # Muons were read as the Trainer's AdamW, because they had learning_rate.
+        (
+            {"learning_rate": 0.02, "muon_momentum": 0.9, "muon_scale_mode": "unit_rms_norm"},
+            "megatron",
+            {"lr": 0.02, "momentum": 0.9},
+            ["one rate does not serve both"],
+        ),
+        (
+            {"learning_rate": 1e-4, "mu": 0.9, "adjust_lr": "rms_norm", "epsilon": 1e-7},
+            "dion",
+            {"lr": 1e-4, **MATCHED, "momentum": 0.9, "eps": 1e-7},
+            ["triples of coefficients"],
+        ),
+        # The rate of both halves was lr or muon_lr, whichever came last.
+        ({"optimizer": "muon", "lr": 1e-3, "muon_lr": 0.02}, "this", {"lr": 1e-3, "muon_lr": 0.02}, []),
+        ({"optimizer": "muon", "muon_lr": 0.02, "lr": 1e-3}, "this", {"lr": 1e-3, "muon_lr": 0.02}, []),
+        (
+            {"optimizer": "muon", "muon_lr": 0.02, "adam_lr": 3e-4, "adjust_lr_fn": "original"},
+            "this",
+            {"muon_lr": 0.02, "adam_lr": 3e-4, "adjust_lr_fn": "original"},
+            [],
+        ),
+        (
+            {"muon_lr": 0.02, "lr": 2e-3, "muon_momentum": 0.9, "muon_extra_scale_factor": 0.2},
+            "megatron",
+            {"lr": 2e-3, "momentum": 0.9, "muon_lr": NULL},
+            [],
+        ),
+        ({"--optimizer": "muon", "--lr": 1e-3}, "megatron", {"lr": 1e-3}, ["5 times"]),
+        # A key that is null identified the optimizer.
+        (muon({"lr": 2e-3, "mu": NULL, **MATCHED}), "this", {"lr": 2e-3, **MATCHED}, []),
+        (muon({"lr": 2e-3, "ns_coefficients": NULL, **MATCHED}), "this", {"lr": 2e-3, **MATCHED}, []),
         # torch, Dion and xtuner.
         (muon({"lr": 0.1, "adjust_lr_fn": NULL}), "torch", {"muon_lr": 0.1, "adjust_lr_fn": "original"}, []),
         (
@@ -198,7 +230,7 @@ def test_how_a_configuration_is_read(
 ) -> None:
     read_as, translation = translate(content)
     assert (read_as, {key: translation.settings.get(key) for key in expected}) == (kind, expected)
-    if kind in ("adam arguments", "xtuner") and len(expected) > 2:
+    if kind in ("megatron adam", "trainer", "xtuner") and len(expected) > 2:
         assert translation.settings == expected
     assert all(words in note for words, note in zip(notes, translation.notes, strict=True))
 
@@ -217,8 +249,10 @@ def test_what_nobody_chose_has_a_reason_that_says_so() -> None:
         "muon_scalar_optimizer": "lion",
         "clip_grad": 1.0,
     }
-    _, translation = translate(given)
-    assert translation.left_out.keys() >= {"decoupled_lr", "muon_scalar_optimizer", "clip_grad"}
+    _, of_adam = translate({**given, "optimizer": "adam"})
+    assert of_adam.left_out.keys() == {"decoupled_lr", "muon_scalar_optimizer", "clip_grad"}
+    _, translation = translate({**given, "muon_lr_scale": 2.0})
+    assert translation.left_out.keys() >= {*of_adam.left_out, "muon_lr_scale"}
     assert translation.reasons["momentum"] == "the default of OptimizerConfig there; --muon-momentum's is 0.9"
 
 
@@ -341,6 +375,15 @@ def test_dions_arguments() -> None:
         ("muon", {"betas": [0.9, 0.95, 0.99]}, "arguments.betas: must be two numbers"),
         ("muon", {"adam_beta1": 1.5}, "arguments.betas[0]: must be below 1"),
         ("adaptive_muon", {"muon_momentum": 0.9}, "'adaptive_muon' has no counterpart"),
+        ("normuon", {"lr": 0.02, "mu": 0.95}, "add variant 'normuon'"),
+        (
+            {"type": "NorMuon", "params": {"lr": 0.02, "adjust_lr": "rms_norm"}},
+            {},
+            "'NorMuon' has no counterpart",
+        ),
+        ("", {"learning_rate": 0.02, "momentum": 0.95}, "momentum: is no argument of the AdamW"),
+        ("adamw", {"learning_rate": 0.02, "lr": 0.95}, "lr: is given twice"),
+        ({"type": "AdamW", "params": []}, {}, "optimizer.params: must be an object"),
         ("sgd", {"lr": 0.1, "muon_momentum": 0.9}, "'sgd' has no counterpart"),
         ("", {"lr": 1e-3, "adam_beta1": 0.9}, "'' has no counterpart"),
         ("", {"learning_rate": 1e-3, "optim": "adafactor"}, "optim: 'adafactor' has no counterpart"),
