@@ -56,7 +56,7 @@ class StepHistory:
         self._stalled = 0  # how many of the last steps in a row were clipped to nothing
 
     def resume(self) -> None:
-        """Forget the param groups, because a state dict replaces those of an optimizer that was trained before."""
+        """Forget the param groups, because a run goes on whose first steps are unknown and which may replace them."""
         self.rates.clear()
         self.group_of.clear()
         self.is_resumed = True
