@@ -586,7 +586,7 @@ class Muon(torch.optim.Optimizer):
         self.state = defaultdict(dict, loaded.state)
         self.param_groups = [ParamGroup(settings) for settings in loaded.settings]
         self.rates_of_step.clear()  # of the groups that were replaced
-        self.recorder.history.resume()
+        self.recorder.resume()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -622,6 +622,8 @@ class Muon(torch.optim.Optimizer):
         routes: PortableRoutes = state.pop("routes")
         self._reset(state.pop("config"), routes.routed(state["param_groups"]), state.pop("model"))
         super().__setstate__(state)
+        if self.state:
+            self.recorder.resume()
 
     # For the engine
 

@@ -22,7 +22,6 @@ from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
 from deepspeed_muon.engine.workarounds.loss_scale import scale_of_all_ranks
-from deepspeed_muon.engine.workarounds.norm import norms_to_clip_by
 from deepspeed_muon.engine.zero.views import view_of
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
@@ -108,7 +107,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
         recorder.history.record(
             rates=optimizer.rates(),
             skipped=engine.skipped_steps > skipped_before,
-            norm=_largest_clipped_norm(optimizer, engine.get_global_grad_norm()),
+            norm=_norm_of_clipping(optimizer, engine.get_global_grad_norm()),
             clipping=engine.gradient_clipping() if loaded_clipping is None else loaded_clipping,
         )
     if engine.monitor.enabled:
@@ -120,12 +119,12 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     return result
 
 
-def _largest_clipped_norm(optimizer: Muon, total_norm: Any) -> Any:
-    """Return the largest norm by which gradients of the last step were clipped, on its device; ``None`` for none."""
-    if optimizer.config.clip == "all":
-        return total_norm
-    norms = norms_to_clip_by(optimizer.config.clip, total_norm, optimizer.norms_by_algorithm or {})
-    return torch.stack(list(norms.values())).max() if norms else None
+def _norm_of_clipping(optimizer: Muon, total_norm: Any) -> Any:
+    """Return the norm by which AdamW's gradients were clipped in the last step, ``None`` if nothing measured it.
+
+    Muon's own norm does not matter to health: no constant factor of its gradients changes its updates.
+    """
+    return total_norm if optimizer.config.clip == "all" else (optimizer.norms_by_algorithm or {}).get("adamw")
 
 
 def _grad_norms(optimizer: Muon) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -25,13 +24,11 @@ class GroupRates:
         configured: The rate that the group was given, which schedules scale.
         last: The rate of the last step.
         peak: The highest rate so far.
-        is_rising: Whether the last step had a higher rate than the one before it.
     """
 
     configured: float
     last: float = 0.0
     peak: float = 0.0
-    is_rising: bool = False
 
 
 class StepHistory:
@@ -44,19 +41,22 @@ class StepHistory:
     """
 
     def __init__(self, every: int) -> None:
-        """Remember as many outcomes as a sample ``every`` so many steps judges."""
+        """Make a history for a sample ``every`` so many steps; 0 for none, where outcomes are not recorded."""
         self.rates: dict[int, GroupRates] = {}
         self.group_of: dict[str, int] = {}
         self.is_resumed = False
-        # (whether the step was skipped, norm of its gradients, norm to which they are clipped) since the last sample
+        # Steps since the last sample, as recorded: (whether it was skipped, norm of its gradients, perhaps on a device,
+        # norm to which they are clipped). However rare samples are, no more norms are stored than one judges.
         self._unread: deque[tuple[bool, Any, float]] = deque(maxlen=_LONGEST_WINDOW if every else 0)
-        # (whether the step was skipped, factor of its gradients; None without clipping)
-        self._outcomes: deque[tuple[bool, float | None]] = deque(
+        # Steps that a sample judges: (whether it was skipped; factor of its gradients, None without clipping; how many
+        # steps in a row, up to this one, were clipped to nothing). All since the last sample, and _WINDOW at least.
+        self._judged: deque[tuple[bool, float | None, int]] = deque(
             maxlen=min(max(every, _WINDOW), _LONGEST_WINDOW)
         )
+        self._stalled = 0  # how many of the last steps in a row were clipped to nothing
 
     def resume(self) -> None:
-        """Forget the param groups, because a state dict replaces those of an optimizer that was trained before."""
+        """Forget the param groups, because a run goes on whose first steps are unknown and which may replace them."""
         self.rates.clear()
         self.group_of.clear()
         self.is_resumed = True
@@ -80,8 +80,9 @@ class StepHistory:
         """
         for group, (rate, configured) in rates.items():
             history = self.rates.setdefault(group, GroupRates(configured))
-            history.is_rising = rate > history.last
             history.last, history.peak = rate, max(rate, history.peak)
+        if len(self._unread) == self._unread.maxlen:
+            self._stalled = 0  # steps between those of before and these are dropped
         self._unread.append((skipped, norm, clipping))
 
     def peak(self, group: int | None) -> float:
@@ -91,27 +92,29 @@ class StepHistory:
     def expected(self, group: int) -> float:
         """Return the highest rate that a param group has had, or is expected to reach or to have reached."""
         rates = self.rates[group]
-        return max(rates.peak, rates.configured) if rates.is_rising or self.is_resumed else rates.peak
+        may_rise = rates.last >= rates.peak  # it has never fallen
+        return max(rates.peak, rates.configured) if may_rise or self.is_resumed else rates.peak
 
     def read_outcomes(self) -> dict[str, float]:
         """Return how the last steps ended; ``docs/health.md`` says what the names mean. Reads norms on a device."""
+        least, _ = QUANTITIES["clip_coefficient"].limits
         # torch.nn.utils.clip_grad_norm_ and DeepSpeed multiply by clipping / (norm + 1e-6) if that is below 1.
         for skipped, norm, clipping in self._unread:
-            is_clipped = not skipped and norm is not None and clipping > 0
-            factor = min(1.0, clipping / (float(norm) + 1e-6)) if is_clipped else None
-            self._outcomes.append((skipped, factor))
+            factor = None
+            if not skipped and norm is not None and clipping > 0:
+                factor = min(1.0, clipping / (float(norm) + 1e-6))
+                self._stalled = self._stalled + 1 if factor < least else 0
+            self._judged.append((skipped, factor, self._stalled))
         self._unread.clear()
         facts: dict[str, float] = {}
-        if len(self._outcomes) >= _FEWEST:
-            facts["skipped"] = statistics.fmean(skipped for skipped, _ in self._outcomes)
-        factors = [factor for _, factor in self._outcomes if factor is not None]
+        if len(self._judged) >= _FEWEST:
+            facts["skipped"] = statistics.fmean(skipped for skipped, _, _ in self._judged)
+        factors = [factor for _, factor, _ in self._judged if factor is not None]
         if len(factors) >= _FEWEST:
-            least, _ = QUANTITIES["clip_coefficient"].limits
-            runs = itertools.groupby(factors, lambda factor: factor < least)
             facts |= {
                 "clipped": statistics.fmean(factor < 1 for factor in factors),
                 "clip_coefficient": statistics.median(factors),
                 "clip_least": min(factors),
-                "clip_stalled": max((len(list(run)) for is_stalled, run in runs if is_stalled), default=0),
+                "clip_stalled": max(stalled for _, factor, stalled in self._judged if factor is not None),
             }
         return facts

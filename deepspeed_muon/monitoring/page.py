@@ -143,12 +143,18 @@ def _by_step(run: dict[str, Series]) -> dict[str, Series]:
 
 def findings(run: Mapping[str, Series]) -> list[Finding]:
     """Judge a run: return what is bad, worth a look or good in it, in this order."""
-    # 1. The last sample, which need not have all events that earlier ones have.
     ours = {
         name.removeprefix(_OURS): values for name, values in run.items() if name.startswith(_OURS) and values
     }
+    # 1. The last sample, which need not have all events that earlier ones have; where its step was skipped, the last
+    # one that measured matrices has theirs.
     end = max((position for position, _ in ours.get("step") or itertools.chain(*ours.values())), default=0)
-    sample = {name: by_position[end] for name, values in ours.items() if end in (by_position := dict(values))}
+    measured = max((position for position, _ in ours.get("update_rms", []) if position <= end), default=end)
+    sample: dict[str, float] = {}
+    for name, values in ours.items():
+        value_at = dict(values)
+        if (position := end if end in value_at else measured) in value_at:
+            sample[name] = value_at[position]
     for name in sample.keys() & {"redone", "failed"}:  # a process that resumed the run counted from 0 again
         sample[name] = max(value for _, value in ours[name])
     # 2. What is out of its range, there and earlier.
@@ -184,10 +190,12 @@ def _earlier_findings(ours: Mapping[str, Series], keys: Collection[str]) -> Iter
     for position, values in by_position.items():
         for finding in diagnose(values):
             earlier.setdefault(finding.key, {})[position] = finding
-    if "clip_coefficient" in earlier.keys() | keys:
-        earlier.pop("clip_stalled", None)  # its beginning or end
+    for pair in itertools.pairwise(sorted(by_position)):
+        if not earlier.get("clip_coefficient", {}).keys().isdisjoint(pair):
+            for position in pair:  # the beginning or the end of what that finding says
+                earlier.get("clip_stalled", {}).pop(position, None)
     for key, finding_of in earlier.items():
-        if key in keys:
+        if key in keys or not finding_of:
             continue
         worst = (min if key == "clip_coefficient" else max)((by_position[n][key], n) for n in finding_of)[1]
         level, _, text = finding_of[worst]

@@ -122,14 +122,15 @@ class StepRecorder:
         self.report_after = _REPORT_AFTER
         self.history = StepHistory(every)
         self._device = torch.device("cpu")
-        self._steps = 0
+        self._steps = 0  # that this process took
+        self._number = 0  # of the last one
         self._summary: dict[str, Any] = {}
         self._total = 0
         self._sampled_matrices: frozenset[int] = frozenset()
         self._sample: Sample | None = None
         self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
         self._weights: dict[str, WeightSums] = {}
-        self._last_sample: tuple[int, float] | None = None  # step, and time in seconds
+        self._last_sample: tuple[int, float] | None = None  # value of _steps, and time in seconds
         self._has_reported = False
         self._logged: set[str] = set()  # keys of the findings that were logged
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
@@ -138,6 +139,11 @@ class StepRecorder:
         """Release all reserved matrix numbers, because the optimizer is bound again, to parameters on ``device``."""
         self._device = device
         self._total = 0
+
+    def resume(self) -> None:
+        """Forget rates and the time of the last sample, because a run goes on from a checkpoint or a copy."""
+        self.history.resume()
+        self._last_sample = None
 
     def reserve(self, count: int) -> int:
         """Reserve consecutive numbers for ``count`` matrices and return the first."""
@@ -171,9 +177,11 @@ class StepRecorder:
         """
         self._steps += 1
         number = self._steps if number is None else number
+        if number - self._number not in (0, 1):  # 0 after a step that raised
+            self.resume()
+        self._number = number
         if self._last_sample is None:
-            self._last_sample = (number, time.perf_counter())
-            self.history.is_resumed |= number > 1
+            self._last_sample = (self._steps, time.perf_counter())
         if not self.due(number):
             yield None
             return
@@ -199,9 +207,9 @@ class StepRecorder:
             self._add_sizes(sample)
             # The mean time of all steps since the last sample, forward and backward pass included.
             (before, then), now = self._last_sample, time.perf_counter()
-            if number > before:
-                sample.facts["step_seconds"] = (now - then) / (number - before)
-            self._last_sample = (number, now)
+            if self._steps > before:
+                sample.facts["step_seconds"] = (now - then) / (self._steps - before)
+            self._last_sample = (self._steps, now)
         finally:
             self._sample = None
             self._sums_by_name.clear()

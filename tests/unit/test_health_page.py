@@ -127,10 +127,24 @@ def test_what_was_wrong_before_the_last_sample(tmp_path):
     assert "at step 700, the worst of 18 such samples of 20" in results["skipped"].text
     # 3. A loss scale that was too large at first is worth a look.
     assert judged("first", Train_Muon_skipped=lambda x: 0.4 * (x == 100))["skipped"].level == "look"
-    # 4. Twenty steps without gradients, which are more in the next sample.
-    stalled = {"Train_Muon_clip_stalled": lambda x: {500: 30, 600: 60}.get(x, 0)}
-    both = judged("both", **stalled, Train_Muon_clip_coefficient=lambda x: 1e-7 if x == 600 else 1.0)
-    assert [*both] == ["clip_coefficient"] and [*judged("stalled", **stalled)] == ["clip_stalled"]
+    # 4. Twenty steps without gradients, which are more in the next sample; and others long after.
+    results = judged(
+        "stalled",
+        Train_Muon_clip_stalled=lambda x: {500: 30, 600: 60, 1500: 25}.get(x, 0),
+        Train_Muon_clip_coefficient=lambda x: 1e-7 if x == 600 else 1.0,
+    )
+    assert set(results) == {"clip_coefficient", "clip_stalled"}
+    assert "at step 1500, the worst of 1 such samples" in results["clip_stalled"].text
+    # 5. The last sample is of a skipped step, which measured no matrix.
+    folder = write_run(
+        tmp_path / "last", Train_Muon_step=lambda x: x, Train_Muon_update_over_weight=lambda x: 0.5
+    )
+    for name in ("update_rms", "update_over_weight"):
+        path = folder / f"Train_Muon_{name}.csv"
+        path.write_text(
+            "\n".join(line for line in path.read_text().splitlines() if not line.startswith("2000,"))
+        )
+    assert main(["health", str(folder)]) == 1
 
 
 def test_failures_before_a_restart_count(tmp_path):

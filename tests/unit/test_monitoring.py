@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -421,9 +423,10 @@ def test_updates_are_judged_at_the_peak_of_the_rate() -> None:
     at_peak = [summary["update_over_weight"] for summary in summaries[1:]]
     assert at_peak == pytest.approx([0.001, 0.002, 0.004, 0.004, 0.004, 0.004])
     assert summaries[3]["matrices"]["w"]["update_over_weight"] == pytest.approx(0.004 / 2)
-    # While it rises it is expected to reach the configured one. A resumed run sees the end of a schedule only.
+    # Until it falls it is expected to reach the configured one: a warm-up may rise once an epoch. A resumed run sees
+    # the end of a schedule only.
     expected = [summary.get("update_over_weight_expected") for summary in summaries[1:]]
-    assert expected == [pytest.approx(0.01)] * 3 + [None] * 3
+    assert expected == [pytest.approx(0.01)] * 4 + [None] * 2
     resumed = rated({"w": [0.002, 0.001]}, {"w": 0.01}, first=101)
     assert [summary["update_over_weight_expected"] for summary in resumed] == pytest.approx([0.01, 0.01])
     assert not summaries[1]["findings"], "the rate of 0.001 is too low, but rises"
@@ -478,19 +481,34 @@ def test_updates_are_compared_with_adamw_at_one_rate(
 
 
 def test_a_resumed_run_without_deepspeed_is_not_too_slow() -> None:
-    """The process sees the rates at the end of a schedule only."""
+    """The process, or a copy, sees the rates at the end of a schedule only."""
     findings = []
-    for is_resumed in (True, False):
+    for resumed_by in ("", "state dict", "copy"):
         layer = nn.Linear(64, 64, bias=False)
         optimizer = Muon([("layer.weight", layer.weight)], muon_lr=0.02, health=1)
-        if is_resumed:
-            optimizer.load_state_dict(optimizer.state_dict())
-        for rate in (3e-4, 2e-4):
+        for rate in (4e-4, 3e-4, 2e-4):
+            if rate == 3e-4 and resumed_by == "state dict":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif rate == 3e-4 and resumed_by == "copy":
+                layer, optimizer = copy.deepcopy((layer, optimizer))
             optimizer.param_groups[0]["lr"] = rate
             layer(torch.randn(8, 64)).square().sum().backward()
             optimizer.step()
         findings.append(set(optimizer.health()["findings"]))
-    assert findings == [set(), {"update_over_weight"}]
+    assert findings == [{"update_over_weight"}, set(), set()]
+
+
+def test_a_checkpoint_of_a_later_step_resumes_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a first step of the process. Steps that it did not take count in no time."""
+    seconds = [0.0]
+    monkeypatch.setattr(recorder_module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    recorder = StepRecorder(every=100, check=True)
+    for number in (1, *range(1001, 1101)):
+        seconds[0] += 8.0
+        with recorder.step(number), recorder.span("step"):
+            seconds[0] += 2.0
+        assert recorder.history.is_resumed == (number > 1)
+    assert recorder.summary()["time_optimizer"] == pytest.approx(0.2, rel=0.01)
 
 
 def test_the_error_of_int8_is_measured_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,6 +567,7 @@ def test_one_step_is_no_finding() -> None:
         ([1e8] * 40, 20, 20),  # before the first report, after 200 steps
         ([1.0] * 130 + [1e8] * 25 + [1.0] * 45, 100, 200),  # not half of the steps
         ([1.0] * 980 + [1e8] * 20, 1000, 1000),
+        ([1.0] * 81 + [1e8] * 38 + [1.0] * 81, 100, 200),  # 19 of them before a sample
     ],
 )
 def test_twenty_steps_without_gradients_are_reported_in_the_next_sample(

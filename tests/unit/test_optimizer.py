@@ -553,3 +553,8 @@ def test_excluded_matrices_are_judged_by_the_rate_of_their_group() -> None:
         change = 8 * rate * math.sqrt(0.1 / 1.9)
         assert optimizer.health()["adamw_over_weight"] == pytest.approx(change)
         assert ("adamw_over_weight" in optimizer.health()["findings"]) == (rate == 0.5)
+        # It was 0 where the step after a restart was skipped.
+        optimizer.load_state_dict(optimizer.state_dict())
+        matrix.weight.grad.fill_(math.nan)  # type: ignore[union-attr]
+        optimizer.step()
+        assert "adamw_over_weight" not in optimizer.health()
