@@ -234,10 +234,19 @@ def _take_adam_arguments(translation: Translation) -> None:
 
 
 def _from_this(translation: Translation) -> None:
+    _take_common_keys(translation)
+    _put_missing_rates(translation)
+
+
+def _take_common_keys(translation: Translation) -> None:
+    """Move the settings of this package and of DeepSpeed's Muon, which have the same names."""
     if translation.source.pop("per_head_muon", False):
         translation.put("matrices", {"*": {"heads": "config"}}, "per_head_muon: every head is a matrix")
     translation.take_rest()
-    # A rate that is missing gets its default, so that it is seen.
+
+
+def _put_missing_rates(translation: Translation) -> None:
+    """Write out the rates that are defaults, so that they are seen."""
     if translation.settings.get("lr") is None:
         translation.rate_is_tuned = translation.settings.get("muon_lr") is not None
         for key, default in (("muon_lr", DEFAULT_MUON_LR), ("adam_lr", DEFAULT_ADAM_LR)):
@@ -246,11 +255,11 @@ def _from_this(translation: Translation) -> None:
 
 
 def _from_deepspeed(translation: Translation) -> None:
-    was_given = not translation.source.keys().isdisjoint(("lr", "muon_lr"))
-    _from_this(translation)
+    _take_common_keys(translation)
+    _put_missing_rates(translation)
     translation.config()  # validates
     rate, clipping = translation.muon_lr(), _clipping_of_updates(translation.deepspeed)
-    if clipping and was_given:
+    if clipping and translation.rate_is_tuned:
         translation.rate_is_tuned = False
         translation.change_muon_lr(
             DEFAULT_MUON_LR,
@@ -360,13 +369,13 @@ def _from_megatron(translation: Translation) -> None:
     if schedule in ("polar_express", "cans", "deepseekv4"):
         translation.put("ns_schedule", schedule, "the same method; its last digits differ")
     elif schedule != "simple":
-        translation.left_out["coefficient_type"] = (
+        translation.left_out["muon_coefficient_type"] = (
             f"{schedule} is a table of its own; quintic here is its 'simple'"
         )
     if source.get("tp_mode") == "distributed":
         translation.put("tensor_parallel_mode", "distributed", "the same")
     else:
-        translation.left_out["tp_mode"] = "the default, gather, gives the update of the whole matrix"
+        translation.left_out["muon_tp_mode"] = "the default, gather, gives the update of the whole matrix"
     if source.get("scalar_optimizer", "adam") != "adam":
         translation.left_out["muon_scalar_optimizer"] = "here AdamW trains what Muon does not"
     for key in source:
@@ -446,7 +455,8 @@ class Source:
     Attributes:
         name: Its name in the report.
         translate: The function that translates its settings.
-        marks: Arguments and marks of :func:`_marks`. One suffices if no earlier source in :data:`SOURCES` has one.
+        marks: What suffices to recognise it, if no earlier source has a mark of the configuration: an argument, or a
+            word of :func:`_marks`.
     """
 
     name: str
@@ -497,7 +507,7 @@ SOURCES = {
     "megatron adam": Source(
         "Megatron-LM's Adam", _from_megatrons_adam, {f"optimizer {name}" for name in _ADAM}
     ),
-    # Muons by arguments that no later one has. xtuner's have Dion's adjust_lr, so they come first.
+    # Muons by arguments of their own. adjust_lr is xtuner's with arguments that Dion does not have, else Dion's.
     "torch": Source(
         "torch.optim.Muon",
         _from_torch,
@@ -521,10 +531,11 @@ SOURCES = {
         _from_dion,
         {"adjust_lr", "mu", "epsilon", "use_triton", "distributed_mesh", "newton_schulz_func"},
     ),
-    # Then by the name muon, which several have: flat arguments are Megatron-LM's, a section is DeepSpeed's or ours.
+    # Megatron-LM's by its arguments, also in a section; flat ones are its own by the name muon alone.
     "megatron": Source(
         "Megatron-LM's Muon, or verl's", _from_megatron, {"optimizer muon", "optimizer dist_muon", *_MEGATRON}
     ),
+    # Sections with the name muon: by which keys they have.
     "deepspeed": Source("DeepSpeed's Muon", _from_deepspeed, {"type muon with keys of DeepSpeed"}),
     "deepspeed or this": Source(
         "DeepSpeed's Muon or this one, which have the same keys",
@@ -532,10 +543,10 @@ SOURCES = {
         {"type muon with keys of both"},
     ),
     "this": Source("this Muon", _from_this, {"type muon", "flat with a key of this package"}),
-    # Arguments without a name and of no Muon.
+    # learning_rate says little, so all Muons come first.
     "trainer": Source("AdamW, with the Trainer's arguments", _from_trainer, {"flat optim or learning_rate"}),
 }
-"""The sources. The first one is read that has a mark of the configuration."""
+"""The sources, in the order in which they are tried: the first one with a mark of the configuration is read."""
 
 _AMBIGUOUS = {
     "adjust_lr": "adjust_lr is an argument of Dion's Muon and of xtuner's. It is read as Dion's: for xtuner's, which "

@@ -264,12 +264,11 @@ class EqualRates:
 
 
 def given_rates(config: MuonConfig, group: GroupSettings | None = None) -> dict[str, float]:
-    """Return the rates that are set for a param group, by their keys; none for the defaults.
+    """Return the rates that are set for a param group, by their keys; those that are defaults are missing.
 
     Args:
         config: The settings.
-        group: The caller's group, whose rates override those of ``config``, ``lr`` alone also ``muon_lr`` and
-            ``adam_lr`` there.
+        group: The caller's group. Its ``lr`` overrides all rates of ``config``, another rate that of its name.
     """
     group = group or {}
     of_group = {key: float(group[key]) for key in RATE_KEYS if group.get(key) is not None}
