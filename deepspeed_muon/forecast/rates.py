@@ -33,19 +33,17 @@ from deepspeed_muon.forecast.model_shapes import (
 from deepspeed_muon.forecast.size_laws import (
     CARRIED_BY,
     LAWS,
-    MEASURED,
-    MEASURED_ON,
-    MEASURED_SIZES,
     ROOT_OF_WIDTH,
     SIZES,
     UNKNOWN,
     Sizes,
+    measured,
     read_sizes,
 )
-from deepspeed_muon.forecast.translation import NOBODY, SOURCES, Translation, translate
+from deepspeed_muon.forecast.translation import SOURCES, Translation, translate
 from deepspeed_muon.math.updates import shape_scale
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.param_groups import width_exponent
+from deepspeed_muon.routing.param_groups import one_rate_serves_both, width_exponent
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route, model_width, summarize_routes
 from deepspeed_muon.routing.rules import route_parameters
@@ -101,12 +99,14 @@ def _rates(arguments: argparse.Namespace) -> int:
     kind, translation = translate(read_object(Path(arguments.config), hjson.loads))
     routes = route_parameters(load_model(arguments.model), translation.config()) if arguments.model else []
     before, after = read_sizes("--from", arguments.before), read_sizes("--to", arguments.after)
-    if (tuned_width := translation.config().tuned_width) is not None:
-        before.setdefault("width", tuned_width)
+    config = translation.config()
+    if config.tuned_width is not None:
+        before.setdefault("width", config.tuned_width)
     after = {**_sizes_of_model(routes), **after}
     # 2. The rate at the other size, beside what others publish.
     published = _published(translation, before, after)
     carry(translation, before, after, law_name=arguments.apply)
+    runs = measured(config.variant, config.adjust_lr_fn)
     report = {
         "read_as": SOURCES[kind].name,
         "from": before,
@@ -115,7 +115,8 @@ def _rates(arguments: argparse.Namespace) -> int:
         "reasons": translation.reasons,
         "left_out": translation.left_out,
         "notes": translation.notes,
-        "measured": MEASURED.get(_rule_of(translation.config()), "nothing under this rule"),
+        "measured": runs.costs,
+        "measured_on": runs.runs() if runs.ranges else None,
         "published": published,
         "unknown": list(UNKNOWN),
     }
@@ -130,11 +131,6 @@ def _sizes_of_model(routes: Sequence[Route]) -> dict[str, float]:
     numbers = [re.search(r"\.(\d+)\.", route.name) for route in routes]  # layers.31.mlp: 31
     depth = max((int(number[1]) + 1 for number in numbers if number), default=0)
     return {name: size for name, size in (("width", model_width(routes)), ("depth", depth)) if size}
-
-
-def _rule_of(config: MuonConfig) -> str:
-    """Return the variant if it has a size of updates of its own, else the scale rule."""
-    return config.adjust_lr_fn if VARIANTS[config.variant].apply is None else config.variant
 
 
 def _published(translation: Translation, before: Sizes, after: Sizes) -> list[dict[str, Any]]:
@@ -175,7 +171,8 @@ def _text(report: Mapping[str, Any], applied: str | None) -> str:
     lines.append("")
     if before and after:
         lines.append(f"from {sizes(before)} to {sizes(after)}")
-        lines += _wrapped("  measured here   ", f"{report['measured']}. Measured on {MEASURED_ON}.")
+        measured_on = f". Measured on {report['measured_on']}." if report["measured_on"] else ""
+        lines += _wrapped("  measured here   ", report["measured"] + measured_on)
         status = f"{applied} is applied" if applied else "--apply NAME carries muon_lr by one of them alone"
         lines.append(f"  published ({status})")
         if settings.get("adjust_lr_fn") in ROOT_OF_WIDTH:
@@ -225,7 +222,7 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
         ConfigError: If ``before`` or ``after`` lack a size of the law that ``law_name`` asks for.
     """
     config = translation.config()
-    exponent, tuned, width = width_exponent(config), before.get("width"), after.get("width")
+    exponent, tuned_width, width = width_exponent(config), before.get("width"), after.get("width")
     law = LAWS[law_name or CARRIED_BY]
     powers = law.powers(config.adjust_lr_fn)
     if law_name and (missing := law.missing(before, after, config.adjust_lr_fn)):
@@ -234,18 +231,19 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
     changed = [size for size, ratio in ratios.items() if ratio != 1.0]
     if changed and not translation.rate_is_tuned:
         translation.notes.append(
-            "muon_lr is a rate to begin with and was not tuned: it is not carried to the other size"
+            "Muon's rate is one to begin with and was not tuned: it is not carried to the other size"
         )
     elif changed and exponent is None and law_name is None:
         translation.notes.append(
             f"the rate is not carried to the other size: the measured runs do not say how it follows one under "
-            f"{_rule_of(config)}"
+            f"{config.adjust_lr_fn}"
         )
     elif changed:
         factors = " ".join(f"{ratio:.4g}^{powers[size]:g} ({size})" for size, ratio in ratios.items())
-        source = "which the runs here agree with" + _beyond_measured(changed, before, after)
-        if law_name:
-            source = f"{law.source}: applied because --apply asks for it"
+        runs = measured(config.variant, config.adjust_lr_fn)
+        source = f"{law.source}: applied because --apply asks for it" if law_name else runs.support
+        if not law_name and (beyond := runs.beyond(changed, before, after)):
+            source += f"; extrapolated beyond what was measured, {' and '.join(beyond)}"
         _multiply_rate(
             translation,
             law.factor(before, after, config.adjust_lr_fn),
@@ -253,27 +251,19 @@ def carry(translation: Translation, before: Sizes, after: Sizes, *, law_name: st
             f"{factors}: {source}",
         )
         if "muon_lr" in translation.settings and "lr" in translation.settings and config.adam_lr is None:
-            translation.reasons["lr"] = _reason_of_adamws_rate(translation.reasons["lr"], changed)
-    if exponent and tuned and translation.rate_is_tuned:
+            is_of_muon = config.muon_lr is None and not one_rate_serves_both(config)
+            translation.reasons["lr"] = (
+                "as it was, Muon's rate: choose adam_lr" if is_of_muon else _reason_of_adamws_rate(changed)
+            )
+    if exponent and tuned_width and translation.rate_is_tuned:
         reason = "the width that the rate is for: training a much wider model begins with a warning"
         is_carried = translation.muon_lr() != "auto"
-        translation.put("tuned_width", round(width if width and is_carried else tuned), reason)
+        translation.put("tuned_width", round(width if width and is_carried else tuned_width), reason)
 
 
-def _beyond_measured(sizes: Sequence[str], before: Sizes, after: Sizes) -> str:
-    """Return which of ``sizes`` are beyond those of the measured runs, as the end of a sentence."""
-    ranges = {size: MEASURED_SIZES[size] for size in sizes}
-    beyond = [
-        f"{size} {low:,} to {high:,}"
-        for size, (low, high) in ranges.items()
-        if not (low <= before[size] <= high and low <= after[size] <= high)
-    ]
-    return f"; extrapolated beyond what was measured, {' and '.join(beyond)}" if beyond else ""
-
-
-def _reason_of_adamws_rate(reason: str, changed: Sequence[str]) -> str:
+def _reason_of_adamws_rate(changed: Sequence[str]) -> str:
     """Return the reason of ``lr`` where Muon has a rate of its own for the sizes that changed."""
-    reasons = [reason if NOBODY in reason else "AdamW's rate, as tuned"]
+    reasons = ["AdamW's rate, as tuned"]
     if "width" in changed:
         reasons.append("in the measured runs it was the same at all widths")
     if unmeasured := [size for size in changed if size != "width"]:
@@ -290,29 +280,34 @@ def _multiply_rate(translation: Translation, factor: float, of_width: float, rea
     The decay is divided by ``of_width``, the part of the factor that follows the width: over widths its product with
     the rate was kept in the measured runs. Over tokens and batch the decay stays.
     """
+    # 1. The rate.
     settings, rate = translation.settings, translation.muon_lr()
-    if rate == "auto":
-        translation.notes.append(
-            f"lr is 'auto' and stays, as AdamW's rate. For the other size set muon_lr to {factor:.3g} times the "
-            f"learning rate that fills it in ({reason})"
-        )
-        return
     if factor == 1.0:
         translation.reasons["lr" if settings.get("muon_lr") is None else "muon_lr"] += f"; {reason}"
         return
-    translation.change_muon_lr(_three_digits(rate * factor), factor, f"{rate:g} x {factor:.3g} ({reason})")
-    if settings.get("weight_decay_mode") == "independent":
-        return  # its decay is not multiplied by the rate
+    if rate == "auto":
+        translation.notes.append(
+            f"lr is 'auto' and stays. For the other size set muon_lr to {factor:.3g} times the "
+            f"learning rate that fills it in ({reason})"
+        )
+    else:
+        translation.change_muon_lr(
+            _three_digits(rate * factor), factor, f"{rate:g} x {factor:.3g} ({reason})"
+        )
+    # 2. The decay, unless it is not multiplied by the rate.
     decay = settings.get("muon_weight_decay", settings.get("weight_decay"))
+    if not decay or of_width == 1.0 or settings.get("weight_decay_mode") == "independent":
+        return
+    stays = "over widths its product with the rate stays, as in the measured runs"
     if decay == "auto":
         translation.notes.append(
-            f"weight_decay is 'auto' and stays: its product with Muon's rate becomes {factor:.3g} of what it was"
+            f"set muon_weight_decay to {1 / of_width:.3g} times the number that fills in weight_decay: {stays}"
         )
-    elif decay and of_width != 1.0:
+    elif rate == "auto":
+        translation.notes.append(f"set muon_weight_decay to {decay / of_width:.3g}, with muon_lr: {stays}")
+    else:
         translation.put(
-            "muon_weight_decay",
-            _three_digits(decay / of_width),
-            f"{decay:g} / {of_width:.3g}: over widths its product with the rate stays, as in the measured runs",
+            "muon_weight_decay", _three_digits(decay / of_width), f"{decay:g} / {of_width:.3g}: {stays}"
         )
 
 

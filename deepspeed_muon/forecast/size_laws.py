@@ -1,14 +1,14 @@
 """How a tuned rate is carried to a run of another size: what was measured in this repository, and published laws.
 
-One published law is followed, because it was right in the runs here, which are of other models than those that it was
+One published law is followed, because it cost little in the runs here, which are of other models than those that it was
 fitted on. The others are printed beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName
@@ -24,28 +24,87 @@ SIZES = {
 }
 """What a rate may depend on."""
 
-MEASURED_SIZES = {"width": (128, 512), "depth": (2, 12), "tokens": (76_800, 2_457_600), "batch": (512, 8192)}
-"""The smallest and the largest value of each size in the runs of this repository; beyond them a law is extrapolated."""
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the runs of this repository say of the law under a scale rule, or a variant.
+
+    Attributes:
+        costs: The costs of the rates that the law yields, and of the kept ones.
+        support: Why the law is followed, as a clause about it.
+        ranges: The smallest and the largest value of each size in the runs; beyond them the law is extrapolated.
+    """
+
+    costs: str
+    support: str = "which the runs here agree with"
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def runs(self) -> str:
+        """Return the sizes of the runs as text."""
+        spans = {size: span(*limits) for size, limits in self.ranges.items()}
+        return "0.4M to 7M parameters, width {width}, {depth} layers, {tokens} tokens in steps of {batch}".format(
+            **spans
+        )
+
+    def beyond(self, sizes: Collection[str], before: Sizes, after: Sizes) -> list[str]:
+        """Return the ranges of those of ``sizes`` that are beyond them in ``before`` or ``after``."""
+        return [
+            f"{size} {span(low, high)}"
+            for size, (low, high) in self.ranges.items()
+            if size in sizes and not (low <= before[size] <= high and low <= after[size] <= high)
+        ]
+
+
+def span(low: int, high: int) -> str:
+    """Return a range as text."""
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+_RANGES = {"width": (128, 512), "depth": (2, 12), "tokens": (76_800, 614_400), "batch": (512, 2048)}
 
 MEASURED = {
-    "original": "width^-0.15 cost 0.000 nats from width 128 to 512, the kept rate 0.006. Over width, depth, tokens and "
-    "batch the law cost at most 0.011 nats in 16 cells that chose no constant, the kept rate 0.040",
-    "match_rms_adamw": "width^-0.65 cost 0.001 nats from width 128 to 512; the kept rate cost 0.02 at twice the width "
-    "and 0.09 at four times. Over width, depth, tokens and batch the law cost at most 0.025 nats in 5 cells that chose "
-    "no constant, the kept rate 0.061",
-    "spectral": "width^-0.65, fitted to match_rms_adamw, cost 0.012 nats from width 128 to 512; the kept rate cost "
-    "0.04 at twice the width and 0.09 at four times. Not measured: other depths and numbers of steps under this rule",
-    "hyperball": "the law, which was fitted on it elsewhere, cost at most 0.022 nats in 12 cells that chose no "
-    "constant, the kept rate 0.038. The best rate fell faster with the width, with an exponent of -0.9 that is "
-    "uncertain; the kept rate cost 0.01 nats at twice the width and 0.04 at four times",
+    "original": Measured(
+        "width^-0.15 cost 0.000 nats from width 128 to 512, the kept rate 0.006. Over width, depth, tokens and batch "
+        "the law cost at most 0.011 nats in 16 cells that chose no constant, the kept rate 0.040",
+        ranges={**_RANGES, "tokens": (76_800, 2_457_600), "batch": (512, 8192)},
+    ),
+    "match_rms_adamw": Measured(
+        "width^-0.65 cost 0.001 nats from width 128 to 512; the kept rate cost 0.02 at twice the width and 0.09 at "
+        "four times. Over width, depth, tokens and batch the law cost at most 0.025 nats in 5 cells that chose no "
+        "constant, the kept rate 0.061",
+        ranges=_RANGES,
+    ),
+    "spectral": Measured(
+        "width^-0.65, fitted to match_rms_adamw, cost 0.012 nats from width 128 to 512; the kept rate cost 0.04 at "
+        "twice the width and 0.09 at four times",
+        ranges={"width": (128, 512), "depth": (2, 2), "tokens": (76_800, 76_800), "batch": (512, 512)},
+    ),
+    "normuon": Measured(
+        "over width, depth, tokens and batch the law cost at most 0.010 nats in 9 cells that chose no constant, the "
+        "kept rate 0.022",
+        ranges={**_RANGES, "tokens": (153_600, 614_400)},
+    ),
+    "hyperball": Measured(
+        "the law, which was fitted on it elsewhere, cost at most 0.022 nats in 12 cells that chose no constant, the "
+        "kept rate 0.038. The best rate fell faster with the width, with an exponent of -0.9 that is uncertain; the "
+        "kept rate cost 0.01 nats at twice the width and 0.04 at four times",
+        support="the law that was fitted on this variant; over widths the best rate fell faster in the runs here",
+        ranges=_RANGES,
+    ),
 }
-"""Rule, or variant, to what the runs say. The numbers are those of ``benchmarks/results/rates.md`` and, where cells
-are counted, of ``transfer.md``."""
+"""Scale rule of plain Muon, or variant under the rule ``original``, to what the runs say.
 
-MEASURED_ON = (
-    "0.4M to 7M parameters, widths 128 to 512, 2 to 12 layers, 150 to 2,400 steps of 512 to 8,192 tokens"
-)
-"""The runs of :data:`MEASURED`."""
+The costs are those of ``benchmarks/results/rates.md`` and, where cells are counted, of ``transfer.md``, whose cells the
+ranges are of.
+"""
+
+
+def measured(variant: str, rule: AdjustLrName) -> Measured:
+    """Return what the runs say under a variant and a scale rule, which may be nothing."""
+    name = rule if variant == "muon" else variant if rule == "original" else f"{variant} with {rule}"
+    nothing = Measured(f"nothing under {name}", f"which was not measured under {name}")
+    return MEASURED.get(name, nothing)
+
 
 UNKNOWN = (
     "larger models and mixtures of experts",
@@ -132,12 +191,16 @@ CARRIED_BY = "marin"
 """The law that ``rates`` follows without ``--apply``, over the sizes that it is given: the runs here agree with it."""
 
 
+LARGEST = 1e30
+"""The largest size that is read; ratios of larger ones overflow."""
+
+
 def read_sizes(option: str, values: Sequence[str]) -> dict[str, float]:
     """Return the sizes of an option, given as ``["width=512", "tokens=10e9"]``.
 
     Raises:
         ConfigError: Naming the option and the value, if a name is not in :data:`SIZES` or is given twice, or a size is
-            not a positive number.
+            not a number from 1 to :data:`LARGEST`.
     """
     sizes: dict[str, float] = {}
     for value in values:
@@ -146,11 +209,11 @@ def read_sizes(option: str, values: Sequence[str]) -> dict[str, float]:
             size = float(text)
         except ValueError:
             size = math.nan
-        if name not in SIZES or not 0 < size < math.inf:
+        if name not in SIZES or not 1 <= size <= LARGEST:
             accepted = ", ".join(f"{key} ({meaning})" for key, meaning in SIZES.items())
             raise ConfigError(
-                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {accepted} and a positive "
-                f"number, got {value!r}"
+                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {accepted} and a "
+                f"number from 1 to {LARGEST:g}, got {value!r}"
             )
         if name in sizes:
             raise ConfigError(f"{option}: {name} is given twice")

@@ -15,7 +15,8 @@ from deepspeed_muon.config.settings import DEFAULT_ADAM_LR, DEFAULT_MUON_LR, Muo
 from deepspeed_muon.config.values import RENAMED, shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.forecast.frameworks import framework_settings
-from deepspeed_muon.routing.param_groups import one_rate_serves_both, rate_warning, rule_of
+from deepspeed_muon.routing.param_groups import given_rates, one_rate_serves_both, rate_warning, rule_of
+from deepspeed_muon.variants import VARIANTS
 
 FILLED_IN = ("lr", "betas", "eps", "weight_decay")
 """Keys whose "auto" the integrations of Hugging Face replace by a number."""
@@ -115,13 +116,13 @@ class Translation:
         self.settings.clear()
         self.put("muon_lr", rate, reason)
         self.settings.update(rest)
-        if (peak := self.peak()) is not None and "lr" not in rest:
+        if factor != 1.0 and (peak := self.peak()) is not None and "lr" not in rest:
             key, value = peak
-            numbers = (
-                "Muon's rates in it"
-                if isinstance(value, list)
-                else "it, and the other rates of the schedule,"
-            )
+            numbers = "it, and the other rates of the schedule,"
+            if isinstance(value, list):
+                numbers = "Muon's rates in it"
+            elif value == "auto":
+                numbers = "learning_rate, with which the Trainer fills it in,"
             self.notes.append(
                 f"scheduler.params.{key}, {shown(value)}, stands for muon_lr: multiply {numbers} by {factor:.3g}"
             )
@@ -171,22 +172,25 @@ def translate(content: Mapping[str, Any]) -> tuple[str, Translation]:
     # 3. Validate, and say what an engine would warn of, if its param groups have no rates of their own.
     config = translation.config()
     if translation.settings.get("lr") != "auto":
-        rates = {"muon": {config.muon_defaults()["lr"]}, "adamw": {config.adam_defaults()["lr"]}}
-        if (warning := rate_warning(config, rates)) is not None:
+        given = [given_rates(config)]
+        if (warning := rate_warning(config, given, given)) is not None:
             translation.notes.append(warning)
     elif config.muon_lr is None and config.adam_lr is None and not one_rate_serves_both(config):
+        matched = "set adjust_lr_fn to 'match_rms_adamw' for a rate of AdamW, or "
         translation.notes.append(
             f"lr is 'auto', so the Trainer's learning_rate trains both halves; under {rule_of(config)} one rate does "
-            f"not serve both: set adjust_lr_fn to 'match_rms_adamw' for a rate of AdamW, or add muon_lr"
+            f"not serve both: {matched if VARIANTS[config.variant].apply is None else ''}add muon_lr"
         )
     return kind, translation
 
 
 def _from_adamw(translation: Translation, *, lr: float = 1e-3, decay: float = 0.0) -> None:
     serves = "AdamW's rate serves both halves under match_rms_adamw"
-    peak = translation.peak()
-    if "lr" not in translation.source and peak and isinstance(peak[1], (int, float)):
-        translation.put("lr", peak[1], f"scheduler.params.{peak[0]}, to which the rate rises; {serves}")
+    key, peak = translation.peak() or ("", None)
+    if isinstance(peak, list) and peak and peak.count(peak[0]) == len(peak):
+        peak = peak[0]  # of every group
+    if "lr" not in translation.source and (peak == "auto" or isinstance(peak, (int, float))):
+        translation.put("lr", peak, f"scheduler.params.{key}, to which the rate rises; {serves}")
     else:
         translation.take_rate(lr, serves)
     translation.put(

@@ -77,10 +77,11 @@ def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
 AdjustLrName = Literal["original", "match_rms_adamw", "spectral", "unit_rms_norm"]
 
 WIDTH_EXPONENT: dict[AdjustLrName, float] = {"original": -0.15, "match_rms_adamw": -0.65, "spectral": -0.65}
-"""Muon's best rate follows ``width ** exponent``, as measured; ``unit_rms_norm`` was not.
+"""Muon's rate is made to follow ``width ** exponent``; under ``unit_rms_norm`` nothing was measured.
 
-``benchmarks/rates.py`` makes the fit and its table, ``tests/unit/test_benchmark_rates.py`` compares. The last two rules
-contain the root of the width, which the best rate has to cancel: -0.5 of the exponent.
+That of ``original`` is Marin's law, with which the runs of ``benchmarks/rates.py`` agree; that of ``match_rms_adamw``
+is their fit, which holds for ``spectral`` (``tests/unit/test_benchmark_rates.py``). The last two rules contain the root
+of the width, which the best rate has to cancel: -0.5 of the exponent.
 """
 
 

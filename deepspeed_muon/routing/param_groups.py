@@ -263,61 +263,73 @@ class EqualRates:
                 return
 
 
+def given_rates(config: MuonConfig, group: GroupSettings | None = None) -> dict[str, float]:
+    """Return the rates that are set for a param group, by their keys; none for the defaults.
+
+    Args:
+        config: The settings.
+        group: The caller's group, whose rates override those of ``config``, ``lr`` alone also ``muon_lr`` and
+            ``adam_lr`` there.
+    """
+    group = group or {}
+    of_group = {key: float(group[key]) for key in RATE_KEYS if group.get(key) is not None}
+    of_config = {key: getattr(config, key) for key in RATE_KEYS if key not in group}
+    of_config = {key: rate for key, rate in of_config.items() if rate is not None}
+    return of_group if "lr" in of_group else {**of_config, **of_group}
+
+
 def rate_warning(
-    config: MuonConfig, rates: Mapping[str, Collection[float]], shared: Collection[float] = ()
+    config: MuonConfig, of_muon: Collection[Mapping[str, float]], of_adamw: Collection[Mapping[str, float]]
 ) -> str | None:
     """Return a warning of a rate that nobody chose, or that was chosen for the other algorithm.
 
     Args:
         config: The settings.
-        rates: The rates of the param groups, by algorithm. A group may have a rate of its own.
-        shared: The rates that a caller's group has as ``lr``, and that so apply to both algorithms.
+        of_muon: The :func:`given_rates` of each of Muon's param groups.
+        of_adamw: Those of each of AdamW's.
     """
-    muon_rates, adam_rates = rates.get("muon", ()), rates.get("adamw", ())
     rule = rule_of(config)
     # 1. One algorithm's rate is set, and the other trains at a default.
-    if (
-        config.lr is None
-        and config.adam_lr is None
-        and config.muon_lr is not None
-        and DEFAULT_ADAM_LR in adam_rates
+    if any("muon_lr" in given for given in of_muon) and any(
+        given.keys().isdisjoint(("lr", "adam_lr")) for given in of_adamw
     ):
         return (
             f"muon_lr is set alone, so AdamW trains embeddings, heads and vectors at its default, {DEFAULT_ADAM_LR:g}: "
             f"set adam_lr, to the rate of your AdamW run if there was one"
         )
-    if (
-        config.lr is None
-        and config.muon_lr is None
-        and config.adam_lr is not None
-        and DEFAULT_MUON_LR in muon_rates
+    if any("adam_lr" in given for given in of_adamw) and any(
+        given.keys().isdisjoint(("lr", "muon_lr")) for given in of_muon
     ):
         return (
             f"adam_lr is set alone, so Muon trains the matrices at its default, {DEFAULT_MUON_LR:g}, under {rule}: set "
             f"muon_lr"
         )
-    # 2. One rate is set for both, under a rule other than the one that makes it serve both.
-    of_groups = set(shared).intersection(muon_rates).intersection(adam_rates)
-    lr = config.lr if config.lr in muon_rates else min(of_groups, default=None)
-    if config.muon_lr is not None or config.adam_lr is not None or not lr or one_rate_serves_both(config):
+    # 2. One rate is set for both, under a rule other than the one that makes it serve both. A rate that only groups of
+    # matrices have was chosen for Muon.
+    of_both = [{given["lr"] for given in groups if given.keys() == {"lr"}} for groups in (of_muon, of_adamw)]
+    shared = [lr for lr in of_both[0] - {0.0} if lr in of_both[1] or lr == config.lr]
+    if not shared or one_rate_serves_both(config):
         return None
+    lr = min(shared)
+    where = "" if lr == config.lr else " in the param group, whose lr overrides that of the settings"
     ratio = _update_ratio(config)
     if ratio:
         return (
             f"the matrices train with lr {lr:g} under {rule}, which makes their updates {ratio:g} times as large as "
             f"AdamW's usually are at that rate: set adjust_lr_fn to 'match_rms_adamw' without update_scale; else set "
-            f"muon_lr ({lr / ratio:g} for the size of AdamW's)"
+            f"muon_lr ({lr / ratio:g} for the size of AdamW's){where}"
         )
     if "adjust_lr_fn" in rule and lr * config.update_scale < SMALL_MUON_LR:
         return (
             f"the matrices train with lr {lr:g} under {rule}, where {DEFAULT_MUON_LR:g} is usual, so their updates are "
             f"far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn to 'match_rms_adamw'; else set "
-            f"muon_lr"
+            f"muon_lr{where}"
         )
-    if lr in adam_rates:
+    if lr in of_both[1]:
         return (
             f"Muon trains the matrices and AdamW embeddings, heads and vectors with one lr, {lr:g}; under {rule} one "
             f"rate does not serve both: set muon_lr and adam_lr (defaults {DEFAULT_MUON_LR:g} and {DEFAULT_ADAM_LR:g})"
+            f"{where}"
         )
     return None
 
@@ -343,17 +355,14 @@ def warn_of_rates(
     routes: Sequence[Route],
 ) -> None:
     """Warn of rates that nobody chose, and of rates that were tuned on a narrower model than this one."""
-    rates: dict[str, set[float]] = {}
+    settings = {caller.number: caller.settings for caller in callers}
+    given: dict[str, list[dict[str, float]]] = {"muon": [], "adamw": []}
     for group in groups:
-        rates.setdefault(group["algorithm"], set()).add(float(group["lr"]))
-    given = [
-        {key: caller.settings[key] for key in RATE_KEYS if caller.settings.get(key) is not None}
-        for caller in callers
-    ]
-    shared = [float(rate["lr"]) for rate in given if rate.keys() == {"lr"}]
-    if (sentence := rate_warning(config, rates, shared)) is not None:
+        given[group["algorithm"]].append(given_rates(config, settings[group[CALLER_GROUP]]))
+    if (sentence := rate_warning(config, given["muon"], given["adamw"])) is not None:
         warn("deepspeed_muon: %s", sentence)
-    width, exponent, muon_rates = model_width(routes), width_exponent(config), sorted(rates.get("muon", ()))
+    muon_rates = sorted({float(group["lr"]) for group in groups if group["algorithm"] == "muon"})
+    width, exponent = model_width(routes), width_exponent(config)
     if config.tuned_width is None or not exponent or width <= config.tuned_width:
         return
     factor = (width / config.tuned_width) ** exponent
@@ -361,14 +370,16 @@ def warn_of_rates(
         advice = ""
         if config.adjust_lr_fn != "original":
             advice = ", or tune once with adjust_lr_fn 'original', whose best rate moves less"
-        if len(muon_rates) == 1:
+        if sentence is not None:  # which may ask for another rate
+            remedy = f"multiply Muon's rate by {factor:.3g} and set tuned_width"
+        elif len(muon_rates) == 1:
             remedy = f"set muon_lr to {muon_rates[0] * factor:.3g} (it is {muon_rates[0]:g}) and tuned_width"
         else:
             numbers = ", ".join(f"{rate:g}" for rate in muon_rates)
             remedy = f"multiply Muon's rates, {numbers}, by {factor:.3g}, and set tuned_width"
         warn(
-            "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the best "
-            "rate fell with width^%g where it was measured: %s to %d%s (docs/rates.md)",
+            "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the law "
+            "that is followed is width^%g: %s to %d%s (docs/rates.md)",
             config.tuned_width,
             width,
             rule_of(config),
@@ -380,8 +391,9 @@ def warn_of_rates(
 
 
 def width_exponent(config: MuonConfig) -> float | None:
-    """Return the exponent with which Muon's best rate follows the width; ``None`` where it was not measured."""
-    # Hyperball has no scale rule: adjust_lr_fn is "original". The exponent of that is of a law that was fitted on it.
+    """Return the exponent of the width in the law that Muon's rate is made to follow; ``None`` if there is none."""
+    # Hyperball has no scale rule, so adjust_lr_fn is "original", whose exponent is of a law that was fitted on
+    # Hyperball: in the runs of this repository its best rate fell faster.
     return WIDTH_EXPONENT.get(config.adjust_lr_fn)
 
 

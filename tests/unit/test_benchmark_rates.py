@@ -41,17 +41,17 @@ def test_the_printed_costs_are_those_of_the_table() -> None:
         twice, four_times = rates.width_costs(RESULTS, rule, 0.0)
         assert f"the kept rate cost {twice:.2f} at twice the width and {four_times:.2f}" in MEASURED[
             rule
-        ].replace(" nats at", " at")
+        ].costs.replace(" nats at", " at")
     for rule in ("match_rms_adamw", "spectral"):
         worst = max(rates.width_costs(RESULTS, rule, WIDTH_EXPONENT[rule]))
         assert (
-            MEASURED[rule].startswith("width^-0.65")
-            and f" cost {worst:.3f} nats from width 128" in MEASURED[rule]
+            MEASURED[rule].costs.startswith("width^-0.65")
+            and f" cost {worst:.3f} nats from width 128" in MEASURED[rule].costs
         )
     law, kept = (
         max(rates.width_costs(RESULTS, "muon", power)) for power in (WIDTH_EXPONENT["original"], 0.0)
     )
-    assert MEASURED["original"].startswith(
+    assert MEASURED["original"].costs.startswith(
         f"width^-0.15 cost {law:.3f} nats from width 128 to 512, the kept rate {kept:.3f}."
     )
 

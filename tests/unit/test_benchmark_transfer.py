@@ -81,7 +81,7 @@ def test_what_rates_and_its_page_say_of_the_law_is_what_the_runs_show(rule):
         f"cost at most {worst.printed[0]:.3f} nats in {worst.cells} cells that chose no constant, the kept rate "
         f"{worst.tuned[0]:.3f}"
     )
-    assert rule == "normuon" or said in size_laws.MEASURED[NAMES[rule]]
+    assert said in size_laws.MEASURED[NAMES[rule]].costs
     page = (Path(__file__).resolve().parents[2] / "docs" / "rates.md").read_text()
     row = re.search(rf"^\| `{NAMES[rule]}` \| {worst.cells} \| .*", page, re.M)
     costs = [f"{cost:.3f} ({error:.3f})" for cost, error in (worst.printed, worst.tuned)]
@@ -89,6 +89,19 @@ def test_what_rates_and_its_page_say_of_the_law_is_what_the_runs_show(rule):
     assert "no" not in worst.verdicts, "the bound is missed by more than two standard errors"
     if rule in ("muon", "normuon"):
         assert worst.printed[0] < transfer_report.BOUND
+
+
+@pytest.mark.parametrize("rule", [*NAMES, "spectral"])
+def test_the_measured_ranges_of_a_rule_are_those_of_its_cells(rule):
+    cells = transfer_report.fits_of(read_rows(variants.RAW) | read_rows(transfer.RAW), rule)
+    sizes = {
+        "width": [cell.dim for cell in cells],
+        "depth": [cell.layers for cell in cells],
+        "tokens": [cell.steps * cell.tokens for cell in cells],
+        "batch": [cell.tokens for cell in cells],
+    }
+    ranges = size_laws.MEASURED[NAMES.get(rule, rule)].ranges
+    assert ranges == {size: (min(values), max(values)) for size, values in sizes.items()}
 
 
 @pytest.mark.parametrize(

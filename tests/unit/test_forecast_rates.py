@@ -87,7 +87,7 @@ def test_a_rate_that_replaces_another_is_not_carried() -> None:
     # lr is AdamW's rate, and what the schedule's number stands for.
     assert translation.settings == {"muon_lr": 0.02, "lr": 3.0}
     assert translation.notes == [
-        "muon_lr is a rate to begin with and was not tuned: it is not carried to the other size"
+        "Muon's rate is one to begin with and was not tuned: it is not carried to the other size"
     ]
 
 
@@ -125,6 +125,8 @@ NULL = None
             ["the Trainer's learning_rate"],
         ),
         (muon({"lr": "auto", **MATCHED}), "this", {"lr": "auto"}, []),
+        # It advised match_rms_adamw, which the variant refuses.
+        (muon({"lr": "auto", "variant": "hyperball"}), "this", {"lr": "auto"}, ["serve both: add muon_lr"]),
         (muon({"lr": "auto", "muon_lr": 0.02}), "deepspeed or this", {"lr": "auto", "muon_lr": 0.02}, []),
         # null is a default.
         (muon({"lr": 1e-3, "muon_lr": NULL, **MATCHED}), "this", {"lr": 1e-3, **MATCHED}, []),
@@ -134,6 +136,18 @@ NULL = None
             {"optimizer": {"type": "AdamW"}, "scheduler": {"params": {"warmup_max_lr": 3e-4}}},
             "adamw",
             {"lr": 3e-4},
+            [],
+        ),
+        (
+            {"optimizer": {"type": "AdamW"}, "scheduler": {"params": {"cycle_max_lr": [1e-4, 1e-4]}}},
+            "adamw",
+            {"lr": 1e-4},
+            [],
+        ),
+        (
+            {"optimizer": {"type": "AdamW"}, "scheduler": {"params": {"warmup_max_lr": "auto"}}},
+            "adamw",
+            {"lr": "auto"},
             [],
         ),
         # AdamW's arguments were read as Megatron-LM's Muon.
@@ -468,22 +482,48 @@ def test_the_rate_of_adamw_is_carried_to_a_wider_model(report_of: Report) -> Non
 
 
 @pytest.mark.parametrize(
-    ("params", "muon_lr", "note"),
+    ("params", "muon_lr", "reason", "measured"),
     [
-        ({}, 0.018, ""),
-        ({"variant": "normuon"}, 0.018, ""),
-        ({"adjust_lr_fn": "spectral"}, 0.0127, ""),
-        ({"adjust_lr_fn": "unit_rms_norm"}, 0.02, "under unit_rms_norm"),
-        ({"variant": "hyperball"}, 0.018, ""),
+        ({}, 0.018, "which the runs here agree with", "in 16 cells"),
+        ({"variant": "normuon"}, 0.018, "which the runs here agree with", "in 9 cells"),
+        ({"variant": "muon_eq"}, 0.018, "which was not measured under muon_eq", "nothing under muon_eq"),
+        (
+            {"variant": "normuon", "adjust_lr_fn": "spectral"},
+            0.0127,
+            "not measured under normuon with spectral",
+            "nothing under normuon with spectral",
+        ),
+        ({"adjust_lr_fn": "spectral"}, 0.0127, "which the runs here agree with", "width^-0.65, fitted to"),
+        ({"adjust_lr_fn": "unit_rms_norm"}, 0.02, "", "nothing under unit_rms_norm"),
+        ({"variant": "hyperball"}, 0.018, "over widths the best rate fell faster", "in 12 cells"),
     ],
     ids=str,
 )
-def test_rules_over_widths(params: dict[str, Any], muon_lr: float, note: str, report_of: Report) -> None:
+def test_rules_over_widths(
+    params: dict[str, Any], muon_lr: float, reason: str, measured: str, report_of: Report
+) -> None:
+    """Reasons and costs are those of the rule and variant: "original" has more runs than the others."""
     params = {"muon_lr": 0.02, "adam_lr": 1e-3, **params}
     report = report_of(params, "--from", "width=256", "--to", "width=512")
     assert report["optimizer"]["params"]["muon_lr"] == muon_lr
     assert ("tuned_width" in report["optimizer"]["params"]) == (muon_lr != 0.02)
-    assert (note in report["notes"][0]) if note else not report["notes"]
+    assert reason in report["reasons"]["muon_lr"] and measured in report["measured"]
+    assert bool(report["notes"]) == (muon_lr == 0.02)
+
+
+def test_a_rate_that_nobody_chose_is_not_carried(report_of: Report) -> None:
+    for params, type_name, rate in (({}, "Muon", "muon_lr"), ({}, "AdamW", "lr")):
+        report = report_of(params, "--from", "width=256", "--to", "width=512", type_name=type_name)
+        assert "it is not carried" in report["notes"][0]
+        assert "chosen by nobody" in report["reasons"][rate]
+        assert "tuned_width" not in report["optimizer"]["params"]
+
+
+def test_muons_rate_does_not_become_adamws(report_of: Report) -> None:
+    """One lr under "original", carried, remained as "AdamW's rate, as tuned"."""
+    report = report_of({"lr": 0.02}, "--from", "width=256", "--to", "width=512")
+    assert report["optimizer"]["params"]["muon_lr"] == 0.018
+    assert report["reasons"]["lr"] == "as it was, Muon's rate: choose adam_lr"
 
 
 def test_auto_is_not_multiplied(report_of: Report) -> None:
@@ -493,6 +533,11 @@ def test_auto_is_not_multiplied(report_of: Report) -> None:
     assert params["lr"] == params["weight_decay"] == "auto"
     assert params["tuned_width"] == 256, "the rate was not carried, so a warning at start has to ask for it"
     assert "set muon_lr to 0.637 times the learning rate that fills it in" in report["notes"][0]
+    assert "set muon_weight_decay to 1.57 times the number" in report["notes"][1]
+    decay = report_of(
+        {**auto, "weight_decay": 0.1}, "--from", "width=256", "--to", "width=512", type_name="AdamW"
+    )
+    assert "set muon_weight_decay to 0.157, with muon_lr" in decay["notes"][1]
     assert {law["muon_lr"] for law in report["published"]} == {None}
 
 
@@ -513,6 +558,12 @@ def test_auto_is_not_multiplied(report_of: Report) -> None:
             "multiply Muon's rates in it by 0.901",
         ),
         ({"muon_lr": 0.02, "adam_lr": 1e-3}, {"lr_range_test_min_lr": 0.02}, None, "lr_range_test_min_lr"),
+        (
+            {"muon_lr": 0.02, "adam_lr": 1e-3},
+            {"warmup_max_lr": "auto"},
+            None,
+            "multiply learning_rate, with which the Trainer fills it in, by 0.901",
+        ),
         ({"muon_lr": 0.02, "adam_lr": 1e-3}, {"warmup_num_steps": 9}, None, ""),
     ],
 )
@@ -531,7 +582,8 @@ def test_a_schedule_follows_the_rate(params: Any, scheduler: Any, lr: float | No
 def test_what_was_not_measured_is_said(report_of: Report) -> None:
     params = {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"}
     report = report_of(params, "--from", "batch=5e5", "width=256", "--to", "batch=8e6", "width=512")
-    assert report["reasons"]["muon_lr"].endswith("extrapolated beyond what was measured, batch 512 to 8,192)")
+    assert report["reasons"]["muon_lr"].endswith("extrapolated beyond what was measured, batch 512 to 2,048)")
+    assert report["measured_on"].endswith("76,800 to 614,400 tokens in steps of 512 to 2,048")
     assert "how it follows batch was not measured" in report["reasons"]["lr"]
     assert "it was the same at all widths" in report["reasons"]["lr"]
     assert "widths" not in report_of(params, "--from", "batch=512", "--to", "batch=1024")["reasons"]["lr"]
@@ -569,7 +621,8 @@ def test_one_law_is_followed_and_others_only_if_asked_for(report_of: Report) -> 
     [
         ("--from heigth=3", "--from: must be NAME=NUMBER, as in width=512"),
         ("--to width=big", "--to: must be NAME=NUMBER, as in width=512"),
-        ("--to width=-1", "and a positive number, got 'width=-1'"),
+        ("--to width=-1", "and a number from 1 to 1e+30, got 'width=-1'"),
+        ("--from width=1e300 tokens=1e-300", "and a number from 1 to 1e+30, got 'width=1e300'"),
         ("--to width=1 width=2", "--to: width is given twice"),
         (
             "--from width=1 tokens=1 --to width=2 --apply marin",

@@ -449,8 +449,14 @@ def test_rates_that_nobody_chose_are_a_warning(
             {"muon_lr": 0.02},
             "multiply Muon's rates, 0.003, 0.01, by 0.637, and set tuned_width to 16",
         ),
-        # One lr for both halves is the same in a group as in the settings.
+        # One lr for both halves is the same in a group as in the settings, whose rates it overrides.
         ([3e-4], {"adjust_lr_fn": "original", "adam_lr": None}, "the matrices train with lr 0.0003"),
+        ([3e-4], {"adjust_lr_fn": "original", "muon_lr": 0.02}, "set muon_lr in the param group, whose lr"),
+        (
+            [3e-4, 3e-4],
+            {"adjust_lr_fn": "original", "muon_lr": 0.02, "adam_lr": None},
+            "the matrices train with lr 0.0003",
+        ),
     ],
     ids=str,
 )
@@ -465,8 +471,41 @@ def test_rates_of_groups_are_those_of_the_warning(
 
 def test_a_group_with_a_rate_of_its_own_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     Muon([{"params": build("toy").named_parameters(), "adam_lr": 1e-3}], muon_lr=0.02)
+    Muon([{"params": build("toy").named_parameters(), "muon_lr": 0.02, "adam_lr": 3e-4}], adam_lr=1e-3)
     Muon([("layers.0.weight", nn.Parameter(torch.ones(4, 4)))], lr=0.02)  # no parameter for AdamW
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("group", "warning"),
+    [({"muon_lr": 0.02}, "muon_lr is set alone"), ({"adam_lr": 1e-3}, "adam_lr is set alone")],
+    ids=str,
+)
+def test_one_rate_in_a_group_is_a_warning(
+    group: dict[str, float], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Muon([{"params": build("toy").named_parameters(), **group}])
+    assert warning in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [
+        # The first warning named 0.0002 for muon_lr, the second 0.000637.
+        ({"lr": 1e-3, "adjust_lr_fn": "spectral", "tuned_width": 8}, "multiply Muon's rate by 0.637"),
+        # Its best rate did not fall so.
+        (
+            {"muon_lr": 0.02, "adam_lr": 1e-3, "variant": "hyperball", "tuned_width": 2},
+            "Under variant 'hyperball' the law that is followed is width^-0.15: set muon_lr to 0.0146",
+        ),
+    ],
+    ids=str,
+)
+def test_warnings_of_the_width_do_not_contradict(
+    settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Muon(build("toy"), **settings)
+    assert warning in caplog.records[-1].getMessage()
 
 
 def test_a_matrix_that_was_frozen_since_has_no_verdict_to_report() -> None:
