@@ -40,9 +40,8 @@ class Quantity:
 
     Attributes:
         limits: The smallest and the largest value that is not reported; NaN counts as too small.
-        too_low, too_high: What is said beyond the limits; a format string over all values of the run, ``value``,
-            ``percent`` (100 times it), ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of
-            :attr:`good`).
+        too_low, too_high: What is said beyond the limits; a format string over ``value``, ``percent`` (100 times it),
+            ``inverse`` (one over it) and ``usual`` (the value over the geometric mean of :attr:`good`).
         level: The level of the finding.
         low_level: That of a value that is too small, where it differs.
         good: The smallest and the largest value in good runs; ``None`` for what is always the same there.
@@ -87,8 +86,8 @@ QUANTITIES: dict[str, Quantity] = {
     # The median, over the clipped and unclipped ones of the last steps, of the factor applied to the gradients.
     "clip_coefficient": Quantity(
         (1e-4, math.inf),
-        "Gradients are clipped to nothing: in {clipped:.0%} of the steps, at a coefficient of {value:.1g}. They are "
-        "not what you think (a loss that is summed, one layer that explodes), or gradient_clipping is far too small.",
+        "Gradients are clipped to nothing, at a median coefficient of {value:.1g}. They are not what you think (a loss "
+        "that is summed, one layer that explodes), or gradient_clipping is far too small.",
         level="bad",
         good=(0.092, 1),
         label="median coefficient of clipping {}",
@@ -97,8 +96,8 @@ QUANTITIES: dict[str, Quantity] = {
     # The most of the last steps in a row with a coefficient below that limit, where the median does not show it.
     "clip_stalled": Quantity(
         (0, 19),
-        too_high="Gradients were clipped to nothing in {value:.0f} steps in a row, at a coefficient down to "
-        "{clip_least:.1g}, and AdamW's half stood still: one layer exploded, or the loss was of another scale.",
+        too_high="Gradients were clipped to nothing in {value:.0f} steps in a row, and AdamW's half stood "
+        "still: one layer exploded, or the loss was of another scale.",
         level="bad",
     ),
     "adamw_share": Quantity(
@@ -187,29 +186,23 @@ def diagnose(values: Mapping[str, Any]) -> list[Finding]:
             continue
         if name == "clip_stalled" and any(finding.key == "clip_coefficient" for finding in results):
             continue
-        value, (low, high) = values[name], quantity.limits
-        is_high = value > high
-        if not is_high:
-            # A rate that still rises, or was higher before the run was resumed, is too low only at its highest.
-            value = values.get(f"{name}_expected", value)
-            if low <= value:
-                continue
+        measured, (low, high) = values[name], quantity.limits
+        # A rate that may still rise, or was higher before the run was resumed, is too low only at its highest.
+        lowest_judged = values.get(f"{name}_expected", measured)
+        is_high = measured > high
+        if not is_high and low <= lowest_judged:
+            continue
+        value = measured if is_high else lowest_judged
         # The suggested rate moves the value to the geometric middle of the good runs: 0.0133 for 0.0059 to 0.03.
         usual = math.sqrt(math.prod(quantity.good)) if quantity.good else 0.0
         template = quantity.too_high if is_high else quantity.too_low
         if not template:
             continue  # NaN, where nothing is too small
         text = template.format(
-            **{
-                # for the templates of clipping, where the run's folder lacks the files
-                "clipped": math.nan,
-                "clip_least": math.nan,
-                **values,
-                "value": value,
-                "percent": 100 * value,
-                "inverse": 1 / value if value else math.inf,
-                "usual": value / usual if usual else math.inf,
-            }
+            value=value,
+            percent=100 * value,
+            inverse=1 / value if value else math.inf,
+            usual=value / usual if usual else math.inf,
         )
         level = quantity.level if is_high else quantity.low_level or quantity.level
         if name == "adamw_share" and value < 1:

@@ -81,7 +81,7 @@ def test_losses_by_step_and_samples_of_health_have_one_axis(tmp_path):
         ("Train_Muon_alignment", math.nan, "bad", "alignment"),
         ("Train_Muon_time_scatter", 0.7, "look", "exchanges take 80%"),
         ("Train_Muon_wire_error_update", 0.02, "look", "wire_error_update"),
-        ("Train_Muon_clip_coefficient", 2e-8, "bad", "at a coefficient of 2e-08"),
+        ("Train_Muon_clip_coefficient", 2e-8, "bad", "at a median coefficient of 2e-08. They"),
         ("Train_Muon_update_over_weight", 0.6, "bad", "the rate is too high. Try muon_lr (or lr) / "),
         ("Train_Muon_update_over_weight", 2e-4, "look", "low for pretraining on few tokens. Compare with"),
         ("train_loss", math.nan, "bad", "train_loss is not finite from position 100"),
