@@ -56,7 +56,7 @@ from benchmarks.training_runs import (  # noqa: E402
     REPOSITORY,
     Estimate,
     agrees,
-    captured,
+    capture,
     estimate,
     moved,
     optimizer_of,
@@ -247,7 +247,7 @@ def pretrain(folder: Path, device: str, run: Pretraining) -> Row:
             state[key] for key in ("curve", "step", "decay_from", "seconds")
         )
     batches = Batches(text.train, 4, LENGTH, 0, 1)
-    captured(model, moved(batches.draw(0, 0, 0, 1), device))
+    capture(model, moved(batches.draw(0, 0, 0, 1), device))
     while decay_from is None or step < decay_from + DECAY_STEPS:
         left = 1.0 if decay_from is None else 1 - (step - decay_from) / DECAY_STEPS
         optimizer.param_groups[0]["lr"] = PRETRAINING_RATE * min((step + 1) / 200, left)
@@ -310,7 +310,7 @@ def finetune(folder: Path, device: str, run: FineTuning) -> Row:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     source = new.train[:LITTLE] if run.data == "little" else new.train
     batches = Batches(source, 8, LENGTH, 0, 1)
-    captured(model, moved(batches.draw(run.seed, 0, 0, 1), device))
+    capture(model, moved(batches.draw(run.seed, 0, 0, 1), device))
     trained = [param for param in model.parameters() if param.requires_grad]
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -68,15 +68,14 @@ def moved(batch: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Ten
     return batch[0].to(device), batch[1].to(device)
 
 
-def captured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> nn.Module:
+def capture(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     """Make the passes of ``model`` in training mode CUDA graphs of batches like ``batch``, in place; on a CPU nothing.
 
     The loss is then a buffer that the next pass overwrites.
     """
-    if not batch[0].is_cuda:
-        return model
-    gc.collect()  # frees the memory of earlier ones, which refer to themselves
-    return torch.cuda.make_graphed_callables(model, batch)
+    if batch[0].is_cuda:
+        gc.collect()  # frees the memory of earlier ones, which refer to themselves
+        torch.cuda.make_graphed_callables(model, batch)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -326,13 +326,18 @@ def exponents(fits: dict[Cell, Fit]) -> list[list[object]]:
     return table
 
 
+def repeated_differences(rows: Rows) -> list[float]:
+    """Return the losses of the base on another machine minus those of the same rates and seeds."""
+    again = read_rows(transfer.REPEATED)
+    return [loss(row) - loss(rows[run]) for run, row in again.items() if run in rows]
+
+
 def repeated(rows: Rows) -> list[str]:
     """Return what another machine changed in the runs of the base that it repeated."""
-    again = {run: row for run, row in read_rows(transfer.REPEATED).items() if run in rows}
-    if not again:
+    differences = repeated_differences(rows)
+    if not differences:
         return []
-    differences = [loss(row) - loss(rows[run]) for run, row in again.items()]
-    machines = "; ".join(sorted({row["hardware"] for row in again.values()}))
+    machines = "; ".join(sorted({row["hardware"] for row in read_rows(transfer.REPEATED).values()}))
     return [
         f"The base again ({machines}, `--repeat-base`): the loss is {mean_and_error(differences)} above that of the "
         f"same rate and seed; the deviation of the difference is {statistics.stdev(differences):.4f}. Where two "
@@ -343,8 +348,7 @@ def repeated(rows: Rows) -> list[str]:
 
 def machine_error(rows: Rows) -> float:
     """Return the standard error of what another machine changes in the mean loss of a cell."""
-    again = read_rows(transfer.REPEATED)
-    differences = [loss(row) - loss(rows[run]) for run, row in again.items() if run in rows]
+    differences = repeated_differences(rows)
     return statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
 
 
@@ -376,7 +380,7 @@ def policy_row(rows: Rows, arm: str, runs: Sequence[Run], base: Sequence[Run]) -
         for run, other in zip(runs, base, strict=True)
         if run in rows and other in rows and run != other
     ]
-    mixed = any(("H100" in row["hardware"]) != ("H100" in other["hardware"]) for row, other in pairs)
+    mixed = any(row["hardware"] != other["hardware"] for row, other in pairs)
     differences = [loss(row) - loss(other) for row, other in pairs]
     minus_base, says = mean_and_error(differences), ""
     if len(differences) > 2:

@@ -16,7 +16,7 @@ from text_data import Batches, load_tokens, standard_library, text_files
 from torch import Tensor
 
 import deepspeed_muon
-from benchmarks.training_runs import captured, moved
+from benchmarks.training_runs import capture, moved
 from benchmarks.variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
 from deepspeed_muon.math import newton_schulz
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
@@ -123,7 +123,7 @@ def trained(run: Run, points: int, device: str, path: Path | None) -> Row:
     rates = schedule(optimizer, run.steps)
     batches = Batches(text.train, run.tokens // LENGTH, LENGTH, 0, 1)
     validation = Batches(text.validation, SEQUENCES, LENGTH, 0, 1)
-    captured(model, moved(batches.draw(run.seed, 0, 0, 1), device))  # in place
+    capture(model, moved(batches.draw(run.seed, 0, 0, 1), device))
     curve: list[list[Any]] = []
     losses: list[Tensor] = []
     norms: list[list[Tensor]] = []
