@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of settings and of other frameworks' settings into the docs, and the constructor's keywords.
+"""Writes the table of settings into the docs, and the constructor's keywords.
 
 python scripts/settings_table.py
 """
@@ -13,10 +13,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 
 from deepspeed_muon.config.settings import KEYS, RATE_KEYS, MuonConfig
-from deepspeed_muon.forecast.frameworks import FRAMEWORKS, SOURCES
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/{} -->\n"
+BEGIN = "<!-- written by scripts/settings_table.py from deepspeed_muon/config/settings.py -->\n"
 END = "<!-- end -->\n"
 KEYWORDS = ROOT / "deepspeed_muon" / "config" / "keywords.py"
 KEYWORDS_HEAD = '''"""Keywords of ``Muon`` for type checkers; scripts/settings_table.py writes them from settings.py."""
@@ -57,34 +56,11 @@ def table() -> str:
     return "| key | default | meaning |\n|---|---|---|\n" + "".join(rows)
 
 
-def frameworks() -> str:
-    """Return the table of other frameworks' settings, and its sources, in Markdown."""
-    rows = []
-    for row in FRAMEWORKS:
-        theirs = [row.framework, *(f"`{key}: {json.dumps(value)}`" for key, value in row.theirs.items())]
-        ours = [f"`{key}: {_json(value)}`" for key, value in row.ours.items()]
-        rows.append(f"| {', '.join(theirs)} | {', '.join(ours)} | {row.differs or '-'} |\n")
-    head = "| there | here | what still differs |\n|---|---|---|\n"
-    sources = "; ".join(f"{name}: `{source.replace(': ', '/')}`" for name, source in SOURCES.items())
-    return f"{head}{''.join(rows)}\nSources: {sources}.\n"
-
-
-def _json(value: object) -> str:
-    return json.dumps(round(value, 6) if isinstance(value, float) else value)
-
-
 def pages() -> dict[Path, str]:
-    """Return the pages with their tables as they should be."""
-    tables = {
-        ("settings.md", "config/settings.py"): table,
-        ("rates.md", "forecast/frameworks.py"): frameworks,
-    }
-    texts = {}
-    for (name, module), write in tables.items():
-        begin, page = BEGIN.format(module), ROOT / "docs" / name
-        before, _, rest = page.read_text().partition(begin)
-        texts[page] = before + begin + write() + END + rest.partition(END)[2]
-    return texts
+    """Return the page with its table as it should be."""
+    page = ROOT / "docs" / "settings.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    return {page: before + BEGIN + table() + END + rest.partition(END)[2]}
 
 
 def accepted(kind: Any) -> str:
