@@ -42,10 +42,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import support
 from benchmarks.support import Row, median_ratio
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, resolve_ns_dtype
+from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize, resolve_ns_dtype
 from deepspeed_muon.ops import dispatch, library
 from deepspeed_muon.ops.autotune import Tuner
-from deepspeed_muon.ops.candidates import quack_products, triton_products
+from deepspeed_muon.ops.candidates import products_of, triton_products
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -91,6 +91,13 @@ def libraries(settings: NsSettings) -> dict[str, Run]:
     if installed("gram_newton_schulz"):
         runs["gram-newton-schulz"] = lambda x: gram_newton_schulz()(x)
     return runs
+
+
+def quack_products() -> Products | None:
+    """Return the symmetric products of quack, or ``None`` if it is not installed."""
+    return (
+        products_of(importlib.import_module("benchmarks.quack_sym").sym_gemm) if installed("quack") else None
+    )
 
 
 def installed(package: str) -> bool:

@@ -209,19 +209,6 @@ def triton_products() -> Products | None:
     return products_of(triton_sym.sym_gemm)
 
 
-@functools.cache
-def quack_products() -> Products | None:
-    """Return the symmetric products of quack, or ``None`` if it is not installed or cannot be imported."""
-    if importlib.util.find_spec("quack") is None:
-        return None
-    try:
-        from . import quack_sym
-    except Exception as error:  # its compiler may raise anything at import
-        logger.warning("deepspeed_muon: quack is installed, but cannot be used: %s", error)
-        return None
-    return products_of(quack_sym.sym_gemm)
-
-
 def candidates_for(
     problem: Problem, operators: ModuleType | None, *, without: Collection[str] = ()
 ) -> list[Candidate]:
@@ -246,14 +233,11 @@ def candidates_for(
     # torch's code uses the standard order below ratio 2 even with method "gram".
     torch_methods = [method for method in methods if method == "standard" or problem.ratio >= 2.0]
     candidates = native + [_torch(method) for method in torch_methods]
-    # 3. The kernels of Triton and quack: in front where they are the expected winners, else behind the native ones.
+    # 3. The kernels of Triton: in front where they are the expected winners, else behind the native ones.
     half = problem.settings.dtype in (torch.float16, torch.bfloat16)
     if problem.device == "cuda" and half and "triton" not in without and triton_products() is not None:
         position = 0 if _has_tcgen05(problem.index) else len(native)
         candidates[position:position] = [_torch(method, "triton") for method in torch_methods]
-    if half and "quack" not in without and _is_for_quack(problem) and quack_products() is not None:
-        position = 0 if _has_tcgen05(problem.index) else len(native)
-        candidates[position:position] = [_torch(method, "quack") for method in torch_methods]
     # 4. Each of them also as a CUDA graph, if launches may take longer than the kernels.
     if problem.device != "cuda" or problem.flops > _GRAPH_UP_TO or "graphs" in without:
         return candidates
@@ -277,16 +261,11 @@ def in_fp32(problem: Problem) -> Candidate | None:
     return Candidate("torch in fp32", run)
 
 
-def _is_for_quack(problem: Problem) -> bool:
-    """Return whether quack's kernel takes these shapes: it loads rows and columns in vectors of 16 bytes."""
-    return problem.device == "cuda" and not (problem.rows % 8 or problem.cols % 8)
-
-
 def _has_tcgen05(index: int) -> bool:
     """Return whether a GPU has Blackwell's ``tcgen05`` tensor core instructions, which the CUDA kernels do not use.
 
     On such a GPU (compute capability 10 or 11, not the 12 of consumer cards) the CUDA kernels use ``mma.sync``, at a
-    fraction of the peak rate. The kernels of quack and Triton use ``tcgen05``, so they are the expected winners. Nobody
+    fraction of the peak rate. Triton's use ``tcgen05``, so they are the expected winners. Nobody
     has timed them on such a GPU; by default the choice between all candidates is measured.
     """
     return torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] in (10, 11)
@@ -327,10 +306,9 @@ def _native(method: str, operators: ModuleType) -> Candidate:
     return Candidate(f"ops {method}", run)
 
 
-def _torch(method: str, name: Literal["torch", "triton", "quack"] = "torch") -> Candidate:
-    """Return torch's code with torch's products, or with those of Triton or quack."""
-    makers: dict[str, Callable[[], Products | None]] = {"triton": triton_products, "quack": quack_products}
-    products = None if name == "torch" else makers[name]()
+def _torch(method: str, name: Literal["torch", "triton"] = "torch") -> Candidate:
+    """Return torch's code with torch's products, or with those of Triton."""
+    products = triton_products() if name == "triton" else None
 
     def run(x: Tensor, settings: NsSettings) -> Tensor:
         return orthogonalize(x, settings=replace(settings, method=method), products=products)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from deepspeed_muon.reference import newton_schulz
 
 from . import library, torch_operators
 from .autotune import TOLERANCE, error_of
-from .candidates import Replayed, candidates_for, has_kernel, problem_of, quack_products, triton_products
+from .candidates import Replayed, candidates_for, has_kernel, problem_of, triton_products
 from .torch_operators import BLOCK
 
 Checks = list[dict[str, Any]]
@@ -77,10 +77,6 @@ def cuda_checks(
         tests["triton"] = _test_triton
     # After the products, so that one that is wrong or crashes costs no graphs but its own.
     tests["graphs"] = lambda: _test_graphs(operators, failed)
-    if quack_products() is not None:
-        tests["quack"] = lambda: (
-            _test_quack() + ([] if "graphs" in skipped else _test_graphs(None, of_quack=True))
-        )
     # 2. Test each of them. Kernels run asynchronously, so an error may only be raised by the synchronisation.
     checks: Checks = []
     for component, test in tests.items():
@@ -163,24 +159,6 @@ def _test_triton() -> Checks:
         for dtype in _HALF
         for suffix, error, bound in _products(triton_sym.sym_gemm, "cuda", dtype)
     ]
-
-
-def _test_quack() -> Checks:
-    """Compare products as for Triton, without c and of a transposed matrix too, which quack compiles separately."""
-    from . import quack_sym
-
-    # (2, 264, 128), stored by columns
-    a = torch.randn(2, 128, 264, generator=torch.Generator().manual_seed(0)).half().cuda().mT
-    runs = quack_sym.sym_gemm, torch_operators.sym_gemm
-    result, expected = (run(a, a, None, 1.0, 0.0, 0.0) for run in runs)
-    error = error_of(result.double(), expected.double()) if torch.equal(result, result.mT) else float("inf")
-    products = [
-        _check(f"sym_gemm of quack {dtype}{suffix}", "cuda", error, bound)
-        for dtype in _HALF
-        for suffix, error, bound in _products(quack_sym.sym_gemm, "cuda", dtype)
-    ]
-    transposed = _check("sym_gemm of quack, transposed", "cuda", error, 2 * torch.finfo(a.dtype).eps)
-    return [transposed, *products]
 
 
 def product_shapes(processors: int) -> list[tuple[int, int, int]]:
@@ -326,18 +304,15 @@ _TESTS: dict[str, Callable[[ModuleType, str, torch.dtype], Iterator[_Compared]]]
 }
 
 
-def _test_graphs(
-    operators: ModuleType | None, without: Collection[str] = (), *, of_quack: bool = False
-) -> Checks:
-    """Compare replayed CUDA graphs with direct calls, bit for bit: those with quack's products, or all others."""
+def _test_graphs(operators: ModuleType | None, without: Collection[str] = ()) -> Checks:
+    """Compare replayed CUDA graphs with direct calls, bit for bit."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     inputs = [torch.randn(2, 256, 640, device="cuda") for _ in range(3)]
     problem = problem_of(inputs[0], settings)
     offered = candidates_for(problem, operators, without=without)
     candidates = {candidate.name: candidate for candidate in offered}
     checks = []
-    graphs = [name for name in candidates if name.endswith("+graph")]
-    for name in [name for name in graphs if name.startswith("quack") == of_quack]:
+    for name in [name for name in candidates if name.endswith("+graph")]:
         replayed = candidates[name]
         assert isinstance(replayed.run, Replayed)
         replayed.run.capture(inputs[0], settings)

@@ -2,7 +2,7 @@
 
 A kernel that is wrong, hangs or crashes on some GPU would spoil or end a training run. So before the first use all of
 them run in a separate process with a time limit, ``python -m deepspeed_muon.ops.gate``. The verdict is cached in
-:func:`~deepspeed_muon.ops.machine.cache_folder` for this GPU, driver, torch, Triton, quack and source code; machines
+:func:`~deepspeed_muon.ops.machine.cache_folder` for this GPU, driver, torch, Triton and source code; machines
 that share this folder share it if all of these are equal. Wrong numbers are cached for good. What raised, crashed or
 hung may be due to the state of the machine, so it is cached for some minutes. torch's code replaces the components that
 failed, and one warning reports it.
@@ -51,9 +51,8 @@ _LAST_SECONDS = 5.0
 
 _TESTING = "testing "  # precedes the name of a component in the output of the self-test
 
-COMPONENTS = ("native", "int8", "graphs", "triton", "quack")
-"""What has a verdict of its own: the native operators, their pass over int8 momentum, CUDA graphs, and the products of
-Triton and of quack."""
+COMPONENTS = ("native", "int8", "graphs", "triton")
+"""What has a verdict of its own: native operators, their pass over int8 momentum, CUDA graphs, Triton's products."""
 
 
 @dataclass(frozen=True, slots=True)

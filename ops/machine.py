@@ -145,14 +145,13 @@ def installed_version(package: str) -> str | None:
 
 
 def software_identity() -> list[str]:
-    """Return the versions of torch, Triton and quack, and a digest of the Python code that runs their kernels.
+    """Return the versions of torch and Triton, and a digest of the Python code that runs their kernels.
 
     Together with the key of the native library it identifies the software for which a cached timing or verdict holds.
     """
     # Nightly builds of torch depend on Triton by the other name.
     triton = installed_version("triton") or installed_version("pytorch-triton")
-    quack = installed_version("quack-kernels")
-    return [f"torch {torch.__version__}", f"triton {triton}", f"quack {quack}", f"code {_code_digest()}"]
+    return [f"torch {torch.__version__}", f"triton {triton}", f"code {_code_digest()}"]
 
 
 @functools.cache

@@ -292,7 +292,6 @@ def ends_with(component: str, ending: str) -> list[str]:
         torch.cuda.synchronize, torch.cuda.set_device = synchronize, lambda device: None
         checks.library.try_load = lambda: 1
         checks.triton_products = lambda: 1
-        checks.quack_products = lambda: None
         checks._test_triton, checks._test_graphs = lambda: right(), right
         checks._test_operators = lambda *given: right() if given[2] == ["momentum_pack_int8_"] else test_native()
         print("\\n" + gate.json.dumps(gate._failures(0, sys.argv[1:])))

@@ -1,6 +1,6 @@
-"""The symmetric product of quack, an optional package with kernels for Hopper and Blackwell.
+"""The symmetric product of quack (https://github.com/Dao-AILab/quack), with kernels for Hopper and Blackwell: a peer.
 
-``pip install deepspeed-muon[quack]`` installs it (https://github.com/Dao-AILab/quack). Its kernel computes the squares
+Its kernel computes the squares
 of the lower triangle and stores each of them twice, once transposed. But a square on the diagonal is stored as it was
 computed, where ``(i, j)`` and ``(j, i)`` are sums in different orders. The iteration needs a matrix that is symmetric
 to the last bit, so :func:`sym_gemm` copies the lower half of these squares to their upper half.
