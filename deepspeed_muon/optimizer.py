@@ -208,7 +208,7 @@ class Muon(torch.optim.Optimizer):
         self.step_ends_outside = False
         # For attention layers only: a model that its optimizer refers to lives longer.
         self._model = model if config.qk_clip is not None else None
-        self._equal_rates = EqualRates(config.reference_lr)
+        self._equal_rates = EqualRates()
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
         self.runners: list[StepRunner] = []

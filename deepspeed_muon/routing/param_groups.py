@@ -6,7 +6,7 @@ expert-parallel groups. The new groups have the settings of the caller's group, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -17,7 +17,6 @@ from deepspeed_muon.config.settings import (
     DEFAULT_ADAM_LR,
     DEFAULT_MUON_LR,
     GROUP_KEYS,
-    RATE_KEYS,
     GroupSettings,
     MuonConfig,
     refuse_misspelt_keys,
@@ -32,7 +31,6 @@ from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_
 from deepspeed_muon.routing.route import Algorithm, Route, model_width, order_of_matrices
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.routing.shapes import true_shape
-from deepspeed_muon.variants import VARIANTS
 
 ParamsInput = nn.Module | Iterable[Tensor | tuple[str, Tensor] | GroupSettings]
 
@@ -42,8 +40,6 @@ CALLER_GROUP = "caller_group"
 """Key of a param group: the number of the caller's group from which it was made."""
 DIVIDED_GROUP = "divided_group"
 """Key of the groups into which DeepSpeed divided a caller's group: the number of that one. Not in the optimizer."""
-SMALL_MUON_LR = DEFAULT_MUON_LR / 10
-"""A smaller ``lr`` without ``muon_lr`` is assumed to be meant for AdamW."""
 # Settings that name a rule, with the names.
 _RULE_NAMES = {"adjust_lr_fn": get_args(AdjustLrName), "weight_decay_mode": get_args(WeightDecayMode)}
 
@@ -220,131 +216,36 @@ class PortableRoutes:
 
 
 class EqualRates:
-    """Warns of a schedule or program that writes one rate into groups that were given different ones."""
+    """Warns once of a schedule or program that writes one rate into groups that were given different ones."""
 
-    def __init__(self, reference_lr: float) -> None:
-        self._reference_lr = reference_lr
+    def __init__(self) -> None:
         # Numbers of caller's groups whose rates were seen to differ, or of which the user was warned.
         self._done: set[int] = set()
 
     def warn(self, groups: Sequence[GroupSettings]) -> None:
-        """Warn once if the Muon and AdamW halves of a caller's group have one rate now, and were given two."""
-        halves_of: dict[int, list[GroupSettings]] = {}
-        for group in groups:
-            halves_of.setdefault(group.get(CALLER_GROUP, 0), []).append(group)
-        for number, halves in halves_of.items():
-            if number in self._done:
-                continue
+        """Warn if the Muon and AdamW halves of a caller's group have one rate now, and were given two."""
+        numbers = {group.get(CALLER_GROUP, 0) for group in groups}
+        for number in sorted(numbers - self._done):
+            halves = [group for group in groups if group.get(CALLER_GROUP, 0) == number]
             rates = [group["lr"] for group in halves]
             if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
                 continue  # the host would wait for the device
-            # All of them are 0 at the start of a warm-up.
             if float(rates[0]) == 0.0:
-                continue
-            if len({float(rate) for rate in rates}) > 1:
-                # A schedule with different rates may end at one floor for all (eta_min, min_lr).
-                self._done.add(number)
-                continue
-            # The rates that the groups were given.
-            configured = {group["algorithm"]: group["lr_ratio"] * self._reference_lr for group in halves}
-            if len(set(configured.values())) > 1:
-                self._done.update(halves_of)  # one warning for all groups
+                continue  # all of them are 0 at the start of a warm-up
+            if len(set(map(float, rates))) > 1:
+                self._done.add(
+                    number
+                )  # a schedule with different rates may end at one floor (eta_min, min_lr)
+            elif len({group["lr_ratio"] for group in halves}) > 1:
+                self._done = numbers
                 warn(
-                    "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, although muon_lr is %g and "
-                    "adam_lr %g: a schedule or the program writes one number into both halves of the group. Give the "
-                    "schedule a list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the "
-                    "program writes by g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where "
-                    "it keeps the ratio",
+                    "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, and were given two: a "
+                    "schedule or the program writes one number into both halves of the group. Give the schedule a "
+                    "list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the program writes by "
+                    "g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where it keeps the ratio",
                     number,
                     float(rates[0]),
-                    configured["muon"],
-                    configured["adamw"],
                 )
-                return
-
-
-def given_rates(config: MuonConfig, group: GroupSettings | None = None) -> dict[str, float]:
-    """Return the rates that are set for a param group, by their keys; those that are defaults are missing.
-
-    Args:
-        config: The settings.
-        group: The caller's group. Its ``lr`` overrides all rates of ``config``, another rate that of its name.
-    """
-    group = group or {}
-    of_group = {key: float(group[key]) for key in RATE_KEYS if group.get(key) is not None}
-    of_config = {key: getattr(config, key) for key in RATE_KEYS if key not in group}
-    of_config = {key: rate for key, rate in of_config.items() if rate is not None}
-    return of_group if "lr" in of_group else {**of_config, **of_group}
-
-
-def rate_warning(
-    config: MuonConfig, of_muon: Collection[Mapping[str, float]], of_adamw: Collection[Mapping[str, float]]
-) -> str | None:
-    """Return a warning of a rate that nobody chose, or that was chosen for the other algorithm.
-
-    Args:
-        config: The settings.
-        of_muon: The :func:`given_rates` of each of Muon's param groups.
-        of_adamw: Those of each of AdamW's.
-    """
-    rule = rule_of(config)
-    # 1. One algorithm's rate is set, and the other trains at a default.
-    if any("muon_lr" in given for given in of_muon) and any(
-        given.keys().isdisjoint(("lr", "adam_lr")) for given in of_adamw
-    ):
-        return (
-            f"muon_lr is set alone, so AdamW trains embeddings, heads and vectors at its default, {DEFAULT_ADAM_LR:g}: "
-            f"set adam_lr, to the rate of your AdamW run if there was one"
-        )
-    if any("adam_lr" in given for given in of_adamw) and any(
-        given.keys().isdisjoint(("lr", "muon_lr")) for given in of_muon
-    ):
-        return (
-            f"adam_lr is set alone, so Muon trains the matrices at its default, {DEFAULT_MUON_LR:g}, under {rule}: set "
-            f"muon_lr"
-        )
-    # 2. One rate is set for both, under a rule other than the one that makes it serve both. A rate that only groups of
-    # matrices have was chosen for Muon.
-    of_both = [{given["lr"] for given in groups if given.keys() == {"lr"}} for groups in (of_muon, of_adamw)]
-    shared = [lr for lr in of_both[0] - {0.0} if lr in of_both[1] or lr == config.lr]
-    if not shared or one_rate_serves_both(config):
-        return None
-    lr = min(shared)
-    where = "" if lr == config.lr else " in the param group, whose lr overrides that of the settings"
-    ratio = _update_ratio(config)
-    if ratio:
-        return (
-            f"the matrices train with lr {lr:g} under {rule}, which makes their updates {ratio:g} times as large as "
-            f"AdamW's usually are at that rate: set adjust_lr_fn to 'match_rms_adamw' without update_scale; else set "
-            f"muon_lr ({lr / ratio:g} for the size of AdamW's){where}"
-        )
-    if "adjust_lr_fn" in rule and lr * config.update_scale < SMALL_MUON_LR:
-        return (
-            f"the matrices train with lr {lr:g} under {rule}, where {DEFAULT_MUON_LR:g} is usual, so their updates are "
-            f"far smaller than AdamW's would be. For a rate of AdamW set adjust_lr_fn to 'match_rms_adamw'; else set "
-            f"muon_lr{where}"
-        )
-    if lr in of_both[1]:
-        return (
-            f"Muon trains the matrices and AdamW embeddings, heads and vectors with one lr, {lr:g}; under {rule} one "
-            f"rate does not serve both: set muon_lr and adam_lr (defaults {DEFAULT_MUON_LR:g} and {DEFAULT_ADAM_LR:g})"
-            f"{where}"
-        )
-    return None
-
-
-def one_rate_serves_both(config: MuonConfig) -> bool:
-    """Whether Muon's updates have about the size that AdamW's usually have at the same rate."""
-    ratio = _update_ratio(config)
-    return ratio is not None and 0.5 <= ratio <= 2.0
-
-
-def _update_ratio(config: MuonConfig) -> float | None:
-    """Return the RMS of Muon's update over AdamW's usual one, 0.2, at one rate; ``None`` if it depends on the shape."""
-    ratios = {"match_rms_adamw": 1.0, "spectral": 1 / 0.2}
-    if VARIANTS[config.variant].apply is not None or config.adjust_lr_fn not in ratios:
-        return None
-    return ratios[config.adjust_lr_fn] * config.update_scale
 
 
 def warn_of_rates(
@@ -354,54 +255,53 @@ def warn_of_rates(
     routes: Sequence[Route],
 ) -> None:
     """Warn of rates that nobody chose, and of rates that were tuned on a narrower model than this one."""
+    # 1. By algorithm: the keys that set the rates of its groups (None: a default), each with the rate.
     settings = {caller.number: caller.settings for caller in callers}
-    given: dict[str, list[dict[str, float]]] = {"muon": [], "adamw": []}
+    given: dict[str, set[tuple[str | None, float]]] = {"muon": set(), "adamw": set()}
     for group in groups:
-        given[group["algorithm"]].append(given_rates(config, settings[group[CALLER_GROUP]]))
-    if (sentence := rate_warning(config, given["muon"], given["adamw"])) is not None:
-        warn("deepspeed_muon: %s", sentence)
-    muon_rates = sorted({float(group["lr"]) for group in groups if group["algorithm"] == "muon"})
-    width, exponent = model_width(routes), width_exponent(config)
-    if config.tuned_width is None or not exponent or width <= config.tuned_width:
-        return
-    factor = (width / config.tuned_width) ** exponent
-    if factor < 0.75:  # within that, the kept rate costs no more than the noise of a run
-        advice = ""
-        if config.adjust_lr_fn != "original":
-            advice = ", or tune once with adjust_lr_fn 'original', whose best rate moves less"
-        if sentence is not None:  # which may ask for another rate
-            remedy = f"multiply Muon's rate by {factor:.3g} and set tuned_width"
-        elif len(muon_rates) == 1:
-            remedy = f"set muon_lr to {muon_rates[0] * factor:.3g} (it is {muon_rates[0]:g}) and tuned_width"
-        else:
-            numbers = ", ".join(f"{rate:g}" for rate in muon_rates)
-            remedy = f"multiply Muon's rates, {numbers}, by {factor:.3g}, and set tuned_width"
+        algorithm, of_config = group["algorithm"], vars(config)
+        keys = ("muon_lr" if algorithm == "muon" else "adam_lr", "lr")
+        sources = [(key, values) for values in (settings[group[CALLER_GROUP]], of_config) for key in keys]
+        key = next((key for key, values in sources if values.get(key) is not None), None)
+        given[algorithm].add((key, float(group["lr"])))
+    # 2. One algorithm's rate is set, and the other trains at a default.
+    ends = (("muon", "muon_lr"), ("adamw", "adam_lr"))
+    for (algorithm, key), (other, other_key) in (ends, ends[::-1]):
+        defaults = [rate for other_given, rate in given[other] if other_given is None]
+        if defaults and any(set_key == key for set_key, _ in given[algorithm]):
+            warn(
+                "deepspeed_muon: %s is set alone, so what %s trains has its default, %g: set %s",
+                key,
+                "Muon" if other == "muon" else "AdamW",
+                defaults[0],
+                other_key,
+            )
+    # 3. One rate is set for both, under a rule whose updates have not about the size of AdamW's at that rate.
+    ratio = {"match_rms_adamw": 1.0, "spectral": 5.0}.get(config.adjust_lr_fn, 0.0) * config.update_scale
+    shared = [rate for key, rate in given["muon"] & given["adamw"] if key == "lr" and rate]
+    if shared and not 0.5 <= ratio <= 2.0:
         warn(
-            "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d. Under %s the law "
-            "that is followed is width^%g: %s to %d%s (docs/rates.md)",
+            "deepspeed_muon: lr %g trains the matrices and all other parameters; under adjust_lr_fn %r with "
+            "update_scale %g one rate does not serve both. For a rate of AdamW set adjust_lr_fn to 'match_rms_adamw'; "
+            "else set muon_lr and adam_lr (defaults %g and %g), in a param group that has an lr there",
+            min(shared),
+            config.adjust_lr_fn,
+            config.update_scale,
+            DEFAULT_MUON_LR,
+            DEFAULT_ADAM_LR,
+        )
+    # 4. The model is wider than the one that the rate was tuned on. Above 0.75 the kept rate costs no more than noise.
+    width, exponent = model_width(routes), WIDTH_EXPONENT.get(config.adjust_lr_fn, 0.0)
+    if config.tuned_width and (factor := (max(width, 1) / config.tuned_width) ** exponent) < 0.75:
+        warn(
+            "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d: multiply Muon's rate "
+            "by %.3g, which is width^%g (docs/rates.md), and set tuned_width to %d",
             config.tuned_width,
             width,
-            rule_of(config),
+            factor,
             exponent,
-            remedy,
             width,
-            advice,
         )
-
-
-def width_exponent(config: MuonConfig) -> float | None:
-    """Return the exponent of the width in the law that Muon's rate is made to follow; ``None`` if there is none."""
-    # Hyperball has no scale rule, so adjust_lr_fn is "original", whose exponent is of a law that was fitted on
-    # Hyperball: in the runs of this repository its best rate fell faster.
-    return WIDTH_EXPONENT.get(config.adjust_lr_fn)
-
-
-def rule_of(config: MuonConfig) -> str:
-    """Return the settings that decide the size of Muon's updates."""
-    if VARIANTS[config.variant].apply is not None:
-        return f"variant {config.variant!r}"
-    factor = "" if config.update_scale == 1.0 else f" and update_scale {config.update_scale:g}"
-    return f"adjust_lr_fn {config.adjust_lr_fn!r}{factor}"
 
 
 def order_for_partitions(
