@@ -102,7 +102,7 @@ class MuonConfig(_VariantSettings):
         ge=1,
         description="Width (hidden size) of the model that the rate was tuned on. If this model is so much wider "
         "that its best rate would be below 0.75 times that one, a warning at start says so "
-        "([rates.md](rates.md#over-widths)).",
+        "([rates.md](rates.md#another-size)).",
     )
     momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
     momentum_warmup: MomentumWarmupConfig | None = Field(
@@ -528,7 +528,7 @@ def takes_settings(init: _Init) -> _Init:
     if init.__doc__ is not None:  # python -OO strips docstrings
         entries = []
         for name, field in KEYS:
-            # Markdown to reStructuredText: "[rates.md](rates.md#over-widths)" becomes "docs/rates.md", `x` ``x``.
+            # Markdown to reStructuredText: "[rates.md](rates.md#another-size)" becomes "docs/rates.md", `x` ``x``.
             text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", field.description or "").replace("`", "``")
             indent = " " * 12
             entry = textwrap.fill(

@@ -110,8 +110,8 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
     name = str(section.get("type")).lower() if isinstance(section, Mapping) else ""
     if not isinstance(section, Mapping) or name not in ("adam", "adamw", "muon"):
         raise ConfigError(
-            f"optimizer: expected a section of AdamW or Muon, got {shown(section)}; docs/rates.md has the settings of "
-            f"other frameworks"
+            f"optimizer: expected a section of AdamW or Muon, got {shown(section)}; docs/from_deepspeeds_muon.md has "
+            f"the settings of other frameworks"
         )
     params = section.get("params") or {}
     if not isinstance(params, Mapping):

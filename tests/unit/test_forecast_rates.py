@@ -1,4 +1,4 @@
-"""``python -m deepspeed_muon rates``, and the table of other frameworks' settings in docs/rates.md."""
+"""``python -m deepspeed_muon rates``, and the table of other frameworks' settings in docs/from_deepspeeds_muon.md."""
 
 from __future__ import annotations
 
@@ -377,7 +377,8 @@ FORMULAS = {
 
 def rows_of_the_page() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Return framework, settings there and settings here of every row of the table."""
-    _, _, rows = PAGE.partition("| there | here | what still differs |\n|---|---|---|\n")
+    page = (REPOSITORY / "docs" / "from_deepspeeds_muon.md").read_text()
+    _, _, rows = page.partition("| there | here | what still differs |\n|---|---|---|\n")
     cells = [row.split(" | ") for row in rows.partition("\n\n")[0].splitlines()]
 
     def settings(cell: str) -> dict[str, Any]:
