@@ -45,7 +45,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 def shapes_of(parameters: int) -> Shapes:
     """Return names and shapes of a model with so many parameters."""
-    from deepspeed_muon.forecast.model_shapes import load_model, with_separate_experts
+    from deepspeed_muon.tools.model_shapes import load_model, with_separate_experts
 
     members = load_model("llama-70b" if parameters == 723 else "kimi-k2")
     if parameters > 915:

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import variants  # the path is set above
 from benchmarks.variants import OPTIMIZERS, Row, Run, loss, read_rows, rounded
-from deepspeed_muon.forecast.size_laws import CARRIED_BY, LAWS
+from deepspeed_muon.tools.size_laws import CARRIED_BY, LAWS
 
 RAW = variants.RAW.with_name("transfer.jsonl")
 REPEATED = variants.RAW.with_name("transfer_repeated.jsonl")

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import rates
 from benchmarks.variants import RAW, Results
-from deepspeed_muon.forecast.size_laws import MEASURED
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
+from deepspeed_muon.tools.size_laws import MEASURED
 
 RESULTS = Results(RAW)
 

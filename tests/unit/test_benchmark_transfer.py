@@ -12,7 +12,7 @@ import pytest
 from benchmarks import transfer, transfer_report, variants
 from benchmarks.transfer import BASE, Cell
 from benchmarks.variants import Run, read_rows
-from deepspeed_muon.forecast import size_laws
+from deepspeed_muon.tools import size_laws
 
 WIDER = Cell(dim=256)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 from tests.support.native_ops import REPOSITORY
 
@@ -49,3 +51,12 @@ def test_the_check_sees_every_way_to_reach_a_private_attribute() -> None:
     others = ["engine.step()", "self._engine.x", "engine.__dict__", "mine._step"]
     found = private_accesses(ast.parse("\n".join(touches + others)))
     assert sorted(line for line, _ in found) == [1, 2, 3]
+
+
+def test_the_package_imports_no_tool() -> None:
+    program = (
+        "import sys, deepspeed_muon; print(*(name for name in sys.modules if '.tools' in name), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    modules = [name for name in done.stdout.split() if name.startswith("deepspeed_muon")]
+    assert done.returncode == 0 and not modules, done.stdout + done.stderr

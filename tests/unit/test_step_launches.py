@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.forecast.model_shapes import load_model
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.plan.placement import sharded_placement
@@ -32,6 +31,7 @@ from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.step_set import BoundPartition, StepSet
+from deepspeed_muon.tools.model_shapes import load_model
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
 
 META = torch.device("meta")

@@ -21,8 +21,8 @@ from torch import Tensor
 from deepspeed_muon import MuonConfig
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.rates import Proposal, carry, propose
 from deepspeed_muon.reference import ReferenceMuon, newton_schulz
+from deepspeed_muon.tools.rates import Proposal, carry, propose
 from tests.support.comparisons import close
 from tests.support.native_ops import REPOSITORY
 

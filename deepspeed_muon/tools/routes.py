@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepspeed_muon.forecast.model_shapes import MODEL_FORMS, load_model
-from deepspeed_muon.forecast.report import optimizer_config, read_configuration
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.tools.model_shapes import MODEL_FORMS, load_model
+from deepspeed_muon.tools.plan import optimizer_config, read_configuration
 
 _HEADINGS = ("parameter", "number", "shape", "algorithm", "certain", "reason")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from deepspeed_muon.__main__ import main
-from deepspeed_muon.forecast import routes_table
-from deepspeed_muon.forecast.model_shapes import PRESETS
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.route import Route
+from deepspeed_muon.tools import routes as routes_table
+from deepspeed_muon.tools.model_shapes import PRESETS
 
 MODELS = """
 import torch

@@ -20,8 +20,9 @@ import hjson
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.model_shapes import read_object
-from deepspeed_muon.forecast.size_laws import (
+from deepspeed_muon.math.updates import WIDTH_EXPONENT
+from deepspeed_muon.tools.model_shapes import read_object
+from deepspeed_muon.tools.size_laws import (
     CARRIED_BY,
     LAWS,
     ROOT_OF_WIDTH,
@@ -31,7 +32,6 @@ from deepspeed_muon.forecast.size_laws import (
     measured,
     read_sizes,
 )
-from deepspeed_muon.math.updates import WIDTH_EXPONENT
 
 _PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 """Keys of ``scheduler.params`` with the number that a group with ``lr`` (without it: with ``muon_lr``) gets."""

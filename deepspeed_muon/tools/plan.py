@@ -20,21 +20,21 @@ import torch
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy, shown
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast import predict
-from deepspeed_muon.forecast.model_shapes import (
-    MODEL_FORMS,
-    as_autoep,
-    load_model,
-    read_object,
-    with_separate_experts,
-)
-from deepspeed_muon.forecast.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
 from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.ops.candidates import graph_batch
 from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.placement import Floats, Ints
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.tools import predict
+from deepspeed_muon.tools.model_shapes import (
+    MODEL_FORMS,
+    as_autoep,
+    load_model,
+    read_object,
+    with_separate_experts,
+)
+from deepspeed_muon.tools.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
 from deepspeed_muon.transport.all_to_all import SLOTS
 
 _OPTIMIZERS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
@@ -74,7 +74,7 @@ def forecast(
     Args:
         routes: The routes of all parameters.
         settings: Stage, parallel sizes and hardware.
-        exchange: From :func:`~deepspeed_muon.forecast.predict.exchange_of`; computed if absent.
+        exchange: From :func:`~deepspeed_muon.tools.predict.exchange_of`; computed if absent.
     """
     exchange = exchange or predict.exchange_of(routes, settings)
     # 1. What both optimizers have in common.

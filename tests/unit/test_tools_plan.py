@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.forecast.model_shapes import PRESETS, from_config, load_model, with_separate_experts
-from deepspeed_muon.forecast.predict import PlanSettings, exchange_of
-from deepspeed_muon.forecast.report import report
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, orthogonalize_flops
 from deepspeed_muon.routing.parameters import NamedParameter
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model, with_separate_experts
+from deepspeed_muon.tools.plan import report
+from deepspeed_muon.tools.predict import PlanSettings, exchange_of
 from deepspeed_muon.version import __version__
 from tests.support.calls import calls
 from tests.support.native_ops import REPOSITORY

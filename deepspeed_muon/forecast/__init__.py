@@ -1,1 +1,0 @@
-"""Forecasts of a run's communication, computation and memory, from shapes alone."""
