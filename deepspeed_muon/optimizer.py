@@ -11,7 +11,6 @@ one step set is :meth:`StepRunner.run` in :mod:`deepspeed_muon.step.runner`.
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -228,61 +227,6 @@ class Muon(torch.optim.Optimizer):
         """Return the last sample and the counters; see :func:`deepspeed_muon.health`."""
         return self.recorder.summary()
 
-    def rates(self) -> dict[int, tuple[float, float]]:
-        """Return ``id`` of each param group to its rate in the last step, and to the one that it was given."""
-        return {
-            id(group): (self.rates_of_step[id(group)], group["lr_ratio"] * self.config.reference_lr)
-            for group in self.param_groups
-            if id(group) in self.rates_of_step
-        }
-
-    def run_facts(self) -> dict[str, float]:
-        """Return what the diagnosis of a run needs beside the samples, of this rank's groups and routes.
-
-        Returns:
-            ``muon_lr`` and ``adam_lr``, the highest rates so far of the groups of each; ``two_rates``, 0 if the groups
-            of both have the same rates, else 1; ``adam_rms``, the RMS of an update of AdamW at its highest rate;
-            ``muon_numel`` and ``adamw_numel``, the elements that each trains; ``routers``, the number of routers that
-            Muon trains; and ``adamw_over_weight``, by how much of their size AdamW changes matrices that the settings
-            exclude from Muon. What the rank does not have is absent.
-        """
-        facts = {"muon_numel": 0.0, "adamw_numel": 0.0}
-        history = self.recorder.history
-        rates_of: dict[str, set[tuple[float, float]]] = {
-            "muon": set(),
-            "adamw": set(),
-        }  # (highest, configured)
-        adam_size_of: dict[int, float] = {}  # id of a group to the RMS of an update
-        for group in self.param_groups:
-            if (rates := history.rates.get(id(group))) is None:
-                continue
-            # The process of a resumed run may have seen only the end of a schedule, where different rates become one.
-            rates_of[group["algorithm"]].add((rates.peak, rates.configured if history.is_resumed else 0.0))
-            if group["algorithm"] == "adamw":
-                # For gradients that are noise: 0.23 times the rate for beta 0.9; arXiv 2502.16982 measured 0.2 to 0.4.
-                # The mean m of such gradients has (1 - beta) / (1 + beta) of their variance, and sqrt(v) is their size.
-                beta = group["betas"][0]
-                adam_size_of[id(group)] = rates.peak * math.sqrt((1 - beta) / (1 + beta))
-        muon_rates, adam_rates = rates_of["muon"], rates_of["adamw"]
-        if muon_rates:
-            facts["muon_lr"] = max(muon_rates)[0]
-        if adam_rates:
-            facts |= {"adam_lr": max(adam_rates)[0], "adam_rms": max(adam_size_of.values())}
-        if muon_rates and adam_rates:
-            facts["two_rates"] = float(muon_rates != adam_rates)
-        for route in self.routes:
-            if route.algorithm != "frozen":
-                facts[f"{route.algorithm}_numel"] += route.numel
-            if route.algorithm == "muon" and route.overridden == "router":
-                facts["routers"] = facts.get("routers", 0.0) + 1
-            elif route.algorithm == "adamw" and route.overridden == "hidden":
-                # The usual weights of a layer have a size of 1 / sqrt(inputs).
-                size = adam_size_of.get(history.group_of.get(route.name, 0))
-                if size is not None:
-                    change = size * math.sqrt(route.shape[-1])
-                    facts["adamw_over_weight"] = max(facts.get("adamw_over_weight", 0.0), change)
-        return facts
-
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return what runs the Newton-Schulz iteration on this rank and how often it did, one entry for each shape."""
         return [] if self._orthogonalizer is None else self._orthogonalizer.report()
@@ -325,8 +269,7 @@ class Muon(torch.optim.Optimizer):
             # DeepSpeed's FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
             return loss
         # Under DeepSpeed the engine records all calls that make up one of its steps together.
-        recorded = nullcontext() if self.managed else self.recorder.step(facts=self.run_facts)
-        skipped_before = self.skipped_steps
+        recorded = nullcontext() if self.managed else self.recorder.step()
         with _without_autocast(), recorded:
             try:
                 with self.recorder.span("step"):
@@ -335,9 +278,6 @@ class Muon(torch.optim.Optimizer):
                 # Also after a step that raised: the next one must not clip by the logits of this one.
                 if self.qk_clip is not None and not self.step_ends_outside:
                     self.qk_clip.clear()
-            if not self.managed:
-                skipped = self.skipped_steps > skipped_before
-                self.recorder.history.record(rates=self.rates(), skipped=skipped)
         return loss
 
     def _step_current_sets(self) -> None:
@@ -586,7 +526,6 @@ class Muon(torch.optim.Optimizer):
         self.state = defaultdict(dict, loaded.state)
         self.param_groups = [ParamGroup(settings) for settings in loaded.settings]
         self.rates_of_step.clear()  # of the groups that were replaced
-        self.recorder.resume()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -622,8 +561,6 @@ class Muon(torch.optim.Optimizer):
         routes: PortableRoutes = state.pop("routes")
         self._reset(state.pop("config"), routes.routed(state["param_groups"]), state.pop("model"))
         super().__setstate__(state)
-        if self.state:
-            self.recorder.resume()
 
     # For the engine
 

@@ -124,10 +124,9 @@ def health(engine: DeepSpeedEngine) -> dict[str, Any]:
     Returns:
         ``step``, ``update_rms``, ``orthogonality_error``, ``sigma_max``, ``stable_rank``, ``alignment``,
         ``time_gather``, ``time_newton_schulz``, ``time_scatter``, ``seconds``, ``redone``, ``failed``,
-        ``grad_norm_muon``, ``grad_norm_adamw``, with ``wire_dtype`` ``int8`` also ``wire_error_direction`` and
-        ``wire_error_update``, the quantities of the diagnosis, ``matrices`` with the numbers of each sampled matrix,
-        and ``findings``: by quantity, a sentence that says what is wrong. Before the first sample ``redone`` and
-        ``failed``, of this rank, and the last two, empty.
+        ``grad_norm_muon``, ``grad_norm_adamw``, ``update_over_weight``, ``clip_coefficient``, with ``wire_dtype``
+        ``int8`` also ``wire_error_direction`` and ``wire_error_update``, and ``matrices`` with the numbers of each
+        sampled matrix. Before the first sample ``redone`` and ``failed``, of this rank, and no ``matrices``.
 
     Raises:
         BindingError: If the engine runs another optimizer.

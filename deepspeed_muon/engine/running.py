@@ -93,7 +93,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     number, recorder = engine.global_steps + 1, optimizer.recorder
     skipped_before = engine.skipped_steps
     with (
-        recorder.step(number, ranks=optimizer.ranks, facts=optimizer.run_facts) as sample,
+        recorder.step(number, ranks=optimizer.ranks) as sample,
         contextlib.ExitStack() as waiting,
     ):
         for group in optimizer.bound_steps.process_groups:
@@ -103,13 +103,11 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
             result = original(*args, **kwargs)
         if sample is not None:
             sample.grad_norms = _grad_norms(optimizer)
-        loaded_clipping = view_of(engine.optimizer).loaded_clipping
-        recorder.history.record(
-            rates=optimizer.rates(),
-            skipped=engine.skipped_steps > skipped_before,
-            norm=_norm_of_clipping(optimizer, engine.get_global_grad_norm()),
-            clipping=engine.gradient_clipping() if loaded_clipping is None else loaded_clipping,
-        )
+        norm = _norm_of_clipping(optimizer, engine.get_global_grad_norm())
+        loaded_limit = view_of(engine.optimizer).loaded_clipping
+        limit = engine.gradient_clipping() if loaded_limit is None else loaded_limit
+        if engine.skipped_steps == skipped_before and norm is not None and limit > 0:
+            recorder.record_clipping(norm, limit)
     if engine.monitor.enabled:
         current = {**rates(optimizer), **_grad_norms(optimizer)}
         events = [(f"Train/Samples/{key}", value, engine.global_samples) for key, value in current.items()]

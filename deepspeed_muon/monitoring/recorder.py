@@ -7,8 +7,10 @@ fragment or skipped the step. The message size does not depend on the number of 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,8 +19,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_muon.logs import announce, logger
-from deepspeed_muon.monitoring.diagnosis import diagnose, line
-from deepspeed_muon.monitoring.history import StepHistory
 from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
 from deepspeed_muon.transport.ranks import Ranks
 
@@ -32,45 +32,16 @@ _MEANS = ("update_rms", "orthogonality_error", "stable_rank", "alignment")
 _PREFIX = "Train/Muon/"
 # The most matrices that a summary lists. A stack of experts appears once for every owner of its blocks.
 _LISTED = 16
-# Entries of a summary that are no events: DeepSpeed's monitor has rates and norms of every step.
-_NO_EVENTS = ("matrices", "findings", "muon_lr", "adam_lr", "grad_norm_muon", "grad_norm_adamw")
-# Steps of the process after which the log says what was measured, and findings that it does not wait for.
+# Entries of a summary that are no events: DeepSpeed's monitor has the norms of every step.
+_NO_EVENTS = ("matrices", "grad_norm_muon", "grad_norm_adamw")
+# Steps of the process after which the log says what was measured.
 _REPORT_AFTER = 200
-_REPORTED_AT_ONCE = ("clip_coefficient", "clip_stalled")
+# A run is warned of so many steps in a row whose gradients are multiplied by less than this.
+_STALLED_STEPS, _STALLED_COEFFICIENT = 20, 1e-4
+# However rare samples are, no more norms are stored.
+_MOST_CLIPPINGS = 1000
 # So many elements at a time are converted to fp64, which takes up to 32 bytes for each of them.
 _CONVERT_NUMEL = 1 << 24
-
-# Facts that the ranks add up, and those of which the largest counts.
-_SIZES = ("sized", "sum_updates", "sum_at_peak", "sum_expected", "sum_weights")
-_SUMMED = ("muon_numel", "adamw_numel", *_SIZES)
-_LARGEST = (
-    *("muon_lr", "adam_lr", "two_rates", "adam_rms", "routers", "adamw_over_weight", "step_seconds"),
-    *("skipped", "clipped", "clip_coefficient", "clip_least", "clip_stalled"),
-)
-
-
-@dataclass(slots=True)
-class WeightSums:
-    """The fragments of a sampled matrix that its owner has itself, of which it measures the weights.
-
-    Attributes:
-        group: ``id`` of the matrix's param group.
-        inputs: Input features of the layer.
-        relative: Whether the rate is relative to the weights (Hyperball).
-        squares: The sum of the squared elements.
-        numel: The number of elements; 0 if all are on other ranks.
-    """
-
-    group: int
-    inputs: int
-    relative: bool
-    squares: float = 0.0
-    numel: int = 0
-
-    @property
-    def rms(self) -> float:
-        """The RMS of the weights; NaN if it is unknown."""
-        return math.sqrt(self.squares / self.numel) if self.numel else math.nan
 
 
 @dataclass(slots=True)
@@ -85,9 +56,7 @@ class Sample:
         losses: With int8 communication, for the directions and the updates that this rank sent: the sum of squares of
             the quantisation error, and that of the values.
         grad_norms: ``grad_norm_muon`` and ``grad_norm_adamw``: the norms of the raw gradients on all ranks.
-        facts: Further numbers by name: what :meth:`deepspeed_muon.optimizer.Muon.run_facts` returns; how the last
-            steps ended; and the number of sampled matrices, with the sums of the RMS of their updates (at rate 1, at
-            the highest rates so far, and at the expected ones) and of their weights.
+        clip_coefficient: The median factor by which gradients were clipped since the last sample; -1 if nothing clips.
     """
 
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -96,7 +65,7 @@ class Sample:
     failed: int = 0
     losses: dict[Exchanged, tuple[float, float]] = field(default_factory=dict)
     grad_norms: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, float] = field(default_factory=dict)
+    clip_coefficient: float = -1.0
 
 
 class StepRecorder:
@@ -109,8 +78,6 @@ class StepRecorder:
         redone: Blocks that failed the check and passed it when recomputed in fp32. On an accelerator a block that fails
             gets no update, and its results in later steps, which are computed in fp32, count here.
         failed: Blocks that got no update: on a CPU those that failed the check in fp32 too.
-        report_after: The number of this process's steps after which rank 0 logs what was measured.
-        history: Rates and outcomes of all steps, recorded before :meth:`step` ends.
     """
 
     def __init__(self, *, every: int, check: bool) -> None:
@@ -119,31 +86,26 @@ class StepRecorder:
         self.check = check
         self.redone = 0
         self.failed = 0
-        self.report_after = _REPORT_AFTER
-        self.history = StepHistory(every)
         self._device = torch.device("cpu")
         self._steps = 0  # that this process took
-        self._number = 0  # of the last one
         self._summary: dict[str, Any] = {}
         self._total = 0
         self._sampled_matrices: frozenset[int] = frozenset()
         self._sample: Sample | None = None
         self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
-        self._weights: dict[str, WeightSums] = {}
-        self._last_sample: tuple[int, float] | None = None  # value of _steps, and time in seconds
-        self._has_reported = False
-        self._logged: set[str] = set()  # keys of the findings that were logged
+        # By matrix: the sum of the squared weights, their number, and the learning rate.
+        self._weights: dict[str, tuple[float, int, float]] = {}
+        # Steps since the last sample: the norm of the gradients, and the norm to which they are clipped.
+        self._clippings: deque[tuple[Any, float]] = deque(maxlen=_MOST_CLIPPINGS if every else 0)
+        # Steps in a row below _STALLED_COEFFICIENT: the last ones, and the most.
+        self._stalled = self._longest_stall = 0
+        self._has_reported = self._has_warned = False
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
     def reset(self, device: torch.device) -> None:
         """Release all reserved matrix numbers, because the optimizer is bound again, to parameters on ``device``."""
         self._device = device
         self._total = 0
-
-    def resume(self) -> None:
-        """Forget rates and the time of the last sample, because a run goes on from a checkpoint or a copy."""
-        self.history.resume()
-        self._last_sample = None
 
     def reserve(self, count: int) -> int:
         """Reserve consecutive numbers for ``count`` matrices and return the first."""
@@ -161,27 +123,15 @@ class StepRecorder:
         return self.every > 0 and number % self.every == 0
 
     @contextmanager
-    def step(
-        self,
-        number: int | None = None,
-        *,
-        ranks: Ranks | None = None,
-        facts: Callable[[], Mapping[str, float]] = dict,
-    ) -> Iterator[Sample | None]:
+    def step(self, number: int | None = None, *, ranks: Ranks | None = None) -> Iterator[Sample | None]:
         """Record one optimizer step; in a sampled step yield its sample (else ``None``), and summarise it at the end.
 
         Args:
             number: The number of the step, from 1 and equal on all ranks; ``None`` counts calls.
             ranks: The ranks to summarise over, all of which must call this; ``None`` for this rank alone.
-            facts: Returns what the optimizer knows of the step.
         """
         self._steps += 1
         number = self._steps if number is None else number
-        if number - self._number not in (0, 1):  # 0 after a step that raised
-            self.resume()
-        self._number = number
-        if self._last_sample is None:
-            self._last_sample = (self._steps, time.perf_counter())
         if not self.due(number):
             yield None
             return
@@ -203,13 +153,11 @@ class StepRecorder:
                 sample.seconds[name] = sample.seconds.get(name, 0.0) + start.elapsed_time(end) / 1000.0
             sample.matrices = {name: combine(sums) for name, sums in self._sums_by_name.items()}
             sample.redone, sample.failed = self.redone, self.failed
-            sample.facts = {**facts(), **self.history.read_outcomes()}
-            self._add_sizes(sample)
-            # The mean time of all steps since the last sample, forward and backward pass included.
-            (before, then), now = self._last_sample, time.perf_counter()
-            if self._steps > before:
-                sample.facts["step_seconds"] = (now - then) / (self._steps - before)
-            self._last_sample = (self._steps, now)
+            sample.clip_coefficient = self._read_clippings()
+            for matrix, (squares, numel, rate) in self._weights.items():
+                if squares > 0 and (measured := sample.matrices.get(matrix)) is not None:
+                    measured["weight_rms"] = math.sqrt(squares / numel)
+                    measured["update_over_weight"] = rate * measured["update_rms"] / measured["weight_rms"]
         finally:
             self._sample = None
             self._sums_by_name.clear()
@@ -222,51 +170,51 @@ class StepRecorder:
         if position == 0:
             self._log()
 
-    def _add_sizes(self, sample: Sample) -> None:
-        """Add the sizes of weights and steps to the matrices of the sample, and their sums to its facts."""
-        sums = dict.fromkeys(_SIZES, 0.0)
-        for name, measured in sample.matrices.items():
-            if (weights := self._weights.get(name)) is None or not (peak := self.history.peak(weights.group)):
-                continue
-            weight = weights.rms
-            update = weight if weights.relative else measured["update_rms"]  # the step at rate 1
-            if weight > 0:
-                step = self.history.rates[weights.group].last * update
-                measured["weight_rms"], measured["update_over_weight"] = weight, step / weight
-            if not weights.relative:
-                # A rate that is far too high lets the weights grow until the ratio looks normal. So they count no more
-                # than at the usual initialisation, whose standard deviation is 1 / sqrt(inputs).
-                weight = min(weight if weight > 0 else math.inf, weights.inputs**-0.5)
-            if math.isfinite(update) and 0 < weight < math.inf:
-                # A step is proportional to its rate. In a warm-up, and at the end of a schedule, every step would look
-                # too small.
-                sums["sized"] += 1
-                sums["sum_updates"] += update
-                sums["sum_at_peak"] += peak * update
-                sums["sum_expected"] += self.history.expected(weights.group) * update
-                sums["sum_weights"] += weight
-        sample.facts |= sums
+    def record_clipping(self, norm: Any, limit: float) -> None:
+        """Record a step that was not skipped, before its sample ends.
+
+        Args:
+            norm: The norm of the gradients, a number or a tensor, which is read in the next sampled step.
+            limit: The norm to which the gradients are clipped.
+        """
+        if len(self._clippings) == _MOST_CLIPPINGS:
+            self._stalled = 0  # a step in between is dropped
+        self._clippings.append((norm, limit))
+
+    def _read_clippings(self) -> float:
+        """Return the median factor by which gradients were clipped since the last sample. Reads norms on a device."""
+        factors = []
+        for norm, limit in self._clippings:
+            factors.append(min(1.0, limit / (float(norm) + 1e-6)))  # as DeepSpeed and torch do
+            self._stalled = self._stalled + 1 if factors[-1] < _STALLED_COEFFICIENT else 0
+            self._longest_stall = max(self._longest_stall, self._stalled)
+        self._clippings.clear()
+        return statistics.median(factors) if factors else -1.0
 
     def _log(self) -> None:
-        """Log the quantities of the run once, and each finding once."""
-        is_report = self._steps >= self.report_after
-        if is_report and not self._has_reported:
+        """Log once what was measured, and once that gradients are clipped to nothing."""
+        if self._steps >= _REPORT_AFTER and not self._has_reported:
             self._has_reported = True
-            text = "deepspeed_muon: after %d steps: %s"
-            announce(text, self._steps, line(self._summary), on_any_rank=True)
-        for level, key, sentence in diagnose(self._summary):
-            if key not in self._logged and (is_report or key in _REPORTED_AT_ONCE):
-                self._logged.add(key)
-                text = f'deepspeed_muon: {sentence} See docs/health.md, "{key}"'
-                if level == "bad":
-                    logger.warning("%s", text)
-                else:
-                    announce("%s", text, on_any_rank=True)
+            numbers = [
+                f"{name} {value:.3g}"
+                for name, value in self._summary.items()
+                if name not in ("step", "matrices")
+            ]
+            text = "deepspeed_muon: after %d steps: %s (docs/health.md says what these are)"
+            announce(text, self._steps, ", ".join(numbers), on_any_rank=True)
+        if self._longest_stall >= _STALLED_STEPS and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "deepspeed_muon: gradients were clipped to less than %g of their size in %d steps in a row, so that "
+                "AdamW's parameters may stand still: the loss is summed, one layer explodes, or gradient_clipping is "
+                "far too small",
+                _STALLED_COEFFICIENT,
+                self._longest_stall,
+            )
 
     def summary(self) -> dict[str, Any]:
         """Return the last sample's summary, or this rank's counters before the first sample."""
-        empty = {"redone": self.redone, "failed": self.failed, "matrices": {}, "findings": {}}
-        return dict(self._summary) or empty
+        return dict(self._summary) or {"redone": self.redone, "failed": self.failed, "matrices": {}}
 
     def watches(self, number: int) -> bool:
         """Return whether the matrix with this number is measured in the current step."""
@@ -276,12 +224,10 @@ class StepRecorder:
         """Record the sums over some blocks of a matrix."""
         self._sums_by_name.setdefault(name, []).append(sums)
 
-    def keep_weights(self, name: str, weights: WeightSums) -> None:
-        """Record the weights of some blocks of a matrix that this rank owns."""
-        sums = self._weights.setdefault(name, weights)
-        if sums is not weights:
-            sums.squares += weights.squares
-            sums.numel += weights.numel
+    def keep_weights(self, name: str, weights: torch.Tensor, rate: float) -> None:
+        """Record weights of a matrix, any shape, and its learning rate."""
+        squares, numel, _ = self._weights.get(name, (0.0, 0, rate))
+        self._weights[name] = (squares + float(weights.float().norm()) ** 2, numel + weights.numel(), rate)
 
     def keep_loss(self, kind: Exchanged, sent: torch.Tensor, received: torch.Tensor) -> None:
         """Record the quantisation error of values that this rank sends; only in a sampled step.
@@ -330,9 +276,8 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         ``redone`` and ``failed``, summed over ranks; means over the sampled matrices and the largest ``sigma_max``;
         ``time_<phase>``, the mean over ranks of the phase's fraction of the inner step; ``seconds``, the inner step of
         the slowest rank; ``wire_error_direction`` and ``wire_error_update``, the relative quantisation error of all
-        sent values; the other quantities of :data:`~deepspeed_muon.monitoring.diagnosis.QUANTITIES`; ``matrices``, the
-        measurements of at most 16 matrices by name; and ``findings``, what is out of its range, by key. Keys without a
-        measurement are absent.
+        sent values; ``clip_coefficient``; and ``matrices``, the measurements of at most 16 matrices by name. Keys
+        without a measurement are absent.
     """
     purpose = "summary of health"
     # 1. Sums over the ranks. A rank without a measurement contributes 0 to the sum and to the count that divides it.
@@ -349,12 +294,12 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     }
     for kind in _EXCHANGED:
         local[f"lost {kind}"], local[f"total {kind}"] = sample.losses.get(kind, (0.0, 0.0))
-    local |= {key: sample.facts.get(key, 0.0) for key in _SUMMED}
+    ratios = [health["update_over_weight"] for health in measured if "update_over_weight" in health]
+    local |= {"sized": len(ratios), "update_over_weight": math.fsum(ratios)}
     sums = dict(zip(local, ranks.all_reduce(list(local.values()), "sum", purpose=purpose), strict=True))
     # 2. Maxima over the ranks.
     sigma = max((health["sigma_max"] for health in measured), default=0.0)
-    # A fact is negative after the reduction if no rank has it.
-    largest = {"seconds": total, "sigma_max": sigma, **{key: sample.facts.get(key, -1.0) for key in _LARGEST}}
+    largest = {"seconds": total, "sigma_max": sigma, "clip_coefficient": sample.clip_coefficient}
     largest = dict(
         zip(largest, ranks.all_reduce(list(largest.values()), "max", purpose=purpose), strict=True)
     )
@@ -366,29 +311,19 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     if running := sums["running"]:
         summary |= {f"time_{phase}": sums[phase] / running for phase in _PHASES}
         summary["seconds"] = largest["seconds"]
-        if (seconds := largest["step_seconds"]) > 0:
-            summary["time_optimizer"] = min(1.0, largest["seconds"] / seconds)
     for kind in _EXCHANGED:
         if lost := sums[f"lost {kind}"]:
             summary[f"wire_error_{kind}"] = math.sqrt(lost / sums[f"total {kind}"])
-    shown = [key for key in _LARGEST if key not in ("adam_rms", "step_seconds")]
-    summary |= {key: largest[key] for key in shown if largest[key] >= 0}
-    if numel := sums["muon_numel"] + sums["adamw_numel"]:
-        summary["adamw_share"] = sums["adamw_numel"] / numel
-    if count := sums["sized"]:
-        summary["update_over_weight"] = sums["sum_at_peak"] / sums["sum_weights"]
-        if sums["sum_expected"] > sums["sum_at_peak"]:
-            summary["update_over_weight_expected"] = sums["sum_expected"] / sums["sum_weights"]
-        if (adam_rms := largest["adam_rms"]) > 0:
-            # Both at their highest rates: where these are one it drops out, whatever the matrices' groups have.
-            summary["update_over_adamw"] = largest["muon_lr"] * sums["sum_updates"] / count / adam_rms
-    # 4. The matrices by name, from all ranks, and the judgement.
+    if sized := sums["sized"]:
+        summary["update_over_weight"] = sums["update_over_weight"] / sized
+    if (coefficient := largest["clip_coefficient"]) >= 0:
+        summary["clip_coefficient"] = coefficient
+    # 4. The matrices by name, from all ranks.
     matrices: dict[str, dict[str, float]] = {}
     for rank, (name, health) in ranks.collect(list(sample.matrices.items()), most=_LISTED, purpose=purpose):
         # Different expert-parallel ranks can have different matrices of one name.
         matrices[name if name not in matrices else f"{name} (rank {rank})"] = health
-    findings = {finding.key: finding.text for finding in diagnose(summary)}
-    return {**summary, **sample.grad_norms, "matrices": matrices, "findings": findings}
+    return {**summary, **sample.grad_norms, "matrices": matrices}
 
 
 def monitor_events(summary: dict[str, Any], samples: int) -> list[tuple[str, float, int]]:

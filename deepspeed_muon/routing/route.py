@@ -56,8 +56,6 @@ class Route:
             decides. ``False`` where the route rests on a guess; :attr:`reason` says on which.
         stack: The number of matrices that are concatenated along the rows of a 2-dimensional weight of the kind
             ``experts``; 0 for any other weight.
-        overridden: The rule that would give it to the other algorithm without the settings of the caller; ``None``
-            where the settings change nothing.
     """
 
     name: str
@@ -72,7 +70,6 @@ class Route:
     shards: TensorShards | None = None
     certain: bool = True
     stack: int = 0
-    overridden: Rule | None = None
 
     @property
     def numel(self) -> int:

@@ -217,21 +217,8 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
     )
     kind = _matrix_kind(member, shape, is_set_to_muon=is_set_to_muon)
     algorithm, claim = _decide(member, kind, config, explicit)
-    # What the defaults would have decided: the diagnosis warns of an override such as a router that goes to Muon.
-    overridden: Rule | None = None
-    if claim.rule in ("group", "include", "exclude"):
-        usual_algorithm, usual_claim = _decide(member, kind, _DEFAULTS, {})
-        overridden = usual_claim.rule if usual_algorithm != algorithm else None
     if algorithm != "muon":
-        return Route(
-            member.name,
-            shape,
-            algorithm,
-            claim.reason,
-            rule=claim.rule,
-            certain=claim.certain,
-            overridden=overridden,
-        )
+        return Route(member.name, shape, algorithm, claim.reason, rule=claim.rule, certain=claim.certain)
     if kind is None:
         raise RoutingError(_no_matrix_message(member, shape, claim.reason))
     # 2. How is it stored?
@@ -273,7 +260,6 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
         shards,
         claim.certain,
         stack,
-        overridden,
     )
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder, WeightSums
+from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
@@ -421,25 +421,15 @@ class StepRunner:
         del flight.directions  # as large as what this rank owns
 
     def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:
-        """Record weights of the sampled matrices that this rank owns, from its own fragments of them, and groups."""
-        recorder, rank = self.check.recorder, self.plan.rank
-        for layout in self.step_set.adamw_parameters:
-            recorder.history.group_of[layout.name] = id(groups[layout.partition])
+        """Record weights of the sampled matrices that this rank owns, from its own fragments of them."""
         for index in (
             index for chunk in self.plan.chunks for index in chunk.owned if self.check.watches(index)
         ):
             matrix = self.plan.matrices[index]
-            rows, cols = matrix.logical_shape
-            weights = WeightSums(
-                id(groups[matrix.partition]),
-                # of one block: a stack that is stored as input x output has a block of rows for each expert
-                inputs=rows // len(matrix.grid[0]) if matrix.transposed else cols,
-                relative=self.context.variant.apply is not None,
-            )
-            if (fragment := matrix.placement.fragment_on(rank)) is not None:
-                local = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
-                weights.squares, weights.numel = float(local.float().norm()) ** 2, fragment.numel
-            recorder.keep_weights(matrix.name, weights)
+            if (fragment := matrix.placement.fragment_on(self.plan.rank)) is not None:
+                weights = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
+                rate = float(groups[matrix.partition]["lr"])
+                self.check.recorder.keep_weights(matrix.name, weights, rate)
 
     def _update_local(self, numbers: Sequence[int], step: Step) -> None:
         """Update the matrices of chunks in which nothing is sent."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from deepspeed_muon.checkpoint import offline as checkpoints
 from deepspeed_muon.errors import MuonError
-from deepspeed_muon.monitoring import page as health_page
 from deepspeed_muon.tools import plan, rates, routes
 from deepspeed_muon.version import __version__
 
@@ -44,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_subcommand(commands)
     routes.add_subcommand(commands)
     rates.add_subcommand(commands)
-    health_page.add_subcommand(commands)
     return parser
 
 

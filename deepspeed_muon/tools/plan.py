@@ -20,7 +20,6 @@ import torch
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy, shown
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.monitoring.page import pyplot_for
 from deepspeed_muon.ops.candidates import graph_batch
 from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.placement import Floats, Ints
@@ -350,7 +349,13 @@ def _elements(count: int) -> str:
 
 def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str) -> None:
     """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
-    pyplot = pyplot_for("--plot")
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot
+
     model_parallel = settings.tensor_parallel * settings.expert_parallel
     most = 16384  # without model parallelism 1, 4, 16, ..., 16384 GPUs
     worlds = [

@@ -87,7 +87,7 @@ def test_fewer_matrices_than_ranks(ranks: Any) -> None:
     results = ranks(4).run(watch, stage=3, health=1, kind="single", zero={"sub_group_size": 16})
     assert all(set(result["report"]["matrices"]) == {"mix.weight"} for result in results)
     off = ranks(4).run(watch, stage=3, health=False, kind="single")
-    empty = {"redone": 0, "failed": 0, "matrices": {}, "findings": {}}
+    empty = {"redone": 0, "failed": 0, "matrices": {}}
     assert all(result["report"] == empty for result in off)
 
 
@@ -104,6 +104,58 @@ def test_a_skipped_step_hangs_nobody(ranks: Any) -> None:
     for result in ranks(2).run(overflowing):
         assert result["skipped"] == 1
         assert result["report"]["matrices"] == {} and "update_rms" not in result["report"]
+        assert "clip_coefficient" not in result["report"]
+
+
+def sizes(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
+    """Return what a sample measures, and what the weights really did."""
+    engine = training.make_engine(training.ds_config(stage, params={"health": 1, "weight_decay": 0.0}))
+    deepspeed_muon.muon_optimizer(engine).recorder.matrices = 8
+    before = training.full_masters(engine)
+    training.run_step(engine, 0, rank, world_size, 1)
+    after = training.full_masters(engine)
+    ratios = {name: float((after[name] - old).norm() / old.norm()) for name, old in before.items()}
+    return {"report": deepspeed_muon.health(engine), "ratios": ratios}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_sizes_are_those_of_the_weights(ranks: Any, stage: int) -> None:
+    """The ratio of every matrix is that of its weights before and after."""
+    result = ranks(2).run(sizes, stage=stage)[0]
+    measured = {
+        name: matrix["update_over_weight"]
+        for name, matrix in result["report"]["matrices"].items()
+        if "update_over_weight" in matrix
+    }
+    # At ZeRO 3 the owner has half of the weights: of 32 normal elements the RMS is within 12 % of one sigma.
+    assert measured == pytest.approx(
+        {name: result["ratios"][name] for name in measured}, rel=1e-3 if stage == 0 else 0.5
+    )
+    mean = sum(measured.values()) / len(measured)
+    assert result["report"]["update_over_weight"] == pytest.approx(mean)
+
+
+def resumed(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
+    """Load a checkpoint of a run with another limit of clipping; return what health and the log say of it."""
+    first = training.make_engine(training.ds_config(1, clipping=1e-6))
+    training.run_step(first, 0, rank, world_size, 1)
+    first.save_checkpoint(folder)
+    engine = training.make_engine(training.ds_config(1, clipping=1.0, params={"health": 7}))
+    messages = training.heard()
+    engine.load_checkpoint(folder)
+    for step in range(1, 21):
+        training.run_step(engine, step, rank, world_size, 1)
+    return {"report": deepspeed_muon.health(engine), "messages": messages}
+
+
+def test_the_coefficient_is_that_of_the_limit_that_was_loaded(ranks: Any, tmp_path: Path) -> None:
+    """ZeRO 1 loads the limit: the coefficient was that of the configured one."""
+    first, second = ranks(2).run(resumed, folder=str(tmp_path))
+    assert first["report"]["clip_coefficient"] == second["report"]["clip_coefficient"] < 1e-4
+    told = [
+        len([text for text in result["messages"] if "were clipped" in text]) for result in (first, second)
+    ]
+    assert told == [1, 0]
 
 
 def broken(

@@ -328,7 +328,7 @@ def heard() -> list[str]:
 EVENTS = {
     "update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment",
     "time_gather", "time_newton_schulz", "time_scatter", "seconds", "redone", "failed", "step",
-    "adamw_share", "update_over_weight", "update_over_adamw", "two_rates", "time_optimizer",
+    "update_over_weight",
 }  # fmt: skip
 
 

@@ -500,25 +500,3 @@ def test_checkpoints_of_an_engine_need_one(setting: dict[str, Any]) -> None:
     layer(torch.ones(2, 4)).sum().backward()
     with pytest.raises(deepspeed_muon.ConfigError, match="only with DeepSpeed"):
         Muon(layer, **setting).step()
-
-
-def test_excluded_matrices_are_judged_by_the_rate_of_their_group() -> None:
-    """A group of embeddings or biases at another rate, even 0, changes nothing of it. The peak counts."""
-    for rate, first_rate in ((0.5, 0.5), (1e-3, 0.5), (0.5, 0.0)):
-        matrix, table = nn.Linear(64, 64, bias=False), nn.Embedding(10, 64)
-        model = nn.Sequential(table, matrix)
-        groups = [{"params": [table.weight], "lr": first_rate}, {"params": [matrix.weight], "lr": rate}]
-        optimizer = Muon(groups, model=model, lr=0.5, exclude=["1.weight"], health=1)  # type: ignore[arg-type]
-        for factor in (1.0, 0.1):
-            for group in optimizer.param_groups:
-                group["lr"] *= factor
-            model(torch.arange(10)).sum().backward()
-            optimizer.step()
-        change = 8 * rate * math.sqrt(0.1 / 1.9)
-        assert optimizer.health()["adamw_over_weight"] == pytest.approx(change)
-        assert ("adamw_over_weight" in optimizer.health()["findings"]) == (rate == 0.5)
-        # It was 0 where the step after a restart was skipped.
-        optimizer.load_state_dict(optimizer.state_dict())
-        matrix.weight.grad.fill_(math.nan)  # type: ignore[union-attr]
-        optimizer.step()
-        assert "adamw_over_weight" not in optimizer.health()
