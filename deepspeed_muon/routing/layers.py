@@ -1,18 +1,16 @@
-"""Reads from a module's type, source and initial values what its direct parameters are."""
+"""Reads from a module's type, and from the bias beside them, what its direct parameters are."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from deepspeed_muon.routing.evidence import Claim, Layer, LayerKind
-from deepspeed_muon.routing.names import match_name, parameter_name
+from deepspeed_muon.routing.names import parameter_name
 from deepspeed_muon.routing.shapes import true_shape
-from deepspeed_muon.routing.uses import Use, uses_of
 
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -29,81 +27,33 @@ _STACKED_DOWN = frozenset({"w2", "down_proj"})
 _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
 
 
-class LayerReader:
-    """Reads the modules of one model, and the source of each class only once."""
-
-    def __init__(self) -> None:
-        self._uses: dict[type, dict[str, set[Use]]] = {}
-
-    def read(self, path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, Layer, tuple[Claim, ...]]]:
-        """Yield the direct parameters of the module at ``path``, each with its layer and the claims on it."""
-        parameters = list(direct_parameters(module))
-        # Sizes of the biases, for the weights beside them.
-        vectors = {name: shape[0] for name, param in parameters if len(shape := true_shape(param)) == 1}
-        for name, param in parameters:
-            kind = _kind(module, name)
-            shape = true_shape(param)
-            transposed = _transposed(module, kind)  # by type, True or unknown
-            # transformers' experts with interleaved gate and up projections (gpt-oss)
-            interleaved = getattr(module, "is_concatenated", True) is False
-            stack, product = 0, ""
-            claims: list[Claim] = []
-            # The type of the module does not decide: read its source, then the number of experts, then the bias beside
-            # the weight.
-            if len(shape) > 1 and kind in ("weight", "bare", "experts"):
-                use = self._use(module, name) if kind != "experts" else None
-                transposed = (
-                    use == "input x output" if use in ("input x output", "output x input") else transposed
-                )
-                if len(shape) == 2 and _in_experts(path):  # (experts * rows, cols)
-                    stack = _stack(module, shape)
-                    transposed = name in _STACKED_DOWN if stack else transposed
-                    product = f"{stack} experts in one matrix" if stack else ""
-                elif use is not None and use != "no product" and use != "unknown":
-                    product = f"{type(module).__name__} multiplies by it"
-                elif (side := _side_of_bias(name, shape, vectors)) is not None:
-                    transposed = side == 1
-                    product = f"has a bias for its {shape[side]} outputs"
-                if kind != "experts":
-                    claims += self._bare_claims(module, name, param, kind, use, product)
-            elif len(shape) > 1 and kind in ("embedding", "norm"):
-                article = "an embedding" if kind == "embedding" else "a norm"
-                reason = "weight of an embedding module" if kind == "embedding" else f"gain of {article}"
-                claims.append(Claim(kind, reason))
-            yield param, Layer(kind, transposed, interleaved, stack, product), tuple(claims)
-
-    def _use(self, module: nn.Module, name: str) -> Use | None:
-        """Return a product if a method multiplies by the parameter, "no product" if none does, ``None`` if unclear."""
-        cls = type(module)
-        if cls not in self._uses:
-            self._uses[cls] = uses_of(cls)
-        uses = self._uses[cls].get(name, set())
-        products = uses & {"input x output", "output x input", "product"}
-        if products:
-            # Products from both sides say nothing about the storage order.
-            return products.pop() if len(products) == 1 else "product"
-        return "no product" if uses == {"no product"} else None
-
-    def _bare_claims(
-        self,
-        module: nn.Module,
-        name: str,
-        param: nn.Parameter,
-        kind: LayerKind,
-        use: Use | None,
-        product: str,
-    ) -> Iterator[Claim]:
-        """Yield the claims for AdamW on a parameter of a module that is no known layer by its type."""
-        # Both have claims elsewhere: as hidden matrices (rules.py), and as biases by name (parameters.py).
-        if product or match_name(name, "bias"):
-            return
-        if use == "no product":
-            yield Claim("no_product", f"{type(module).__name__} does not multiply by it")
-        elif getattr(param, "_no_weight_decay", False):
-            yield Claim("no_product", "marked with _no_weight_decay")
-        # Matrices of ones or zeros are gains and biases, unless the name says weight: projections may start at zero.
-        elif not (kind == "bare" and match_name(name, "weight")) and (value := _constant(param)) is not None:
-            yield Claim("no_product", f"a gain or bias by its initial values, all {value:g}", certain=False)
+def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, Layer, tuple[Claim, ...]]]:
+    """Yield the direct parameters of the module at ``path``, each with its layer and the claims on it."""
+    parameters = list(direct_parameters(module))
+    # Sizes of the biases, for the weights beside them.
+    vectors = {name: shape[0] for name, param in parameters if len(shape := true_shape(param)) == 1}
+    for name, param in parameters:
+        kind = _kind(module, name)
+        shape = true_shape(param)
+        transposed = _transposed(module, kind)  # by type, True or unknown
+        # transformers' experts with interleaved gate and up projections (gpt-oss)
+        interleaved = getattr(module, "is_concatenated", True) is False
+        stack, product = 0, ""
+        claims: list[Claim] = []
+        # The type of the module does not decide: read the number of experts, then the bias beside the weight.
+        if len(shape) > 1 and kind in ("weight", "bare", "experts"):
+            if len(shape) == 2 and _in_experts(path):  # (experts * rows, cols)
+                stack = _stack(module, shape)
+                transposed = name in _STACKED_DOWN if stack else transposed
+                product = f"{stack} experts in one matrix" if stack else ""
+            elif (side := _side_of_bias(name, shape, vectors)) is not None:
+                transposed = side == 1
+                product = f"has a bias for its {shape[side]} outputs"
+        elif len(shape) > 1 and kind in ("embedding", "norm"):
+            article = "an embedding" if kind == "embedding" else "a norm"
+            reason = "weight of an embedding module" if kind == "embedding" else f"gain of {article}"
+            claims.append(Claim(kind, reason))
+        yield param, Layer(kind, transposed, interleaved, stack, product), tuple(claims)
 
 
 def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -200,25 +150,6 @@ def _side_of_bias(name: str, shape: tuple[int, ...], vectors: dict[str, int]) ->
         return None
     size = sizes.pop()
     return shape.index(size) if size in shape else None
-
-
-def _constant(param: Tensor) -> float | None:
-    """Return the value that all elements share, or ``None``.
-
-    On the meta device and under ZeRO 3 some ranks have no values, so no rank reads them: all ranks must agree.
-    """
-    absent = param.is_meta or any(hasattr(param, mark) for mark in ("ds_id", "ds_shape", "ds_tensor"))
-    if (
-        absent
-        or type(param.data) is not torch.Tensor
-        or not param.numel()
-        or not param.dtype.is_floating_point
-    ):
-        return None
-    if param.element_size() < 2:  # float8
-        return None
-    first = param.detach().flatten()[0]
-    return float(first) if bool((param.detach() == first).all()) else None
 
 
 def call_quietly(module: nn.Module, accessor: str) -> object:

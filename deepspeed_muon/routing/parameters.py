@@ -12,7 +12,7 @@ from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.ends import ModelEnds, end_claims
 from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter
 from deepspeed_muon.routing.experts import Mixtures
-from deepspeed_muon.routing.layers import LayerReader, call_quietly
+from deepspeed_muon.routing.layers import call_quietly, read_layers
 from deepspeed_muon.routing.names import bare_name, holder_path, match_name, plain_name
 from deepspeed_muon.routing.route import Rule
 from deepspeed_muon.routing.shapes import attention_shapes, true_shape
@@ -45,9 +45,8 @@ def model_parameters_by_name(
     # 2. what each module implies about its parameters
     layers: dict[int, Layer] = {}
     claims: dict[int, list[Claim]] = {}
-    reader = LayerReader()
     for path, module in model.named_modules():  # parents before children
-        for param, layer, layer_claims in reader.read(path, module):
+        for param, layer, layer_claims in read_layers(path, module):
             # A weight that an embedding and a linear layer share counts as the embedding's.
             if id(param) not in layers or layer.kind == "embedding":
                 layers[id(param)] = layer

@@ -440,7 +440,7 @@ def _not_a_matrix(member: NamedParameter, shape: tuple[int, ...]) -> Claim:
 def _bare_matrix(member: NamedParameter) -> Claim:
     """Return the claim of a 2-dimensional parameter that is not a layer's ``weight``.
 
-    Without evidence that it multiplies activations it counts as a table, for AdamW.
+    Unless a bias, its name or a setting says that it is a weight, it counts as a table, for AdamW.
     """
     if member.layer is not None and member.layer.product:
         return Claim("hidden", f"hidden matrix: {member.layer.product}")
@@ -455,6 +455,4 @@ def _bare_matrix(member: NamedParameter) -> Claim:
         return Claim("no_product", reason, certain=False)
     if match_name(last, "weight"):
         return Claim("hidden", f"hidden matrix by name ({last})", certain=False)
-    return Claim(
-        "no_product", "a bare parameter, and nothing says that it multiplies activations", certain=False
-    )
+    return Claim("no_product", "a bare parameter: 'include' makes it Muon's", certain=False)

@@ -58,12 +58,8 @@ def test_partitioned_weights_go_where_whole_ones_go(ranks: Any) -> None:
     assert whole == partitioned
     assert whole == whole_of_other and partitioned == partitioned_of_other
     algorithms = {name: (algorithm, certain) for name, _, algorithm, _, _, certain in whole}
-    assert algorithms["layers.0.proj"] == algorithms["layers.0.qkv.weight"] == ("muon", True)
-    for name in (
-        "stem.weight",
-        "layers.0.norm.weight",
-        "layers.0.table",
-        "layers.1.choose.weight",
-        "back.weight",
-    ):
+    assert algorithms["layers.0.qkv.weight"] == ("muon", True)
+    assert algorithms["layers.0.proj"] == ("muon", False)
+    assert algorithms["layers.0.table"] == ("adamw", False)
+    for name in ("stem.weight", "layers.0.norm.weight", "layers.1.choose.weight", "back.weight"):
         assert algorithms[name] == ("adamw", True), name

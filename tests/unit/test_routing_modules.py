@@ -1,4 +1,4 @@
-"""What types, shapes, sources and places of modules decide, and which routes are guesses."""
+"""What types, shapes and positions of modules decide, and which routes are guesses."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route, format_routes, rows_of, summarize_routes
 from deepspeed_muon.routing.rules import route_parameters
-from deepspeed_muon.routing.uses import uses_of
 
 Linear = nn.Linear
 
@@ -33,35 +31,6 @@ class RMSNorm(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(shape))
-
-
-class Gain(nn.Module):
-    """A module whose type and source say nothing of its weight."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape))
-
-
-class Bare(nn.Module):
-    """Bare parameters, whose use its methods show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("left", "right", "summed", "table", "gain", "looked_up", "unused", "fused_weight", "w1"):
-            setattr(self, name, nn.Parameter(torch.randn(6, 4)))
-        self.b1 = nn.Parameter(torch.randn(4))
-        self.cast_to = nn.Parameter(torch.randn(6, 4))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        dtype = x.dtype
-        y = x @ self.right.to(dtype)
-        y = F.linear(y, self.left)
-        turned = self.cast_to.t()
-        y = y @ turned
-        y = torch.einsum("bi,io->bo", y, self.summed) + F.embedding(ids, self.looked_up)
-        scale, shift = (self.table[None] + y[:, None]).chunk(2, dim=1)
-        return torch.cat([self.gain * y, scale, shift])
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -89,44 +58,19 @@ def test_gains_of_norms_by_type() -> None:
     assert result["fc.weight"].algorithm == "muon"
 
 
-def test_initial_values_support_a_guess() -> None:
-    model = Tree(scale=Gain(4, 16), fc=Linear(64, 64))
-    route = routes(model)["scale.weight"]
-    assert (route.algorithm, route.certain) == ("adamw", False) and "all 1" in route.reason
-    with torch.no_grad():
-        model.scale.weight.normal_()
-    assert (routes(model)["scale.weight"].algorithm, routes(model)["scale.weight"].certain) == ("muon", False)
-    with torch.device("meta"):
-        absent = Tree(scale=Gain(4, 16), fc=Linear(64, 64))
-    assert not next(r for r in Muon(absent).routes if r.name == "scale.weight").certain
-
-
-def test_values_that_a_rank_may_lack_are_not_read() -> None:
-    """ZeRO 3 leaves each rank a part of them, or none."""
-    model = Tree(scale=Gain(4, 16), fc=Linear(64, 64))
-    model.scale.weight.ds_id, model.scale.weight.ds_shape = 0, torch.Size((4, 16))
-    assert "all 1" not in routes(model)["scale.weight"].reason
-
-
-def test_the_source_of_a_module_shows_how_it_uses_its_parameters() -> None:
-    uses = uses_of(Bare)
-    assert uses["right"] == uses["summed"] == {"input x output"}
-    assert uses["left"] == uses["cast_to"] == {"output x input"}
-    assert uses["table"] == uses["gain"] == uses["looked_up"] == {"no product"}
-    assert "unused" not in uses
-    result = routes(Tree(bare=Bare(), fc=Linear(64, 64)))
+def test_a_bare_parameter_is_a_weight_by_its_bias_or_its_name() -> None:
+    bare = Tree(w1=parameter(6, 4), b1=parameter(4), fused_weight=parameter(6, 4), table=parameter(6, 4))
+    result = routes(Tree(bare=bare, fc=Linear(64, 64)))
     expected = {
-        "right": ("muon", True, True),
-        "left": ("muon", False, True),
-        "table": ("adamw", False, True),
-        "looked_up": ("adamw", False, True),
-        "unused": ("adamw", False, False),
-        "fused_weight": ("muon", False, False),
         "w1": ("muon", True, True),
+        "fused_weight": ("muon", False, False),
+        "table": ("adamw", False, False),  # a tied vocabulary, a codebook, a position: a pattern says if not
     }
     for name, (algorithm, transposed, certain) in expected.items():
         route = result[f"bare.{name}"]
         assert (route.algorithm, route.transposed, route.certain) == (algorithm, transposed, certain), route
+    assert "'include'" in result["bare.table"].reason
+    assert routes(Tree(bare=bare), include=["bare.table"])["bare.table"].algorithm == "muon"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +79,7 @@ def test_the_source_of_a_module_shows_how_it_uses_its_parameters() -> None:
 def test_bare_parameters_are_tables_unless_something_says_more(name: str) -> None:
     model = Tree(blocks=nn.ModuleList([Tree(**{name: parameter(6, 64)})]), fc=Linear(64, 64))
     route = routes(model)[f"blocks.0.{name}"]
-    assert (route.algorithm, route.certain) == ("adamw", False) and "nothing says" in route.reason
+    assert (route.algorithm, route.certain) == ("adamw", False) and "a bare parameter" in route.reason
 
 
 def test_weights_of_torchs_own_modules() -> None:
