@@ -20,7 +20,7 @@ from tests.distributed.test_plan_counts import STAGES_AND_DTYPES, waiting_settin
 from tests.support.harness import RankPool
 from tests.unit.test_step_launches import counted
 
-VARIANTS = ("muon", "muon_eq", "normuon", "hyperball")
+VARIANTS = ("muon", "muon_eq", "normuon")
 
 
 def waits(pool: RankPool, variant: str, stage: int, dtype: str) -> int:

@@ -47,8 +47,8 @@ RAW = variants.RAW.with_name("transfer.jsonl")
 REPEATED = variants.RAW.with_name("transfer_repeated.jsonl")
 """Runs of the base that another machine trained again."""
 DECAY = 0.002
-"""Share of a weight that a step takes away at the highest rate of the schedule; Hyperball has no decay."""
-CENTRES = {"muon": 0.02, "match_rms_adamw": 0.008, "normuon": 0.02, "hyperball": 0.02}
+"""Share of a weight that a step takes away at the highest rate of the schedule."""
+CENTRES = {"muon": 0.02, "match_rms_adamw": 0.008, "normuon": 0.02}
 """Rule to the middle of its seven rates at ``BASE``. "muon" has the rule "original"."""
 FACTORS = [2.0**octaves for octaves in (-2, -1, -0.5, 0, 0.5, 1, 2)]
 MILLISECONDS = {128: (16, 4), 256: (40, 20), 512: (140, 100)}
@@ -69,9 +69,8 @@ class Cell:
 
     def run(self, rule: str, rate: float, seed: int = 0) -> Run:
         """Return the training of this cell with a rule at a rate."""
-        decay = 0.0 if rule == "hyperball" else DECAY
         return Run(
-            rule, self.dim, self.layers, self.steps, rounded(rate), decay, self.rest, seed, self.tokens
+            rule, self.dim, self.layers, self.steps, rounded(rate), DECAY, self.rest, seed, self.tokens
         )
 
 
@@ -173,7 +172,6 @@ def stages(rows: Rows) -> Iterator[tuple[str, list[Run]]]:
     def transfer(*rules: str, cells: Iterable[Cell]) -> list[Run]:
         return [run for cell in cells for rule in rules for run in transfer_runs(rows, rule, cell)]
 
-    others = ("normuon", "hyperball")
     yield "base", transfer("muon", "match_rms_adamw", cells=[BASE])
     cheap = [Cell(layers=4), Cell(steps=150), Cell(steps=600), Cell(tokens=2048), Cell(layers=8)]
     yield "original, cheap cells", transfer("muon", cells=cheap)
@@ -184,12 +182,12 @@ def stages(rows: Rows) -> Iterator[tuple[str, list[Run]]]:
     yield "original, 2400 steps", transfer("muon", cells=[Cell(steps=2400)])
     yield "original, 8192 tokens", transfer("muon", cells=[Cell(tokens=8192)])
     yield "width 512", transfer("muon", "match_rms_adamw", cells=[Cell(dim=512)])
-    yield "base of the others", transfer(*others, cells=[BASE])
-    yield "the others, width 256", transfer(*others, cells=[Cell(dim=256)])
-    yield "the others, width 512", transfer(*others, cells=[Cell(dim=512)])
+    yield "normuon, base", transfer("normuon", cells=[BASE])
+    yield "normuon, width 256", transfer("normuon", cells=[Cell(dim=256)])
+    yield "normuon, width 512", transfer("normuon", cells=[Cell(dim=512)])
     short = [Cell(tokens=2048), Cell(steps=1200), Cell(layers=12)]
     yield "match_rms_adamw at width 128", transfer("match_rms_adamw", cells=short)
-    yield "the others, width 128", transfer(*others, cells=short)
+    yield "normuon, width 128", transfer("normuon", cells=short)
     for size, steps, tokens in POLICY_CELLS:
         yield f"policies, {size}, {steps} steps of {tokens}", policy_runs(policy_cell(size, steps, tokens))
     # Five seeds near the best rate where the printed one costs most.

@@ -35,7 +35,7 @@ HEADS = 4
 SIZES = {"1M": {"dim": 128, "layers": 4}, "5M": {"dim": 256, "layers": 6}}
 WIDTHS = (128, 256, 512)
 ADAMW = "AdamW"
-RULES = ("muon", "match_rms_adamw", "spectral", "hyperball")
+RULES = ("muon", "match_rms_adamw", "spectral")
 """What is tried at all widths; "muon" has the rule "original"."""
 ITERATIONS: dict[str, dict[str, Any]] = {
     "muon": {},  # quintic in 5 steps
@@ -194,17 +194,16 @@ def rounded(value: float) -> float:
 
 def first_point(optimizer: str, dim: int, layers: int, steps: int) -> Run:
     """Return where the search begins."""
-    variant = VARIANTS[OPTIMIZERS[optimizer].get("variant", "muon")]
-    decay = 0.0 if "weight_decay" in variant.refuses else 0.002
-    return Run(optimizer, dim, layers, steps, FIRST_RATE.get(optimizer, 0.04), decay, 0.016)
+    return Run(optimizer, dim, layers, steps, FIRST_RATE.get(optimizer, 0.04), 0.002, 0.016)
 
 
 def first_search(results: Results, start: Run) -> Found:
     """Up to twelve trials, more where the best is at an edge, and five seeds."""
-    fine = Axis("decay", 4, (-1, 0, 1)) if start.decay else Axis("rate", math.sqrt(2), (-1, 0, 1), 0)
     # The rates again at last, since the best one depends on the others.
     rates, rest = Axis("rate", 2, (-3, -2, -1, 0, 1, 2)), Axis("rest", 4, (-1, 0, 1))
-    return search(results, start, (rates, fine, rest, Axis("rate", 2, (-1, 0, 1))), seeds=5)
+    return search(
+        results, start, (rates, Axis("decay", 4, (-1, 0, 1)), rest, Axis("rate", 2, (-1, 0, 1))), seeds=5
+    )
 
 
 def study(results: Results, optimizer: str) -> dict[str, Found]:

@@ -50,10 +50,9 @@ from deepspeed_muon.step.loading import read_state_dict
 from deepspeed_muon.step.runner import StepResources, StepRunner
 from deepspeed_muon.step.state import follow_parameters
 from deepspeed_muon.step.step_set import StepSet, step_set_of_parameters
-from deepspeed_muon.transport.agreement import RankFacts, raise_on_all_ranks
+from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
 from deepspeed_muon.transport.ranks import Ranks
-from deepspeed_muon.variants import VARIANTS
 
 
 @contextmanager
@@ -211,8 +210,6 @@ class Muon(torch.optim.Optimizer):
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
         self.runners: list[StepRunner] = []
-        # Whether refuse_zero_weights has seen the weights since the optimizer was bound.
-        self._norms_are_checked = False
         # Tensors of the param groups that are in no step set, because their routes say frozen.
         self._frozen: list[Tensor] = []
         # Without DeepSpeed: each parameter with its dtype and device when the optimizer was bound.
@@ -252,8 +249,7 @@ class Muon(torch.optim.Optimizer):
             What ``closure`` returned.
 
         Raises:
-            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound; or from
-                :meth:`refuse_zero_weights`, before the first step changes anything.
+            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound.
             NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
                 matrix got no update because it was wrong in fp32 too, at the end of this step on the CPU in a single
                 process without DeepSpeed, else on every rank when the next step begins, before it changes anything.
@@ -285,7 +281,6 @@ class Muon(torch.optim.Optimizer):
         bound = self.bound_steps
         # 1. What concerns the whole step. The engine calls the checks once for all calls of a step.
         if not self.managed:
-            self.refuse_zero_weights()
             self.warn_of_equal_rates()
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
@@ -362,33 +357,6 @@ class Muon(torch.optim.Optimizer):
                 f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
-
-    def refuse_zero_weights(self, swapped: Callable[[], Mapping[int, Tensor]] = dict) -> None:
-        """Raise before the first step if a block has no weights but zeros and the variant keeps the norms of blocks.
-
-        Later steps, until the optimizer is bound again, do nothing here: no step changes the norm of a block, and a
-        block of zeros that somebody writes remains zero. Must be called by all ranks of the engine.
-
-        Args:
-            swapped: Returns partition index to this rank's flat weights of the model, where the masters are on NVMe.
-
-        Raises:
-            BindingError: On all ranks, naming the matrices and the remedy.
-        """
-        if self._norms_are_checked or VARIANTS[self.config.variant].apply is None:
-            return
-        names: list[str] = []
-        for runner in self.runners:
-            with runner.step_set.flat_partitions() as flat:
-                names += runner.zero_weights({**flat, **swapped()})
-        with raise_on_all_ranks(BindingError, ranks=self.ranks):
-            if names:
-                raise BindingError(
-                    f"optimizer.params.variant: {self.config.variant!r} keeps the norm of every block, and that of "
-                    f"{', '.join(names[:5])} is 0 in some block, where no step can move it: initialise it with other "
-                    f"weights, or send it to AdamW with optimizer.params.exclude"
-                )
-        self._norms_are_checked = True
 
     def warn_of_equal_rates(self) -> None:
         """Warn once if Muon and AdamW train a caller's group with one rate, although they were given different ones."""
@@ -485,7 +453,6 @@ class Muon(torch.optim.Optimizer):
         self.runners = self._bound.runners
         if before is not None:
             self._bound.take_over(before)
-        self._norms_are_checked = False
         self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
         # 2. Kernels. They are timed now: in the first step the other ranks would wait for the one that measures.
         with _without_autocast():

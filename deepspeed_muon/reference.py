@@ -72,10 +72,10 @@ class ReferenceMuon:
     def muon(self, name: str, weight: Tensor, grad: Tensor) -> None:
         """Update one parameter, matrix by matrix."""
         update = torch.zeros(weight.shape, dtype=torch.float64)
-        views = map(self.matrices[name], (weight, self.direction(name, grad), update))
-        for number, (w, u, out) in enumerate(zip(*views, strict=True)):
-            out.copy_(self.update_of(w, u, (name, number)))
-        self.apply(weight, update, self.muon_lr, 0.0 if self.variant == "hyperball" else self.weight_decay)
+        views = map(self.matrices[name], (self.direction(name, grad), update))
+        for number, (u, out) in enumerate(zip(*views, strict=True)):
+            out.copy_(self.update_of(u, (name, number)))
+        self.apply(weight, update, self.muon_lr, self.weight_decay)
 
     def direction(self, name: str, grad: Tensor) -> Tensor:
         """Update the momentum ``M`` and return the direction ``U``."""
@@ -90,15 +90,12 @@ class ReferenceMuon:
         done = min((self.steps - 1) / self.momentum_warmup["steps"], 1.0)
         return (1 - done) * self.momentum_warmup["from"] + done * self.momentum
 
-    def update_of(self, w: Tensor, u: Tensor, key: tuple[object, ...] = ()) -> Tensor:
+    def update_of(self, u: Tensor, key: tuple[object, ...] = ()) -> Tensor:
         """Return ``scale * O`` of one matrix, or what the variant makes of it (docs/how_it_works.md has the papers)."""
         o = newton_schulz(unit(u, dim=1) if self.variant == "muon_eq" else u, self.coefficients)
         if self.variant == "normuon":  # divides rows by the root of their mean square, keeps the norm of O
             v = self.running_mean((*key, "row_second_moment"), self.beta2, o.square().mean(dim=1))  # (rows,)
             o = o.norm() * unit(o / (v.sqrt() + 1e-8)[:, None])
-        if self.variant == "hyperball":  # W <- |W| unit(W - lr |W| unit(O)), without decay
-            moved = w - self.muon_lr * w.norm() * unit(o)
-            return (w - w.norm() * unit(moved if moved.any() else w)) / self.muon_lr
         rows, cols = o.shape
         scale = {
             "original": max(1.0, rows / cols) ** 0.5,

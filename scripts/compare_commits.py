@@ -70,7 +70,6 @@ class Case:
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SMALL = {"sub_group_size": 600}
 NORMUON = {"variant": "normuon"}
-HYPERBALL = {"variant": "hyperball", "muon_weight_decay": 0.0}
 DISTRIBUTED = {"tensor_parallel_mode": "distributed"}
 SPLITS = {"matrices": {"*q_proj.weight": {"heads": 4}, "*k_proj.weight": {"heads": 2}}}
 FUSED = {
@@ -97,14 +96,10 @@ CASES = {
     "4-stage2-qk-clip": Case(
         4, 2, "bf16", "grouped", params={"qk_clip": {"threshold": 0.5}, "ns_dtype": "bf16"}
     ),
-    "2-stage0-hyperball": Case(2, 0, "bf16", "fused", params={**FUSED, **HYPERBALL}),
-    "4-stage1-hyperball": Case(4, 1, params=HYPERBALL),
-    "4-stage3-hyperball": Case(4, 3, "bf16", "fused", zero=OFFLOAD, params={**FUSED, **HYPERBALL}),
     "4-stage2-muon-eq": Case(4, 2, "bf16", "fused", params={**FUSED, "variant": "muon_eq"}),
     "4-stage2-normuon": Case(4, 2, accumulation=2, zero=OFFLOAD, params=NORMUON),
     "4-stage3-normuon": Case(4, 3, "bf16", zero=SMALL, params=NORMUON),
     "4-stage3-standard": Case(4, 3, model="adapters", params={"ns_method": "standard"}),
-    "4-stage2-hyperball-tensor2": Case(4, 2, tensor=2, params=HYPERBALL),
     "4-stage0-tensor2": Case(4, 0, tensor=2, params={"momentum_dtype": "bf16"}),
     "4-stage2-tensor2": Case(4, 2, "fp16", tensor=2, clipping=0.5),
     "4-stage3-tensor2": Case(4, 3, "bf16", tensor=2, zero={**OFFLOAD, **SMALL}, params=DISTRIBUTED),

@@ -222,8 +222,6 @@ def _torch_settings(
     variant = index.optimizer.get("variant", "muon")
     if algorithm == "muon" and variant != "muon":
         lossy.append(f"torch.optim.Muon has no variant {variant!r}: it goes on as Muon without variant")
-    if algorithm == "muon" and variant == "hyperball":
-        lossy.append("lr was relative to the norm of the weights, and is not in torch.optim.Muon: set it")
     records = [index.parameters[name] for name in names]
     if any(record.heads > 1 for record in records):
         lossy.append("torch.optim.Muon does not orthogonalise heads, experts or fused projections separately")

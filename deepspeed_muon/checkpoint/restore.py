@@ -398,9 +398,7 @@ def checked_settings(
     problems: list[str] = []
     for number, group in enumerate(groups):
         try:
-            settings.append(
-                checked_group_settings(group, f"param group {number}", config, group.get("algorithm"))
-            )
+            settings.append(checked_group_settings(group, f"param group {number}", config))
         except ConfigError as error:
             problems += str(error).splitlines()
     _refuse_settings(problems, where)
@@ -426,7 +424,7 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         where: The checkpoint, for errors.
 
     Raises:
-        CheckpointError: If the configuration or the variant of this run refuses one.
+        CheckpointError: If the configuration of this run refuses one.
     """
     config = state.optimizer.config
     checked_groups = checked_settings(index.groups, where, config)
@@ -437,7 +435,6 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
         saved_groups.setdefault(parameter.record.group, set()).add(saved_group)
     # 2. Take over each setting that these saved groups have in common.
     settings: dict[int, dict[str, Any]] = {}
-    problems: list[str] = []
     for number, origins in saved_groups.items():
         group = state.optimizer.param_groups[number]
         # The stages of a pipeline may number their groups differently, and one stage's are saved.
@@ -460,12 +457,6 @@ def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict
                 key,
                 values,
             )
-        if algorithm == "muon":
-            try:
-                config.check_variant(settings[number], f"param group {number}")
-            except ConfigError as error:
-                problems.append(str(error))
-    _refuse_settings(problems, where)
     return settings
 
 

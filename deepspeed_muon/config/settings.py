@@ -273,24 +273,17 @@ class MuonConfig(_VariantSettings):
         config.check_combinations()
         return config
 
-    def with_group_settings(
-        self, settings: Mapping[str, object], where: str, *, algorithm: str | None
-    ) -> MuonConfig:
+    def with_group_settings(self, settings: Mapping[str, object], where: str) -> MuonConfig:
         """Return these settings updated by those of a param group, checked as :meth:`from_params` checks them.
 
         Args:
             settings: The settings of the group.
             where: The group in error messages.
-            algorithm: The algorithm of all parameters of the group; ``None`` if Muon and AdamW divide them.
 
         Raises:
             ConfigError: As :meth:`from_params`.
         """
-        values = self.model_dump()
-        if algorithm == "adamw":
-            # The group's weight_decay is AdamW's alone: a variant that refuses decay refuses that of Muon's matrices.
-            values["muon_weight_decay"] = self.muon_defaults()["weight_decay"]
-        return self.from_params({**values, **settings}, where=where)
+        return self.from_params({**self.model_dump(), **settings}, where=where)
 
     def check_combinations(self) -> None:
         """Refuse keys that contradict each other.
@@ -316,29 +309,11 @@ class MuonConfig(_VariantSettings):
                 f"{self.momentum:g} (in optimizer.params or a param group): a warm-up rises to it. To lower momentum, "
                 f"write it into the param groups during the run"
             )
-        qk_clip = self.qk_clip and self.qk_clip.model_dump()
-        self.check_variant({**self.muon_defaults(), "qk_clip": qk_clip}, "optimizer.params")
         for key in ("weight_decay", "muon_weight_decay", "adam_weight_decay"):
             if self.weight_decay_mode == "independent" and (getattr(self, key) or 0.0) > 1.0:
                 raise ConfigError(
                     f"optimizer.params.{key}: must be at most 1 with weight_decay_mode 'independent', where it is the "
                     f"fraction that each step subtracts from a weight (got {getattr(self, key)!r})"
-                )
-
-    def check_variant(self, values: Mapping[str, object], where: str) -> None:
-        """Refuse settings of Muon's matrices that the variant does not support.
-
-        Args:
-            values: The settings.
-            where: The section or param group in error messages.
-
-        Raises:
-            ConfigError: Naming the key, its value and the reason.
-        """
-        for key, reason in VARIANTS[self.variant].refuses.items():
-            if key in values and values[key] != type(self).model_fields[key].default:
-                raise ConfigError(
-                    f"{where}.{key}: {shown(values[key])} with variant {self.variant!r}: {reason}"
                 )
 
     def coefficients(self) -> tuple[Coefficients, ...]:
@@ -461,7 +436,7 @@ def refuse_misspelt_keys(group: Mapping[str, object], where: str, not_misspelt: 
 
 
 def checked_group_settings(
-    group: Mapping[str, object], where: str, config: MuonConfig | None = None, algorithm: str | None = None
+    group: Mapping[str, object], where: str, config: MuonConfig | None = None
 ) -> GroupSettings:
     """Check the settings in a saved param group as ``optimizer.params`` is checked, and return those that it has.
 
@@ -469,7 +444,6 @@ def checked_group_settings(
         group: The param group. Keys that are no settings are ignored.
         where: The group in error messages.
         config: The settings with which they have to be compatible; ``None`` for the defaults.
-        algorithm: The algorithm of the group, as for :meth:`MuonConfig.with_group_settings`.
 
     Raises:
         ConfigError: With one line per bad key, naming the key, the value and what is allowed.
@@ -491,7 +465,7 @@ def checked_group_settings(
     # 2. The settings, each alone and together.
     settings = MuonConfig() if config is None else config
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
-    checked = settings.with_group_settings({"momentum_warmup": None, **values}, where, algorithm=algorithm)
+    checked = settings.with_group_settings({"momentum_warmup": None, **values}, where)
     return {**{key: getattr(checked, key) for key in values}, **rates}
 
 

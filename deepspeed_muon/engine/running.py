@@ -87,7 +87,6 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     optimizer = engine.basic_optimizer
     optimizer.host.require_restored()
     optimizer.host.step_thread = threading.get_ident()
-    optimizer.refuse_zero_weights(lambda: view_of(engine.optimizer).swapped_weights())
     optimizer.warn_of_equal_rates()
     optimizer.record_norms({})
     number, recorder = engine.global_steps + 1, optimizer.recorder

@@ -711,8 +711,6 @@ def _make_group(
         value = group.settings.get(f"{prefix}_{key}", group.settings.get(key))
         if value is not None:
             settings[key] = value if isinstance(value, Tensor) else float(value)
-    if algorithm == "muon":
-        config.check_variant(settings, group.where)
     # DeepSpeed's schedulers write one number into all groups. The engine multiplies it by this ratio for each group.
     reference = config.reference_lr
     settings["lr_ratio"] = float(settings["lr"]) / reference if reference else 1.0
@@ -733,4 +731,4 @@ def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
     refuse_misspelt_keys(group.settings, group.where, GROUP_KEYS)
     settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
-    return config.with_group_settings(settings, group.where, algorithm=_explicit_algorithm(group.settings))
+    return config.with_group_settings(settings, group.where)

@@ -7,7 +7,7 @@ once for all step sets     :mod:`.gradient_status` (which gradients are zero or 
 in every chunk             :mod:`.tables` (what the elementwise passes read and write), :mod:`.orthogonalize`
                            (Newton-Schulz in batches), :mod:`.check` (of every result)
 only with some settings    :mod:`.tensor_parallel` and :mod:`.sharded` (tensor parallelism), :mod:`.row_state`
-                           (NorMuon), :mod:`.block_sums` (Hyperball), :mod:`.int8` (``momentum_dtype``)
+                           (NorMuon), :mod:`.int8` (``momentum_dtype``)
 the optimizer state        :mod:`.state`, with AdamW
 =========================  ===========================================================================================
 """

@@ -263,13 +263,10 @@ def settings_to_load(
     loaded = {key: copy.deepcopy(value) for key, value in values.items() if key not in TORCH_OPTIONS}
     if is_torch_muon and loaded.get("adjust_lr_fn", "") is None:
         loaded["adjust_lr_fn"] = "original"
-    checked = checked_group_settings(loaded, where, config, group["algorithm"])
+    checked = checked_group_settings(loaded, where, config)
     # A learning rate in a tensor remains that tensor, so that changes of its value take effect.
     rates = {key for key in ("lr", "weight_decay", "initial_lr") if isinstance(loaded.get(key), Tensor)}
-    settings = {**group, **loaded, **{key: value for key, value in checked.items() if key not in rates}}
-    if group["algorithm"] == "muon":
-        config.check_variant(settings, where)
-    return settings
+    return {**group, **loaded, **{key: value for key, value in checked.items() if key not in rates}}
 
 
 def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.Size | None) -> None:

@@ -34,7 +34,6 @@ from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
-from deepspeed_muon.step.block_sums import BlockSums
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
@@ -176,18 +175,6 @@ class StepRunner:
                     self.int8_blocks[self._muon[position].index].row(start) for position, start in fragments
                 ]
                 table.int8_blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
-        self._sums: list[BlockSums] = []
-        if context.variant.apply is not None:
-            self._sums = [
-                BlockSums(
-                    self.plan,
-                    chunk.matrices,
-                    table.apply_table,
-                    context,
-                    step_set.partitions[0].tensor.device,
-                )
-                for chunk, table in zip(self.plan.chunks, self._tables, strict=True)
-            ]
 
     @functools.cached_property
     def int8_blocks(self) -> dict[int, Int8Blocks]:
@@ -206,24 +193,10 @@ class StepRunner:
         for chunk in self.plan.chunks:
             yield from self._strategy.inputs(chunk.owned)
 
-    def zero_weights(self, weights: Mapping[int, Tensor]) -> list[str]:
-        """Return the names of matrices with a block of zeros, under a variant that keeps the norms of blocks.
-
-        Must be called by all ranks of the set. The host waits for the device.
-
-        Args:
-            weights: Partition index to this rank's flat weights.
-        """
-        flat = [weights[partition.index] for partition in self._muon]
-        indices = [index for sums in self._sums for index in sums.zero_matrices(flat)]
-        return [self.plan.matrices[index].name for index in sorted(indices)]
-
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        sums = sum(block_sums.sent_bytes for block_sums in self._sums)
-        sent = self.plan.sent_elements * self.context.codec.dtype.itemsize
-        return sent + sums
+        return self.plan.sent_elements * self.context.codec.dtype.itemsize
 
     def run(
         self,
@@ -414,10 +387,7 @@ class StepRunner:
                     decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
                     segment.in_matrices(updates).copy_(decoded)
         # The table says for each fragment in which of the two tensors its update is.
-        if context.variant.apply is None:
-            apply(step.active_fragments(table.apply_table), step, [flight.directions, updates])
-        else:
-            self._sums[flight.number].apply(context.variant.apply, step, [flight.directions, updates])
+        apply(step.active_fragments(table.apply_table), step, [flight.directions, updates])
         del flight.directions  # as large as what this rank owns
 
     def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:

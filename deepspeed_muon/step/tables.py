@@ -3,7 +3,7 @@
 The tables are made once, when the optimizer is bound. The native passes read a table in one call, and equal segments of
 a batch's matrices are copied by one call. What Python does in a step then grows with the batches and not with the
 fragments. It does grow with them, or with the blocks, with int8 communication, blocks that do not follow each other in
-memory, sums over blocks, cautious decay, updates that are copied to offloaded partitions, and the passes in torch.
+memory, cautious decay, updates that are copied to offloaded partitions, and the passes in torch.
 
 Learning rate, decay and momentum, which change from step to step, are in :class:`Rates`, one row for each matrix.
 """
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config.values import MomentumWarmupConfig
-from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import AdjustLrName, decay_factor, shape_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
@@ -239,7 +238,6 @@ class RateTable:
     ) -> None:
         """Keep the arguments; ``position_of`` maps the index of a partition to its position."""
         self._matrices = matrices
-        self._variant = variant
         self._warmup = warmup
         self._keys = [setting.name for setting in variant.settings]
         self._position_of = position_of
@@ -270,8 +268,7 @@ class RateTable:
                 numbers[key] = self._numbers(groups[index], step)
             read.append(numbers[key])
         if read != self._read or self._rates is None:
-            self._rates = self._made(read)
-            self._read = read  # not if that raised: the next step has to raise, too
+            self._read, self._rates = read, self._made(read)
         return self._rates
 
     def _numbers(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:
@@ -288,17 +285,6 @@ class RateTable:
         )
 
     def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
-        # Set by a schedule, or restored with the settings of another variant.
-        changed = {
-            "weight_decay": {decay for _, decay, *_ in read} - {0.0},
-            "update_scale": {factor for _, _, _, (_, factor), *_ in read} - {1.0},
-        }
-        for key, values in changed.items():
-            if values and key in self._variant.refuses:
-                raise ConfigError(
-                    f"{key} {values.pop():g} in a param group of Muon with variant {self._variant.name!r}: "
-                    f"{self._variant.refuses[key]}. After another variant restore with hyperparameters=False"
-                )
         scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = []
         for lr, weight_decay, mode, _, momentum, nesterov, *of_variant in read:
@@ -335,11 +321,8 @@ class RateTable:
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             # (outputs, inputs) of each block, however the weight is stored
             shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
-            if self._variant.apply is not None:  # its rate is relative to the weights
-                scales.append((1.0,) * len(shapes))
-            else:
-                rule, factor = rules[position]
-                scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
+            rule, factor = rules[position]
+            scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
         return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64)
 
 

@@ -84,13 +84,6 @@ MEASURED = {
         "kept rate 0.022",
         ranges={**_RANGES, "tokens": (153_600, 614_400)},
     ),
-    "hyperball": Measured(
-        "the law, which was fitted on it elsewhere, cost at most 0.023 nats in 12 cells that chose no constant, the "
-        "kept rate 0.038. The best rate fell faster with the width, with an exponent of -0.9 that is uncertain; the "
-        "kept rate cost 0.01 nats at twice the width and 0.04 at four times",
-        support="the law that was fitted on this variant; over widths the best rate fell faster in the runs here",
-        ranges=_RANGES,
-    ),
 }
 """Scale rule of plain Muon, or variant under the rule ``original``, to what the runs say.
 

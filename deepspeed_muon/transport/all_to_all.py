@@ -110,8 +110,7 @@ class StepStats:
         bytes_sent: Bytes that this rank sent to others in :attr:`exchanges`.
         matrices_orthogonalized: Matrices that this rank orthogonalised. A stack with several owners counts once, at the
             owner of its first blocks.
-        exchanges: All-to-alls that this rank took part in, broadcasts of a chunk's updates, and all-reduces of sums
-            over blocks.
+        exchanges: All-to-alls that this rank took part in, and broadcasts of a chunk's updates.
     """
 
     bytes_sent: int = 0

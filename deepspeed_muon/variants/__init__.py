@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from deepspeed_muon.variants import hyperball, muon, muon_eq, normuon
+from deepspeed_muon.variants import muon, muon_eq, normuon
 from deepspeed_muon.variants.variant import RowState, Setting, Variant
 
-VARIANTS: dict[str, Variant] = {
-    module.VARIANT.name: module.VARIANT for module in (muon, normuon, muon_eq, hyperball)
-}
+VARIANTS: dict[str, Variant] = {module.VARIANT.name: module.VARIANT for module in (muon, normuon, muon_eq)}
 """The variants by their name, the value of ``optimizer.params.variant``."""
 
 SETTINGS: dict[str, Setting] = {

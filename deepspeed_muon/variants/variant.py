@@ -27,7 +27,7 @@ number of ranks and the tests of all these follow from the declaration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,13 +47,6 @@ RowFactors = Callable[
 The updates are the rows times their factors. ``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row
 for each output of the layer. The state has ``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each
 name.
-"""
-
-Apply = Callable[[tuple[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]
-"""``((|W|^2, <W, O>, |O|^2), lr)`` to two rates ``(lr_scale, decay)``: the weights become ``decay * W - lr_scale * O``.
-
-``W`` are the weights of a block and ``O`` is its update. All arguments and results are float64 with one number for each
-block; the products are summed over the ranks that share it. The function must not wait for the device.
 """
 
 
@@ -102,8 +95,6 @@ class Variant:
         settings: The keys that only this variant reads.
         before_iteration: Changes the directions before they are orthogonalised.
         row_factors: Scales the rows of orthogonalised blocks, before scale rule, learning rate and decay apply.
-        apply: Replaces scale rule and weight decay: the learning rate is relative to the norm of the weights.
-        refuses: Keys that must keep their default, with the reason and what to do instead.
     """
 
     name: str
@@ -112,8 +103,6 @@ class Variant:
     settings: tuple[Setting, ...] = ()
     before_iteration: BeforeIteration | None = None
     row_factors: RowFactors | None = None
-    apply: Apply | None = None
-    refuses: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from tests.support.autoep_models import (
     source_state,
 )
 from tests.support.comparisons import relative, within
-from tests.support.contract import compare_norms, params_of, train_reference
+from tests.support.contract import compare_norms, train_reference
 from tests.support.counting import count_second_step
 from tests.support.models import with_plain_linears
 from tests.support.moe_hugging_face import EXPERTS as HF_EXPERTS
@@ -197,10 +197,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage2-data-before-experts": {"stage": 2, "extra": {"use_data_before_expert_parallelism": True}},
     "stage1-normuon": {"stage": 1, "params": {"variant": "normuon"}},
     "stage3-normuon": {"stage": 3, "params": {"variant": "normuon"}},
-    "stage1-hyperball": {"stage": 1, "params": params_of("hyperball")},
-    "stage3-hyperball": {"stage": 3, "params": params_of("hyperball")},
 }
-USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init", "stage3-hyperball"}
+USUAL = {"stage2-offload", "stage3-offload", "stage3-zero-init"}
 
 
 @pytest.mark.parametrize("name", usual(VARIANTS, USUAL))

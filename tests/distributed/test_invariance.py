@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_muon.variants import VARIANTS
 from tests.support import tensor_parallel, training
-from tests.support.contract import compare, params_of
+from tests.support.contract import compare
 from tests.support.models import MATRICES
 from tests.support.thinning import pairwise
 
@@ -29,7 +29,7 @@ def test_invariance(
     world, size = ranks_and_size
     model = {"style": "sliced", "kind": "fused", "tensor_size": size, "mode": mode}
     settings = {"stage": stage, "accumulation": accumulation, "clipping": 0.5}
-    params = {**tensor_parallel.BLOCKS, **params_of(variant)}
+    params = {**tensor_parallel.BLOCKS, "variant": variant}
     results = ranks(world).run(tensor_parallel.train, params=params, **model, **settings)
     replicas = accumulation * world // size
     compare(results, "fused", replicas, 0.5, variant=variant, grids="fused-over-ranks")
@@ -63,7 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 )
 def test_other_settings(ranks: Any, variant: str, kind: str, name: str, world: int) -> None:
     settings = dict(SETTINGS[name])
-    params = {**params_of(variant), **KINDS[kind], **settings.pop("params", {})}
+    params = {"variant": variant, **KINDS[kind], **settings.pop("params", {})}
     results = ranks(world).run(training.train, kind=kind, clipping=0.5, params=params, **settings)
     compare(results, kind, world, 0.5, variant=variant)
     for result in results:

@@ -15,7 +15,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
 from tests.support.comparisons import relative, within
-from tests.support.contract import backward, compare_norms, params_of, train_reference
+from tests.support.contract import backward, compare_norms, train_reference
 from tests.support.moe_models import EXPERTS, GATE, MOE_MATRICES, build_deepspeed, build_plain, global_name
 from tests.support.oracle import Cuts, Oracle, cuts_in, matrices_of, stored_in_8_bits
 from tests.support.rounding import FP32_GATE, HALF_MODEL, limits
@@ -280,5 +280,5 @@ def test_int8_momentum(ranks: Any, stage: int, ep_size: int) -> None:
 )
 def test_variants_of_experts(ranks: Any, stage: int, variant: str) -> None:
     """What a variant keeps of an expert lies and travels among the ranks that share it."""
-    results = ranks(4).run(train, ep_size=2, stage=stage, params=params_of(variant))
+    results = ranks(4).run(train, ep_size=2, stage=stage, params={"variant": variant})
     compare(results, 4, 0.0, variant=variant)

@@ -23,7 +23,7 @@ from deepspeed.runtime.swap_tensor import optimizer_utils
 import deepspeed_muon
 from tests.support import training
 from tests.support.async_io import stand_in
-from tests.support.contract import STEPS, compare, params_of
+from tests.support.contract import STEPS, compare
 from tests.support.harness import RanksFailed, base_environment, run_ranks
 from tests.support.models import batch
 from tests.support.native_ops import warm
@@ -119,8 +119,7 @@ def test_sub_groups_are_swapped(ranks: Any, tmp_path: Path) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "pipelined": {"pipelined": True},
     "accumulation": {"accumulation": 3, "pipelined": True},
-    "normuon": {"params": params_of("normuon")},
-    "hyperball": {"params": params_of("hyperball")},
+    "normuon": {"params": {"variant": "normuon"}},
     "bf16 momentum": {"params": {"momentum_dtype": "bf16"}},
     "int8 momentum": {"params": {"momentum_dtype": "int8"}},
     "bf16": {"precision": "bf16", "pipelined": True},
@@ -155,10 +154,10 @@ def test_with_deepspeeds_operator(ranks: Any, tmp_path: Path, pipelined: bool) -
     build = "import ctypes, deepspeed.ops.op_builder as b; ctypes.CDLL('libaio.so.1', 256); b.AsyncIOBuilder().load()"
     subprocess.run([sys.executable, "-c", build], env=base_environment(warm()), check=True, timeout=1000)
     results = ranks(2).run(
-        train, folder=str(tmp_path), native=True, pipelined=pipelined, params=params_of("normuon")
+        train, folder=str(tmp_path), native=True, pipelined=pipelined, params={"variant": "normuon"}
     )
     compare(results, "toy", 2, 0.5, variant="normuon")
-    equal(results, ranks(2).run(train, folder=str(tmp_path), device="cpu", params=params_of("normuon")))
+    equal(results, ranks(2).run(train, folder=str(tmp_path), device="cpu", params={"variant": "normuon"}))
 
 
 def interrupted(rank: int, world_size: int, *, folder: str, **more: Any) -> None:
@@ -212,7 +211,7 @@ def finish(rank: int, world_size: int, *, folder: str, **more: Any) -> dict[str,
 @pytest.mark.parametrize(
     "more",
     [
-        {"params": params_of("normuon")},
+        {"params": {"variant": "normuon"}},
         pytest.param({"params": {"momentum_dtype": "int8"}, "pipelined": True}, marks=pytest.mark.full),
         pytest.param({"precision": "bf16", "pipelined": True}, marks=pytest.mark.full),
     ],

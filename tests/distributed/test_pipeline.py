@@ -16,7 +16,7 @@ import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from tests.support import training
 from tests.support.checkpoints import converter_options
-from tests.support.contract import compare, params_of
+from tests.support.contract import compare
 from tests.support.models import MATRICES, VOCAB
 from tests.support.pipelines import MICRO_BATCHES, Embed, loss, make_pipeline, run_step, train
 from tests.support.thinning import full
@@ -189,39 +189,6 @@ def test_an_infinity_of_one_stage_is_known_to_all(ranks: Any, mode: str) -> None
         assert result["skipped"] == (mode == "skip")
         assert result["error"].startswith("NumericalError" if mode == "error" else "")
         assert bool(result["error"]) == (mode == "error")
-
-
-def from_zeros(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
-    """Train hyperball from a matrix of zeros on the first stage: saved weights loaded before, or not."""
-    params = params_of("hyperball")
-    found: dict[str, Any] = {}
-    for what in ("saved", "loaded", "refused"):
-        pipeline, names = make_pipeline("toy", 2)
-        for name, param in pipeline.named_parameters():
-            if names[name] == "blocks.0.up.weight" and what != "saved":
-                nn.init.zeros_(param)
-        config = training.ds_config(1, accumulation=MICRO_BATCHES, params=params)
-        engine = training.initialize(pipeline, config)
-        if what == "loaded":
-            engine.load_checkpoint(folder)
-        try:
-            run_step(engine, 0, world_size // 2)
-            if what == "refused":  # the step that met the zeros is reported when the next one begins
-                run_step(engine, 1, world_size // 2)
-            if what == "saved":
-                engine.save_checkpoint(folder)
-            found[what] = all(value.any() for value in training.full_masters(engine).values())
-        except deepspeed_muon.BindingError as error:
-            found[what] = str(error)
-        engine.destroy()
-    return found
-
-
-def test_zeros_of_one_stage_are_refused_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
-    """A relative rate moves no zeros: the other stage does not wait for the one that finds them."""
-    for result in ranks(4).run(from_zeros, folder=str(tmp_path), timeout=60):
-        assert result["saved"] is True and result["loaded"] is True
-        assert "1.up.weight is 0 in some block" in result["refused"], result
 
 
 def frozen_embedding(rank: int, world_size: int) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_muon.variants import VARIANTS
-from tests.support.contract import params_of
 from tests.support.counting import count_a_step, counted
 from tests.support.host_waits import count_waits
 from tests.support.thinning import full, pairwise, usual
@@ -114,7 +113,7 @@ CASES = [
 @pytest.mark.parametrize(("stage", "dtype", "variant", "clip"), pairwise(CASES))
 def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str, clip: str) -> None:
     """Status, overflow, norm and those by algorithm are read at once; what DeepSpeed itself waits for counts apart."""
-    params = {**params_of(variant), "ns_backend": "torch", "health": 1000, "clip": clip}
+    params = {"variant": variant, "ns_backend": "torch", "health": 1000, "clip": clip}
     settings = {"precision": dtype.partition(",")[0], "extra": FP32_SUMS if "sums" in dtype else {}}
     for counts in ranks(2).run(count_waits, stage=stage, clipping=0.2, params=params, **settings):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}

@@ -22,7 +22,6 @@ from tests.support.contract import (
     STEPS,
     backward,
     compare_matrices,
-    params_of,
     reference,
     train_reference,
 )
@@ -227,7 +226,7 @@ STORED: dict[str, dict[str, Any]] = {
 )
 def test_variants_in_half_precision(ranks: Any, variant: str, stage: int, stored: str, momentum: str) -> None:
     """Every variant, bf16 masters or fp32 ones, and every dtype of the momentum."""
-    params = {**params_of(variant), "momentum_dtype": momentum}
+    params = {"variant": variant, "momentum_dtype": momentum}
     result = ranks(2).run(run, stage=stage, precision="bf16", params=params, **STORED[stored])[0]
     assert result["masters"] == ["torch.bfloat16" if STORED[stored] else "torch.float32"]
     # What a variant keeps for each row stays in fp32.

@@ -10,17 +10,16 @@ import pytest
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal, export_to_torch
-from deepspeed_muon.variants import ROW_STATE, VARIANTS
+from deepspeed_muon.variants import VARIANTS
 from tests.support import training
-from tests.support.comparisons import close
-from tests.support.contract import STEPS, compare, params_of
-from tests.support.models import FUSED_PARAMS, MATRICES
-from tests.support.thinning import each_value, full
+from tests.support.contract import STEPS, compare
+from tests.support.models import MATRICES
+from tests.support.thinning import each_value
 from tests.support.training import full_rows
 
 MICROS = 4
 KEEPING = [name for name, variant in VARIANTS.items() if variant.state]
-NORMUON = params_of("normuon")
+NORMUON = {"variant": "normuon"}
 
 
 def make(stage: int, world_size: int, *, seed: int = 0, params: Any = None, **settings: Any) -> Any:
@@ -97,7 +96,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("variant", "settings"), each_value(product(KEEPING, SETTINGS)))
 def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, variant: str, settings: dict[str, Any]) -> None:
-    pool, arguments = ranks(2), {"params": params_of(variant), **settings}
+    pool, arguments = ranks(2), {"params": {"variant": variant}, **settings}
     whole = pool.run(train, steps=(0, 2), save=str(tmp_path), more=2, **arguments)
     rest = pool.run(train, steps=(2, 4), load=str(tmp_path), **arguments)
     for mine, all_of_it in zip(rest, whole, strict=True):
@@ -114,7 +113,7 @@ def test_consolidated_sets_move_to_another_topology(
     ranks: Any, tmp_path: Path, variant: str, move: tuple[int, int, int, int]
 ) -> None:
     from_stage, from_world, to_stage, to_world = move
-    arguments = {"how": "consolidated", "params": params_of(variant)}
+    arguments = {"how": "consolidated", "params": {"variant": variant}}
     saved = ranks(from_world).run(train, stage=from_stage, steps=(0, 2), save=str(tmp_path), **arguments)
     record = load_index(tmp_path).parameters["experts.up_proj"]
     assert record.rows == 30 and record.row_keys == tuple(each.key for each in VARIANTS[variant].state)
@@ -130,7 +129,7 @@ def test_consolidated_sets_move_to_another_topology(
 )
 def test_deepspeeds_files_without_an_engine(ranks: Any, tmp_path: Path, variant: str, momentum: str) -> None:
     """Offline consolidation, universal checkpoints and the export to torch."""
-    params = {**params_of(variant), "momentum_dtype": momentum}
+    params = {"variant": variant, "momentum_dtype": momentum}
     saved = ranks(4).run(train, stage=3, steps=(0, 2), save=str(tmp_path / "saved"), params=params)[0]
     consolidate_files(tmp_path / "saved", tmp_path / "set")
     arguments = {"stage": 2, "steps": (2, 2), "params": params}
@@ -157,44 +156,3 @@ def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
         train, stage=3, steps=(2, 3), load=str(tmp_path / "n"), how="consolidated", params=muon
     )[0]
     assert not result["rows"] and any("are dropped" in line for line in result["log"])
-
-
-def test_a_set_of_another_variant_for_hyperball(ranks: Any, tmp_path: Path) -> None:
-    """It keeps the norm of the restored weights; one warning says what is dropped."""
-    normuon = {**NORMUON, "muon_weight_decay": 0.0}
-    arguments = {"how": "consolidated", "stage": 2}
-    saved = ranks(2).run(train, steps=(0, 2), save=str(tmp_path), params=normuon, **arguments)[0]
-    result = ranks(2).run(
-        train, steps=(2, 3), load=str(tmp_path), params=params_of("hyperball"), **arguments
-    )[0]
-    reported = [line for line in result["log"] if "another variant" in line]
-    assert len(reported) == 1 and f"{ROW_STATE['row_second_moment'].label} are dropped" in reported[0]
-    name = "blocks.0.up.weight"
-    close(result["params"][name].norm(), saved["params"][name].norm(), rtol=1e-6, atol=0)
-
-
-def divide_again(rank: int, world_size: int, *, folder: str, stage: int) -> dict[str, Any]:
-    """Save whole matrices; restore them as parts and heads. Return the norms of blocks before and after a step."""
-    found: dict[str, Any] = {}
-    for parts in ({}, FUSED_PARAMS):
-        params = {"variant": "hyperball", "muon_weight_decay": 0.0, **parts}
-        engine = training.make_engine(training.ds_config(stage, params=params), "fused", seed=0)
-        if not parts:
-            training.run_step(engine, 0, rank, world_size, 1)
-            consolidate(engine, f"{folder}/set")
-        else:
-            restore(engine, f"{folder}/set")
-            for when in ("before", "after"):
-                weight = training.full_masters(engine)["self_attn.qkv_proj.weight"]
-                found[when] = weight.view(8, 4, 16).norm(dim=(1, 2))
-                training.run_step(engine, 1, rank, world_size, 1)
-        engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("stage", [full(0), full(1), 3])
-def test_hyperball_of_other_blocks(ranks: Any, tmp_path: Path, stage: int) -> None:
-    results = ranks(2).run(divide_again, folder=str(tmp_path), stage=stage)
-    for found in results:
-        # The iteration and the weights are fp32: some roundings of the norm.
-        close(found["after"], found["before"], rtol=1e-5, atol=0)

@@ -92,7 +92,6 @@ CASES = [
     Case("fragments", "flat", {}),
     Case("fragments, without overlap", "flat", {}, overlap=False),
     Case("fragments, row state", "flat", {"variant": "normuon"}),
-    Case("fragments, sums over blocks", "flat", {"variant": "hyperball", "muon_weight_decay": 0.0}),
     Case(
         "fragments, int8 momentum",
         "flat",
@@ -102,13 +101,6 @@ CASES = [
     Case("shards", "sharded", {}),
     Case("shards, row state", "sharded", {"variant": "normuon"}),
     Case("shards, row state, bf16", "sharded", {"variant": "normuon", "ns_dtype": "bf16"}, HALF),
-    Case("shards, sums over blocks", "sharded", {"variant": "hyperball", "muon_weight_decay": 0.0}),
-    Case(
-        "shards, sums over blocks, bf16",
-        "sharded",
-        {"variant": "hyperball", "muon_weight_decay": 0.0, "ns_dtype": "bf16"},
-        HALF,
-    ),
     Case("replicas, row state", "replicated", {"variant": "normuon"}),
 ]
 

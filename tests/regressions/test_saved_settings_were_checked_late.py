@@ -11,7 +11,6 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import MuonError
 from tests.support import training
-from tests.support.contract import params_of
 from tests.support.snapshots import differences, snapshot
 
 L2 = {"adam_w_mode": False}
@@ -66,9 +65,7 @@ def loaded(
 @pytest.mark.parametrize(
     ("stage", "by", "then", "now", "named"),
     [
-        (3, "load_checkpoint", {}, params_of("hyperball"), "param group 0.weight_decay"),
         (1, "load_checkpoint", {"weight_decay_mode": "cautious"}, L2, "weight_decay_mode"),
-        (2, "restore", {}, params_of("hyperball"), "param group 0.weight_decay"),
         (0, "restore", {"weight_decay_mode": "independent"}, L2, "weight_decay_mode"),
     ],
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed_muon.variants import VARIANTS
 from tests.support.comparisons import all_within, relative, within
 from tests.support.models import GRIDS, MATRICES, batch, build
 from tests.support.oracle import Oracle, matrices_of
@@ -85,11 +84,6 @@ def compare_paths(
     """Check how far the paths of the parameters are from the reference's."""
     errors = {name: relative(params[name], end[name], start[name]) for name in end}
     all_within(errors, limits.paths, "path of")
-
-
-def params_of(variant: str) -> dict[str, Any]:
-    """Return ``optimizer.params`` that select a variant, without those settings of the tests that it refuses."""
-    return {"variant": variant, **({"muon_weight_decay": 0.0} if VARIANTS[variant].apply else {})}
 
 
 def compare(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tests.support import training
-from tests.support.contract import params_of
 
 
 def at(ranks: int, kind: str, stage: int, size: int = 1, **settings: Any) -> tuple[int, dict[str, Any]]:
@@ -18,7 +17,6 @@ SMALL = {"zero": {"sub_group_size": 300}}
 OFFLOAD = {"zero": training.OFFLOAD}
 BLOCKS_BY_ADAM = {"exclude": ["blocks.*"]}
 NORMUON = {"variant": "normuon"}
-HYPERBALL = params_of("hyperball")
 HEADS = {**NORMUON, "matrices": {"blocks.*.up.weight": {"heads": 4}}}
 
 CHANGES = {
@@ -53,10 +51,6 @@ CHANGES = {
         at(4, "megatron", 3, 2, params=HEADS),
         at(2, "data", 2, params=HEADS),
     ),
-    "tensor 2, hyperball of heads, to tensor 4": (
-        at(4, "megatron", 2, 2, params={**HEADS, **HYPERBALL}),
-        at(4, "megatron", 3, 4, params={**HEADS, **HYPERBALL}),
-    ),
     # experts
     "experts over 2 to 1": (at(4, "experts", 1, 2), at(3, "experts", 2)),
     "experts over 1 to 4": (at(2, "experts", 2), at(4, "experts", 1, 4)),
@@ -66,10 +60,6 @@ CHANGES = {
     "experts over 2, NorMuon, to 1": (
         at(4, "experts", 1, 2, params=NORMUON),
         at(2, "experts", 2, params=NORMUON),
-    ),
-    "experts over 4, hyperball, to 2": (
-        at(4, "experts", 1, 4, params=HYPERBALL),
-        at(2, "experts", 2, 2, params=HYPERBALL),
     ),
     # stacks of experts
     "AutoEP over 2 to 1": (at(4, "autoep", 2, 2), at(2, "autoep", 3, 1)),

@@ -37,7 +37,7 @@ def test_the_factor_holds_where_it_was_not_fitted(rule: str) -> None:
 
 
 def test_the_printed_costs_are_those_of_the_table() -> None:
-    for rule in ("match_rms_adamw", "spectral", "hyperball"):
+    for rule in ("match_rms_adamw", "spectral"):
         twice, four_times = rates.width_costs(RESULTS, rule, 0.0)
         assert f"the kept rate cost {twice:.2f} at twice the width and {four_times:.2f}" in MEASURED[
             rule

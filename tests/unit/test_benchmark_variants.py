@@ -55,7 +55,7 @@ def test_report_says_better_only_beyond_two_standard_errors(tmp_path):
         "muon": (0,) * 5,
         "normuon": (-0.1,) * 5,
         "muon_eq": (0.1, -0.1, 0.1, -0.1, 0),
-        "hyperball": (0.5,) * 5,
+        "quintic, 4 steps": (0.5,) * 5,
     }
     results = Known(tmp_path / "raw", lambda run: 2 + own[run.optimizer][run.seed] + 0.001 * run.seed)
     found = {name: variants.search(results, variants.replace(TINY, optimizer=name), seeds=5) for name in own}

@@ -297,13 +297,6 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
             "into torch.optim.Adam, because",
         ),
         ("muon", {}, {"variant": "muon_eq"}, {"lr": 0.02}, "no variant 'muon_eq'"),
-        (
-            "muon",
-            {"weight_decay": 0.0},
-            {"variant": "hyperball"},
-            {"lr": 0.02},
-            "relative to the norm .* set it",
-        ),
     ],
 )
 def test_the_export_to_torch_names_what_is_lost(

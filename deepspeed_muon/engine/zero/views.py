@@ -151,10 +151,6 @@ class View:
             pairs[algorithm] += zip(self.params[index], self.reduced_gradients(index), strict=True)
         return pairs
 
-    def swapped_weights(self) -> dict[int, Tensor]:
-        """Return this rank's weights of the forward pass, flat, of the partitions whose masters are on NVMe."""
-        return {}
-
     def refresh_weights(self) -> None:
         """Round the masters into the weights of the forward pass. Must be called by all ranks."""
 
@@ -567,10 +563,6 @@ class Zero3View(ZeroView):
     def is_swapped(self, index: int) -> bool:
         """Return whether master and state of a sub-group are on NVMe between steps; small ones are not."""
         return bool(self.wrapper._swappable_optimizer_subgroup(index))
-
-    def swapped_weights(self) -> dict[int, Tensor]:
-        weights = self.wrapper.fp16_partitioned_groups_flat
-        return {index: weights[index] for index in range(len(self.masters)) if self.is_swapped(index)}
 
     def gradient(self, index: int) -> list[Tensor]:
         # One tensor, however many parameters there are. The masters of swapped sub-groups have theirs in the step only.
