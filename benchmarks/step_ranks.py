@@ -50,8 +50,6 @@ BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ours, no overlap": ({"exchange_overlap": False}, {}),
-    "ours, int8 wire": ({"wire_dtype": "int8"}, {}),
-    "ours, int8 wire, fp32 iteration": ({"wire_dtype": "int8", "ns_dtype": "fp32"}, {}),
     "ours, bf16 momentum": ({"momentum_dtype": "bf16"}, {}),
     "ours, int8 momentum": ({"momentum_dtype": "int8"}, {}),
     "ours, int8 momentum, bf16 masters": ({"momentum_dtype": "int8"}, BF16_MASTERS),

@@ -37,7 +37,7 @@ class MuonKeywords(TypedDict, total=False):
     clip: Literal["all", "adamw", "separate"]
     qk_clip: Mapping[str, object] | str | bool | None
     momentum_dtype: Literal["fp32", "bf16", "int8"] | None
-    wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"]
+    wire_dtype: Literal["auto", "fp32", "bf16", "fp16"]
     matrices: Mapping[str, Mapping[str, object]]
     include: Sequence[str]
     exclude: Sequence[str]

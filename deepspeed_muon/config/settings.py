@@ -46,7 +46,6 @@ from deepspeed_muon.math.newton_schulz import DTYPES, NsDtypeName, NsMethod, NsS
 from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.ops.dispatch import NsBackend
 from deepspeed_muon.ops.torch_operators import BLOCK
-from deepspeed_muon.plan.chunks import INT8, UNCOMPRESSED, WireFormat
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
 
@@ -188,11 +187,10 @@ class MuonConfig(_VariantSettings):
         description="Dtype in which momentum is stored: `fp32`, `bf16` or `int8` (with an fp32 scale per 256 "
         "elements). Arithmetic is in fp32. Unset: fp32, or bf16 with DeepSpeed's `bf16_optimizer_states`.",
     )
-    wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = Field(
+    wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
         description="Communication dtype, in which momentum directions and updates are sent. `auto`: bf16 for bf16 and "
-        "fp16 models, else fp32. `int8` halves the bytes of bf16; updates of ill-conditioned directions then differ by "
-        "several percent ([measured.md](measured.md#wire_dtype-int8)).",
+        "fp16 models, else fp32.",
     )
     matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
         default_factory=dict,
@@ -343,18 +341,10 @@ class MuonConfig(_VariantSettings):
         return NsSettings(coefficients=coefficients, method=method, dtype=dtype)
 
     def resolved_wire_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of directions and updates.
-
-        Under ``auto`` and ``int8`` it is bf16 for a half-precision model, else fp32.
-        """
+        """Return the dtype of directions and updates; under ``auto`` bf16 for a half-precision model, else fp32."""
         if self.wire_dtype in DTYPES:
             return DTYPES[self.wire_dtype]
         return torch.bfloat16 if model_dtype in (torch.bfloat16, torch.float16) else torch.float32
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """The size of directions and updates in communication buffers."""
-        return INT8 if self.wire_dtype == "int8" else UNCOMPRESSED
 
     @property
     def cut_divisor(self) -> int:

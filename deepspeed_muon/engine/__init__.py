@@ -82,11 +82,9 @@ def plan_report(engine: DeepSpeedEngine) -> dict[str, Any]:
         engine: A ``DeepSpeedEngine`` made with this optimizer.
     """
     optimizer = muon_optimizer(engine)
-    config = optimizer.config
     sets = []
     for runner in optimizer.runners:
         plan, group = runner.plan, runner.step_set.group
-        wire_bytes = config.wire_format.bytes_per_element(runner.context.comm_dtype.itemsize)
         flops = np.zeros(plan.world_size)
         np.add.at(flops, np.asarray(plan.owners, dtype=np.int64), runner.assignment.work)
         gather, scatter = sent_by_rank(plan.matrices, plan.owners, plan.world_size)
@@ -100,7 +98,7 @@ def plan_report(engine: DeepSpeedEngine) -> dict[str, Any]:
                     for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
                 ],
                 "flops_per_rank": flops.tolist(),
-                "sent_bytes_per_rank": ((gather + scatter) * wire_bytes).tolist(),
+                "sent_bytes_per_rank": ((gather + scatter) * runner.context.comm_dtype.itemsize).tolist(),
                 "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
             }
         )
@@ -124,9 +122,9 @@ def health(engine: DeepSpeedEngine) -> dict[str, Any]:
     Returns:
         ``step``, ``update_rms``, ``orthogonality_error``, ``sigma_max``, ``stable_rank``, ``alignment``,
         ``time_gather``, ``time_newton_schulz``, ``time_scatter``, ``seconds``, ``redone``, ``failed``,
-        ``grad_norm_muon``, ``grad_norm_adamw``, ``update_over_weight``, ``clip_coefficient``, with ``wire_dtype``
-        ``int8`` also ``wire_error_direction`` and ``wire_error_update``, and ``matrices`` with the numbers of each
-        sampled matrix. Before the first sample ``redone`` and ``failed``, of this rank, and no ``matrices``.
+        ``grad_norm_muon``, ``grad_norm_adamw``, ``update_over_weight``, ``clip_coefficient``, and
+        ``matrices`` with the numbers of each sampled matrix. Before the first sample ``redone`` and ``failed``, of this
+        rank, and no ``matrices``.
 
     Raises:
         BindingError: If the engine runs another optimizer.

@@ -23,10 +23,8 @@ from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
 from deepspeed_muon.transport.ranks import Ranks
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
-Exchanged = Literal["direction", "update"]
 
 _PHASES = ("gather", "newton_schulz", "scatter")
-_EXCHANGED: tuple[Exchanged, ...] = ("direction", "update")
 # The summary averages these measurements over the sampled matrices.
 _MEANS = ("update_rms", "orthogonality_error", "stable_rank", "alignment")
 _PREFIX = "Train/Muon/"
@@ -40,8 +38,6 @@ _REPORT_AFTER = 200
 _STALLED_STEPS, _STALLED_COEFFICIENT = 20, 1e-4
 # However rare samples are, no more norms are stored.
 _MOST_CLIPPINGS = 1000
-# So many elements at a time are converted to fp64, which takes up to 32 bytes for each of them.
-_CONVERT_NUMEL = 1 << 24
 
 
 @dataclass(slots=True)
@@ -53,8 +49,6 @@ class Sample:
         seconds: Seconds by phase of the inner step.
         redone: Blocks recomputed in fp32 since the start of the process.
         failed: Blocks that got no update since the start of the process.
-        losses: With int8 communication, for the directions and the updates that this rank sent: the sum of squares of
-            the quantisation error, and that of the values.
         grad_norms: ``grad_norm_muon`` and ``grad_norm_adamw``: the norms of the raw gradients on all ranks.
         clip_coefficient: The median factor by which gradients were clipped since the last sample; -1 if nothing clips.
     """
@@ -63,7 +57,6 @@ class Sample:
     seconds: dict[str, float] = field(default_factory=dict)
     redone: int = 0
     failed: int = 0
-    losses: dict[Exchanged, tuple[float, float]] = field(default_factory=dict)
     grad_norms: dict[str, float] = field(default_factory=dict)
     clip_coefficient: float = -1.0
 
@@ -229,25 +222,6 @@ class StepRecorder:
         squares, numel, _ = self._weights.get(name, (0.0, 0, rate))
         self._weights[name] = (squares + float(weights.float().norm()) ** 2, numel + weights.numel(), rate)
 
-    def keep_loss(self, kind: Exchanged, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Record the quantisation error of values that this rank sends; only in a sampled step.
-
-        Args:
-            kind: Whether the values are directions or updates.
-            sent: The values before quantisation, any shape. Not mutated.
-            received: The values that the receivers dequantise, same shape. Not mutated.
-        """
-        assert self._sample is not None
-        lost, total = self._sample.losses.get(kind, (0.0, 0.0))
-        slices = zip(
-            sent.flatten().split(_CONVERT_NUMEL), received.flatten().split(_CONVERT_NUMEL), strict=True
-        )
-        for sent_slice, received_slice in slices:
-            expected = sent_slice.double()
-            lost += float((received_slice.double() - expected).square().sum())
-            total += float(expected.square().sum())
-        self._sample.losses[kind] = (lost, total)
-
     def span(self, name: SpanName) -> AbstractContextManager[None]:
         """Return a context manager that times a phase of a sampled step, and does nothing in other steps."""
         return nullcontext() if self._sample is None else self._timed(name)
@@ -275,8 +249,7 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     Returns:
         ``redone`` and ``failed``, summed over ranks; means over the sampled matrices and the largest ``sigma_max``;
         ``time_<phase>``, the mean over ranks of the phase's fraction of the inner step; ``seconds``, the inner step of
-        the slowest rank; ``wire_error_direction`` and ``wire_error_update``, the relative quantisation error of all
-        sent values; ``clip_coefficient``; and ``matrices``, the measurements of at most 16 matrices by name. Keys
+        the slowest rank; ``clip_coefficient``; and ``matrices``, the measurements of at most 16 matrices by name. Keys
         without a measurement are absent.
     """
     purpose = "summary of health"
@@ -292,8 +265,6 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         "running": float(total > 0),
         **{phase: sample.seconds.get(phase, 0.0) / total if total > 0 else 0.0 for phase in _PHASES},
     }
-    for kind in _EXCHANGED:
-        local[f"lost {kind}"], local[f"total {kind}"] = sample.losses.get(kind, (0.0, 0.0))
     ratios = [health["update_over_weight"] for health in measured if "update_over_weight" in health]
     local |= {"sized": len(ratios), "update_over_weight": math.fsum(ratios)}
     sums = dict(zip(local, ranks.all_reduce(list(local.values()), "sum", purpose=purpose), strict=True))
@@ -311,9 +282,6 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     if running := sums["running"]:
         summary |= {f"time_{phase}": sums[phase] / running for phase in _PHASES}
         summary["seconds"] = largest["seconds"]
-    for kind in _EXCHANGED:
-        if lost := sums[f"lost {kind}"]:
-            summary[f"wire_error_{kind}"] = math.sqrt(lost / sums[f"total {kind}"])
     if sized := sums["sized"]:
         summary["update_over_weight"] = sums["update_over_weight"] / sized
     if (coefficient := largest["clip_coefficient"]) >= 0:

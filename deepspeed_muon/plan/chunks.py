@@ -15,7 +15,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,44 +25,10 @@ from deepspeed_muon.plan.placement import Ints, Placement
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Numel = TypeVar("_Numel", int, Ints)
-_SCALE_BYTES = 4
 # Several chunks can overlap, and small ones need little memory. Chunks below this number of elements a rank (512 KiB in
 # bf16, some ten microseconds at 50 GB/s) are bound by latency.
 _CHUNKS = 8
 _LEAST_NUMEL_PER_RANK = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class WireFormat:
-    """How a fragment is stored in a buffer: uncompressed, or as int8 with an fp32 scale for every block.
-
-    Attributes:
-        block: Elements of a fragment that share a scale; 0 for uncompressed ones.
-    """
-
-    block: int = 0
-
-    def buffer_numel(self, numel: _Numel) -> _Numel:
-        """Return the elements of a buffer (bytes, for int8) that a fragment of ``numel`` elements takes.
-
-        Scales follow the elements, at a multiple of four bytes.
-        """
-        if not self.block:
-            return numel
-        # 300 elements in int8: 300 bytes, already a multiple of 4, and two scales, so 308
-        return -(-numel // _SCALE_BYTES) * _SCALE_BYTES + -(-numel // self.block) * _SCALE_BYTES
-
-    def bytes_per_element(self, itemsize: int) -> float:
-        """Return the bytes that an element takes in a long fragment; ``itemsize`` is that of uncompressed ones."""
-        return 1 + _SCALE_BYTES / self.block if self.block else itemsize
-
-
-UNCOMPRESSED = WireFormat()
-"""In the communication dtype."""
-
-INT8 = WireFormat(256)
-"""One byte an element, and a scale for each 256."""
 
 
 class Segment(NamedTuple):
@@ -74,7 +40,6 @@ class Segment(NamedTuple):
         matrix_strides: Strides there.
         buffer_offset: Where it starts in the buffer of this rank.
         buffer_strides: Strides there.
-        buffer_numel: Elements of the buffer that a fragment takes; see :class:`WireFormat`.
     """
 
     shape: tuple[int, int, int]
@@ -82,31 +47,24 @@ class Segment(NamedTuple):
     matrix_strides: tuple[int, int, int]
     buffer_offset: int
     buffer_strides: tuple[int, int, int]
-    buffer_numel: int
 
     @classmethod
     def of(
-        cls,
-        matrix_offset: int,
-        numel: int,
-        buffer_offset: int,
-        buffer_numel: int,
-        *,
-        count: int = 1,
-        stride: int = 0,
+        cls, matrix_offset: int, numel: int, buffer_offset: int, *, count: int = 1, stride: int = 0
     ) -> Segment:
         """Return ``count`` fragments that follow each other in one matrix, and are ``stride`` apart in the buffer."""
         shape, in_matrix, in_buffer = _shape_and_strides(count, numel, stride)
-        return cls(shape, matrix_offset, in_matrix, buffer_offset, in_buffer, buffer_numel)
+        return cls(shape, matrix_offset, in_matrix, buffer_offset, in_buffer)
 
     def in_matrices(self, flat: Tensor) -> Tensor:
         """Return the fragments in the matrices, flat and contiguous, as a view of :attr:`shape`."""
         return flat.as_strided(self.shape, self.matrix_strides, flat.storage_offset() + self.matrix_offset)
 
     def in_buffer(self, buffer: Tensor) -> Tensor:
-        """Return the fragments in the buffer: ``(matrices, fragments, buffer_numel)``, a view."""
-        start = buffer.storage_offset() + self.buffer_offset
-        return buffer.as_strided((*self.shape[:2], self.buffer_numel), self.buffer_strides, start)
+        """Return the fragments in the buffer, as a view of :attr:`shape`."""
+        return buffer.as_strided(
+            self.shape, self.buffer_strides, buffer.storage_offset() + self.buffer_offset
+        )
 
     def joined(self, following: Segment, matrix_numel: int) -> Segment | None:
         """Return this segment and that of the next matrix as one; ``None`` if they are not at equal distances.
@@ -216,7 +174,7 @@ class ExchangePlan:
 
     @property
     def sent_elements(self) -> int:
-        """Elements of buffers (bytes, for int8) that this rank sends to other ranks per step."""
+        """Elements that this rank sends to other ranks per step."""
         return sum(chunk.sent_elements for chunk in self.chunks)
 
     def digest(self) -> str:
@@ -250,7 +208,6 @@ def build_exchange_plan(
     rank: int,
     world_size: int,
     chunk_numel: int,
-    wire: WireFormat = UNCOMPRESSED,
     row_numel: int = 0,
 ) -> ExchangePlan:
     """Make the plan of one rank.
@@ -262,13 +219,12 @@ def build_exchange_plan(
         world_size: Ranks of the group.
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix is sent without others of its owner. Chunks are smaller where this bound would make only a few.
-        wire: How a fragment is stored in a buffer.
         row_numel: Elements of a buffer that the state of one row takes, after the update of a replicated matrix.
     """
     placements = [matrix.placement for matrix in matrices]
     row_state = [row_numel * matrix.output_count if matrix.replicated else 0 for matrix in matrices]
     chunks = [
-        build_chunk(placements, owners, indices, rank, wire, row_state)
+        build_chunk(placements, owners, indices, rank, row_state)
         for indices in divide_into_chunks(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
@@ -334,7 +290,6 @@ def build_chunk(
     owners: Sequence[int],
     indices: Sequence[int],
     rank: int,
-    wire: WireFormat = UNCOMPRESSED,
     row_state: Sequence[int] = (),
 ) -> Chunk:
     """Plan one chunk for one rank.
@@ -344,7 +299,6 @@ def build_chunk(
         owners: The owner of each matrix.
         indices: The matrices of the chunk, ascending; all replicated, or none.
         rank: The rank.
-        wire: How a fragment is stored in a buffer.
         row_state: Elements of a buffer for the row state of each replicated matrix of the plan; 0 by default.
     """
     # Chunks never mix kinds (divide_into_chunks), so that either all matrices are sent or none.
@@ -354,9 +308,9 @@ def build_chunk(
     if sent and placements[sent[0]].replicated:
         # The owner has the full gradient already: updates go from its receive buffer to the ranks' send buffers.
         not_owned = [index for index in sent if owners[index] != rank]
-        send_buffer = _by_owner(placements, owners, not_owned, rank, wire, row_state)
+        send_buffer = _by_owner(placements, owners, not_owned, rank, row_state)
         # One copy of this rank's updates for all ranks; no peer has a slice of its own.
-        updates = _by_owner(placements, owners, owned, rank, wire, row_state)
+        updates = _by_owner(placements, owners, owned, rank, row_state)
         receive_buffer = BufferPlan(updates.segments, _ints(()), _ints(()), updates.numel, updates.numel)
         copies = len(placements[sent[0]].ranks) - 1
         return Chunk(
@@ -365,8 +319,8 @@ def build_chunk(
     return Chunk(
         tuple(indices),
         owned,
-        _by_owner(placements, owners, sent, rank, wire, row_state),
-        _by_holder(placements, [index for index in sent if owners[index] == rank], rank, wire),
+        _by_owner(placements, owners, sent, rank, row_state),
+        _by_holder(placements, [index for index in sent if owners[index] == rank], rank),
         gathers=bool(sent),
         scatters=bool(sent),
     )
@@ -377,7 +331,6 @@ def _by_owner(
     owners: Sequence[int],
     indices: Sequence[int],
     rank: int,
-    wire: WireFormat,
     row_state: Sequence[int],
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of some matrices, by owner."""
@@ -386,18 +339,15 @@ def _by_owner(
     offset = 0
     for index in sorted(indices, key=lambda index: owners[index]):  # stable: by owner, then by matrix
         if (fragment := placements[index].fragment_on(rank)) is not None:
-            numel = wire.buffer_numel(fragment.numel)
-            segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset, numel)))
-            numel += row_state[index]  # after the update, see OwnedRows.send
+            segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset)))
+            numel = fragment.numel + row_state[index]  # after the update, see OwnedRows.send
             counts[owners[index]] = counts.get(owners[index], 0) + numel
             offset += numel
     remote_numel = offset - counts.get(rank, 0)
     return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset, remote_numel)
 
 
-def _by_holder(
-    placements: Sequence[Placement], indices: Sequence[int], rank: int, wire: WireFormat
-) -> BufferPlan:
+def _by_holder(placements: Sequence[Placement], indices: Sequence[int], rank: int) -> BufferPlan:
     """Lay out the fragments of a rank's own matrices, by the rank that holds them."""
     if not indices:
         return BufferPlan((), _ints(()), _ints(()), 0, 0)
@@ -409,10 +359,9 @@ def _by_holder(
     # The buffer is ordered by rank, and by matrix within a rank. Example: matrices of 8 and 6 elements, half of each on
     # ranks 0 and 1: numels ((4, 4), (3, 3)), totals (7, 7), rank_offsets (0, 7), offsets_in_rank ((0, 0), (4, 4)). Rank
     # 1's half of the second matrix is at 7 + 4.
-    buffer_numels = wire.buffer_numel(numels)  # (matrices, ranks)
-    totals = buffer_numels.sum(axis=0)  # (ranks,)
+    totals = numels.sum(axis=0)  # (ranks,)
     rank_offsets = np.cumsum(totals) - totals
-    offsets_in_rank = np.cumsum(buffer_numels, axis=0) - buffer_numels  # (matrices, ranks)
+    offsets_in_rank = np.cumsum(numels, axis=0) - numels  # (matrices, ranks)
     segments: list[tuple[int, Segment]] = []
     for index, lengths, before in zip(indices, numels, offsets_in_rank, strict=True):
         starts = placements[index].starts(ranks[:-1])
@@ -425,12 +374,7 @@ def _by_holder(
             if numel := int(lengths[begin]):  # ranks without elements make no segment
                 offset = int(rank_offsets[begin] + before[begin])
                 segment = Segment.of(
-                    int(starts[begin]),
-                    numel,
-                    offset,
-                    wire.buffer_numel(numel),
-                    count=end - begin,
-                    stride=int(totals[begin]),
+                    int(starts[begin]), numel, offset, count=end - begin, stride=int(totals[begin])
                 )
                 segments.append((index, segment))
     peers = np.flatnonzero(totals)

@@ -274,10 +274,7 @@ class BoundSteps:
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
     """Return whether a chunk is exchanged while another one is orthogonalised; equal on all ranks of a group."""
     return config.exchange_overlap and all(
-        overlap_fits(
-            step_set.matrices,
-            config.wire_format.bytes_per_element(config.resolved_wire_dtype(step_set.model_dtype).itemsize),
-        )
+        overlap_fits(step_set.matrices, config.resolved_wire_dtype(step_set.model_dtype))
         for step_set in step_sets
     )
 

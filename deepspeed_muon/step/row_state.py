@@ -254,7 +254,7 @@ class OwnedRows:
         sent: list[Tensor] = []
         for index, segment in segments:
             # in bytes, behind the update
-            start = (segment.buffer_offset + segment.buffer_numel) * buffer.element_size()
+            start = (segment.buffer_offset + segment.shape[2]) * buffer.element_size()
             for rows in self.rows.values() if index in active else ():
                 stored.append(rows[index].view(torch.uint8))
                 sent.append(in_bytes.narrow(0, start, len(stored[-1])))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.recorder import Exchanged, StepRecorder
+from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
@@ -44,7 +44,6 @@ from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.all_to_all import (
     ChunkExchange,
-    Codec,
     ExchangeBuffers,
     InFlight,
     StepContext,
@@ -117,7 +116,6 @@ class StepRunner:
             step_set.world_size,
             resources.device,
             dtype,
-            Codec(dtype, config.wire_format),
             config.ns_settings(resources.device),
             resources.stats,
             VARIANTS[config.variant],
@@ -131,9 +129,8 @@ class StepRunner:
             rank=step_set.rank,
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
-            wire=config.wire_format,
-            # fp32 numbers of a row, in elements of the buffer: 2 for each key in bf16, 4 in int8
-            row_numel=ROW_BYTES * len(context.variant.state) // context.codec.dtype.itemsize,
+            # fp32 numbers of a row, in elements of the buffer: 2 for each key in bf16
+            row_numel=ROW_BYTES * len(context.variant.state) // dtype.itemsize,
         )
         self.row_fragments: Sequence[Fragment] = ()
         self._row_storage: RowStorage | None = None
@@ -158,13 +155,7 @@ class StepRunner:
         self._passes = passes_for(step_set.partitions, config, resources.policy)
         self.adam = AdamW(step_set, config, resources.policy)
         self._tables = [
-            ChunkTable(
-                self.plan,
-                chunk,
-                batches(matrices, context, chunk.owned),
-                position_of,
-                uncompressed=context.codec.is_uncompressed,
-            )
+            ChunkTable(self.plan, chunk, batches(matrices, context, chunk.owned), position_of)
             for chunk in self.plan.chunks
         ]
         if self._policy.quantizes_momentum:
@@ -196,7 +187,7 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        return self.plan.sent_elements * self.context.codec.dtype.itemsize
+        return self.plan.sent_elements * self.context.comm_dtype.itemsize
 
     def run(
         self,
@@ -311,39 +302,24 @@ class StepRunner:
         device, dtype = step.momentum[0].device, context.comm_dtype
         # The buffers are not written for matrices without a gradient: nothing reads their old content.
         directions = torch.empty(table.local_numel, dtype=dtype, device=device)  # those that are not sent
-        # Offloaded partitions pack on the CPU, and int8 is coded from the uncompressed directions: both need a copy.
-        is_direct = context.codec.is_uncompressed and device == send.device
-        sent_numel = table.sent_numel if flight.chunk.gathers else 0
-        sent = send if is_direct else torch.empty(sent_numel, dtype=dtype, device=device)
+        # Offloaded partitions pack on the CPU; the buffer gets a copy.
+        sent = send if device == send.device else torch.empty_like(send, device=device)
         pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
-        if is_direct or not flight.chunk.gathers:  # in the send buffer already, or no directions are sent
-            return
-        # 2. the send buffer: uncompressed as one copy, int8 fragment by fragment, since blocks end with a fragment
-        sent = sent.to(context.device)
-        if context.codec.is_uncompressed:
+        # 2. the send buffer
+        if sent is not send and flight.chunk.gathers:
             send.copy_(sent)
-            return
-        for matrix, segment in table.int8_segments:
-            if step.mask is None or step.mask[matrix]:
-                fragments = segment.in_matrices(sent)
-                context.codec.write(segment.in_buffer(send), fragments, self._loss_recorder("direction"))
 
     def _orthogonalize(self, flight: InFlight, step: Step) -> None:
         """Turn the directions of a chunk's owned matrices into updates, which overwrite them where they are stored."""
-        table, codec = self._tables[flight.number], self.context.codec
-        owned, record_loss = step.active(flight.chunk.owned), self._loss_recorder("update")
+        table, owned = self._tables[flight.number], step.active(flight.chunk.owned)
         directions = functools.partial(self._directions, flight)
         for indices, result in self._strategy.updates(owned, directions, step):
             updates = result.contiguous().view(-1)  # (matrices * rows * cols,)
             segments = table.segments_of(indices)
             # Each segment is a strided copy: (matrices, fragments, elements).
             for segment in segments.received:
-                sent, fragments = segment.in_buffer(flight.receive_buffer), segment.in_matrices(updates)
-                codec.write(sent, fragments, record_loss)
-                if flight.chunk.copies and not codec.is_uncompressed:
-                    # All copies of a replicated matrix get the same numbers, also the owner's.
-                    fragments.copy_(codec.read(sent, segment.shape[2]))
+                segment.in_buffer(flight.receive_buffer).copy_(segment.in_matrices(updates))
             for segment in segments.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
         if step.row_state is not None and flight.chunk.copies:
@@ -356,38 +332,27 @@ class StepRunner:
         """
         # 1. where the fragments of these matrices are: in what the holders sent, or on this rank alone
         first, segments = self.plan.matrices[indices[0]], self._tables[flight.number].segments_of(indices)
-        shape, read = (len(indices), first.rows, first.cols), self.context.codec.read
+        shape = len(indices), first.rows, first.cols
+        sources, buffer = segments.local, flight.directions
         if flight.chunk.gathers:
-            sources = segments.received
-            fragments = (
-                read(segment.in_buffer(flight.receive_buffer), segment.shape[2]) for segment in sources
-            )
-        else:
-            sources = segments.local
-            fragments = (segment.in_buffer(flight.directions) for segment in sources)
+            sources, buffer = segments.received, flight.receive_buffer
         # 2. as one tensor
         if segments.in_order:
-            return next(fragments).contiguous().view(shape)
+            return sources[0].in_buffer(buffer).contiguous().view(shape)
         directions = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
-        for segment, values in zip(sources, fragments, strict=True):
-            segment.in_matrices(directions).copy_(values)
+        for segment in sources:
+            segment.in_matrices(directions).copy_(segment.in_buffer(buffer))
         return directions.view(shape)
 
     def _apply(self, flight: InFlight, step: Step) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
-        table, context = self._tables[flight.number], self.context
+        table = self._tables[flight.number]
         if step.row_state is not None and flight.chunk.copies:
             active = step.active(flight.chunk.matrices)
             step.row_state.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
-        updates = flight.send_buffer  # scatter brought them where gather took the directions from
-        if not context.codec.is_uncompressed:
-            updates = torch.empty(table.sent_numel, dtype=context.comm_dtype, device=updates.device)
-            for matrix, segment in table.int8_segments:
-                if step.mask is None or step.mask[matrix]:
-                    decoded = context.codec.read(segment.in_buffer(flight.send_buffer), segment.shape[2])
-                    segment.in_matrices(updates).copy_(decoded)
-        # The table says for each fragment in which of the two tensors its update is.
-        apply(step.active_fragments(table.apply_table), step, [flight.directions, updates])
+        # The table says for each fragment in which of the two tensors its update is: scatter brought those that are
+        # sent where gather took the directions from.
+        apply(step.active_fragments(table.apply_table), step, [flight.directions, flight.send_buffer])
         del flight.directions  # as large as what this rank owns
 
     def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:
@@ -408,8 +373,3 @@ class StepRunner:
             self._pack(flight, step)
             self._orthogonalize(flight, step)
             self._apply(flight, step)
-
-    def _loss_recorder(self, kind: Exchanged) -> Callable[[Tensor, Tensor], None] | None:
-        """Return what records in sampled steps how much int8 communication loses."""
-        recorder = self.check.recorder
-        return functools.partial(recorder.keep_loss, kind) if recorder.sampling else None

@@ -2,8 +2,8 @@
 
 The tables are made once, when the optimizer is bound. The native passes read a table in one call, and equal segments of
 a batch's matrices are copied by one call. What Python does in a step then grows with the batches and not with the
-fragments. It does grow with them, or with the blocks, with int8 communication, blocks that do not follow each other in
-memory, cautious decay, updates that are copied to offloaded partitions, and the passes in torch.
+fragments. It does grow with them, or with the blocks, where blocks do not follow each other in memory, with cautious
+decay, with updates that are copied to offloaded partitions, and with the passes in torch.
 
 Learning rate, decay and momentum, which change from step to step, are in :class:`Rates`, one row for each matrix.
 """
@@ -67,14 +67,11 @@ class ChunkTable:
         local_numel: Elements of the directions that are not sent, each fragment at a multiple of 32 elements. In a
             chunk without a gather these are the owned matrices, in the order of the batches, and then the replicated
             matrices of other owners, whose directions are only a by-product of the momentum.
-        sent_numel: Elements of the fragments in the send buffer, in the communication dtype.
         pack_table: Fragments of the momentum and the offsets of their directions, ``(fragments, 6)`` int64.
         int8_blocks: :meth:`.Int8Blocks.row` of each row of :attr:`pack_table`, ``(fragments, 2)`` int64; empty unless
             the momentum is int8.
         apply_table: Fragments of the weights and the offsets of their updates, which replace the directions,
             ``(fragments, 6)`` int64.
-        int8_segments: For int8 communication, the index of the matrix of each fragment in the send buffer, and the
-            fragment as a segment of the send buffer, with ``matrix_offset`` counted in the uncompressed fragments.
     """
 
     def __init__(
@@ -83,8 +80,6 @@ class ChunkTable:
         chunk: Chunk,
         batches: Sequence[Sequence[int]],
         position_of: Mapping[int, int],
-        *,
-        uncompressed: bool,
     ) -> None:
         """Make the tables.
 
@@ -93,7 +88,6 @@ class ChunkTable:
             chunk: One of its chunks.
             batches: The chunk's owned matrices in the batches in which they are orthogonalised.
             position_of: Index of a partition to its position in the lists of tensors that a pass takes.
-            uncompressed: Whether fragments are sent in the communication dtype rather than as int8.
         """
         self._matrices, self._position_of = plan.matrices, position_of
         fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
@@ -111,19 +105,9 @@ class ChunkTable:
         offsets, self.local_numel = self._aligned_offsets(local)
         self._offset_of = dict(zip(local, offsets, strict=True))
 
-        # 2. fragments that are sent; if the send buffer is int8, they are packed into a separate tensor first
-        segments = chunk.send_buffer.segments
-        sent = [index for index, _ in segments]
-        self.int8_segments: tuple[tuple[int, Segment], ...] = ()
-        if uncompressed:
-            send_offsets = [segment.buffer_offset for _, segment in segments]
-            self.sent_numel = chunk.send_buffer.numel
-        else:
-            send_offsets, self.sent_numel = self._aligned_offsets(sent)
-            self.int8_segments = tuple(
-                (index, segment._replace(matrix_offset=offset))
-                for (index, segment), offset in zip(segments, send_offsets, strict=True)
-            )
+        # 2. fragments that are sent
+        sent = [index for index, _ in chunk.send_buffer.segments]
+        send_offsets = [segment.buffer_offset for _, segment in chunk.send_buffer.segments]
 
         # 3. tables of the passes
         self.pack_table = self._table(local, DIRECTIONS, offsets)
@@ -152,7 +136,7 @@ class ChunkTable:
         for number, index in enumerate(indices):
             start = number * numel  # of this matrix in the batch, (matrices, numel)
             if index in self._offset_of:
-                local.append(Segment.of(start, numel, self._offset_of[index], numel))
+                local.append(Segment.of(start, numel, self._offset_of[index]))
             for position, segment in enumerate(self._received.get(index, ())):
                 if position == len(received):
                     received.append([])
@@ -371,8 +355,8 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
         step: The step, whose momentum is mutated.
         directions: Output for directions that are not sent: ``(local_numel,)`` in the communication dtype, on the
             device of the momentum.
-        send: Output for directions that are sent: ``(sent_numel,)``, of the same dtype and device. Not written, and of
-            any size, if the chunk does not gather.
+        send: Output for directions that are sent: the send buffer, or a tensor of its size on the device of the
+            momentum. Not written, and of any size, if the chunk does not gather.
     """
     fragments, outputs, rates = (
         step.active_fragments(table.pack_table),

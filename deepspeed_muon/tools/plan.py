@@ -173,9 +173,9 @@ def _buffers(
     block = max((rows * cols for rows, cols in blocks), default=0)
     largest = max((predict.iteration_numel(*shape) for shape in blocks), default=0)
     # Without overlap the directions of a block reuse a buffer that has been sent.
-    waiting = exchange.overlap * settings.direction_bytes * min(chunk, block)
+    waiting = exchange.overlap * settings.wire_bytes * min(chunk, block)
     return {
-        "directions": settings.direction_bytes * local,
+        "directions": settings.wire_bytes * local,
         "exchange_buffers": float(int(2 * (SLOTS if exchange.overlap else 1) * settings.wire_bytes * chunk)),
         "iteration": float(settings.iteration.dtype.itemsize * largest + waiting),
         "CUDA_graphs": _graph_bytes(muon, settings, exchange),
@@ -199,7 +199,7 @@ def _graph_bytes(muon: Sequence[Route], settings: PlanSettings, exchange: Exchan
     buffers = workspace = 0  # bytes: of all shapes, and of the largest one
     for (rows, cols), owned in blocks_by_owner.items():
         batch = min(max(owned.values()), graph_batch(rows, cols, settings.iteration))
-        buffers += 2 * (settings.direction_bytes + result_bytes) * batch * rows * cols
+        buffers += 2 * (settings.wire_bytes + result_bytes) * batch * rows * cols
         workspace = max(workspace, result_bytes * batch * predict.iteration_numel(rows, cols))
     return float(buffers + workspace)
 

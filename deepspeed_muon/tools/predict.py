@@ -167,14 +167,14 @@ class PlanSettings:
         return self.config.ns_settings(self.device)
 
     @property
-    def direction_bytes(self) -> int:
-        """Bytes per element of directions that are orthogonalised where they are, without being sent."""
-        return self.config.resolved_wire_dtype(self.model_dtype).itemsize
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of directions and updates."""
+        return self.config.resolved_wire_dtype(self.model_dtype)
 
     @property
-    def wire_bytes(self) -> float:
-        """Bytes per element of the send and receive buffers, scales of int8 included."""
-        return self.config.wire_format.bytes_per_element(self.direction_bytes)
+    def wire_bytes(self) -> int:
+        """Bytes per element of directions and updates."""
+        return self.wire_dtype.itemsize
 
 
 def divisions(
@@ -320,7 +320,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
                 numel_by_owner = np.bincount(owners[chunk], numels[chunk])
                 largest = numel_by_owner.max() if settings.stage else numel_by_owner.sum()
                 total.largest_chunk = max(total.largest_chunk, int(largest))
-            total.overlap = total.overlap and overlap_fits(layouts, settings.wire_bytes)
+            total.overlap = total.overlap and overlap_fits(layouts, settings.wire_dtype)
             # 3. The owner of each parameter.
             for matrix, owner, origin in zip(
                 assignment.matrices, assignment.owners, assignment.origin, strict=True

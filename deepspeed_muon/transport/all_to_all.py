@@ -1,16 +1,14 @@
-"""The exchange of directions and updates: all-to-alls and broadcasts, their buffers, and how fragments are stored.
+"""The exchange of directions and updates: all-to-alls and broadcasts, and their buffers.
 
 Gather sends fragments of directions to the owners, scatter sends those of the updates back. Both are all-to-alls.
-Updates of replicated matrices are broadcast by their owners instead. Directions and updates are sent uncompressed, or
-as int8: a signed byte for each element and a scale for every block of 256, half of bf16's bytes and 2 % for the scales.
-What the receiver reads then differs from what was sent by up to half a step, 1/254 of the largest element of its block.
+Updates of replicated matrices are broadcast by their owners instead.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.chunks import UNCOMPRESSED, BufferPlan, Chunk, ExchangePlan, WireFormat
+from deepspeed_muon.plan.chunks import BufferPlan, Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
 from deepspeed_muon.variants.variant import Variant
@@ -32,74 +30,6 @@ Exchange = Literal["gather", "scatter"]
 
 # Overlap needs up to three times the buffers. It is left out where they would take more than this.
 _OVERLAP_BYTES = 1 << 30
-_LARGEST = 127.0  # the largest int8 code; -128 is not used, so that codes are symmetric
-
-
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """Writes directions and updates into communication buffers, and reads them again.
-
-    Attributes:
-        values: Dtype of directions and updates.
-        format: How a fragment is stored in a buffer.
-    """
-
-    values: torch.dtype
-    format: WireFormat = UNCOMPRESSED
-
-    @property
-    def is_uncompressed(self) -> bool:
-        """Whether the receiver reads what was written."""
-        return not self.format.block
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the buffers."""
-        return self.values if self.is_uncompressed else torch.uint8
-
-    def write(
-        self, target: Tensor, values: Tensor, record: Callable[[Tensor, Tensor], None] | None = None
-    ) -> None:
-        """Write fragments into a buffer.
-
-        Args:
-            target: ``(..., buffer_numel)``, a view of the buffer. Mutated.
-            values: ``(..., elements)``.
-            record: Called with ``values`` and what the receiver will read, unless it reads what was written.
-        """
-        if self.is_uncompressed:
-            target.copy_(values)
-            return
-        blocks = self._in_blocks(values)  # (..., blocks, 256) fp32
-        scales = blocks.abs().amax(dim=-1).div_(_LARGEST)  # (..., blocks)
-        # A block of zeros has no scale. One that is not finite keeps its own, so that the receiver sees it.
-        codes = blocks.div_(scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)).round_().to(torch.int8)
-        numel = values.shape[-1]  # the zeros at the end of the last block are not sent
-        target[..., :numel].copy_(codes.flatten(-2)[..., :numel].view(torch.uint8))
-        self._scales(target, numel).copy_(scales)
-        if record is not None:
-            record(values, self.read(target, numel))
-
-    def read(self, source: Tensor, numel: int) -> Tensor:
-        """Return the ``(..., numel)`` values in a view ``(..., buffer_numel)`` of a buffer; not to be written to."""
-        if self.is_uncompressed:
-            return source
-        blocks = self._in_blocks(source[..., :numel].view(torch.int8))  # (..., blocks, 256) fp32
-        blocks.mul_(self._scales(source, numel).unsqueeze(-1))
-        return blocks.flatten(-2)[..., :numel].to(self.values)
-
-    def _in_blocks(self, values: Tensor) -> Tensor:
-        """Return values in fp32 as ``(..., blocks, elements)``, with zeros at the end; a copy."""
-        block, (*fragments, numel) = self.format.block, values.shape
-        padded = torch.zeros(*fragments, -(-numel // block) * block, device=values.device)
-        padded[..., :numel] = values
-        return padded.view(*fragments, -1, block)
-
-    def _scales(self, view: Tensor, numel: int) -> Tensor:
-        """Return the scales in a view of a buffer, ``(..., blocks)``."""
-        # At the end of the fragment. Up to three bytes of padding before them bring them to a multiple of four.
-        blocks = -(-numel // self.format.block)
-        return view[..., view.shape[-1] - 4 * blocks :].view(torch.float32)
 
 
 @dataclass(slots=True)
@@ -138,7 +68,6 @@ class StepContext:
         world_size: The size of the group.
         device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
         comm_dtype: The communication dtype, of all directions and updates.
-        codec: How those that are sent are stored in buffers.
         ns_settings: The Newton-Schulz iteration.
         stats: Counters of the optimizer; mutated.
         variant: The variant of Muon.
@@ -151,7 +80,6 @@ class StepContext:
     world_size: int
     device: torch.device
     comm_dtype: torch.dtype
-    codec: Codec
     ns_settings: NsSettings
     stats: StepStats
     variant: Variant
@@ -260,7 +188,7 @@ class ChunkExchange:
         self._plan = plan
         self._buffers = buffers
         self._overlap = overlap
-        sent, size = [chunk for chunk in plan.chunks if chunk.scatters], context.codec.dtype.itemsize
+        sent, size = [chunk for chunk in plan.chunks if chunk.scatters], context.comm_dtype.itemsize
         self._slots = min(SLOTS if overlap else 1, len(sent))
         for slot in range(self._slots):
             buffers.reserve(f"send {slot}", size * max(chunk.send_buffer.numel for chunk in sent))
@@ -268,7 +196,7 @@ class ChunkExchange:
 
     def open(self, number: int, slot: int | None) -> InFlight:
         """Give a chunk of the plan its slot, or none if nothing is sent; the buffers have their old content."""
-        chunk, dtype = self._plan.chunks[number], self._context.codec.dtype
+        chunk, dtype = self._plan.chunks[number], self._context.comm_dtype
         if slot is None:  # both buffers are empty: the directions have a tensor of their own
             empty = torch.empty(0, dtype=dtype, device=self._context.device)
             return InFlight(chunk, number, empty, empty)
@@ -309,10 +237,10 @@ class ChunkExchange:
         return phase(f"{exchange} of chunk {flight.number} of step set {context.number}", context.group)
 
 
-def overlap_fits(matrices: Iterable[MatrixLayout], wire_bytes: float) -> bool:
+def overlap_fits(matrices: Iterable[MatrixLayout], dtype: torch.dtype) -> bool:
     """Return whether the buffers of overlap take at most 1 GiB if they hold the largest matrix, or block of a stack."""
     largest = max((matrix.numel // (matrix.equal_blocks or 1) for matrix in matrices), default=0)
-    return 2 * SLOTS * wire_bytes * largest <= _OVERLAP_BYTES
+    return 2 * SLOTS * dtype.itemsize * largest <= _OVERLAP_BYTES
 
 
 def start_all_to_all(

@@ -27,8 +27,8 @@ CHUNK = 90
         (3, 2, "unused", "bf16"),
         (3, 4, "toy", "bf16"),
         full(3, 3, "mixed", "bf16"),
-        full(0, 2, "toy", "int8"),
-        (3, 3, "toy", "int8"),
+        full(0, 2, "toy", "fp16"),
+        (3, 3, "toy", "fp32"),
     ],
 )
 def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str, wire: str) -> None:

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.chunks import (
-    INT8,
-    UNCOMPRESSED,
     BufferPlan,
     ExchangePlan,
-    WireFormat,
     build_exchange_plan,
 )
 from deepspeed_muon.plan.layout import MatrixLayout
@@ -39,31 +36,25 @@ def owners_of(layouts: list[MatrixLayout], load: Floats) -> list[int]:
     return assign_owners(costs, [layout.placement for layout in layouts], load=load)
 
 
-def plans(
-    layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20, wire: WireFormat = UNCOMPRESSED
-) -> list[ExchangePlan]:
+def plans(layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20) -> list[ExchangePlan]:
     owners = owners_of(layouts, np.zeros(world))
     return [
-        build_exchange_plan(layouts, owners, rank=r, world_size=world, chunk_numel=chunk, wire=wire)
+        build_exchange_plan(layouts, owners, rank=r, world_size=world, chunk_numel=chunk)
         for r in range(world)
     ]
 
 
 def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> list[tuple[int, int]]:
-    """Return matrix and number in it of all elements that a buffer has for a peer, in their order.
-
-    What else a coded fragment takes counts from -2 downwards. With ``copies`` every peer gets all of it.
-    """
+    """Return matrix and number in it of all elements that a buffer has for a peer; with ``copies`` each gets all."""
     splits = [0] * peer + [buffer.numel] if copies else buffer.splits(world)
     content = [(-1, -1)] * buffer.numel
     for index, s in buffer.segments:
         (_, count, numel), (_, stride, _) = s.shape, s.buffer_strides
         for number in range(count):
-            for i in range(s.buffer_numel):
+            for i in range(numel):
                 at = s.buffer_offset + number * stride + i
                 assert content[at] == (-1, -1)
-                element = s.matrix_offset + number * numel + i
-                content[at] = index, element if i < numel else numel - i - 2
+                content[at] = index, s.matrix_offset + number * numel + i
     assert (-1, -1) not in content and sum(splits) == buffer.numel
     return content[sum(splits[:peer]) :][: splits[peer]]
 
@@ -74,12 +65,11 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> l
     world=st.integers(1, 5),
     kind=st.sampled_from(sorted(MAKERS)),
     chunk=st.sampled_from([1, 30, 10_000]),
-    wire=st.sampled_from([UNCOMPRESSED, INT8, WireFormat(5)]),
 )
 def test_what_one_rank_sends_another_receives_in_the_same_order(
-    dims: list[tuple[int, int]], world: int, kind: str, chunk: int, wire: WireFormat
+    dims: list[tuple[int, int]], world: int, kind: str, chunk: int
 ) -> None:
-    per_rank = plans(MAKERS[kind](dims, world), world, chunk, wire)
+    per_rank = plans(MAKERS[kind](dims, world), world, chunk)
     assert len({plan.digest() for plan in per_rank}) == 1
     assert len({len(plan.chunks) for plan in per_rank}) == 1
     for number in range(len(per_rank[0].chunks)):

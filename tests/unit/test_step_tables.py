@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed_muon import Muon, MuonConfig
-from deepspeed_muon import orthogonalize as orthogonalize_
-from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon import Muon
 from deepspeed_muon.ops.dispatch import flat_passes
 from deepspeed_muon.plan.chunks import ExchangePlan, Segment, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.placement import replicated_placement, sharded_placement
+from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import orthogonalize
-from deepspeed_muon.step.runner import StepResources, StepRunner
-from deepspeed_muon.step.step_set import BoundPartition, StepSet
 from deepspeed_muon.step.tables import ChunkTable, Rates, Step, apply, pack
-from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
 from tests.support.comparisons import close
 
 
@@ -59,7 +51,7 @@ def step_of(
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
     """Pack the directions of equal matrices of 8 columns in one partition; the gradient is 0, 1, 2, ..."""
     plan = plan_of(rows, len(order))
-    table = ChunkTable(plan, plan.chunks[0], [order], {0: 0}, uncompressed=True)
+    table = ChunkTable(plan, plan.chunks[0], [order], {0: 0})
     grad = torch.arange(8.0 * rows * len(order))
     rates = rates_of(len(order), momentum=0.0)
     step = step_of(torch.zeros_like(grad), grad, rates, active=[True] * len(order))
@@ -90,7 +82,7 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     """On three ranks: the pieces of four matrices as one copy, which is all of them in order."""
     plan = plan_of(6, 4, ranks=3)
     (chunk,) = plan.chunks
-    table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0}, uncompressed=True)
+    table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0})
     batch = table.segments_of([0, 1, 2, 3])
     assert not batch.local and len(batch.received) == 1 and batch.in_order
     received = torch.arange(float(chunk.receive_buffer.numel))
@@ -130,7 +122,7 @@ def test_pieces_at_unequal_distances_are_not_joined() -> None:
 
 def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     plan = plan_of(4, 3)
-    table = ChunkTable(plan, plan.chunks[0], [[0, 1, 2]], {0: 0}, uncompressed=True)
+    table = ChunkTable(plan, plan.chunks[0], [[0, 1, 2]], {0: 0})
     momentum, param, grad = torch.zeros(96), torch.ones(96), torch.ones(96)
     active = [True, False, True]
     step = step_of(momentum, grad, rates_of(3, momentum=0.0), active=active, param=param)
@@ -140,36 +132,6 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     for each, changed in ((momentum, 1.0), (param, 0.0)):
         assert (each[:32] == changed).all() and (each[64:] == changed).all()
         assert (each[32:64] == 1.0 - changed).all()
-
-
-def test_only_a_gather_needs_a_copy_of_what_is_sent() -> None:
-    """int8 is coded from uncompressed directions; of replicated matrices only the updates are sent."""
-    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "fp32", "wire_dtype": "int8"})
-    device, partition = torch.device("cpu"), torch.zeros(64)
-    for placements, sizes in (
-        ([replicated_placement(offset, 32, 2) for offset in (0, 32)], (64, 0)),
-        ([sharded_placement(offset, 64, 32) for offset in (0, 32)], (0, 64)),
-    ):
-        layouts = tuple(
-            MatrixLayout(f"m{number}", placement.numel // 8, 8, 0, placement)
-            for number, placement in enumerate(placements)
-        )
-        step_set = StepSet((BoundPartition(0, partition, True),), layouts, (), None, 0, 2, torch.float32)
-        resources = StepResources(
-            device,
-            orthogonalize_,
-            StepStats(),
-            StepRecorder(every=0, check=True),
-            ExchangeBuffers(device),
-            StatePolicy(),
-            overlap=False,
-        )
-        runner = StepRunner(step_set, config, resources, load=np.zeros(2), number=0)
-        step = step_of(partition, partition, rates_of(2, momentum=0.0), active=[True, True])
-        with mock.patch("deepspeed_muon.step.runner.pack") as packed:
-            runner._pack(runner._exchange.open(0, 0), step)
-        *_, directions, send = packed.call_args.args
-        assert (directions.numel(), send.numel()) == sizes
 
 
 # A stack of blocks went through the iteration in one batch, however large it was.
