@@ -70,7 +70,6 @@ class Case:
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SMALL = {"sub_group_size": 600}
 NORMUON = {"variant": "normuon"}
-DISTRIBUTED = {"tensor_parallel_mode": "distributed"}
 SPLITS = {"matrices": {"*q_proj.weight": {"heads": 4}, "*k_proj.weight": {"heads": 2}}}
 FUSED = {
     "matrices": {
@@ -90,7 +89,7 @@ CASES = {
     "2-stage2-bf16-offload": Case(2, 2, "bf16", "heads", zero=OFFLOAD, params=SPLITS),
     "2-stage3-fp16-offload": Case(2, 3, "fp16", clipping=0.5, zero={**OFFLOAD, **SMALL}),
     "2-stage3-splits": Case(2, 3, model="fused", params=FUSED),
-    "2-stage1-tensor2": Case(2, 1, tensor=2, params=DISTRIBUTED),
+    "2-stage1-tensor2": Case(2, 1, tensor=2),
     "4-stage0": Case(4, 0, model="convolutions", clipping=0.5, params={"exchange_overlap": False}),
     "4-stage1-round-robin": Case(4, 1, accumulation=2, zero={"round_robin_gradients": True}),
     "4-stage2-qk-clip": Case(
@@ -102,7 +101,7 @@ CASES = {
     "4-stage3-standard": Case(4, 3, model="adapters", params={"ns_method": "standard"}),
     "4-stage0-tensor2": Case(4, 0, tensor=2, params={"momentum_dtype": "bf16"}),
     "4-stage2-tensor2": Case(4, 2, "fp16", tensor=2, clipping=0.5),
-    "4-stage3-tensor2": Case(4, 3, "bf16", tensor=2, zero={**OFFLOAD, **SMALL}, params=DISTRIBUTED),
+    "4-stage3-tensor2": Case(4, 3, "bf16", tensor=2, zero={**OFFLOAD, **SMALL}),
 }
 
 

@@ -44,7 +44,6 @@ class MuonKeywords(TypedDict, total=False):
     nonfinite_grad: Literal["skip", "error"]
     exchange_chunk_numel: int
     exchange_overlap: bool
-    tensor_parallel_mode: Literal["gather", "distributed"]
     health: int
     consolidate_on_save: bool
     restore_from: Mapping[str, object] | str | bool | None

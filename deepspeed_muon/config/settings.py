@@ -220,11 +220,6 @@ class MuonConfig(_VariantSettings):
         description="Overlap communication with Newton-Schulz. `false` gives bit-identical results with a third of the "
         "buffers ([measured.md](measured.md#overlap-of-communication-and-computation)).",
     )
-    tensor_parallel_mode: Literal["gather", "distributed"] = Field(
-        default="gather",
-        description="Orthogonalise a tensor-parallel matrix on one rank (`gather`) or sharded, with all-reduced Gram "
-        "matrices (`distributed`; [configurations.md](configurations.md#tensor-parallelism)).",
-    )
     health: Annotated[int, BeforeValidator(v.steps_between_samples), Field(ge=0, le=1_000_000)] = Field(
         default=v.HEALTH_EVERY,
         description="Number of steps between two samples for DeepSpeed's monitor. Besides, every orthogonalised matrix "

@@ -50,7 +50,6 @@ RENAMED = {
     "coefficient_type": "ns_schedule",
     "scale_mode": "adjust_lr_fn",
     "fp32_matmul_prec": "ns_dtype",
-    "tp_mode": "tensor_parallel_mode",
     "weight_decay_method": "weight_decay_mode",
     "use_decoupled_weight_decay": "weight_decay_mode",
     "adamw_lr": "adam_lr",

@@ -14,7 +14,7 @@ quadrature rule for the distribution of its eigenvalues. The exact counterpart i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -46,9 +46,7 @@ def norm_bounds(rows: int, cols: int, band: Band) -> tuple[float, float]:
     return smallest, band.high * (1 + NORM_TOLERANCE) * math.sqrt(min(rows, cols))
 
 
-def orthogonalize_carefully(
-    x: Tensor, settings: NsSettings, *, largest: Tensor, run: Callable[..., Tensor] = orthogonalize
-) -> Tensor:
+def orthogonalize_carefully(x: Tensor, settings: NsSettings) -> Tensor:
     """Orthogonalise by the standard iteration in fp32, after dividing by the largest magnitude.
 
     The division keeps the sum of squares finite even where squares of elements overflow (magnitudes above 1.8e19).
@@ -56,14 +54,12 @@ def orthogonalize_carefully(
     Args:
         x: ``(batch, rows, cols)``. Not mutated.
         settings: The configured iteration; its method and dtype are overridden.
-        largest: The largest magnitude of the full matrices, of which ``x`` may be a tensor-parallel shard.
-        run: Runs the iteration, called as ``run(x, settings=...)``.
 
     Returns:
         ``(batch, rows, cols)``, fp32.
     """
-    scaled = x.float() / largest.float().clamp(min=torch.finfo(torch.float32).tiny)
-    return run(scaled, settings=replace(settings, method="standard", dtype=torch.float32))
+    scaled = x.float() / x.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
+    return orthogonalize(scaled, settings=replace(settings, method="standard", dtype=torch.float32))
 
 
 def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:

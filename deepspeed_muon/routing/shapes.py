@@ -295,7 +295,7 @@ def shard_blocks(
         )
     else:
         # Sharded along the output. Of 8 query heads, 4 ranks have 2 complete ones each. Of the single key head of
-        # multi-query attention each has a quarter: that block remains sharded, and all ranks iterate on it together.
+        # multi-query attention each has a quarter: that block remains sharded, and one of the ranks gathers it.
         local = shards.blocks_of_shard(blocks)
     if local is None:
         raise RoutingError(

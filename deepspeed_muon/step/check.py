@@ -1,24 +1,20 @@
 """Checks every orthogonalised matrix before it is applied, and measures the sampled ones.
 
 Whoever orthogonalises hands each :class:`Result` to :meth:`ResultCheck.settle`, which corrects it in place. All checks
-of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. Only results that are sharded over
-a group need communication: its ranks gather the norms of their shards.
+of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.logs import logger
 from deepspeed_muon.math.coefficients import SMALLEST_NORM, band_of
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     MeasuredBlocks,
@@ -31,32 +27,12 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.step.row_state import OwnedRows
-from deepspeed_muon.transport.ranks import all_gather_tensor, phase
 
 Member = tuple[int, int]
 """Matrix index and number of its block."""
 
 LeftOut = tuple[list[int], Tensor]
 """Positions of matrices in the step set, and a flag for each, on the device: whether its update was left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class DistributedIteration:
-    """The ranks that orthogonalised matrices together; each has a shard of the result.
-
-    Attributes:
-        group: The process group of these ranks.
-        dim: The dimension that is cut: 0 for rows, 1 for columns.
-        sizes: Length along ``dim`` of every rank's shard.
-        iterate: Runs the iteration on all these ranks, called as ``iterate(shards, settings=...)``.
-        counts: Whether this rank counts and reports wrong results.
-    """
-
-    group: dist.ProcessGroup
-    dim: int
-    sizes: tuple[int, ...]
-    iterate: Callable[..., Tensor]
-    counts: bool
 
 
 @dataclass(slots=True)
@@ -71,7 +47,6 @@ class Result:
         row_state: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the
             updates.
         dtype: The dtype of updates that :attr:`row_state` makes.
-        distributed: The ranks that have the other shards of the blocks; ``None`` for complete blocks.
         updates: The updates to apply.
         new_rows: The new row state of the entries, ``(entries, outputs)`` for each key, stored once it is right.
     """
@@ -82,7 +57,6 @@ class Result:
     scales: Sequence[tuple[float, ...]]
     row_state: OwnedRows | None = None
     dtype: torch.dtype = torch.float32
-    distributed: DistributedIteration | None = None
     updates: Tensor = field(init=False)
     new_rows: dict[str, Tensor] = field(init=False)
 
@@ -149,16 +123,13 @@ class ResultCheck:
         On a CPU a wrong entry is computed again at once. On an accelerator it is masked to zero without the host seeing
         it; the ranks exchange the verdict with the gradient flags of the next step (:meth:`read_verdicts`), and from
         then on the matrix is computed in fp32.
-
-        For a result that is sharded over a group all its ranks must call this with the same results in the same order:
-        a small all-gather gives them the same verdict.
         """
         wrong: Tensor | None = None
         if self.recorder.check and self.is_deferred:
             wrong = self._settle_on_device(result)
         elif self.recorder.check:
             self._settle_now(result)
-        if self.recorder.sampling and result.distributed is None:
+        if self.recorder.sampling:
             self._sample(result)
         if result.row_state is not None:
             result.row_state.write(result.members, result.new_rows, wrong)
@@ -253,13 +224,9 @@ class ResultCheck:
                 # Row state, which may be the cause, restarts once.
                 update = self._in_fp32(result, position, anew=self._origin[index] in self._rows_restart)
                 self._replace(result, position, update, "", None)
-        # 1. the norms of updates and inputs, (blocks,) fp32; of shards those of the complete blocks
+        # 1. the norms of updates and inputs, (blocks,) fp32
         lowest, highest = self._bounds_of(result)
         norms, inputs = self._norms(result.updates), self._norms(result.inputs)
-        if (distributed := result.distributed) is not None:
-            norms, inputs = (
-                _gathered(local, distributed).double().square().sum(0).sqrt() for local in (norms, inputs)
-            )
         # 2. which are wrong, (blocks,) bool
         # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised, so its result may be
         # small: raising its norm to the lower bound leaves only the upper one.
@@ -271,30 +238,22 @@ class ResultCheck:
         # 3. the verdicts, for the exchange of flags in the next step
         indices = [index for index, _ in result.members]  # several blocks of a matrix repeat its index
         self.left_out.append(([self._origin[index] for index in indices], wrong))
-        if result.distributed is None or result.distributed.counts:
-            self._uncounted.append((indices, wrong))
+        self._uncounted.append((indices, wrong))
         return wrong
 
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
         bounds = lowest, highest = self._bounds_of(result)
-        norms = _full_norms(self._norms(result.updates), result.distributed)  # [blocks]
+        norms = self._norms(result.updates).tolist()  # [blocks]
         # The comparison is written so that NaN counts as wrong.
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
-            input_norm = result.inputs[position].double().norm().view(1)
             # As on the device: an input with a tiny norm is not normalised, so its result may be small.
-            small = (
-                norms[position] <= highest and _full_norms(input_norm, result.distributed)[0] < SMALLEST_NORM
-            )
+            small = norms[position] <= highest and result.inputs[position].double().norm() < SMALLEST_NORM
             if not small and (why := check_failure(norms[position], bounds)) is not None:
                 self._redo(result, position, why)
 
     def _bounds_of(self, result: Result) -> tuple[float, float]:
-        """Return the bounds of the norms of a result, from the shape of the complete blocks."""
-        rows, cols = result.blocks.shape[1:]
-        if result.distributed is not None:
-            total = sum(result.distributed.sizes)
-            rows, cols = (total, cols) if result.distributed.dim == 0 else (rows, total)
+        _, rows, cols = result.blocks.shape
         return norm_bounds(rows, cols, self._band)
 
     def _redo(self, result: Result, position: int, why: str) -> None:
@@ -310,7 +269,7 @@ class ResultCheck:
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again, ``None`` if nothing is."""
-        (norm,) = _full_norms(self._norms(update.unsqueeze(0)), result.distributed)
+        norm = float(self._norms(update.unsqueeze(0)))
         return check_failure(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
@@ -319,17 +278,12 @@ class ResultCheck:
         With ``anew`` its row state starts anew.
         """
         # (rows, cols): the entry alone, so that no other one of its batch changes
-        direction, member, distributed = result.inputs[position], result.members[position], result.distributed
-        largest = direction.abs().amax() if direction.numel() else direction.new_zeros(())
-        largest = _gathered(largest, distributed).amax()
-        with nullcontext() if distributed is None else phase("iteration in fp32", distributed.group):
-            iterate = orthogonalize if distributed is None else distributed.iterate
-            block = orthogonalize_carefully(direction.unsqueeze(0), self._ns, largest=largest, run=iterate)
+        block = orthogonalize_carefully(result.inputs[position].unsqueeze(0), self._ns)
         result.blocks = result.blocks.float()  # fp32 has room for what half precision could not represent
         result.blocks[position].copy_(block[0])
         if result.row_state is None:
             return block[0]
-        updates, rows = result.row_state.updates([member], block, result.dtype, anew=anew)
+        updates, rows = result.row_state.updates([result.members[position]], block, result.dtype, anew=anew)
         for key, new in rows.items():
             result.new_rows[key][position].copy_(new[0])
         return updates[0]
@@ -348,9 +302,6 @@ class ResultCheck:
             if result.row_state is not None:
                 for key, before in result.row_state.stored([result.members[position]]).items():
                     result.new_rows[key][position].copy_(before[0])
-        # One rank of a tensor-parallel group counts and warns for all of it.
-        if result.distributed is not None and not result.distributed.counts:
-            return
         if failure is None:
             self.recorder.redone += 1
         else:
@@ -406,21 +357,3 @@ class ResultCheck:
         index, number = result.members[positions[0]]
         scale = result.scales[index][number]
         return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)
-
-
-def _gathered(local: Tensor, distributed: DistributedIteration | None) -> Tensor:
-    """Return the values of every rank of a group, ``(ranks, ...)``, on the device and the same on all of them.
-
-    Must be called by all ranks of the group with tensors of one shape.
-    """
-    if distributed is None:
-        return local.unsqueeze(0)
-    return all_gather_tensor(local, distributed.group, purpose="check of results")
-
-
-def _full_norms(local: Tensor, distributed: DistributedIteration | None) -> list[float]:
-    """Return the norms of full blocks from those of this rank's shards ``(blocks,)``; waits for the device."""
-    if distributed is None:
-        norms: list[float] = local.tolist()
-        return norms
-    return [math.hypot(*shard_norms) for shard_norms in _gathered(local, distributed).mT.tolist()]

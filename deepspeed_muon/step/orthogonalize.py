@@ -29,9 +29,9 @@ in the communication dtype."""
 
 
 def batches(
-    matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int], *, by_shards: bool = False
+    matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int]
 ) -> list[list[int]]:
-    """Group matrices of equal blocks, and with ``by_shards`` of equal shards, into batches of bounded size.
+    """Group matrices of equal blocks into batches of bounded size.
 
     Blocks that do not run in batches (:attr:`.StepContext.batch_below`: on a CPU all but small ones) make their matrix
     a batch of its own.
@@ -39,9 +39,7 @@ def batches(
     # 1. which may run together
     members_of: dict[object, list[int]] = {}
     for index in indices:
-        matrix = matrices[index]
-        kind = matrix.batch_key, matrix.shards if by_shards else None
-        members_of.setdefault(kind, []).append(index)
+        members_of.setdefault(matrices[index].batch_key, []).append(index)
     # 2. as many as a batch may have
     grouped: list[list[int]] = []
     for members in members_of.values():

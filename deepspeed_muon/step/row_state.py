@@ -12,57 +12,30 @@ import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.plan.chunks import ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.transport.all_to_all import StepContext
-from deepspeed_muon.transport.ranks import all_reduce_tensor
-from deepspeed_muon.variants.variant import ShardedSums, Variant
+from deepspeed_muon.variants.variant import Variant
 
 ROW_BYTES = torch.float32.itemsize
 """Bytes of the number that belongs to a row, in the dtype of the arithmetic and of the broadcast."""
 
 
-def sharded_sums(matrix: MatrixLayout, group: dist.ProcessGroup | None) -> ShardedSums:
-    """Return the sums over rows and over a matrix, across the ranks that shard it.
-
-    Args:
-        matrix: A full matrix, or this rank's shard of one.
-        group: The tensor-parallel group with the other shards of sharded matrices; ``None`` if this rank has the full
-            matrices.
-    """
-    if group is None or not matrix.is_sharded:
-        return ShardedSums()
-    assert matrix.shards is not None
-
-    add_up = functools.partial(all_reduce_tensor, group=group, purpose="sums of rows")
-    # Of a matrix of 8 outputs and 6 inputs on two ranks, a rank has either 4 outputs, and so complete rows, but not all
-    # of them; or 3 inputs, and so a half of every row.
-    if matrix.shards_outputs:
-        return ShardedSums(add_rows=add_up)
-    return ShardedSums(cols=sum(matrix.shards.sizes), add_columns=add_up)
-
-
-def before_iteration(
-    variant: Variant, directions: Tensor, matrix: MatrixLayout, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def before_iteration(variant: Variant, directions: Tensor, matrix: MatrixLayout) -> Tensor:
     """Return what is orthogonalised, ``(batch, rows, cols)``: the directions, or what the variant makes of them.
-
-    For shards of matrices it must be called by all ranks of ``group``.
 
     Args:
         variant: The variant.
-        directions: The directions of blocks, ``(batch, rows, cols)``. All their matrices are stored and sharded alike.
+        directions: The directions of blocks, ``(batch, rows, cols)``. All their matrices are stored alike.
         matrix: One of the matrices.
-        group: As for :func:`sharded_sums`.
     """
     if variant.before_iteration is None:
         return directions
     oriented = directions.mT if matrix.transposed else directions  # a row for each output, as variants expect
-    changed = variant.before_iteration(oriented, sharded_sums(matrix, group))
+    changed = variant.before_iteration(oriented)
     return changed.mT if matrix.transposed else changed
 
 
@@ -111,7 +84,7 @@ class RowStorage:
                 index: copies[partition][entry.key].narrow(0, fragment.partition_offset, fragment.numel)
                 for index, partition, fragment in self._local
             }
-        yield OwnedRows(self._matrices, context.variant, settings, rows, group=context.tensor_group)
+        yield OwnedRows(self._matrices, context.variant, settings, rows)
         # 3. back into optimizer.state
         for index, by_key in vectors.items():
             for key, vector in by_key.items():
@@ -132,8 +105,6 @@ class OwnedRows:
         variant: Variant,
         settings: Sequence[tuple[float, ...]],
         rows: dict[str, dict[int, Tensor]],
-        *,
-        group: dist.ProcessGroup | None,
     ) -> None:
         """Keep the arguments; nothing is sent.
 
@@ -142,24 +113,20 @@ class OwnedRows:
             variant: A variant with ``row_factors``.
             settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
             rows: See the attribute. :meth:`write` mutates the tensors.
-            group: As for :func:`sharded_sums`.
         """
         self.rows = rows
         self._matrices = matrices
         self._variant = variant
         self._settings = settings
-        self._group = group
 
     def with_assembled(self, rows: dict[str, dict[int, Tensor]]) -> OwnedRows:
         """Return the same for matrices whose shards were gathered on this rank."""
-        return OwnedRows(self._matrices, self._variant, self._settings, rows, group=None)
+        return OwnedRows(self._matrices, self._variant, self._settings, rows)
 
     def updates(
         self, blocks: Sequence[tuple[int, int]], results: Tensor, dtype: torch.dtype, *, anew: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Scale the rows of orthogonalised blocks; the stored state does not change.
-
-        For shards of matrices it must be called by all ranks of the tensor-parallel group.
 
         Args:
             blocks: The block of each result: index of the matrix and number of the block. All are transposed, or none.
@@ -186,9 +153,7 @@ class OwnedRows:
         # 2. a factor for each row, (blocks, outputs), of blocks that have a row for each output
         first = self._matrices[blocks[0][0]]
         oriented = results.mT if first.transposed else results
-        factors, state = self._variant.row_factors(
-            oriented, state, settings, sharded_sums(first, self._group)
-        )
+        factors, state = self._variant.row_factors(oriented, state, settings)
         # 3. the updates, in the memory order of the results
         updates = torch.empty_like(oriented, dtype=dtype)
         torch.mul(oriented, factors.unsqueeze(-1), out=updates)

@@ -146,7 +146,9 @@ class StepRunner:
         )
         local = LocalOrthogonalizer(matrices, context, resources.orthogonalize, self.check)
         group = step_set.tensor_group
-        self._strategy = local if group is None else OverTensorGroup(local, config, group)
+        self._strategy = (
+            local if group is None else OverTensorGroup(local, config.exchange_chunk_numel, group)
+        )
         # 3. what reads and writes the partitions
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.

@@ -1,17 +1,13 @@
 """Orthogonalises matrices that tensor parallelism shards or copies.
 
 Each data-parallel group has one tensor-parallel shard of a matrix and gathers it on one rank, the owner of the shard.
-The owners of all shards of a matrix are the ranks of one tensor-parallel group, and ``tensor_parallel_mode`` says how
-they orthogonalise it:
+The owners of all shards of a matrix are the ranks of one tensor-parallel group. One of them receives the shards,
+orthogonalises the matrix and sends the shards of the update back. The matrices of a chunk are assigned to the ranks by
+their cost, so that all ranks work at the same time.
 
-* ``gather``: one rank receives the shards, orthogonalises the matrix and sends the shards of the update back. The
-  matrices of a chunk are assigned to the ranks by their cost, so that all ranks work at the same time.
-* ``distributed``: the matrix remains sharded, and all ranks iterate together
-  (:func:`deepspeed_muon.step.sharded.orthogonalize_sharded`).
-
-Of a matrix that tensor parallelism does not shard, every rank of the group has a copy. In both modes one rank
-orthogonalises it and sends the update to the remaining ranks, so that the copies are equal bit for bit even where ranks
-use different kernels.
+Of a matrix that tensor parallelism does not shard, every rank of the group has a copy. One rank orthogonalises it and
+sends the update to the remaining ranks, so that the copies are equal bit for bit even where ranks use different
+kernels.
 """
 
 from __future__ import annotations
@@ -27,16 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.step.check import DistributedIteration, Result
-from deepspeed_muon.step.orthogonalize import Directions, LocalOrthogonalizer, Updates, batches
-from deepspeed_muon.step.row_state import before_iteration
-from deepspeed_muon.step.sharded import orthogonalize_sharded
+from deepspeed_muon.step.orthogonalize import Directions, LocalOrthogonalizer, Updates
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import exchange_tensors
-from deepspeed_muon.transport.ranks import phase
 
 
 class _WorkPlan(NamedTuple):
@@ -46,32 +37,29 @@ class _WorkPlan(NamedTuple):
         local: Matrices without shards or copies on other ranks, such as attention heads that are complete on this rank.
         assigned: Sharded or copied matrices in groups of bounded size; for each group, the matrices that each rank
             orthogonalises.
-        distributed: Batches of sharded matrices on which all ranks iterate together.
     """
 
     local: list[int]
     assigned: list[list[list[int]]]
-    distributed: list[list[int]]
 
 
 class OverTensorGroup:
     """Turns the directions of matrices that a tensor-parallel group shards or copies into updates."""
 
-    def __init__(self, local: LocalOrthogonalizer, config: MuonConfig, group: dist.ProcessGroup) -> None:
+    def __init__(self, local: LocalOrthogonalizer, chunk_numel: int, group: dist.ProcessGroup) -> None:
         """Keep the arguments; nothing is allocated or sent.
 
         Args:
             local: Orthogonalises complete matrices on this rank. Its matrices are in the same order on all ranks.
-            config: ``tensor_parallel_mode``, and the number of elements that are gathered at once unless a single
-                matrix has more (``exchange_chunk_numel``).
+            chunk_numel: The number of elements that are gathered at once unless a single matrix has more
+                (``exchange_chunk_numel``).
             group: The tensor-parallel process group.
         """
         self._local, self._group = local, group
-        self._matrices, self._context, self._check = local.matrices, local.context, local.check
+        self._matrices, self._context = local.matrices, local.context
         self._rank = dist.get_rank(group)
         self._ranks = range(dist.get_world_size(group))
-        self._distributed = config.tensor_parallel_mode == "distributed"
-        self._chunk_numel = config.exchange_chunk_numel
+        self._chunk_numel = chunk_numel
         # Made at bind by :meth:`inputs`, and once more for each set of active matrices that a step meets.
         self._work_plan = functools.lru_cache(maxsize=64)(self._make_work_plan)
 
@@ -85,10 +73,6 @@ class OverTensorGroup:
         yield from self._local.updates(work_plan.local, directions, step)
         for by_rank in work_plan.assigned:
             yield from self._gathered(by_rank, directions, step)
-        for batch in work_plan.distributed:
-            result = self._iterated(batch, directions(batch), step)  # (matrices, rows, cols) of the shards
-            self._check.settle(result)
-            yield batch, result.updates.to(self._context.comm_dtype).reshape(len(batch), -1)
 
     def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
         """Yield empty tensors like the complete matrices that this rank orthogonalises."""
@@ -104,10 +88,7 @@ class OverTensorGroup:
         for index in owned:
             matrix = self._matrices[index]
             (local if matrix.shards is None else shards if matrix.is_sharded else copies).append(index)
-        if self._distributed:
-            distributed = batches(self._matrices, self._context, shards, by_shards=True)
-            return _WorkPlan(local, self._assigned(copies), distributed)
-        return _WorkPlan(local, [*self._assigned(copies), *self._assigned(shards)], [])
+        return _WorkPlan(local, [*self._assigned(copies), *self._assigned(shards)])
 
     def _assigned(self, indices: Sequence[int]) -> list[list[list[int]]]:
         """Assign matrices to ranks in groups of bounded size: the costliest first, to the rank with the least work."""
@@ -249,35 +230,6 @@ class OverTensorGroup:
             for assigned, tensors in zip(by_rank, received, strict=True)
             for index, tensor in zip(assigned, tensors, strict=True)
         }
-
-    def _iterated(self, batch: Sequence[int], inputs: Tensor, step: Step) -> Result:
-        """Orthogonalise sharded matrices together; ``inputs`` is this rank's shards ``(matrices, rows, cols)``.
-
-        The matrices have one shape and equal shard sizes.
-        """
-        dim, sizes = self._shards(batch[0])
-        assert dim is not None
-        iterate = functools.partial(
-            orthogonalize_sharded, group=self._group, shard_dim=dim - 2, shard_sizes=sizes
-        )
-        variant, first = self._context.variant, self._matrices[batch[0]]
-        inputs = before_iteration(variant, inputs, first, self._group)
-        names = ", ".join(self._matrices[index].name for index in batch[:3])  # for the error of a silent rank
-        with self._check.recorder.span("newton_schulz"), phase(f"iteration of {names}", self._group):
-            blocks = iterate(inputs, settings=self._context.ns_settings)
-        counts = self._rank == 0
-        first_blocks = sum(self._matrices[index].first_row == 0 for index in batch)
-        self._context.stats.matrices_orthogonalized += first_blocks if counts else 0
-        distributed = DistributedIteration(self._group, dim, sizes, iterate, counts)
-        return Result(
-            [(index, 0) for index in batch],
-            inputs,
-            blocks,
-            step.rates.scales,
-            step.row_state,
-            self._context.comm_dtype,
-            distributed,
-        )
 
     def _shards(self, index: int) -> tuple[int | None, tuple[int, ...]]:
         """Return the dimension that is sharded, ``None`` for copies, and the length of each rank's shard in it."""

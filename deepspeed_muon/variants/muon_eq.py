@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
-from deepspeed_muon.variants.variant import ShardedSums, Variant
+from deepspeed_muon.variants.variant import Variant
 
 
-def before_iteration(directions: Tensor, sums: ShardedSums) -> Tensor:
+def before_iteration(directions: Tensor) -> Tensor:
     """Bring the rows of a batch of directions to unit norm; see :data:`.variant.BeforeIteration`.
 
     Returns:
         A new fp32 tensor (float64 for float64 directions).
     """
     dtype = torch.promote_types(directions.dtype, torch.float32)
-    norms = sums.norms_of_rows(torch.linalg.vector_norm(directions, dim=-1, dtype=dtype))  # (batch, rows)
+    norms = torch.linalg.vector_norm(directions, dim=-1, dtype=dtype)  # (batch, rows)
     return directions / norms.clamp_(min=SMALLEST_NORM).unsqueeze(-1)
 
 

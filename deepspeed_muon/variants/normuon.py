@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from deepspeed_muon.variants.variant import RowState, Setting, ShardedSums, Variant
+from deepspeed_muon.variants.variant import RowState, Setting, Variant
 
 MOMENTS = "row_second_moment"
 _EPS = 1e-8
@@ -28,16 +28,16 @@ _EPS = 1e-8
 
 
 def row_factors(
-    blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor], sums: ShardedSums
+    blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the factors that normalise rows, ``(batch, rows)`` fp32, and the moments; see :data:`.RowFactors`."""
     dtype = torch.promote_types(blocks.dtype, torch.float32)
-    norms = sums.norms_of_rows(torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype)).float()  # (batch, rows)
-    mean_squares = norms.square().div_(sums.cols or blocks.shape[-1])
+    norms = torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype).float()  # (batch, rows)
+    mean_squares = norms.square().div_(blocks.shape[-1])
     moments = mean_squares.lerp_(state[MOMENTS], settings["beta2"])
     roots = moments.sqrt().add_(_EPS)
     # |o| and |n|, (batch, 1) each; where |n| is zero, so is |o|
-    before, after = sums.norms_over_rows(torch.stack((norms, norms / roots))).unsqueeze(-1)
+    before, after = torch.linalg.vector_norm(torch.stack((norms, norms / roots)), dim=-1, keepdim=True)
     return before / after.clamp_(min=torch.finfo(torch.float32).tiny) / roots, {MOMENTS: moments}
 
 

@@ -4,9 +4,9 @@ A variant is a file of this folder with a :class:`Variant`, an entry in :data:`d
 branch in :meth:`deepspeed_muon.reference.ReferenceMuon.update_of`, with which the tests compare it. This one keeps one
 number for each row, and shrinks the rows that have become smaller than it::
 
-    def row_factors(blocks, state, settings, sums):  # blocks: (batch, rows, cols), orthogonalised
+    def row_factors(blocks, state, settings):  # blocks: (batch, rows, cols), orthogonalised
         norms = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32)  # (batch, rows)
-        size = sums.norms_of_rows(norms) / (sums.cols or blocks.shape[-1]) ** 0.5  # over the columns on all ranks
+        size = norms / blocks.shape[-1] ** 0.5
         peak = torch.maximum(settings["peak_decay"] * state["row_peak"], size)
         return size / peak.clamp(min=1e-8), {"row_peak": peak}
 
@@ -33,16 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BeforeIteration = Callable[[Tensor, "ShardedSums"], Tensor]
-"""``(directions, sums)`` to the matrices that are orthogonalised instead, in a new tensor.
+BeforeIteration = Callable[[Tensor], Tensor]
+"""``directions`` to the matrices that are orthogonalised instead, in a new tensor.
 
 Both are ``(batch, rows, cols)`` with a row for each output of the layer, ``directions`` in the communication dtype.
 """
 
-RowFactors = Callable[
-    [Tensor, Mapping[str, Tensor], Mapping[str, Tensor], "ShardedSums"], tuple[Tensor, dict[str, Tensor]]
-]
-"""``(blocks, state, settings, sums)`` to the factor of each row, ``(batch, rows)``, and the new state; all new tensors.
+RowFactors = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""``(blocks, state, settings)`` to the factor of each row, ``(batch, rows)``, and the new state; all new tensors.
 
 The updates are the rows times their factors. ``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row
 for each output of the layer. The state has ``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each
@@ -103,27 +101,3 @@ class Variant:
     settings: tuple[Setting, ...] = ()
     before_iteration: BeforeIteration | None = None
     row_factors: RowFactors | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedSums:
-    """Norms of rows and of matrices, which tensor parallelism may shard.
-
-    Attributes:
-        cols: Columns of the matrix if they are sharded, else 0.
-        add_columns: Sums over the ranks that have other columns of the same rows; ``None`` if there are none.
-        add_rows: Sums over the ranks that have other rows; ``None`` if there are none.
-    """
-
-    cols: int = 0
-    add_columns: Callable[[Tensor], Tensor] | None = None
-    add_rows: Callable[[Tensor], Tensor] | None = None
-
-    def norms_of_rows(self, local: Tensor) -> Tensor:
-        """Return the norms ``(batch, rows)`` of complete rows from those of this rank's columns; may mutate them."""
-        return local if self.add_columns is None else self.add_columns(local.square_()).sqrt_()
-
-    def norms_over_rows(self, values: Tensor) -> Tensor:
-        """Return the norms ``(..., batch)`` over the rows of all ranks from this rank's ``(..., batch, rows)``."""
-        local = torch.linalg.vector_norm(values, dim=-1)
-        return local if self.add_rows is None else self.add_rows(local.square_()).sqrt_()

@@ -229,14 +229,14 @@ def test_pipelines(ranks: Any, kind: str, stages: int, world: int, zero: int, te
     check(ranks(world), "tests.support.pipelines:train", kind, micro_batches, clip, **arguments)
 
 
-TENSOR_PARALLEL = list(product((0, 1, 2, 3), ("gather", "distributed"), POLICIES))
-USUAL_TENSOR_PARALLEL = {(0, "gather", "adamw"), (1, "distributed", "separate"), (3, "gather", "adamw")}
+TENSOR_PARALLEL = list(product((0, 1, 2, 3), POLICIES))
+USUAL_TENSOR_PARALLEL = {(0, "adamw"), (1, "separate"), (3, "adamw")}
 
 
-@pytest.mark.parametrize(("stage", "mode", "clip"), usual(TENSOR_PARALLEL, USUAL_TENSOR_PARALLEL))
-def test_tensor_parallelism(ranks: Any, stage: int, mode: str, clip: str) -> None:
+@pytest.mark.parametrize(("stage", "clip"), usual(TENSOR_PARALLEL, USUAL_TENSOR_PARALLEL))
+def test_tensor_parallelism(ranks: Any, stage: int, clip: str) -> None:
     """Shards count on every rank, and copies once."""
-    check(ranks(4), "tests.support.tensor_parallel:train", "even", 2, clip, stage=stage, mode=mode)
+    check(ranks(4), "tests.support.tensor_parallel:train", "even", 2, clip, stage=stage)
 
 
 @pytest.mark.full

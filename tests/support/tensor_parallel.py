@@ -345,7 +345,6 @@ def train(
     style: str = "megatron",
     tensor_size: int = 2,
     stage: int = 1,
-    mode: str = "gather",
     steps: int = STEPS,
     accumulation: int = 1,
     params: dict[str, Any] | None = None,
@@ -360,7 +359,6 @@ def train(
 
     With ``client`` the program makes the optimizer before the engine; if it is ``zero.Init`` the model is made there.
     """
-    params = {"tensor_parallel_mode": mode, **(params or {})}
     config = ds_config(stage, accumulation=accumulation, params=params, **settings)
     model = {"mark": mark, "dead": dead, "kind": kind}
     engine = make_engine(style, tensor_size, config, client=client, **model)

@@ -291,8 +291,8 @@ def test_one_line_says_what_is_allowed(params: dict[str, Any], said: str) -> Non
 def test_each_bad_key_has_its_line() -> None:
     matrices = {"a": {"split": 1}, "b": {"heads": "x"}}
     with pytest.raises(ConfigError) as caught:
-        MuonConfig.from_params({"lr": -1, "matrices": matrices, "tensor_parallel_mode": 1})
-    keys = ["lr", "matrices['a'].split", "matrices['b'].heads", "tensor_parallel_mode"]
+        MuonConfig.from_params({"lr": -1, "matrices": matrices, "exchange_chunk_numel": -1})
+    keys = ["lr", "matrices['a'].split", "matrices['b'].heads", "exchange_chunk_numel"]
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [f"optimizer.params.{key}" for key in keys]
 

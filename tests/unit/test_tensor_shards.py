@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 from deepspeed_muon.config.settings import MuonConfig
@@ -12,10 +11,6 @@ from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.owners import split_shard
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.routing.param_groups import build_groups
-from deepspeed_muon.variants import muon_eq
-from deepspeed_muon.variants.normuon import MOMENTS, row_factors
-from deepspeed_muon.variants.variant import ShardedSums
-from tests.support.comparisons import close
 
 SHARES = {
     "heads of one part": ((16,), [4] * 4, 2, ((4, 4), (True, True))),
@@ -89,45 +84,3 @@ def test_a_layout_that_is_not_known_is_refused(
 ) -> None:
     with pytest.raises(RoutingError, match=said):
         routed(parts, **asked)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_rows_of_shards_are_normalised_as_those_of_the_whole(dim: int) -> None:
-    """Each shard gets the sums that the group would give it."""
-    generator = torch.Generator().manual_seed(dim)
-    whole = torch.randn(2, 6, 8, generator=generator)
-    moments = torch.rand(2, 6, generator=generator)
-    settings = {"beta2": torch.full((2, 1), 0.9)}
-    expected, expected_state = row_factors(whole, {MOMENTS: moments}, settings, ShardedSums())
-    shards = whole.chunk(2, dim=dim + 1)
-    if dim == 1:
-        squares = whole.square().sum(-1)
-        sums = ShardedSums(cols=8, add_columns=lambda _: squares.clone())
-        shard_moments = [moments, moments]
-    else:
-        after = moments.lerp(whole.square().mean(-1), 0.1)
-        factors = 1 / (after.sqrt() + 1e-8)
-        rows = whole.square().sum(-1)
-        total = torch.stack((rows.sum(1), (rows * factors.square()).sum(1)))  # (2, batch)
-        sums = ShardedSums(add_rows=lambda _: total.clone())
-        shard_moments = [*moments.chunk(2, dim=1)]
-    pairs = zip(shards, shard_moments, strict=True)
-    shard_factors, states = zip(
-        *(row_factors(x, {MOMENTS: rows}, settings, sums) for x, rows in pairs), strict=True
-    )
-    joint = shard_factors[0] if dim == 1 else torch.cat(shard_factors, dim=1)
-    torch.testing.assert_close(joint, expected)
-    new = [state[MOMENTS] for state in states]
-    torch.testing.assert_close(new[0] if dim == 1 else torch.cat(new, dim=1), expected_state[MOMENTS])
-
-
-def test_rows_of_cut_directions_have_unit_norm() -> None:
-    """Of MuonEq, where the inputs are cut, in half precision; rows of zeros stay zeros."""
-    whole = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(5)).bfloat16()
-    whole[0, 2], whole[1, 3] = 0, whole[1, 3] * 1e-6
-    squares = whole.float().square().sum(-1)
-    sums = ShardedSums(cols=8, add_columns=lambda _: squares.clone())
-    done = torch.cat([muon_eq.before_iteration(each, sums) for each in whole.chunk(2, dim=2)], dim=2)
-    expected = (squares > 0).float()
-    close(done.norm(dim=-1), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(done, muon_eq.before_iteration(whole, ShardedSums()))
