@@ -546,7 +546,7 @@ class DeepSpeedFiles:
     def _int8_blocks(self, members: tuple[int, ...], partition: int, member: int) -> Int8Blocks:
         """Return the blocks of the int8 momentum in a partition."""
         return Int8Blocks(
-            (fragment, parameter.block_starts)
+            fragment
             for slices in self.slices.values()
             for parameter in slices
             if parameter.members == members and parameter.partition == partition

@@ -51,7 +51,6 @@ class _Entry(ParameterRecord):
         spread: The numbers of its :attr:`placement`.
         cut: The slice, as dimension and ranges of a :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for
             the full tensor.
-        block_starts: See :func:`~deepspeed_muon.step.int8.block_starts`.
         row_fragments: The numbers of :attr:`.PartitionedParameter.row_fragments`.
         weight_key: Key of its weights in the model's ``state_dict()`` if that is not its name; empty if they are not in
             there. Only at stage 0 in fp32, whose files have the weights nowhere else.
@@ -62,7 +61,6 @@ class _Entry(ParameterRecord):
     # The fields of a Placement.
     spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
     cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
-    block_starts: tuple[Count, ...] = ()
     row_fragments: tuple[tuple[Count, Count, Count, Count], ...] = ()
     weight_key: str | None = None
 
@@ -126,7 +124,6 @@ class _Group(BaseModel):
                 entry.rows_by_owner,
                 files,
                 entry.partition,
-                entry.block_starts,
             )
 
 
@@ -369,8 +366,6 @@ def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str
     }
     if not parameter.tensor_slice.is_full:
         entry["cut"] = [parameter.tensor_slice.dim, list(map(list, parameter.tensor_slice.ranges))]
-    if parameter.block_starts:
-        entry["block_starts"] = list(parameter.block_starts)
     if parameter.row_fragments:
         entry["row_fragments"] = [
             [rows.rank, rows.matrix_offset, rows.partition_offset, rows.numel]

@@ -38,7 +38,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, cover_tensor, full_slice
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks, block_starts
+from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
 from deepspeed_muon.step.step_set import BoundPartition
 
 # ---- partitions of an engine or of files -------------------------------------------------------------------
@@ -58,7 +58,6 @@ class PartitionedParameter:
             replicated parameter every member has all of it.
         members: The members of the group: global ranks, or numbers of files. One object for all parameters of a group.
         partition: Index of the flat partition on each member.
-        block_starts: With int8 momentum, see :func:`~deepspeed_muon.step.int8.block_starts`; else empty.
     """
 
     record: ParameterRecord
@@ -67,7 +66,6 @@ class PartitionedParameter:
     row_fragments: tuple[Fragment, ...]
     members: tuple[int, ...]
     partition: int
-    block_starts: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -516,7 +514,6 @@ class LiveParameter(PartitionedParameter):
             self.row_fragments,
             self.members,
             self.partition,
-            self.block_starts,
         )
 
 
@@ -621,7 +618,6 @@ def collect(engine: Any) -> LiveState:
                 row_fragments=tuple(row_fragments.get(index, ())),
                 members=members,
                 partition=partition.index,
-                block_starts=block_starts(layout) if has_int8 and isinstance(layout, MatrixLayout) else (),
                 local_name=layout.name,
                 route_reason=info.route_reason,
                 local_partition=partition,

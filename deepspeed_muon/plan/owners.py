@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.placement import Floats, Fragment, Ints, Placement
@@ -113,9 +114,18 @@ def assign(
         iteration: What decides the cost of a matrix.
         load: Operations that each rank already has from other step sets. Mutated: the new work is added.
         divisor: A stack is cut only where this divides the elements before the cut.
+
+    Raises:
+        ConfigError: If the divisor does not divide the elements before a cut that tensor parallelism has made.
     """
     # 1. divide what tensor parallelism divides already
     shards = [(index, shard) for index, matrix in enumerate(matrices) for shard in split_shard(matrix)]
+    for _, shard in shards:
+        if shard.first_row * shard.cols % divisor:
+            raise ConfigError(
+                f"{shard.name}: tensor parallelism cuts its blocks after {shard.first_row * shard.cols} elements, "
+                f"and momentum_dtype int8 needs a multiple of {divisor}: set momentum_dtype to bf16"
+            )
     costs = [blocks_flops(grid_blocks(*shard.grid), iteration) for _, shard in shards]
     limit = _SENT_FRACTION * (math.fsum(costs) + math.fsum(load)) / len(load)
     # 2. cut stacks of blocks into slices with an owner each

@@ -35,7 +35,7 @@ from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.check import ResultCheck
-from deepspeed_muon.step.int8 import Int8Blocks, blocks_by_partition, convert_momentum, scales_of
+from deepspeed_muon.step.int8 import Int8Blocks, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
 from deepspeed_muon.step.row_state import ROW_BYTES, RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
@@ -172,7 +172,12 @@ class StepRunner:
     @functools.cached_property
     def int8_blocks(self) -> dict[int, Int8Blocks]:
         """The blocks of the int8 momentum, by the index of the partition."""
-        return blocks_by_partition(self.step_set)
+        by_partition = zip(self.step_set.partitions, self.step_set.local_fragments(), strict=True)
+        return {
+            partition.index: Int8Blocks(fragment for _, fragment in fragments)
+            for partition, fragments in by_partition
+            if partition.muon
+        }
 
     def convert_momentum(self, state: State) -> None:
         """Convert momentum that was loaded as int8, or is to be stored as int8, to the dtype in which it is stored."""

@@ -148,9 +148,7 @@ def decoded(runner: Any, optimizer: Any, index: int, tensor: Tensor | None) -> T
         return tensor
     (bound,) = (each for each in runner.step_set.partitions if each.index == index)
     state = optimizer.state[bound.tensor]
-    values: Tensor = runner.int8_blocks[index].decode(
-        tensor.view(-1), state["momentum_scale"], 0, tensor.numel()
-    )
+    values: Tensor = runner.int8_blocks[index].decode_all(tensor.view(-1), state["momentum_scale"])
     return values
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from torch import nn
 
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
-from deepspeed_muon.plan.owners import split_shard
+from deepspeed_muon.plan.owners import assign, split_shard
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.routing.param_groups import build_groups
 
@@ -47,6 +48,10 @@ def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
         assert each.placement.rank_of(0) == start // 64
     whole = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), shards=TensorShards(0, (8, 8)))
     assert split_shard(whole) == [whole]
+    iteration = MuonConfig().ns_settings()
+    assert len(assign([matrix], iteration, np.zeros(2), divisor=32).matrices) == 3
+    with pytest.raises(ConfigError, match=r"qkv: .* after 64 elements, .* multiple of 256"):
+        assign([matrix], iteration, np.zeros(2), divisor=256)
 
 
 class Fused(nn.Module):
