@@ -327,7 +327,7 @@ class _RestorePlan:
             # One tensor for all matrices of the partition: (rows that this rank stores,).
             parameters = (p for p in self.state.parameters.values() if p.partition == partition.index)
             numel = sum(rows.numel for p in parameters for rows in p.local_fragments(key))
-            new_tensors[key] = torch.empty(numel, dtype=ROW_STATE[key].dtype, device=partition.tensor.device)
+            new_tensors[key] = torch.empty(numel, device=partition.tensor.device)
         elif key not in new_tensors:
             new_tensors[key] = policy.make(key, partition.tensor).to(dtype)
         return new_tensors[key].view(-1)
@@ -351,7 +351,8 @@ def _steps_by_partition(state: LiveState, source: StateSource) -> dict[int, int]
 
 def _row_keys(state: LiveState) -> tuple[str, ...]:
     """Return the keys of the per-row state of this run's variant."""
-    return tuple(row_state.key for row_state in VARIANTS[state.optimizer.config.variant].state)
+    row_state = VARIANTS[state.optimizer.config.variant].state
+    return () if row_state is None else (row_state.key,)
 
 
 def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
@@ -749,7 +750,6 @@ def _write_partitions(plan: _RestorePlan) -> None:
                 plan.source.read_fragment(parameter.slice_of(key), key, fragment, flat)
             else:
                 # State that the saved run did not have, such as that of another variant.
-                start = ROW_STATE[key].start if key in ROW_STATE else 0.0
-                flat.narrow(0, fragment.partition_offset, fragment.numel).fill_(start)
+                flat.narrow(0, fragment.partition_offset, fragment.numel).zero_()
         if key not in plan.new_tensors.get(parameter.partition, ()):
             plan.state.write_back(parameter.local_partition, key, flat)

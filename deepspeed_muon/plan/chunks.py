@@ -208,7 +208,6 @@ def build_exchange_plan(
     rank: int,
     world_size: int,
     chunk_numel: int,
-    row_numel: int = 0,
 ) -> ExchangePlan:
     """Make the plan of one rank.
 
@@ -219,12 +218,10 @@ def build_exchange_plan(
         world_size: Ranks of the group.
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
             matrix is sent without others of its owner. Chunks are smaller where this bound would make only a few.
-        row_numel: Elements of a buffer that the state of one row takes, after the update of a replicated matrix.
     """
     placements = [matrix.placement for matrix in matrices]
-    row_state = [row_numel * matrix.output_count if matrix.replicated else 0 for matrix in matrices]
     chunks = [
-        build_chunk(placements, owners, indices, rank, row_state)
+        build_chunk(placements, owners, indices, rank)
         for indices in divide_into_chunks(matrices, owners, chunk_numel, world_size)
     ]
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
@@ -290,7 +287,6 @@ def build_chunk(
     owners: Sequence[int],
     indices: Sequence[int],
     rank: int,
-    row_state: Sequence[int] = (),
 ) -> Chunk:
     """Plan one chunk for one rank.
 
@@ -299,18 +295,16 @@ def build_chunk(
         owners: The owner of each matrix.
         indices: The matrices of the chunk, ascending; all replicated, or none.
         rank: The rank.
-        row_state: Elements of a buffer for the row state of each replicated matrix of the plan; 0 by default.
     """
     # Chunks never mix kinds (divide_into_chunks), so that either all matrices are sent or none.
     sent = [index for index in indices if is_sent(placements[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
-    row_state = row_state or [0] * len(placements)
     if sent and placements[sent[0]].replicated:
         # The owner has the full gradient already: updates go from its receive buffer to the ranks' send buffers.
         not_owned = [index for index in sent if owners[index] != rank]
-        send_buffer = _by_owner(placements, owners, not_owned, rank, row_state)
+        send_buffer = _by_owner(placements, owners, not_owned, rank)
         # One copy of this rank's updates for all ranks; no peer has a slice of its own.
-        updates = _by_owner(placements, owners, owned, rank, row_state)
+        updates = _by_owner(placements, owners, owned, rank)
         receive_buffer = BufferPlan(updates.segments, _ints(()), _ints(()), updates.numel, updates.numel)
         copies = len(placements[sent[0]].ranks) - 1
         return Chunk(
@@ -319,7 +313,7 @@ def build_chunk(
     return Chunk(
         tuple(indices),
         owned,
-        _by_owner(placements, owners, sent, rank, row_state),
+        _by_owner(placements, owners, sent, rank),
         _by_holder(placements, [index for index in sent if owners[index] == rank], rank),
         gathers=bool(sent),
         scatters=bool(sent),
@@ -331,7 +325,6 @@ def _by_owner(
     owners: Sequence[int],
     indices: Sequence[int],
     rank: int,
-    row_state: Sequence[int],
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of some matrices, by owner."""
     segments: list[tuple[int, Segment]] = []
@@ -340,9 +333,8 @@ def _by_owner(
     for index in sorted(indices, key=lambda index: owners[index]):  # stable: by owner, then by matrix
         if (fragment := placements[index].fragment_on(rank)) is not None:
             segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset)))
-            numel = fragment.numel + row_state[index]  # after the update, see OwnedRows.send
-            counts[owners[index]] = counts.get(owners[index], 0) + numel
-            offset += numel
+            counts[owners[index]] = counts.get(owners[index], 0) + fragment.numel
+            offset += fragment.numel
     remote_numel = offset - counts.get(rank, 0)
     return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset, remote_numel)
 

@@ -48,7 +48,7 @@ class Result:
             updates.
         dtype: The dtype of updates that :attr:`row_state` makes.
         updates: The updates to apply.
-        new_rows: The new row state of the entries, ``(entries, outputs)`` for each key, stored once it is right.
+        new_rows: The new row state of the entries, ``(entries, outputs)``, stored once it is right.
     """
 
     members: Sequence[Member]
@@ -58,10 +58,10 @@ class Result:
     row_state: OwnedRows | None = None
     dtype: torch.dtype = torch.float32
     updates: Tensor = field(init=False)
-    new_rows: dict[str, Tensor] = field(init=False)
+    new_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.updates, self.new_rows = self.blocks, {}
+        self.updates = self.blocks
         if self.row_state is not None:
             self.updates, self.new_rows = self.row_state.updates(self.members, self.blocks, self.dtype)
 
@@ -131,7 +131,7 @@ class ResultCheck:
             self._settle_now(result)
         if self.recorder.sampling:
             self._sample(result)
-        if result.row_state is not None:
+        if result.row_state is not None and result.new_rows is not None:
             result.row_state.write(result.members, result.new_rows, wrong)
 
     def read_verdicts(self, positions: Collection[int]) -> list[str]:
@@ -281,11 +281,10 @@ class ResultCheck:
         block = orthogonalize_carefully(result.inputs[position].unsqueeze(0), self._ns)
         result.blocks = result.blocks.float()  # fp32 has room for what half precision could not represent
         result.blocks[position].copy_(block[0])
-        if result.row_state is None:
+        if result.row_state is None or result.new_rows is None:
             return block[0]
         updates, rows = result.row_state.updates([result.members[position]], block, result.dtype, anew=anew)
-        for key, new in rows.items():
-            result.new_rows[key][position].copy_(new[0])
+        result.new_rows[position].copy_(rows[0])
         return updates[0]
 
     def _replace(self, result: Result, position: int, update: Tensor, why: str, failure: str | None) -> None:
@@ -299,9 +298,8 @@ class ResultCheck:
         if failure is not None:  # wrong again: no update, and the row state of before
             result.blocks[position].zero_()
             result.updates[position].zero_()
-            if result.row_state is not None:
-                for key, before in result.row_state.stored([result.members[position]]).items():
-                    result.new_rows[key][position].copy_(before[0])
+            if result.row_state is not None and result.new_rows is not None:
+                result.new_rows[position].copy_(result.row_state.stored([result.members[position]])[0])
         if failure is None:
             self.recorder.redone += 1
         else:

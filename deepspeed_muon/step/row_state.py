@@ -1,27 +1,25 @@
 """The row state of a variant in a step: one number for each output of a matrix, where the matrix is orthogonalised.
 
 The owner of a matrix stores the rows of all of it (:meth:`.Assignment.row_fragments`), so nothing is sent for them.
-Only replicated matrices have copies of their rows on every rank: the owner broadcasts the new rows with the update. The
-rows of a matrix that tensor parallelism cuts are stored by the owners of its shards.
+Only of replicated matrices every rank has the rows, which one all-reduce copies from the owners after a step. The rows
+of a matrix that tensor parallelism cuts are stored by the owners of its shards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.plan.chunks import ExchangePlan, Segment
+from deepspeed_muon.plan.chunks import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.transport.all_to_all import StepContext
+from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import Variant
-
-ROW_BYTES = torch.float32.itemsize
-"""Bytes of the number that belongs to a row, in the dtype of the arithmetic and of the broadcast."""
 
 
 def before_iteration(variant: Variant, directions: Tensor, matrix: MatrixLayout) -> Tensor:
@@ -44,6 +42,7 @@ class RowStorage:
 
     Attributes:
         counts: Index of each partition with matrices to the rows that this rank stores.
+        sent_bytes: Bytes that this rank sends in one step, by a ring all-reduce: 0 but at ZeRO 0.
     """
 
     def __init__(self, plan: ExchangePlan, fragments: Sequence[Fragment], context: StepContext) -> None:
@@ -61,42 +60,53 @@ class RowStorage:
             if matrix.replicated or fragment.rank == plan.rank:
                 self._local.append((index, matrix.partition, fragment))
                 self.counts[matrix.partition] += fragment.numel
+        # Of replicated matrices, the rows that other ranks own.
+        self._copied = [(index, f) for index, _, f in self._local if f.rank != plan.rank]
+        ranks = context.world_size
+        replicated = sum(f.numel for index, _, f in self._local if plan.matrices[index].replicated)
+        self.sent_bytes = replicated * torch.float32.itemsize * 2 * (ranks - 1) // ranks
 
     @contextlib.contextmanager
     def opened(
-        self, vectors: Mapping[int, Mapping[str, Tensor]], settings: Sequence[tuple[float, ...]]
+        self, vectors: Mapping[int, Tensor], settings: Sequence[tuple[float, ...]]
     ) -> Iterator[OwnedRows]:
         """Yield the rows for one step; those of offloaded partitions are copied to the device of the iteration.
 
+        Must be called by all ranks of the step set's group.
+
         Args:
-            vectors: Index of the partition and key to this rank's vector. Mutated.
+            vectors: Index of the partition to this rank's vector. Mutated.
             settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
         """
-        context, rows = self._context, dict[str, dict[int, Tensor]]()
+        context = self._context
         # 1. in fp32 on the device of the iteration; a vector that is both already is not copied
-        copies = {
-            index: {key: vector.to(context.device, torch.float32) for key, vector in by_key.items()}
-            for index, by_key in vectors.items()
-        }
+        copies = {index: vector.to(context.device, torch.float32) for index, vector in vectors.items()}
         # 2. a view of each matrix's rows, (outputs,)
-        for entry in context.variant.state:
-            rows[entry.key] = {
-                index: copies[partition][entry.key].narrow(0, fragment.partition_offset, fragment.numel)
-                for index, partition, fragment in self._local
-            }
+        rows = {
+            index: copies[partition].narrow(0, fragment.partition_offset, fragment.numel)
+            for index, partition, fragment in self._local
+        }
         yield OwnedRows(self._matrices, context.variant, settings, rows)
-        # 3. back into optimizer.state
-        for index, by_key in vectors.items():
-            for key, vector in by_key.items():
-                if copies[index][key] is not vector:
-                    vector.copy_(copies[index][key])
+        # 3. replicated rows from their owners: the others add zeros
+        if self.sent_bytes:
+            for index, _ in self._copied:
+                rows[index].zero_()
+            joint = all_reduce_tensor(torch.cat([*copies.values()]), context.group, purpose="rows of NorMuon")
+            context.stats.count_exchange(self.sent_bytes)
+            lengths = [len(vector) for vector in copies.values()]
+            for vector, reduced in zip(copies.values(), joint.split(lengths), strict=True):
+                vector.copy_(reduced)
+        # 4. back into optimizer.state
+        for index, vector in vectors.items():
+            if copies[index] is not vector:
+                vector.copy_(copies[index])
 
 
 class OwnedRows:
     """A variant's ``row_factors`` with the row state of the matrices, or shards of matrices, that this rank owns.
 
     Attributes:
-        rows: Key of the state and index of the matrix to one number for each row, one-dimensional fp32.
+        rows: Index of the matrix to one number for each row, one-dimensional fp32.
     """
 
     def __init__(
@@ -104,7 +114,7 @@ class OwnedRows:
         matrices: Sequence[MatrixLayout],
         variant: Variant,
         settings: Sequence[tuple[float, ...]],
-        rows: dict[str, dict[int, Tensor]],
+        rows: dict[int, Tensor],
     ) -> None:
         """Keep the arguments; nothing is sent.
 
@@ -119,13 +129,13 @@ class OwnedRows:
         self._variant = variant
         self._settings = settings
 
-    def with_assembled(self, rows: dict[str, dict[int, Tensor]]) -> OwnedRows:
+    def with_assembled(self, rows: dict[int, Tensor]) -> OwnedRows:
         """Return the same for matrices whose shards were gathered on this rank."""
         return OwnedRows(self._matrices, self._variant, self._settings, rows)
 
     def updates(
         self, blocks: Sequence[tuple[int, int]], results: Tensor, dtype: torch.dtype, *, anew: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         """Scale the rows of orthogonalised blocks; the stored state does not change.
 
         Args:
@@ -135,15 +145,13 @@ class OwnedRows:
             anew: Start from the state of a first step instead of the stored one.
 
         Returns:
-            The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)`` for each key.
+            The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)``.
         """
         assert self._variant.row_factors is not None
-        # 1. state and settings of the blocks: (blocks, outputs) and (blocks, 1) for each key
+        # 1. state and settings of the blocks: (blocks, outputs), and (blocks, 1) for each setting
         state = self.stored(blocks)
         if anew:
-            state = {
-                entry.key: torch.full_like(state[entry.key], entry.start) for entry in self._variant.state
-            }
+            state = torch.zeros_like(state)
         settings = {
             setting.name: _on_device(
                 tuple(self._settings[index][number] for index, _ in blocks), results.device
@@ -159,81 +167,33 @@ class OwnedRows:
         torch.mul(oriented, factors.unsqueeze(-1), out=updates)
         return updates.mT if first.transposed else updates, state
 
-    def stored(self, blocks: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-        """Return the stored state of some blocks, ``(blocks, outputs)`` for each key; not to be written to."""
-        stored = {}
-        for key in self.rows:
-            views = self._views(key, blocks)
-            joint = _stacked_view(views)  # (blocks, outputs), or None where the vectors are not adjacent
-            stored[key] = torch.stack(views) if joint is None else joint
-        return stored
+    def stored(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the stored state of some blocks, ``(blocks, outputs)``; not to be written to."""
+        views = self._views(blocks)
+        joint = _stacked_view(views)  # (blocks, outputs), or None where the vectors are not adjacent
+        return torch.stack(views) if joint is None else joint
 
-    def write(
-        self, blocks: Sequence[tuple[int, int]], state: Mapping[str, Tensor], wrong: Tensor | None = None
-    ) -> None:
+    def write(self, blocks: Sequence[tuple[int, int]], new: Tensor, wrong: Tensor | None = None) -> None:
         """Store the new state of some blocks, without waiting for the device.
 
         Args:
             blocks: Index of the matrix and number of the block, as for :meth:`updates`.
-            state: The new state that :meth:`updates` returned for them.
+            new: The new state that :meth:`updates` returned for them.
             wrong: Blocks that keep their stored state, ``(blocks,)`` bool on the device; ``None`` for none.
         """
-        for key, new in state.items():
-            views = self._views(key, blocks)
-            joint = _stacked_view(views)
-            if joint is None:
-                if wrong is not None:
-                    new = torch.where(wrong.unsqueeze(1), torch.stack(views), new)
-                torch._foreach_copy_(views, list(new.unbind()))
-            elif wrong is None:
-                joint.copy_(new)
-            else:
-                torch.where(wrong.unsqueeze(1), joint, new, out=joint)
+        views = self._views(blocks)
+        if wrong is not None:
+            new = torch.where(wrong.unsqueeze(1), self.stored(blocks), new)
+        torch._foreach_copy_(views, list(new.unbind()))
 
-    def send(self, indices: Collection[int], segments: Sequence[tuple[int, Segment]], buffer: Tensor) -> None:
-        """Write the rows of replicated matrices behind their updates in a buffer that is broadcast.
-
-        Args:
-            indices: The active matrices among them.
-            segments: The segments of the buffer, each with the index of its matrix.
-            buffer: The buffer, flat. Mutated.
-        """
-        stored, sent = self._as_bytes(indices, segments, buffer)
-        if stored:
-            torch._foreach_copy_(sent, stored)
-
-    def receive(
-        self, indices: Collection[int], segments: Sequence[tuple[int, Segment]], buffer: Tensor
-    ) -> None:
-        """Store the rows of replicated matrices that their owners have broadcast; called as :meth:`send`."""
-        stored, received = self._as_bytes(indices, segments, buffer)
-        if stored:
-            torch._foreach_copy_(stored, received)
-
-    def _as_bytes(
-        self, indices: Collection[int], segments: Sequence[tuple[int, Segment]], buffer: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the rows of matrices as bytes: where they are stored, and where they are in a buffer."""
-        active, in_bytes = set(indices), buffer.view(torch.uint8)
-        stored: list[Tensor] = []
-        sent: list[Tensor] = []
-        for index, segment in segments:
-            # in bytes, behind the update
-            start = (segment.buffer_offset + segment.shape[2]) * buffer.element_size()
-            for rows in self.rows.values() if index in active else ():
-                stored.append(rows[index].view(torch.uint8))
-                sent.append(in_bytes.narrow(0, start, len(stored[-1])))
-                start += len(stored[-1])
-        return stored, sent
-
-    def _views(self, key: str, blocks: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def _views(self, blocks: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return a view of the rows of each block."""
         # Example: a stored 6 x 4 matrix of two experts, each input x output (3 x 4) with a gate and an up half, has the
         # grid ((3, 3), (2, 2)). Its outputs are columns, so it has 4 numbers for each expert, 8 in all. Block 3, the up
         # half of the second expert, is row 1, column 1 of the grid: the numbers 6 and 7.
         views = []
         for index, number in blocks:
-            matrix, rows = self._matrices[index], self.rows[key][index]
+            matrix, rows = self._matrices[index], self.rows[index]
             if not matrix.is_sharded:  # a shard is a single block
                 row_blocks, col_blocks = matrix.grid
                 row, col = divmod(number, len(col_blocks))

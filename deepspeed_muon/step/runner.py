@@ -37,7 +37,7 @@ from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
-from deepspeed_muon.step.row_state import ROW_BYTES, RowStorage
+from deepspeed_muon.step.row_state import RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepSet
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
@@ -129,8 +129,6 @@ class StepRunner:
             rank=step_set.rank,
             world_size=step_set.world_size,
             chunk_numel=config.exchange_chunk_numel,
-            # fp32 numbers of a row, in elements of the buffer: 2 for each key in bf16
-            row_numel=ROW_BYTES * len(context.variant.state) // dtype.itemsize,
         )
         self.row_fragments: Sequence[Fragment] = ()
         self._row_storage: RowStorage | None = None
@@ -194,7 +192,8 @@ class StepRunner:
     @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
-        return self.plan.sent_elements * self.context.comm_dtype.itemsize
+        rows = 0 if self._row_storage is None else self._row_storage.sent_bytes
+        return self.plan.sent_elements * self.context.comm_dtype.itemsize + rows
 
     def run(
         self,
@@ -278,8 +277,10 @@ class StepRunner:
         variant = self.context.variant
         row_counts = {} if self._row_storage is None else self._row_storage.counts
         row_vectors = {
-            partition.index: row_state_of(partition, state, variant, row_counts.get(partition.index, 0))
+            partition.index: rows
             for partition in self._muon
+            if (rows := row_state_of(partition, state, variant, row_counts.get(partition.index, 0)))
+            is not None
         }
         scales = None
         if self._policy.quantizes_momentum:
@@ -329,8 +330,6 @@ class StepRunner:
                 segment.in_buffer(flight.receive_buffer).copy_(segment.in_matrices(updates))
             for segment in segments.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
-        if step.row_state is not None and flight.chunk.copies:
-            step.row_state.send(owned, flight.chunk.receive_buffer.segments, flight.receive_buffer)
 
     def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
@@ -353,13 +352,10 @@ class StepRunner:
 
     def _apply(self, flight: InFlight, step: Step) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
-        table = self._tables[flight.number]
-        if step.row_state is not None and flight.chunk.copies:
-            active = step.active(flight.chunk.matrices)
-            step.row_state.receive(active, flight.chunk.send_buffer.segments, flight.send_buffer)
         # The table says for each fragment in which of the two tensors its update is: scatter brought those that are
         # sent where gather took the directions from.
-        apply(step.active_fragments(table.apply_table), step, [flight.directions, flight.send_buffer])
+        table = step.active_fragments(self._tables[flight.number].apply_table)
+        apply(table, step, [flight.directions, flight.send_buffer])
         del flight.directions  # as large as what this rank owns
 
     def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:

@@ -62,8 +62,8 @@ def follow_parameters(state: State, policy: StatePolicy) -> None:
                 entry[key] = value.to(device=param.device, dtype=dtype)
 
 
-def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> dict[str, Tensor]:
-    """Return a variant's row state of a partition, ``(numel,)`` for each key; create missing tensors.
+def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> Tensor | None:
+    """Return a variant's row state of a partition, ``(numel,)``, or ``None`` if it has none; create a missing tensor.
 
     Args:
         partition: A partition of Muon.
@@ -74,26 +74,26 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
     Raises:
         BindingError: If the state was saved with another layout.
     """
-    entry = state[partition.tensor]
-    for key in ROW_STATE.keys() - {row_state.key for row_state in variant.state}:
+    entry, row_state = state[partition.tensor], variant.state
+    for key in ROW_STATE.keys() - {row_state and row_state.key}:
         entry.pop(key, None)  # of another variant, from a state dict
-    for row_state in variant.state:
-        if row_state.key not in entry:
-            # While momentum is zero no matrix has had a gradient, and missing row state is no loss.
-            if entry["step"] > 1 and numel and entry["momentum_buffer"].any():
-                logger.warning(
-                    "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
-                    "variant %r starts it anew",
-                    partition.index,
-                    row_state.key,
-                    entry["step"] - 1,
-                    variant.name,
-                )
-            entry[row_state.key] = torch.full(
-                (numel,), row_state.start, dtype=row_state.dtype, device=partition.tensor.device
+    if row_state is None:
+        return None
+    if row_state.key not in entry:
+        # While momentum is zero no matrix has had a gradient, and missing row state is no loss.
+        if entry["step"] > 1 and numel and entry["momentum_buffer"].any():
+            logger.warning(
+                "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
+                "variant %r starts it anew",
+                partition.index,
+                row_state.key,
+                entry["step"] - 1,
+                variant.name,
             )
-        check_numel(entry[row_state.key], numel, row_state.label, partition)
-    return {row_state.key: entry[row_state.key] for row_state in variant.state}
+        entry[row_state.key] = torch.zeros(numel, device=partition.tensor.device)
+    rows: Tensor = entry[row_state.key]
+    check_numel(rows, numel, row_state.label, partition)
+    return rows
 
 
 def check_numel(tensor: Tensor, numel: int, label: str, partition: BoundPartition) -> None:

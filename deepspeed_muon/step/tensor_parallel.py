@@ -126,16 +126,12 @@ class OverTensorGroup:
         dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
         matrices = self._assembled(by_rank, {index: directions([index])[0] for index in indices}, dims, dtype)
-        local_rows = {} if step.row_state is None else step.row_state.rows
         row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in indices}
-        rows = {
-            key: self._assembled(
-                by_rank, {index: stored[index].clone() for index in indices}, row_dims, torch.float32
-            )
-            for key, stored in local_rows.items()
-        }
-        if step.row_state is not None:
-            step = replace(step, row_state=step.row_state.with_assembled(rows))
+        row_state, rows = step.row_state, dict[int, Tensor]()
+        if row_state is not None:
+            stored = {index: row_state.rows[index].clone() for index in indices}
+            rows = self._assembled(by_rank, stored, row_dims, torch.float32)
+            step = replace(step, row_state=row_state.with_assembled(rows))
         # 2. orthogonalise the matrices assigned to this rank
         results = {
             index: update.view(self._matrices[index].logical_shape)
@@ -147,10 +143,10 @@ class OverTensorGroup:
         # 3. send shards or copies of the updates, and of the new row state, back
         numels = {index: self._matrices[index].numel for index in indices}
         local_updates = self._returned(by_rank, results, dims, numels, dtype)
-        for key, stored in local_rows.items():
-            lengths = {index: stored[index].numel() for index in indices}
-            for index, new in self._returned(by_rank, rows[key], row_dims, lengths, torch.float32).items():
-                stored[index].copy_(new)
+        if row_state is not None:
+            lengths = {index: row_state.rows[index].numel() for index in indices}
+            for index, new in self._returned(by_rank, rows, row_dims, lengths, torch.float32).items():
+                row_state.rows[index].copy_(new)
         for index, update in local_updates.items():
             yield [index], update.unsqueeze(0)
 

@@ -14,6 +14,6 @@ SETTINGS: dict[str, Setting] = {
 """All keys of ``optimizer.params`` that only one variant reads."""
 
 ROW_STATE: dict[str, RowState] = {
-    entry.key: entry for variant in VARIANTS.values() for entry in variant.state
+    variant.state.key: variant.state for variant in VARIANTS.values() if variant.state is not None
 }
-"""All entries of the optimizer state that have one number for each row, by key."""
+"""The entries of the optimizer state that have one number for each row, by key."""

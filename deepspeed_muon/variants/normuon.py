@@ -27,24 +27,22 @@ _EPS = 1e-8
 """Added to the root of the second moment, so that a row that was always zero stays zero and does not become NaN."""
 
 
-def row_factors(
-    blocks: Tensor, state: Mapping[str, Tensor], settings: Mapping[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def row_factors(blocks: Tensor, moments: Tensor, settings: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the factors that normalise rows, ``(batch, rows)`` fp32, and the moments; see :data:`.RowFactors`."""
     dtype = torch.promote_types(blocks.dtype, torch.float32)
     norms = torch.linalg.vector_norm(blocks, dim=-1, dtype=dtype).float()  # (batch, rows)
     mean_squares = norms.square().div_(blocks.shape[-1])
-    moments = mean_squares.lerp_(state[MOMENTS], settings["beta2"])
+    moments = mean_squares.lerp_(moments, settings["beta2"])
     roots = moments.sqrt().add_(_EPS)
     # |o| and |n|, (batch, 1) each; where |n| is zero, so is |o|
     before, after = torch.linalg.vector_norm(torch.stack((norms, norms / roots)), dim=-1, keepdim=True)
-    return before / after.clamp_(min=torch.finfo(torch.float32).tiny) / roots, {MOMENTS: moments}
+    return before / after.clamp_(min=torch.finfo(torch.float32).tiny) / roots, moments
 
 
 VARIANT = Variant(
     "normuon",
     description="rows of the update are normalised by a running second moment",
-    state=(RowState(MOMENTS, "row moments of NorMuon"),),
+    state=RowState(MOMENTS, "row moments of NorMuon"),
     settings=(Setting("beta2", 0.95, Field(ge=0, lt=1), "Decay of NorMuon's second moment of each row."),),
     row_factors=row_factors,
 )

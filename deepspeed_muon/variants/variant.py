@@ -7,13 +7,13 @@ number for each row, and shrinks the rows that have become smaller than it::
     def row_factors(blocks, state, settings):  # blocks: (batch, rows, cols), orthogonalised
         norms = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32)  # (batch, rows)
         size = norms / blocks.shape[-1] ** 0.5
-        peak = torch.maximum(settings["peak_decay"] * state["row_peak"], size)
-        return size / peak.clamp(min=1e-8), {"row_peak": peak}
+        peak = torch.maximum(settings["peak_decay"] * state, size)
+        return size / peak.clamp(min=1e-8), peak
 
     VARIANT = Variant(
         "peaks",
         description="rows are scaled by their size over the largest that they had, which decays",
-        state=(RowState("row_peak", "row peaks"),),
+        state=RowState("row_peak", "row peaks"),
         settings=(Setting("peak_decay", 0.99, Field(ge=0, le=1), "Decay of the largest size of each row."),),
         row_factors=row_factors,
     )
@@ -30,7 +30,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 BeforeIteration = Callable[[Tensor], Tensor]
@@ -39,30 +38,28 @@ BeforeIteration = Callable[[Tensor], Tensor]
 Both are ``(batch, rows, cols)`` with a row for each output of the layer, ``directions`` in the communication dtype.
 """
 
-RowFactors = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+RowFactors = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 """``(blocks, state, settings)`` to the factor of each row, ``(batch, rows)``, and the new state; all new tensors.
 
 The updates are the rows times their factors. ``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row
-for each output of the layer. The state has ``(batch, rows)`` for each key, ``settings`` has ``(batch, 1)`` for each
+for each output of the layer. The state is ``(batch, rows)`` fp32, ``settings`` has ``(batch, 1)`` for each
 name.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """An entry of the optimizer state with one number for each row of each block, that is for each output.
+    """An entry of the optimizer state with one fp32 number for each row of each block, that is for each output.
+
+    The numbers are 0 before the first step.
 
     Attributes:
         key: The name in ``optimizer.state`` and in checkpoints.
         label: The name in messages, in the plural.
-        dtype: The dtype in which it is stored; arithmetic is in fp32.
-        start: The value before the first step.
     """
 
     key: str
     label: str
-    dtype: torch.dtype = torch.float32
-    start: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ class Variant:
     Attributes:
         name: The value of ``optimizer.params.variant``.
         description: What it does, as Markdown for the docs; empty for Muon itself.
-        state: The entries of the optimizer state beside the momentum.
+        state: The entry of the optimizer state beside the momentum.
         settings: The keys that only this variant reads.
         before_iteration: Changes the directions before they are orthogonalised.
         row_factors: Scales the rows of orthogonalised blocks, before scale rule, learning rate and decay apply.
@@ -97,7 +94,7 @@ class Variant:
 
     name: str
     description: str = ""
-    state: tuple[RowState, ...] = ()
+    state: RowState | None = None
     settings: tuple[Setting, ...] = ()
     before_iteration: BeforeIteration | None = None
     row_factors: RowFactors | None = None
