@@ -615,7 +615,7 @@ def derive_layout(
             algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
         parameters.append(
-            PartitionedParameter(record, full_slice(name, shape), placement, (), members, partition, ())
+            PartitionedParameter(record, full_slice(name, shape), placement, (), members, partition)
         )
     algorithms = {parameter.name: parameter.record.algorithm for parameter in parameters}
     return parameters, [

@@ -25,7 +25,7 @@ def before_iteration(directions: Tensor) -> Tensor:
         A new fp32 tensor (float64 for float64 directions).
     """
     dtype = torch.promote_types(directions.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(directions, dim=-1, dtype=dtype)  # (batch, rows)
+    norms: Tensor = torch.linalg.vector_norm(directions, dim=-1, dtype=dtype)  # (batch, rows)
     return directions / norms.clamp_(min=SMALLEST_NORM).unsqueeze(-1)
 
 
