@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Number
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.plan.layout import TensorShards
-from deepspeed_muon.qk_clip.clip import QkClip
 from deepspeed_muon.routing.param_groups import (
     EqualRates,
     ParamGroup,
@@ -60,6 +59,23 @@ def _without_autocast() -> Iterator[None]:
     """Multiply in the dtypes of the tensors, also in a step that is taken inside of ``torch.autocast``."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
+
+
+class StepHook(Protocol):
+    """What an optimizer has as :attr:`Muon.after_step`; its ``str`` must be equal on all ranks."""
+
+    def bind(self, step_sets: Sequence[StepSet], *, device: torch.device) -> None:
+        """Take what every call of :meth:`Muon.step` will update; communication is from ``device``."""
+
+    def __call__(self, updated: Sequence[StepSet]) -> None:
+        """Change weights of step sets that were updated, none in a skipped step. Called by all ranks of the step."""
+
+    def end_step(self) -> None:
+        """Forget the step, also one that was skipped or raised."""
+
+
+STEP_HOOKS: dict[str, Callable[[Muon, nn.Module | None], StepHook]] = {}
+"""Key of the settings to what makes its hook for an optimizer and its model. ``qk_clip/`` adds the only one."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -100,8 +116,8 @@ class Muon(torch.optim.Optimizer):
         norms_by_algorithm: The norm of the raw gradients in the last step, of all ranks, by algorithm; empty where
             nobody measured them, ``None`` where DeepSpeed mixes the algorithms up in one norm.
         frozen_on_some_rank: Whether any rank has parameters that are frozen, and may be unfrozen later.
-        qk_clip: Attention logits and what clips them; ``None`` without the setting.
-        step_ends_outside: Whether the engine clears the logits after a step, which is several calls of :meth:`step`.
+        after_step: What changes weights after their update; ``None`` without a setting of :data:`STEP_HOOKS`.
+        step_ends_outside: Whether the engine says where a step ends, which is several calls of :meth:`step`.
         exchange_buffers: The communication buffers, once the optimizer is bound.
         runners: The runner of each step set, with its exchange plan; empty before the optimizer is bound.
     """
@@ -202,10 +218,10 @@ class Muon(torch.optim.Optimizer):
         self.measure_norms: Callable[[], dict[str, Tensor]] | None = None
         self.norms_by_algorithm: dict[str, Tensor] | None = {}
         self.frozen_on_some_rank = False
-        self.qk_clip: QkClip | None = None
+        self.after_step: StepHook | None = None
         self.step_ends_outside = False
-        # For attention layers only: a model that its optimizer refers to lives longer.
-        self._model = model if config.qk_clip is not None else None
+        # For hooks only: a model that its optimizer refers to lives longer.
+        self._model = model if any(getattr(config, key) is not None for key in STEP_HOOKS) else None
         self._equal_rates = EqualRates()
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
@@ -271,9 +287,8 @@ class Muon(torch.optim.Optimizer):
                 with self.recorder.span("step"):
                     self._step_current_sets()
             finally:
-                # Also after a step that raised: the next one must not clip by the logits of this one.
-                if self.qk_clip is not None and not self.step_ends_outside:
-                    self.qk_clip.clear()
+                if self.after_step is not None and not self.step_ends_outside:
+                    self.after_step.end_step()
         return loss
 
     def _step_current_sets(self) -> None:
@@ -285,8 +300,6 @@ class Muon(torch.optim.Optimizer):
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        if self.qk_clip is not None:
-            self.qk_clip.reduce()  # a collective, so before anything that some of the ranks might skip
         measured = {} if self.measure_norms is None else self.measure_norms()
         norms = [norm.to(self.exchange_buffers.device) for norm in measured.values()]
 
@@ -312,15 +325,14 @@ class Muon(torch.optim.Optimizer):
         nonfinite = [name for report in reports for name in report.nonfinite]
         if nonfinite:
             self._skip(nonfinite)
-            current, reports = [], []  # nothing is updated, but attention logits are cleared
+            current, reports = [], []  # nothing is updated
 
         # 4. Muon: momentum, all-to-all to the owners, orthogonalisation, all-to-all back, decay and update.
         #    AdamW for the other partitions of the set, while the first all-to-all is in flight.
         for (runner, groups, grads), report in zip(current, reports, strict=True):
             runner.run(report.active, grads, groups, self.state)
-            if self.qk_clip is not None:
-                with runner.step_set.flat_partitions() as flat:
-                    self.qk_clip.apply(runner.context.number, flat)
+        if self.after_step is not None:
+            self.after_step([runner.step_set for runner, *_ in current])
 
         # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
         if not self.managed:
@@ -397,15 +409,7 @@ class Muon(torch.optim.Optimizer):
         # parameters, too.
         numbered = {number: param for number, param in enumerate(params) if self.is_trained(param)}
         step_set, device = step_set_of_parameters(params, numbered, self.routed.by_id)
-        if self.config.qk_clip is not None and self.qk_clip is None:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                raise ConfigError(
-                    "qk_clip: without DeepSpeed the ranks do not compare their attention logits, so that replicas "
-                    "would scale their heads differently: start the run with deepspeed.initialize, or unset qk_clip"
-                )
-            if self._model is None:
-                raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
-            self.attach_qk_clip(self._model)
+        self.attach_step_hook(self._model)
         self.bind([step_set], device=device)
         self._bound_as = [(param, param.dtype, param.device) for param in params]
         # model.half() and model.to(device) convert the parameters in place and leave the state behind.
@@ -461,8 +465,8 @@ class Muon(torch.optim.Optimizer):
                     self._orthogonalizer.prepare(x, settings=runner.context.ns_settings, device=device)
         for group in self.param_groups:  # hidden from DeepSpeed's wrappers until they are made
             group.setdefault("use_muon", group["algorithm"] == "muon")
-        if self.qk_clip is not None:
-            self.qk_clip.bind(step_sets, device=device)
+        if self.after_step is not None:
+            self.after_step.bind(step_sets, device=device)
 
     # State dicts, copies and param groups
 
@@ -587,25 +591,25 @@ class Muon(torch.optim.Optimizer):
             with _without_autocast():
                 self._orthogonalizer.capture(self.exchange_buffers.device)
 
-    def attach_qk_clip(self, model: nn.Module) -> None:
-        """Find the attention layers that ``qk_clip`` clips, before :meth:`bind`; do nothing without that setting.
+    def attach_step_hook(self, model: nn.Module | None) -> None:
+        """Make what a setting of :data:`STEP_HOOKS` asks for, before :meth:`bind`, unless it is made.
 
         Args:
-            model: The model that is trained. Those of Hugging Face are made to record their logits.
+            model: The model that is trained; ``None`` if it is unknown.
 
         Raises:
-            ConfigError: If there is no attention layer to clip, or one cannot be clipped.
+            ConfigError: If the setting does not work with the model.
         """
-        if self.config.qk_clip is not None:
-            self.qk_clip = QkClip(self.config.qk_clip, model, self.routed.by_id)
+        for key, make in STEP_HOOKS.items():
+            if self.after_step is None and getattr(self.config, key) is not None:
+                self.after_step = make(self, model)
 
     def plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
         facts = self.bound_steps.facts()
-        if self.qk_clip is not None:
+        if self.after_step is not None:
             for scope in filter(None, [*facts]):
-                fact = f"attention layers of qk_clip on ranks {scope.name}"
-                facts.record(fact, self.qk_clip.description(), scope)
+                facts.record(f"what runs after a step on ranks {scope.name}", str(self.after_step), scope)
         # All ranks enter the exchange of a sampled step, also those that share no parameter.
         facts.record("optimizer.params.health", self.config.health)
         return facts

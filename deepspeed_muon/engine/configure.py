@@ -323,8 +323,7 @@ def _bind_to_wrapper(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     facts: RankFacts | None = None
     ranks = ranks_of(engine)
     try:
-        if optimizer.config.qk_clip is not None and optimizer.qk_clip is None:
-            optimizer.attach_qk_clip(engine.module)
+        optimizer.attach_step_hook(engine.module)
         require_attributes(engine.optimizer)
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
         optimizer.bind(step_sets, device=_compute_device(), ranks=ranks)

@@ -129,7 +129,7 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
         # 3. Decide about overflow: from the status, through has_overflow below.
         if isinstance(view, Zero3View) and OVERFLOW_IN_FP16_ONLY.is_needed:
             view.look_for_overflow()
-        # 4. DeepSpeed unscales, clips and calls the optimizer, which applies QK-clip, or skips the step.
+        # 4. DeepSpeed unscales, clips and calls the optimizer, or skips the step.
         result = original(*args, **kwargs)
         if isinstance(view, ZeroView):
             optimizer.record_norms({key: norm / scale for key, norm in view.norms_by_algorithm().items()})
@@ -142,9 +142,9 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
             memory.norms = []
             if drops_stale_gradients:
                 view.forget_gradients()
-        if optimizer.qk_clip is not None:
-            # ZeRO calls the inner step several times, or never after an overflow; the logits are those of one step.
-            optimizer.qk_clip.clear()
+        if optimizer.after_step is not None:
+            # ZeRO calls the inner step several times, or never after an overflow.
+            optimizer.after_step.end_step()
     # 6. Report to the engine what the optimizer skipped, so that the learning-rate schedule waits.
     if optimizer.skipped_steps > skipped_before:
         wrapper.overflow = True

@@ -10,9 +10,9 @@ For each head ``h`` with the largest scaled logit before the softmax, ``S_h``, o
 The logits of a head become at most ``eta_h`` times as large. The float64 counterpart is in
 :mod:`tests.support.reference_math`.
 
-Once per step the largest logits are max-reduced over all ranks, and each rank scales its rows in its flat fp32
-partitions, before ZeRO copies these to the low-precision weights: so it works at every stage. Momentum and moments are
-not changed.
+Once per step, after the first update, the largest logits are max-reduced over all ranks, and each rank scales its rows
+in its flat fp32 partitions, before ZeRO copies these to the low-precision weights: so it works at every stage. Momentum
+and moments are not changed. The optimizer knows a :class:`QkClip` as its ``after_step``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_muon.config.values import QkClipConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
+from deepspeed_muon.optimizer import STEP_HOOKS, Muon
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.qk_clip import hugging_face
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRole, QkRecorder, find_recorders
@@ -61,18 +61,25 @@ class QkClipReport:
 class QkClip:
     """Clips the attention heads of one optimizer's model."""
 
-    def __init__(self, settings: QkClipConfig, model: nn.Module, routes: Mapping[int, Route]) -> None:
+    def __init__(self, optimizer: Muon, model: nn.Module | None) -> None:
         """Find the attention layers, and make those of Hugging Face's models record.
 
         Args:
-            settings: Threshold and alpha.
+            optimizer: The optimizer, with the setting ``qk_clip``. No reference to it remains.
             model: The model. Mutated, see :func:`deepspeed_muon.qk_clip.hugging_face.attach`.
-            routes: ``id(parameter)`` to its route.
 
         Raises:
-            ConfigError: If there is no attention layer to clip, or one cannot be clipped.
+            ConfigError: If there is no attention layer to clip, one cannot be clipped, or nobody compares the ranks.
         """
-        self.settings = settings
+        if not optimizer.managed and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                "qk_clip: without DeepSpeed the ranks do not compare their attention logits, so that replicas would "
+                "scale their heads differently: start the run with deepspeed.initialize, or unset qk_clip"
+            )
+        if model is None:
+            raise ConfigError("qk_clip needs the model: pass model=... to deepspeed_muon.Muon")
+        assert optimizer.config.qk_clip is not None
+        self.settings = optimizer.config.qk_clip
         # Weak references, because the finalizer below must not keep the models alive.
         recording = [weakref.ref(pretrained) for pretrained in hugging_face.attach(model)]
         # Restores the models when this object is collected, together with its optimizer.
@@ -85,10 +92,10 @@ class QkClip:
             )
         names = dict(model.named_parameters(remove_duplicate=False))
         self.layers: tuple[AttentionHeads, ...] = tuple(
-            _with_routed_names(layer, names, routes) for layer, _ in recorder_of_layer
+            _with_routed_names(layer, names, optimizer.routed.by_id) for layer, _ in recorder_of_layer
         )
         self._recorders: tuple[QkRecorder, ...] = tuple(recorder for _, recorder in recorder_of_layer)
-        self._fragments: dict[int, tuple[HeadFragment, ...]] = {}  # by step set
+        self._fragments: dict[int, tuple[HeadFragment, ...]] = {}  # by id of the step set
         self._group: dist.ProcessGroup | None = None
         self._tensor_group: dist.ProcessGroup | None = None
         self._divisions: Sequence[Division] = ["none"] * len(self.layers)
@@ -119,14 +126,15 @@ class QkClip:
             self._divisions = [_division(layer, cut_of) for layer in self.layers]
         # 2. The rows of the heads in this rank's partitions, and the data-parallel group of the attention weights.
         names = {block.parameter for layer in self.layers for block in layer.rows}
+        self._fragments = {}
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for number, step_set in enumerate(step_sets):
+        for step_set in step_sets:
             parameters = {
                 layout.name: (layout.partition, layout.placement.fragment_on(step_set.rank))
                 for layout in step_set.layouts
                 if layout.name in names
             }
-            self._fragments[number] = head_fragments(
+            self._fragments[id(step_set)] = head_fragments(
                 self.layers, parameters, self._divisions, rank=rank, ranks=ranks
             )
             if parameters:
@@ -140,17 +148,37 @@ class QkClip:
         (self._group,) = groups.values()
         self._device = device
 
-    def description(self) -> str:
+    def __str__(self) -> str:
         """Return the layers as text, which the ranks compare."""
-        return repr(self.layers)
+        return f"qk_clip of {self.layers}"
 
-    def reduce(self) -> None:
-        """Max-reduce the logits over all ranks, once a step: one all-reduce and one wait for the device.
+    def __call__(self, updated: Sequence[StepSet]) -> None:
+        """Scale the rows of heads above the threshold in step sets that were updated."""
+        if self._largest is None:
+            self._largest = self._reduce()
+        for step_set in updated:
+            with step_set.flat_partitions() as flat:
+                for head in self._fragments[id(step_set)]:
+                    factor = clip_factor(
+                        max(self._largest[head.layer][head.first : head.stop]),
+                        role=head.role,
+                        threshold=self.settings.threshold,
+                        alpha=self.settings.alpha,
+                    )
+                    if factor != 1.0:
+                        flat[head.partition].narrow(0, head.offset, head.numel).mul_(factor)
+
+    def end_step(self) -> None:
+        """Forget the logits of a step, also in the recorders: the next one must not clip by them."""
+        self._largest = None
+        for recorder in self._recorders:
+            recorder.clear()
+
+    def _reduce(self) -> list[list[float]]:
+        """Return the largest logits of each layer's heads: one all-reduce and one wait for the device.
 
         Tensor-parallel ranks then gather those of each other's heads. Must be called by all ranks of both groups.
         """
-        if self._largest is not None:
-            return
         # 1. Largest logits and bounds of all layers in one tensor, (values,) fp32.
         local = []  # of each layer the largest logits and the bounds, (heads,) fp32
         for recorder in self._recorders:
@@ -164,12 +192,13 @@ class QkClip:
         if self._group is not None and dist.get_world_size(self._group) > 1:
             all_reduce_tensor(flat, self._group, purpose="comparison of attention logits", how="max")
         reduced = self._of_all_heads(flat, [len(values) for values in local])
-        self._largest, bounds = reduced[::2], reduced[1::2]  # of each layer, in turn
-        self._make_report(self._largest, bounds)
+        largest, bounds = reduced[::2], reduced[1::2]  # of each layer, in turn
+        self._make_report(largest, bounds)
         # 3. Which layers compute their logits in the next step: decided by reduced values, so all ranks agree.
         for recorder, bound in zip(self._recorders, bounds, strict=True):
             # A layer without a bound is computed. Modules that record logits of their own have none and need none.
             recorder.exact = not -math.inf < max(bound) <= _BOUNDED_BELOW * self.settings.threshold
+        return largest
 
     def _of_all_heads(self, flat: Tensor, lengths: Sequence[int]) -> list[list[float]]:
         """Return two entries for each layer with the values of all heads, also those on other tensor-parallel ranks."""
@@ -208,28 +237,6 @@ class QkClip:
                 jumped,
                 group=self._group,
             )
-
-    def apply(self, number: int, partitions: Mapping[int, Tensor]) -> None:
-        """Scale the rows of heads above the threshold.
-
-        Args:
-            number: Number of the step set.
-            partitions: Partition index to this rank's flat tensor. Mutated.
-        """
-        assert self._largest is not None
-        for head in self._fragments[number]:
-            largest = max(self._largest[head.layer][head.first : head.stop])
-            factor = clip_factor(
-                largest, role=head.role, threshold=self.settings.threshold, alpha=self.settings.alpha
-            )
-            if factor != 1.0:
-                partitions[head.partition].narrow(0, head.offset, head.numel).mul_(factor)
-
-    def clear(self) -> None:
-        """Forget the logits of a step, also in the recorders. Called after skipped steps too."""
-        self._largest = None
-        for recorder in self._recorders:
-            recorder.clear()
 
 
 def _with_routed_names(
@@ -360,3 +367,6 @@ def clip_factor(largest: float, *, role: HeadRole, threshold: float, alpha: floa
         return 1.0
     exponent = {"query": alpha, "key": 1.0 - alpha, "rotated_query": 1.0}[role]
     return float((threshold / largest) ** exponent)
+
+
+STEP_HOOKS["qk_clip"] = QkClip

@@ -295,8 +295,10 @@ def test_with_qk_clip_the_copy_watches_the_copied_model() -> None:
     other, twin = copy.deepcopy((model, optimizer))
     train_alone(model, optimizer, 1, first=1)
     train_alone(other, twin, 1, first=1)
-    assert twin.qk_clip is not optimizer.qk_clip and twin.qk_clip.report == optimizer.qk_clip.report
-    assert twin.qk_clip.report.clipped > 0
+    assert (
+        twin.after_step is not optimizer.after_step and twin.after_step.report == optimizer.after_step.report
+    )
+    assert twin.after_step.report.clipped > 0
     assert equal(model, other)
 
 

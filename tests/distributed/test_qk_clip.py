@@ -86,8 +86,10 @@ def clipped(
     history, numbers = [], []
     for step in range(steps):
         training.run_step(engine, 0 if repeat else step, rank, world_size, accumulation)
-        history.append(optimizer.qk_clip.report.largest["attn"] if optimizer.qk_clip.report.largest else [])
-        numbers.append(optimizer.qk_clip.report.clipped)
+        history.append(
+            optimizer.after_step.report.largest["attn"] if optimizer.after_step.report.largest else []
+        )
+        numbers.append(optimizer.after_step.report.clipped)
         assert engine.module.attn.recorder.largest is None, "a step ends with the recorders empty"
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
         seen = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
@@ -294,7 +296,7 @@ def hugging_face(rank: int, world_size: int, *, kind: str, stage: int, attention
         "before": before,
         "after": training.full_masters(engine),
         "expected": expected,
-        "largest": list(deepspeed_muon.muon_optimizer(engine).qk_clip.report.largest.values()),
+        "largest": list(deepspeed_muon.muon_optimizer(engine).after_step.report.largest.values()),
         "implementation": engine.module.config._attn_implementation,
     }
 

@@ -379,9 +379,9 @@ def train(
             engine.step()
         count = optimizer.stats.matrices_orthogonalized
         norms.append(float(engine.get_global_grad_norm()))
-        if optimizer.qk_clip is not None:
-            largest.append(optimizer.qk_clip.report.largest["attn"])
-            clipped.append(optimizer.qk_clip.report.clipped)
+        if optimizer.after_step is not None:
+            largest.append(optimizer.after_step.report.largest["attn"])
+            clipped.append(optimizer.after_step.report.clipped)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     group = optimizer.runners[0].step_set.tensor_group
     return {

@@ -97,7 +97,7 @@ def test_without_deepspeed() -> None:
     optimizer = Muon(model, muon_lr=0.0, adam_lr=0.0, qk_clip={"threshold": THRESHOLD})
     model(*batch(0, 0)).backward()
     optimizer.step()
-    report = optimizer.qk_clip.report  # type: ignore[union-attr]
+    report = optimizer.after_step.report  # type: ignore[union-attr]
     assert report.clipped > 0
     q, k = reference_clip(
         start["attn.q_proj.weight"],
@@ -130,7 +130,7 @@ def test_a_step_that_raises_leaves_no_logits() -> None:
         model.attn.q_proj.weight.zero_()  # all logits of the next step are 0
     model(*batch(1, 0)).backward()
     optimizer.step()
-    assert set(optimizer.qk_clip.report.largest["attn"]) == {0.0}  # type: ignore[union-attr]
+    assert set(optimizer.after_step.report.largest["attn"]) == {0.0}  # type: ignore[union-attr]
 
 
 def test_a_subclass_in_another_file_computes_eager_attention() -> None:
@@ -147,11 +147,11 @@ def test_a_subclass_in_another_file_computes_eager_attention() -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=29, attn_implementation="eager", **sizes))
     model.model.layers[0].self_attn = OwnAttention(model.config, 0)
     optimizer = Muon(model, qk_clip={})
-    optimizer.attach_qk_clip(model)
+    optimizer.attach_step_hook(model)
     tokens = torch.arange(12).view(2, 6)
     model.train()(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
-    assert len(optimizer.qk_clip.report.largest) == 1  # type: ignore[union-attr]
+    assert len(optimizer.after_step.report.largest) == 1  # type: ignore[union-attr]
 
 
 def test_configuration() -> None:
@@ -199,7 +199,7 @@ def test_quiet_layers_are_only_watched(caplog: Any) -> None:
     def step() -> Any:
         model(*batch(0, 0)).backward()
         optimizer.step()
-        return optimizer.qk_clip.report  # type: ignore[union-attr]
+        return optimizer.after_step.report  # type: ignore[union-attr]
 
     first = step()
     assert max(first.largest["attn"]) > 0 and not first.bounds
@@ -257,13 +257,13 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
         model.model.layers[0].self_attn.q_proj.requires_grad_(False)
     optimizer = Muon(model, qk_clip={})
     with pytest.raises(ConfigError, match=text):
-        optimizer.attach_qk_clip(model)
+        optimizer.attach_step_hook(model)
 
 
 def test_a_model_without_attention_is_refused() -> None:
     model = build("toy")
     with pytest.raises(ConfigError, match="no attention layer was found"):
-        Muon(model, qk_clip={}).attach_qk_clip(model)
+        Muon(model, qk_clip={}).attach_step_hook(model)
 
 
 def test_recorders_go_with_the_last_optimizer() -> None:
@@ -275,7 +275,7 @@ def test_recorders_go_with_the_last_optimizer() -> None:
     held = dict(vars(layer))
     optimizers = [Muon(model, qk_clip={}) for _ in range(2)]
     for optimizer in optimizers:
-        optimizer.attach_qk_clip(model)
+        optimizer.attach_step_hook(model)
     del optimizer
     while optimizers:
         assert model.config._attn_implementation == f"qk_clip_{before}" and vars(layer) != held
@@ -289,4 +289,4 @@ def test_projections_stored_as_input_x_output_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"self_attn\.c_attn is a Conv1D, whose weight is stored as input x output"
     ):
-        Muon(model, qk_clip={}).attach_qk_clip(model)
+        Muon(model, qk_clip={}).attach_step_hook(model)
