@@ -26,7 +26,7 @@ from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
-from deepspeed_muon.engine.offload import check_copy, load_the_rest, prepare_save
+from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.checkpoints import (
     MODULE_ONLY,

@@ -15,7 +15,8 @@ Changed elsewhere: where there is no wrapper yet, for the length of one call onl
   latter's state: :mod:`deepspeed_muon.engine.offload`;
 - how ZeRO 3 divides scalars (``Init._zero_init_param``): :mod:`deepspeed_muon.engine.configure`;
 - which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.weights_of_tag`;
-- the swapper of NVMe offload, and the ``GradScaler``: :mod:`deepspeed_muon.engine.zero.views`;
+- the swapper of NVMe offload: :mod:`deepspeed_muon.engine.nvme`; the ``GradScaler``:
+  :mod:`deepspeed_muon.engine.zero.views`;
 - inputs of leaf modules without a gradient: :func:`deepspeed_muon.engine.workarounds.experts.prepare_inputs`.
 """
 
@@ -25,7 +26,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +46,16 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import groups
 from packaging.version import Version
 
-from deepspeed_muon.engine import checkpointing, configure, fingerprints, muon_of, offload, running, step
+from deepspeed_muon.engine import (
+    checkpointing,
+    configure,
+    fingerprints,
+    muon_of,
+    nvme,
+    offload,
+    running,
+    step,
+)
 from deepspeed_muon.engine.patching import Hook, Original, Workaround, replace_method
 from deepspeed_muon.engine.workarounds import (
     checkpoints,
@@ -124,7 +133,6 @@ WORKAROUNDS = {
 }
 """Every workaround for a defect of DeepSpeed, by the module and name of its constant."""
 
-_SWAPS = attrgetter("swap_folder")
 _CLIPS_BY_ALGORITHM: Callable[[View], bool] = lambda view: view.optimizer.config.clip != "all"  # noqa: E731
 
 ENGINE_HOOKS = (
@@ -162,15 +170,7 @@ ENGINE_HOOKS = (
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     Hook((ZeroView,), "offload_states", offload.offload_states),
     Hook((ZeroView,), "reload_states", offload.reload_states),
-    # The step would find no gradient: none is swapped, because unaligned ones would not be read.
-    Hook((Zero3View,), "_optimizer_states_and_gradient_swap_in", offload.swap_in, _SWAPS),
-    # safe_set_full_grad would change a copy of it.
-    Hook((Zero3View,), "_writeback_swap_state", offload.write_back, _SWAPS),
-    # With pipelines masters and state would show buffers of the swapper that hold another sub-group, and a save would
-    # write those.
-    Hook((Zero3View,), "_optimizer_states_and_gradient_swap_out", offload.swap_out, _SWAPS),
-    # DeepSpeed would write `latest` while some ranks still copy their swap files.
-    Hook((Zero3View,), "checkpoint_event_epilogue", offload.wait_for_copies, _SWAPS),
+    *nvme.HOOKS,
     # DeepSpeed's loader knows Adam's state only, and reads parameters by a mapping that can be wrong.
     Hook((ZeroView, Bf16View), "_load_universal_checkpoint", checkpointing.load_universal_checkpoint),
     # consolidate_on_save would write nothing, and the files of two saves of one step could not be distinguished.
@@ -357,6 +357,8 @@ def hook_engine(engine: DeepSpeedEngine) -> None:
             weakref.ref(engine), waiting=waiting, frozen=view.optimizer.release_parameters()
         )
     view.prepare()
+    if isinstance(view, Zero3View) and view.swapper is not None:
+        nvme.replace_in_swapper(view)
     if isinstance(view, ZeroView) and loss_scale.GRAD_SCALER.is_needed:
         view.replace_grad_scaler(autocast=engine.torch_autocast_enabled())
     # All conditions are asked before anything is replaced.

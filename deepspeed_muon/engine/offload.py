@@ -1,48 +1,20 @@
-"""Offload and master weights in half precision, and what DeepSpeed's offload to NVMe gets wrong.
+"""Offload to the CPU, and master weights in half precision.
 
-**To the CPU.** ZeRO's wrappers accept DeepSpeed's own optimizers only. Twin-flow (``ratio``) and
-``bf16_master_weights_and_grads`` need an optimizer that updates partitions on the CPU and in half precision. Ours does,
-but the wrappers compare its class with ``DeepSpeedCPUAdam``. AdamW on the CPU is DeepSpeed's native operator, which is
-compared with a reference before it is used.
-
-**Steps with NVMe** (stage 3). DeepSpeed swaps one sub-group in, calls the optimizer, and swaps the sub-group out again.
-Sub-groups consist of complete parameters, so a step never needs two of them at once. Two things go wrong:
-
-- The gradient of a parameter that does not begin at a multiple of 128 elements of its partition is not read back, and
-  no error says so: the disk is read without a cache, which needs aligned buffers. So no gradient is swapped here. All
-  of them are in the buffer in which they were accumulated anyway, and a sub-group that is swapped in gets a copy.
-- With pipelining, masters and state keep referring to buffers of the swapper, which contain another sub-group by then.
-  A save would write that one to its files, and a load would read it.
-
-**Checkpoints with NVMe.** Beside its usual files DeepSpeed saves a copy of each rank's swap files, and a load copies
-them back. Four things go wrong:
-
-- A save into a folder that has such a copy raises, so that a killed run could never save the same tag again.
-- The first rank writes the tag to ``latest`` while other ranks are still copying.
-- A copy that is incomplete, or that belongs to another save than the usual files do, is loaded without an error.
-- A load ignores the usual files of the optimizer: step counts, settings of the param groups, and all state that is in
-  memory (small sub-groups, row state of variants, momentum of less than 32 bits) start anew. Swapped state is never
-  read.
-
-So here a save first removes an earlier copy and writes a list of the swap files beside them, which is copied too. The
-ranks wait for each other before ``latest`` is written. A load checks the list before it changes anything, and reads the
-usual files afterwards.
+ZeRO's wrappers accept DeepSpeed's own optimizers only. Twin-flow (``ratio``) and ``bf16_master_weights_and_grads`` need
+an optimizer that updates partitions on the CPU and in half precision. Ours does, but the wrappers compare its class
+with ``DeepSpeedCPUAdam``. AdamW on the CPU is DeepSpeed's native operator, which is compared with a reference before it
+is used. Offload to NVMe is :mod:`deepspeed_muon.engine.nvme`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import shutil
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -50,22 +22,16 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
-from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
-from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.parameters import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
-from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.errors import CheckpointError, InstallationError
+from deepspeed_muon.engine.zero.views import View, Zero12View, ZeroView
+from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.reference import ReferenceMuon
 
 # Number of elements in the check of the native AdamW: whole SIMD vectors of every width, and a remainder.
 _CHECKED = 1043
-
-# Lists the swap files of a save, among them.
-_LIST = "deepspeed_muon.json"
 
 
 def offload_device(engine: DeepSpeedEngine, section: str = "offload_optimizer") -> str:
@@ -234,121 +200,3 @@ class CpuAdam:
             raise InstallationError(
                 f"DeepSpeed's cpu_adam operator differs from the reference by {error:.1e} (allowed {unit:.1e})"
             )
-
-
-def _copy_in(engine: DeepSpeedEngine, tag_folder: Path) -> Path:
-    """Return where DeepSpeed copies this rank's swap files to."""
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    return tag_folder / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
-
-
-def _swap_files(folder: Path) -> dict[str, int]:
-    """Return the sizes of the swap files that DeepSpeed copies: all but gradients."""
-    return {
-        path.name: path.stat().st_size for path in folder.glob("*.tensor.swp") if "gradient" not in path.name
-    }
-
-
-def prepare_save(engine: DeepSpeedEngine, tag_folder: Path, save_id: str) -> None:
-    """Remove an earlier copy of this rank's swap files, and list the files for the next one."""
-    swap_folder = view_of(engine.optimizer).swap_folder
-    if swap_folder is None:
-        return
-    with refusing(str(tag_folder)):
-        if (copy := _copy_in(engine, tag_folder)).exists():
-            shutil.rmtree(copy)
-        (swap_folder / _LIST).write_text(json.dumps({"save": save_id, "files": _swap_files(swap_folder)}))
-
-
-def swap_in(original: Original, view: Zero3View, sub_group_id: int, *args: object, **kwargs: object) -> None:
-    """Swap a sub-group in, and give its master the gradient."""
-    original(sub_group_id, *args, **kwargs)
-    master = view.masters[sub_group_id]
-    master.grad = view.accumulated(sub_group_id).to(master.device, master.dtype, copy=True)
-
-
-def write_back(
-    original: Original, view: Zero3View, sub_group_id: int, write_opt_state: bool, write_gradients: bool
-) -> None:
-    """Use a gradient that the program has set (``safe_set_full_grad``)."""
-    grad = view.masters[sub_group_id].grad
-    if write_gradients and grad is not None:
-        view.accumulated(sub_group_id).copy_(grad)
-    original(sub_group_id, write_opt_state, write_gradients)
-
-
-def swap_out(original: Original, view: Zero3View, sub_group_id: int, *args: object, **kwargs: object) -> None:
-    """Swap a sub-group out, and let its tensors be empty from then on, with pipelines too."""
-    original(sub_group_id, *args, **kwargs)
-    view.release(sub_group_id)
-
-
-def wait_for_copies(original: Original, view: View, *args: object, **kwargs: object) -> object:
-    """Wait until all ranks have copied their swap files, before a save continues."""
-    if host_of(view.optimizer).save_id is not None:
-        view.optimizer.ranks.all_gather(None, purpose="copies of swap files in a save")
-    return original(*args, **kwargs)
-
-
-def check_copy(
-    engine: DeepSpeedEngine, tag_folder: Path, saved: SavedTag | None, save_id: str | None, state: bool
-) -> None:
-    """Check that a checkpoint offloads to NVMe as the engine does, and that this rank's copy is of that save.
-
-    Args:
-        engine: The engine that is about to load.
-        tag_folder: The folder of the checkpoint.
-        saved: What is known of it.
-        save_id: The id of the save in this rank's usual files.
-        state: Whether the optimizer's state is to be loaded.
-
-    Raises:
-        CheckpointError: If it does not, with the remedy.
-    """
-    view, copy = view_of(engine.optimizer), _copy_in(engine, tag_folder)
-    if view.swap_folder is None:
-        if (tag_folder / "offloaded_tensors").exists() and state:
-            raise CheckpointError(
-                f"{tag_folder}: saved with offload to NVMe, which this engine does not use: load it with "
-                f"zero_optimization.offload_optimizer.device nvme, at stage 3 and on the same ranks"
-            )
-        return
-    assert isinstance(view, Zero3View)
-    if not state or saved is None:
-        raise CheckpointError(
-            f"{tag_folder}: with offload to NVMe engine.load_checkpoint continues what deepspeed_muon saved, with the "
-            f"optimizer's state: load weights alone into the model, before deepspeed.initialize"
-        )
-    if not copy.is_dir():
-        raise CheckpointError(
-            f"{tag_folder}: has no {copy.relative_to(tag_folder)}: the run that saved it did not offload to NVMe, or a "
-            f"save was killed. Load it with zero_optimization.offload_optimizer.device cpu, or load another tag"
-        )
-    with refusing(str(copy)):
-        listed = json.loads((copy / _LIST).read_text()) if (copy / _LIST).exists() else {}
-        files, sizes = listed.get("files", {}), _swap_files(copy)
-    if listed.get("save") != save_id or any(sizes.get(name) != size for name, size in files.items()):
-        raise CheckpointError(f"{copy}: cut short, or of another save: a save was killed; load another tag")
-    before = saved.record.get("optimizer", {}).get("momentum_dtype")
-    now = optimizer_of(engine).config.momentum_dtype
-    if before != now:
-        raise CheckpointError(
-            f"{tag_folder}: was saved with optimizer.params.momentum_dtype {before!r}, this engine has {now!r}: with "
-            f"offload to NVMe a momentum is not converted. Set it as that run had"
-        )
-    if missing := view.master_files() - files.keys():
-        raise CheckpointError(
-            f"{copy}: has no {', '.join(sorted(missing))}. DeepSpeed numbers parameters by process: load in a new one "
-            f"that makes its engines as the saved run did, with the same sub_group_size"
-        )
-
-
-def load_the_rest(engine: DeepSpeedEngine, load_dir: str | os.PathLike[str], tag: object) -> None:
-    """Load the usual files of the optimizer, and swap in what they say. Must be called by all ranks.
-
-    The swapper then knows our state, whose files DeepSpeed has copied back.
-    """
-    if view_of(engine.optimizer).swap_folder is not None:
-        engine.optimizer.checkpoint_event_prologue()
-        engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
-        engine.optimizer.checkpoint_event_epilogue()

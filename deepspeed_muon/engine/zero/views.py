@@ -17,7 +17,6 @@ The names of the methods that are replaced are also in :mod:`deepspeed_muon.engi
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ from deepspeed_muon.errors import BindingError, ConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.placement import Placement, flat_placement, replicated_placement, sharded_placement
 from deepspeed_muon.routing.shapes import true_shape
-from deepspeed_muon.step.state import STATE_TENSORS
 
 # Elements of the weights that the ranks gather at once after a restore.
 _GATHERED = 1 << 18
@@ -544,22 +542,6 @@ class Zero3View(ZeroView):
         self.swapper = wrapper.optimizer_swapper
         self.swap_folder = None if self.swapper is None else Path(self.swapper.swap_folder)
 
-    def prepare(self) -> None:
-        if self.swapper is not None:
-            # DeepSpeed would swap rows of variants with the length of the partition, and a bf16 momentum as fp32. After
-            # a load it would swap no state at all.
-            self.swapper.swap_out_gradients = lambda *_, **__: None
-            self.swapper._get_state_tensors = functools.partial(_state_to_swap, self.optimizer)
-
-    def release(self, index: int) -> None:
-        """Drop the references from master and state of a swapped-out sub-group to buffers of the swapper."""
-        master: Any = self.masters[index]
-        self.swapper.swap_params_info[master.ds_id].release_memory()
-
-    def master_files(self) -> set[str]:
-        """Return the names of the swap files with masters."""
-        return {Path(info.tensors[0].swap_path).name for info in self.swapper.swap_params_info.values()}
-
     def is_swapped(self, index: int) -> bool:
         """Return whether master and state of a sub-group are on NVMe between steps; small ones are not."""
         return bool(self.wrapper._swappable_optimizer_subgroup(index))
@@ -644,19 +626,6 @@ def _combined(norms: Sequence[Tensor]) -> Tensor:
     stacked = torch.stack([norm.float() for norm in norms])
     is_finite = (torch.isfinite(stacked) & (stacked >= 0)).all()
     return torch.where(is_finite, torch.linalg.vector_norm(stacked), torch.inf)
-
-
-def _state_to_swap(optimizer: Muon, master: Any) -> list[Tensor]:
-    """Return the state of a partition that the swapper can keep: with the partition's dtype and length.
-
-    Everything else remains in memory: row state of variants, a momentum of less than 32 bits. The lengths are not
-    compared: between two steps all that is swapped is empty. A load makes another dict of all states.
-    """
-    state = optimizer.state.get(master, {})
-    swapped = {key: state[key] for key in STATE_TENSORS if key in state and state[key].dtype == master.dtype}
-    for key, tensor in swapped.items():
-        tensor.ds_id = f"{key}-{master.ds_id}"  # the name of its file
-    return list(swapped.values())
 
 
 WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
