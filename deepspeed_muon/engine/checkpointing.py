@@ -28,11 +28,6 @@ from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, res
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.workarounds.checkpoints import (
-    MODULE_ONLY,
-    load_no_state_into_divided_weights,
-    weights_of_tag,
-)
 from deepspeed_muon.engine.zero.views import View, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.step.loading import settings_to_load
@@ -137,8 +132,6 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
         tag, saved = _check_native(engine, given["load_dir"], given.get("tag"), with_state=with_state)
     # DeepSpeed would read `latest` again on every rank, and another save may have replaced it by then.
     given["tag"] = tag
-    if MODULE_ONLY.is_needed and given.get("load_module_only", False) and not universal:
-        load_no_state_into_divided_weights(engine, given)
     # 3. DeepSpeed's load
     before = SettingsSnapshot(engine)
     optimizer = optimizer_of(engine)
@@ -150,10 +143,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
             load_state_dict(state_dict)
 
     try:
-        with (
-            weights_of_tag(tag),
-            mock.patch.object(optimizer, "load_state_dict", load_on_all_ranks),
-        ):
+        with mock.patch.object(optimizer, "load_state_dict", load_on_all_ranks):
             path, client_state = original(*call.args[1:], **call.kwargs)
             if saved is not None:
                 load_the_rest(engine, given["load_dir"], saved.folder.name)

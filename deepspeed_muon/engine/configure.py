@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -31,7 +30,7 @@ from deepspeed_muon.checkpoint.parameters import (
 )
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
-from deepspeed_muon.engine import muon_of
+from deepspeed_muon.engine import muon_of, workarounds
 from deepspeed_muon.engine.offload import adopt
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import regroup
@@ -43,8 +42,7 @@ from deepspeed_muon.engine.topology import (
     read_step_sets,
     tensor_slices,
 )
-from deepspeed_muon.engine.workarounds.experts import LEAF_INPUTS, mark_moe_layers, prepare_inputs
-from deepspeed_muon.engine.workarounds.norm import measure_norms
+from deepspeed_muon.engine.workarounds.experts import mark_moe_layers
 from deepspeed_muon.engine.zero.views import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
@@ -217,12 +215,12 @@ def _admitted(
     _agree(ranks_of(engine), RankFacts({Scope.of(engine.seq_data_parallel_group): facts}), error=error)
     # 3. prepare what DeepSpeed is about to wrap; wrapping undoes the replacements once it has
     adopt(engine, optimizer, wrapping)
+    for workaround in workarounds.NEEDED:
+        workaround.before_wrapping(engine)
     for param in engine.module.parameters():
         for tag in _TAGS:
             vars(param).pop(tag, None)
     if engine.zero_optimization_stage() == 3:
-        if LEAF_INPUTS.is_needed:
-            prepare_inputs(engine.module)
         original = Init._zero_init_param
 
         def divide(init: Any, param: Any) -> None:
@@ -369,11 +367,8 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)
-    # 3. who ends a step, and who measures its norm: the wrapper, where there is one
-    if engine.optimizer is not optimizer:
-        optimizer.step_ends_outside = True
-    elif engine.gradient_clipping() <= 0.0:
-        optimizer.measure_norms = functools.partial(measure_norms, weakref.ref(engine))
+    # 3. who ends a step: the wrapper, where there is one
+    optimizer.step_ends_outside = engine.optimizer is not optimizer
     # 4. what checkpoints need
     optimizer.host = Host(engine, tensor_slices(engine, optimizer.routed.by_id), view_of)
     with raise_on_all_ranks(ranks=ranks):

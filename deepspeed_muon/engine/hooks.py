@@ -5,8 +5,8 @@ with another optimizer they call DeepSpeed's own function with the same argument
 may exist on some of the ranks only.
 
 :data:`ENGINE_HOOKS` are replaced in one engine whose optimizer is ours, and in the wrapper around it. They disappear
-with the engine. No method has two of them. Those that exist only for a defect of DeepSpeed are in
-:mod:`deepspeed_muon.engine.workarounds`, with the releases that need them.
+with the engine. Those that exist for a defect of DeepSpeed are in :mod:`deepspeed_muon.engine.workarounds`, with the
+releases that need them, and hook themselves.
 
 Changed elsewhere: where there is no wrapper yet, for the length of one call only, or in what a wrapper refers to:
 
@@ -14,7 +14,7 @@ Changed elsewhere: where there is no wrapper yet, for the length of one call onl
   compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``, and the functions by which stage 3 moves the
   latter's state: :mod:`deepspeed_muon.engine.offload`;
 - how ZeRO 3 divides scalars (``Init._zero_init_param``): :mod:`deepspeed_muon.engine.configure`;
-- which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.weights_of_tag`;
+- which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.load_tag`;
 - the swapper of NVMe offload: :mod:`deepspeed_muon.engine.nvme`; the ``GradScaler``:
   :mod:`deepspeed_muon.engine.zero.views`;
 - inputs of leaf modules without a gradient: :func:`deepspeed_muon.engine.workarounds.experts.prepare_inputs`.
@@ -39,7 +39,6 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.partition_parameters import Init
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
@@ -55,22 +54,13 @@ from deepspeed_muon.engine import (
     offload,
     running,
     step,
+    workarounds,
 )
-from deepspeed_muon.engine.patching import Hook, Original, Workaround, replace_method
-from deepspeed_muon.engine.workarounds import (
-    checkpoints,
-    experts,
-    gradients,
-    loss_scale,
-    memory,
-    norm,
-    state_links,
-)
+from deepspeed_muon.engine.patching import Hook, Original, replace_method
 from deepspeed_muon.engine.zero import views
 from deepspeed_muon.engine.zero.views import (
     WRAPPERS,
     Bf16View,
-    HalfView,
     Memory,
     PlainView,
     View,
@@ -125,24 +115,12 @@ HOOKS = (
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
-WORKAROUNDS = {
-    f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (checkpoints, experts, gradients, loss_scale, memory, norm, state_links)
-    for name, value in vars(module).items()
-    if isinstance(value, Workaround)
-}
-"""Every workaround for a defect of DeepSpeed, by the module and name of its constant."""
-
 _CLIPS_BY_ALGORITHM: Callable[[View], bool] = lambda view: view.optimizer.config.clip != "all"  # noqa: E731
 
 ENGINE_HOOKS = (
-    # From the backward pass to the end of the step.
-    Hook(
-        DeepSpeedEngine, "backward", step.backward,
-        lambda view: isinstance(view, (Zero12View, Bf16View)) or step.scales_loss(view),
-    ),
-    Hook((ZeroView,), "independent_gradient_partition_epilogue", step.end_backward),
-    Hook((ZeroView,), "zero_grad", step.zero_grad),
+    # Defects of DeepSpeed that every optimizer has. A later row for the same method calls the earlier one.
+    *workarounds.HOOKS,
+    # The ranks would not exchange the status of all gradients once, before the first partition is updated.
     Hook((View,), "step", step.step),
     # ZeRO would read all gradients twice more and send a message, to find out what the exchanged status says.
     Hook((ZeroView,), "has_overflow", step.has_overflow),
@@ -155,9 +133,6 @@ ENGINE_HOOKS = (
     # DeepSpeed would clip Muon's and AdamW's gradients by their common norm, whatever clip says.
     Hook((Zero12View,), "unscale_and_clip_grads", step.clip_partition, _CLIPS_BY_ALGORITHM),
     Hook((Zero3View,), "unscale_and_clip_grads", step.clip_sub_group, _CLIPS_BY_ALGORITHM),
-    Hook((HalfView,), "unscale_and_clip_grads", norm.unscale_and_clip_grads),
-    Hook((Bf16View,), "get_grads_for_norm", norm.grads_for_norm),
-    Hook(DeepSpeedEngine, "clip_fp32_gradients", norm.clip_fp32_gradients, lambda view: isinstance(view, PlainView)),
     # Samples of a step would not have all of it, the wait for other ranks would have no bound, weights that no step of
     # their variant can move would be trained, and AdamW's rate would not be in the monitor.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
@@ -179,13 +154,12 @@ ENGINE_HOOKS = (
     # routes saved, DeepSpeed would fill matrices with each other's values, or fail on some ranks without the cause.
     # And it changes counters and schedule before a universal checkpoint can be refused.
     Hook(DeepSpeedEngine, "load_checkpoint", checkpointing.load_checkpoint),
-    *(hook for workaround in WORKAROUNDS.values() if workaround.is_needed for hook in workaround.hooks),
 )  # fmt: skip
 """Above each row: what would be wrong without it."""
 
 # Private names of DeepSpeed that are called or read, and not replaced.
 _CALLED = (
-    (PartitionedParameterCoordinator, (memory.CACHED,)),
+    *(row for workaround in workarounds.WORKAROUNDS.values() for row in workaround.calls),
     (DeepSpeedEngine, ("_get_ckpt_name", "_get_zero_ckpt_name", "_load_zero_checkpoint")),
     (Init, ("_convert_to_deepspeed_param", "_zero_init_param")),
     (groups, ("_get_expert_parallel_group", "_get_expert_data_parallel_group")),
@@ -352,15 +326,14 @@ def hook_engine(engine: DeepSpeedEngine) -> None:
     view = view_of(wrapper)
     is_wrapped = not isinstance(view, PlainView)
     if is_wrapped:
-        waiting = experts.waiting_parameters(view, engine.module)
         wrapper._deepspeed_muon_memory = view.memory = Memory(
-            weakref.ref(engine), waiting=waiting, frozen=view.optimizer.release_parameters()
+            weakref.ref(engine), frozen=view.optimizer.release_parameters()
         )
     view.prepare()
     if isinstance(view, Zero3View) and view.swapper is not None:
         nvme.replace_in_swapper(view)
-    if isinstance(view, ZeroView) and loss_scale.GRAD_SCALER.is_needed:
-        view.replace_grad_scaler(autocast=engine.torch_autocast_enabled())
+    for workaround in workarounds.NEEDED:
+        workaround.prepare(engine, view)
     # All conditions are asked before anything is replaced.
     needed = [hook for hook in ENGINE_HOOKS if hook.is_needed_by(view)]
     for hook in needed:

@@ -23,8 +23,7 @@ from deepspeed.runtime.zero.offload_states import offload_optimizer_states, relo
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.workarounds.state_links import LOST_LINKS
-from deepspeed_muon.engine.zero.views import View, Zero12View, ZeroView
+from deepspeed_muon.engine.zero.views import View, ZeroView
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
 from deepspeed_muon.optimizer import Muon
@@ -128,8 +127,6 @@ def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: o
     # Stage 3 would look for copies of FusedAdam's state.
     with mock.patch.object(stage3, "reload_adam_states", reload):
         original(*args, **kwargs)
-    if isinstance(view, Zero12View) and LOST_LINKS.is_needed:
-        view.link_params()
     view.optimizer.capture_graphs()
 
 

@@ -73,8 +73,10 @@ class Workaround:
         fixed: Whether the release after :attr:`last` was seen to be right. Otherwise later releases count as having the
             defect until they have been tested.
         test: Fails under :attr:`last` without the workaround.
-        hooks: What is replaced for this workaround alone. A method that is replaced for several reasons asks
-            :attr:`is_needed` in its one replacement.
+        hooks: What is replaced. One that several workarounds have is installed once, and asks :attr:`is_needed`.
+        calls: Private functions of DeepSpeed that are called and not replaced.
+        before_wrapping: Changes what an engine needs before DeepSpeed makes its wrapper.
+        prepare: Changes a bound engine before the conditions of its hooks are asked.
     """
 
     defect: str
@@ -83,6 +85,9 @@ class Workaround:
     test: str
     fixed: bool = False
     hooks: tuple[Hook, ...] = ()
+    calls: tuple[tuple[type | ModuleType, tuple[str, ...]], ...] = ()
+    before_wrapping: Callable[[DeepSpeedEngine], object] = lambda engine: None
+    prepare: Callable[[DeepSpeedEngine, View], object] = lambda engine, view: None
 
     @property
     def is_needed(self) -> bool:

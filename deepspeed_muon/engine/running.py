@@ -21,7 +21,6 @@ from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
-from deepspeed_muon.engine.workarounds.loss_scale import scale_of_all_ranks
 from deepspeed_muon.engine.zero.views import view_of
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import monitor_events
@@ -98,8 +97,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
         for group in optimizer.bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: at stages 1 and 2 it gathers the weights.
             waiting.enter_context(phase(f"step {number}", group))
-        with scale_of_all_ranks(engine, optimizer):
-            result = original(*args, **kwargs)
+        result = original(*args, **kwargs)
         if sample is not None:
             sample.grad_norms = _grad_norms(optimizer)
         norm = _norm_of_clipping(optimizer, engine.get_global_grad_norm())

@@ -1,4 +1,4 @@
-"""From a backward pass to the end of a step: the methods of ZeRO's wrappers that are replaced, each by one function.
+"""One step of ZeRO's wrappers: the methods that are replaced, each by one function.
 
 ZeRO calls the inner step once for each param group (stages 1, 2) or sub-group (stage 3). Before that, ZeRO itself would
 read all gradients twice and send a message to find those that are not finite. All gradients of the step are in the
@@ -13,87 +13,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.workarounds.experts import reduce_waiting_gradients
-from deepspeed_muon.engine.workarounds.gradients import (
-    EARLIER_BACKWARD,
-    EARLIER_COUNTED_TWICE,
-    STALE_GRADIENTS,
-)
-from deepspeed_muon.engine.workarounds.loss_scale import (
-    OVERFLOW_IN_FP16_ONLY,
-    SCALE_GROWS_EARLY,
-    UNSCALED_LOSS,
-    loss_is_not_scaled,
-)
 from deepspeed_muon.engine.workarounds.norm import norms_to_clip_by
-from deepspeed_muon.engine.zero.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView
 from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.ranks import phase
-
-
-def scales_loss(view: View) -> bool:
-    """Return whether ``engine.backward`` must multiply the loss with the scale that the wrapper divides by."""
-    return UNSCALED_LOSS.is_needed and loss_is_not_scaled(view)
-
-
-def backward(
-    original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: object, **kwargs: object
-) -> object:
-    """Run a backward pass; return the unscaled loss."""
-    view = view_of(engine.optimizer)
-    if (isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed) or (
-        isinstance(view, Bf16View) and EARLIER_COUNTED_TWICE.is_needed
-    ):
-        # DeepSpeed prepares for a backward pass once after each forward pass, but a second one is a pass of its own.
-        view.begin_backward()
-    if not scales_loss(view):
-        return original(loss, *args, **kwargs)
-    scale = float(engine.optimizer.loss_scale)
-    unscaled = original(loss.float() * scale, *args, **kwargs)
-    return unscaled / scale if isinstance(unscaled, Tensor) else unscaled
-
-
-def end_backward(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
-    """End a backward pass so that the buffers hold the gradients of all backward passes of this step, and no others."""
-    memory = view.memory
-    # 1. Reduce the gradients of leaf modules, in one order on all ranks.
-    if isinstance(view, Zero12View) and memory.waiting:
-        reduce_waiting_gradients(view)
-    # 2. Set aside what earlier backward passes of the step left: DeepSpeed replaces it.
-    if isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed:
-        if memory.restart:
-            memory.earlier = {}
-        elif not view.is_later_phase:
-            memory.earlier = view.finished_gradients()
-    # 3. DeepSpeed ends the backward pass.
-    result = original(*args, **kwargs)
-    # 4. Add up.
-    if isinstance(view, Zero12View) and EARLIER_BACKWARD.is_needed:
-        memory.restart = False
-        view.add_gradients(memory.earlier)
-    # 5. Give parameters that were not reduced a gradient of zero.
-    if view.keeps_gradients and STALE_GRADIENTS.is_needed:
-        view.fill_up()
-    return result
-
-
-def zero_grad(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
-    """Discard earlier gradients in the next backward pass, as DeepSpeed does; a step before it still uses them."""
-    view.memory.restart = True
-    if view.holds_sums() and not view.memory.warned:
-        view.memory.warned = True
-        warn(
-            "deepspeed_muon: zero_grad between the micro-steps of an accumulation discards nothing at ZeRO 2, which "
-            "reduces gradients in every micro-step, but the earlier micro-steps at ZeRO 0, 1 and 3. DeepSpeed clears "
-            "gradients after each step: remove the call"
-        )
-    return original(*args, **kwargs)
 
 
 def step(original: Original, view: View, *args: object, **kwargs: object) -> object:
@@ -105,7 +33,6 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
     """
     optimizer, wrapper, memory = view.optimizer, view.wrapper, view.memory
     stops_at_nonfinite = optimizer.config.nonfinite_grad == "error"
-    drops_stale_gradients = view.keeps_gradients and STALE_GRADIENTS.is_needed
     if memory.frozen:
         _warn_of_unfrozen(view)
     skipped_before = optimizer.skipped_steps
@@ -114,38 +41,25 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
     wrapper.overflow = False
     try:
         if isinstance(view, ZeroView):
-            # 1. Complete the gradients, for programs that end an accumulation in step().
-            if drops_stale_gradients:
-                view.fill_up()
-            # 2. Exchange their status, and read it and the norms on the CPU. Gradients that a step leaves because it
-            #    raises are not added to those of the next one.
-            memory.restart, memory.earlier = True, {}
+            # 1. Exchange the status of the gradients, and read it and the norms on the CPU.
             with phase("norm of the gradients", view.data_parallel_group):
                 norms = view.norms()
             memory.norms = optimizer.bound_steps.exchange_flags(view.gradients(), norms)
             memory.partition_norms = memory.norms[: len(view.masters)]
             if stops_at_nonfinite:
                 _raise_for_failed_updates(optimizer)
-        # 3. Decide about overflow: from the status, through has_overflow below.
-        if isinstance(view, Zero3View) and OVERFLOW_IN_FP16_ONLY.is_needed:
-            view.look_for_overflow()
-        # 4. DeepSpeed unscales, clips and calls the optimizer, or skips the step.
+        # 2. DeepSpeed asks has_overflow below, then unscales, clips and calls the optimizer, or skips the step.
         result = original(*args, **kwargs)
         if isinstance(view, ZeroView):
             optimizer.record_norms({key: norm / scale for key, norm in view.norms_by_algorithm().items()})
-        # 5. Raise a dynamic loss scale.
-        if SCALE_GROWS_EARLY.is_needed and view.dynamic_scaler() and not wrapper.overflow:
-            view.grow_scale()
     finally:
         if isinstance(view, ZeroView):
             optimizer.bound_steps.forget_flags()
             memory.norms = []
-            if drops_stale_gradients:
-                view.forget_gradients()
         if optimizer.after_step is not None:
             # ZeRO calls the inner step several times, or never after an overflow.
             optimizer.after_step.end_step()
-    # 6. Report to the engine what the optimizer skipped, so that the learning-rate schedule waits.
+    # 3. Report to the engine what the optimizer skipped, so that the learning-rate schedule waits.
     if optimizer.skipped_steps > skipped_before:
         wrapper.overflow = True
     if wrapper.overflow and stops_at_nonfinite and not view.dynamic_scaler():

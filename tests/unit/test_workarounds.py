@@ -7,8 +7,9 @@ from packaging.version import Version
 
 from deepspeed_muon.engine import patching
 from deepspeed_muon.engine.fingerprints import table
-from deepspeed_muon.engine.hooks import ENGINE_HOOKS, OLDEST, WORKAROUNDS
+from deepspeed_muon.engine.hooks import ENGINE_HOOKS, OLDEST
 from deepspeed_muon.engine.patching import Workaround
+from deepspeed_muon.engine.workarounds import WORKAROUNDS
 from tests.support.native_ops import REPOSITORY
 
 RELEASES = table()["releases"]

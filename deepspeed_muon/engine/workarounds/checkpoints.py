@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import Zero12View
+from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View
 
 
 def load_weights(
@@ -31,26 +31,30 @@ def load_weights(
     return original({**checkpoint, FROZEN_PARAM_FRAGMENTS: None}, *args, **kwargs)
 
 
-def load_no_state_into_divided_weights(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
-    """Make ZeRO 3 gather its weights for ``load_module_only``.
-
-    Args:
-        engine: The engine.
-        arguments: Those of ``load_checkpoint``. Mutated.
-    """
-    if engine.zero_optimization_partition_weights():
-        arguments["load_optimizer_states"] = False
+def load_module_only(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+    """Load with ``load_optimizer_states=False`` where the weights alone are asked for."""
+    call = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs)
+    if call.arguments.get("load_module_only", False) and not engine.load_universal_checkpoint():
+        call.arguments["load_optimizer_states"] = False
+    return original(*call.args[1:], **call.kwargs)
 
 
-@contextmanager
-def weights_of_tag(tag: str | None) -> Iterator[None]:
-    """Make ZeRO 3 read the weights of a tag, where it loads them without the optimizer's state."""
-    if not TAG_OF_LATEST.is_needed:
-        yield
-        return
+def load_tag(
+    original: Original,
+    engine: DeepSpeedEngine,
+    load_dir: object,
+    tag: str | None,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Load, and make ZeRO 3 read the weights of the given tag, where it loads them without the optimizer's state."""
     load = functools.partial(get_fp32_state_dict_from_zero_checkpoint, tag=tag)
     with mock.patch.object(engine_module, "get_fp32_state_dict_from_zero_checkpoint", load):
-        yield
+        return original(load_dir, tag, *args, **kwargs)
+
+
+def _is_stage_3(view: View) -> bool:
+    return isinstance(view, Zero3View)
 
 
 FROZEN_EXPERTS = Workaround(
@@ -72,6 +76,7 @@ MODULE_ONLY = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_deepspeed_features.py::test_loading_weights[3-False-options5]",
+    hooks=(Hook(DeepSpeedEngine, "load_checkpoint", load_module_only, _is_stage_3),),
 )
 
 TAG_OF_LATEST = Workaround(
@@ -79,4 +84,5 @@ TAG_OF_LATEST = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_deepspeed_features.py::test_loading_weights[3-True-options4]",
+    hooks=(Hook(DeepSpeedEngine, "load_checkpoint", load_tag, _is_stage_3),),
 )

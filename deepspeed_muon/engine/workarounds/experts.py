@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from deepspeed_muon.engine.zero.views import View, Zero12View
 from deepspeed_muon.logs import logger
 
 _MARK = "_z3_leaf"
+_WAIT = attrgetter("memory.waiting")
 
 
 def mark_moe_layers(model: nn.Module, *, called_only: bool = False) -> list[str]:
@@ -77,6 +79,12 @@ def prepare_inputs(model: nn.Module) -> None:
         leaf.register_forward_pre_hook(_with_gradient, prepend=True, with_kwargs=True)
 
 
+def prepare_leaves(engine: DeepSpeedEngine) -> None:
+    """Prepare the inputs of leaf modules at stage 3."""
+    if engine.zero_optimization_stage() == 3:
+        prepare_inputs(engine.module)
+
+
 def _with_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Return the inputs of a call, by position where that is possible; one of them at least requires a gradient."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
@@ -93,29 +101,28 @@ def _with_gradient(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return inputs, bound.kwargs
 
 
-def waiting_parameters(view: View, model: nn.Module) -> frozenset[int]:
-    """Return ``id(param)`` of every parameter whose gradient waits for the end of the backward pass.
+def find_waiting(engine: DeepSpeedEngine, view: View) -> None:
+    """Find the parameters whose gradients wait for the end of the backward pass: those of leaf modules.
 
-    They are those of leaf modules at stages 1 and 2. Stacked experts need not wait: every rank has a gradient of the
-    whole stack.
+    Stacked experts need not wait: every rank has a gradient of the whole stack.
     """
-    if not isinstance(view, Zero12View) or not DIFFERENT_EXPERTS.is_needed:
-        return frozenset()
-    chosen = [leaf for leaf in get_z3_leaf_modules(model) if not _are_stacked(getattr(leaf, "experts", None))]
-    return frozenset(id(param) for leaf in chosen for param in leaf.parameters() if param.requires_grad)
+    leaves = get_z3_leaf_modules(engine.module) if isinstance(view, Zero12View) else ()
+    for leaf in leaves:
+        if not _are_stacked(getattr(leaf, "experts", None)):
+            view.memory.waiting |= {id(param) for param in leaf.parameters() if param.requires_grad}
 
 
-def reduce_waiting_gradients(view: Zero12View) -> None:
+def end_backward(original: Original, view: Zero12View, *args: object, **kwargs: object) -> object:
     """Reduce the gradients of leaf modules in one order on all ranks, where the backward pass that ends reduces any."""
-    if not (view.reduces_every_backward or view.in_last_micro_step):
-        return
     waiting = view.memory.waiting
-    for group_number, params in enumerate(view.params):
+    is_reduced = view.reduces_every_backward or view.in_last_micro_step
+    for group_number, params in enumerate(view.params if is_reduced else ()):
         for param in params:
             if id(param) in waiting:
                 if not view.has_gradient(param):
                     view.zero_gradient(param)
                 view.reduce(param, group_number)
+    return original(*args, **kwargs)
 
 
 def reduce_ready_partitions(
@@ -145,17 +152,17 @@ DIFFERENT_EXPERTS = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_idle_parameters.py::test_ranks_that_use_different_branches[1-leaf-]",
+    prepare=find_waiting,
     hooks=(
-        Hook(
-            (Zero12View,), "reduce_ready_partitions_and_remove_grads", reduce_ready_partitions,
-            attrgetter("memory.waiting"),
-        ),
+        Hook((Zero12View,), "reduce_ready_partitions_and_remove_grads", reduce_ready_partitions, _WAIT),
+        Hook((Zero12View,), "independent_gradient_partition_epilogue", end_backward, _WAIT),
     ),
-)  # fmt: skip
+)
 
 LEAF_INPUTS = Workaround(
     defect="ZeRO 3 ends the backward pass of a leaf module before it has begun if no input of it has a gradient",
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_hugging_face_moe.py::test_variants[3-last-layer-False]",
+    before_wrapping=prepare_leaves,
 )

@@ -27,10 +27,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View
+from deepspeed_muon.engine.zero.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.logs import warn
 
 
 def partition_grads(
@@ -109,6 +111,86 @@ def reduce_gradients(
     return original(pipeline_parallel, *args, **kwargs)
 
 
+def begin_backward(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+    """Prepare for a backward pass: DeepSpeed does so after each forward pass, but a second one is a pass of its own."""
+    view = view_of(engine.optimizer)
+    assert isinstance(view, (Zero12View, Bf16View))
+    view.begin_backward()
+    return original(*args, **kwargs)
+
+
+def add_earlier(original: Original, view: Zero12View, *args: object, **kwargs: object) -> object:
+    """Set aside what earlier backward passes of the step left, which DeepSpeed replaces, and add it to the result."""
+    memory = view.memory
+    if memory.restart:
+        memory.earlier = {}
+    elif not view.is_later_phase:
+        memory.earlier = view.finished_gradients()
+    result = original(*args, **kwargs)
+    memory.restart = False
+    view.add_gradients(memory.earlier)
+    return result
+
+
+def fill_up(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
+    """End a backward pass, and give parameters that were not reduced a gradient of zero."""
+    result = original(*args, **kwargs)
+    view.fill_up()
+    return result
+
+
+def zero_grad(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
+    """Discard earlier gradients in the next backward pass, as DeepSpeed does; a step before it still uses them."""
+    view.memory.restart = True
+    if view.holds_sums() and not view.memory.warned:
+        view.memory.warned = True
+        warn(
+            "deepspeed_muon: zero_grad between the micro-steps of an accumulation discards nothing at ZeRO 2, which "
+            "reduces gradients in every micro-step, but the earlier micro-steps at ZeRO 0, 1 and 3. DeepSpeed clears "
+            "gradients after each step: remove the call"
+        )
+    return original(*args, **kwargs)
+
+
+def take_step(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+    """Take a step, and forget its gradients."""
+    view = view_of(engine.optimizer)
+    assert isinstance(view, ZeroView)
+    drops_gradients = view.keeps_gradients and STALE_GRADIENTS.is_needed
+    if drops_gradients:
+        view.fill_up()  # for programs that end an accumulation in step()
+    # Gradients that a step leaves because it raises are not added to those of the next one.
+    view.memory.restart, view.memory.earlier = True, {}
+    try:
+        return original(*args, **kwargs)
+    finally:
+        if drops_gradients:
+            view.forget_gradients()
+
+
+def _is_zero(view: View) -> bool:
+    return isinstance(view, ZeroView)
+
+
+# Of both workarounds below.
+_BETWEEN_STEPS = (
+    Hook((ZeroView,), "zero_grad", zero_grad),
+    Hook(DeepSpeedEngine, "_take_model_step", take_step, _is_zero),
+)
+
+EARLIER_BACKWARD = Workaround(
+    defect="ZeRO 1 and 2 use the last one of several backward passes before a step, and take a second backward pass "
+    "after one forward pass for a later phase of the first",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_several_backward.py::test_gradients_are_added_up[2-forward of each]",
+    hooks=(
+        Hook(DeepSpeedEngine, "backward", begin_backward, lambda view: isinstance(view, Zero12View)),
+        Hook((Zero12View,), "independent_gradient_partition_epilogue", add_earlier),
+        *_BETWEEN_STEPS,
+    ),
+)
+
 STALE_GRADIENTS = Workaround(
     defect="ZeRO 3, and ZeRO 1 and 2 with offload, update a parameter that gets no gradient with its last one, and add "
     "the first gradient of a parameter to that of the step before if it comes in a later micro-step",
@@ -120,15 +202,9 @@ STALE_GRADIENTS = Workaround(
         Hook(
             (Zero12View,), "copy_grads_in_partition", copy_grads_in_partition, attrgetter("keeps_gradients")
         ),
+        Hook((ZeroView,), "independent_gradient_partition_epilogue", fill_up, attrgetter("keeps_gradients")),
+        *_BETWEEN_STEPS,
     ),
-)
-
-EARLIER_BACKWARD = Workaround(
-    defect="ZeRO 1 and 2 use the last one of several backward passes before a step, and take a second backward pass "
-    "after one forward pass for a later phase of the first",
-    first="0.19.2",
-    last="0.19.8",
-    test="tests/distributed/test_several_backward.py::test_gradients_are_added_up[2-forward of each]",
 )
 
 EARLIER_COUNTED_TWICE = Workaround(
@@ -136,6 +212,7 @@ EARLIER_COUNTED_TWICE = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_several_backward.py::test_gradients_are_added_up[1-bf16-fp32-sums-one forward]",
+    hooks=(Hook(DeepSpeedEngine, "backward", begin_backward, lambda view: isinstance(view, Bf16View)),),
 )
 
 LAST_MICRO_STEP_ONLY = Workaround(

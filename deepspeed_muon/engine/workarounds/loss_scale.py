@@ -26,8 +26,6 @@ for wrappers that are a ``ZeROOptimizer``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import methodcaller
 
 import torch
@@ -36,19 +34,41 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import HalfView, View, ZeroView
-from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.engine.zero.views import HalfView, PlainView, View, Zero3View, ZeroView
 
 
 def lower_scale(original: Original, view: View, *args: object, **kwargs: object) -> None:
-    """Lower the scale at once after an overflow; :func:`deepspeed_muon.engine.step.step` raises it."""
+    """Lower the scale at once after an overflow; :func:`grow_scale` raises it."""
     if view.wrapper.overflow:
         original(*args, **kwargs)
+
+
+def grow_scale(original: Original, view: View, *args: object, **kwargs: object) -> object:
+    """Raise a dynamic loss scale after the step."""
+    result = original(*args, **kwargs)
+    if not view.wrapper.overflow:
+        view.grow_scale()
+    return result
+
+
+def look_for_overflow(original: Original, view: Zero3View, *args: object, **kwargs: object) -> object:
+    """Decide about overflow before the first sub-group is updated."""
+    view.look_for_overflow()
+    return original(*args, **kwargs)
 
 
 def loss_is_not_scaled(view: View) -> bool:
     """Return whether ``FP16_UnfusedOptimizer`` divides by a loss scale that the engine does not multiply with."""
     return isinstance(view, HalfView) and view.divides and not isinstance(view.wrapper, ZeROOptimizer)
+
+
+def backward(
+    original: Original, engine: DeepSpeedEngine, loss: Tensor, *args: object, **kwargs: object
+) -> object:
+    """Multiply the loss with the scale that the wrapper divides by; return the unscaled loss."""
+    scale = float(engine.optimizer.loss_scale)
+    unscaled = original(loss.float() * scale, *args, **kwargs)
+    return unscaled / scale if isinstance(unscaled, Tensor) else unscaled
 
 
 def scale(
@@ -58,21 +78,23 @@ def scale(
     return original(loss.float() * float(engine.optimizer.loss_scale), *args, **kwargs)
 
 
-@contextmanager
-def scale_of_all_ranks(engine: DeepSpeedEngine, optimizer: Muon) -> Iterator[None]:
-    """Lower the scale of a ``GradScaler`` on all ranks if they skip the step that is taken in this context.
-
-    Must be entered by all ranks of the engine.
-    """
+def take_step(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+    """Take a step, and lower the scale of a ``GradScaler`` on all ranks if they skip it."""
     scaler = engine.torch_autocast_z0_gradscaler
-    if scaler is None or not ONE_RANK_LOWERS_SCALE.is_needed:
-        yield
-        return
+    if scaler is None:
+        return original(*args, **kwargs)
     before = scaler.scale(torch.ones((), device=engine.device))  # a copy; the host does not wait for it
-    yield
-    if optimizer.overflow:
+    result = original(*args, **kwargs)
+    if engine.basic_optimizer.overflow:
         lowered = {"scale": float(before) * scaler.get_backoff_factor(), "_growth_tracker": 0}
         scaler.load_state_dict({**scaler.state_dict(), **lowered})
+    return result
+
+
+def replace_grad_scaler(engine: DeepSpeedEngine, view: View) -> None:
+    """Give ZeRO a dynamic loss scale of DeepSpeed's."""
+    if isinstance(view, ZeroView):
+        view.replace_grad_scaler(autocast=engine.torch_autocast_enabled())
 
 
 SCALE_GROWS_EARLY = Workaround(
@@ -80,7 +102,10 @@ SCALE_GROWS_EARLY = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_precision.py::test_a_growing_loss_scale_changes_nothing[3]",
-    hooks=(Hook((ZeroView, HalfView), "_update_scale", lower_scale, methodcaller("dynamic_scaler")),),
+    hooks=(
+        Hook((ZeroView, HalfView), "_update_scale", lower_scale, methodcaller("dynamic_scaler")),
+        Hook((ZeroView, HalfView), "step", grow_scale, methodcaller("dynamic_scaler")),
+    ),
 )
 
 GRAD_SCALER = Workaround(
@@ -89,6 +114,7 @@ GRAD_SCALER = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_precision.py::test_autocast_recovers_from_an_overflow[1-error]",
+    prepare=replace_grad_scaler,
 )
 
 ONE_RANK_LOWERS_SCALE = Workaround(
@@ -97,6 +123,7 @@ ONE_RANK_LOWERS_SCALE = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_moe.py::test_all_ranks_lower_the_loss_scale",
+    hooks=(Hook(DeepSpeedEngine, "_take_model_step", take_step, lambda view: isinstance(view, PlainView)),),
 )
 
 UNSCALED_LOSS = Workaround(
@@ -104,7 +131,10 @@ UNSCALED_LOSS = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_moe.py::test_half_precision[0-fp16-extra2]",
-    hooks=(Hook(DeepSpeedEngine, "scale", scale, loss_is_not_scaled),),
+    hooks=(
+        Hook(DeepSpeedEngine, "backward", backward, loss_is_not_scaled),
+        Hook(DeepSpeedEngine, "scale", scale, loss_is_not_scaled),
+    ),
 )
 
 OVERFLOW_IN_FP16_ONLY = Workaround(
@@ -114,4 +144,5 @@ OVERFLOW_IN_FP16_ONLY = Workaround(
     last="0.19.7",
     fixed=True,
     test="tests/distributed/test_failures.py::test_nonfinite_gradient_is_an_error_if_asked[3-fp32]",
+    hooks=(Hook((Zero3View,), "step", look_for_overflow),),
 )

@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.zero.views import Zero3View
 
-CACHED = "_PartitionedParameterCoordinator__params_to_release"
+_CACHED = "_PartitionedParameterCoordinator__params_to_release"
 """A method of ZeRO 3's coordinator, whose cache refers to the parameters of every engine."""
 
 
@@ -20,7 +20,7 @@ def release_destroyed(original: Original, view: Zero3View, *args: object, **kwar
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not model]
     # A functools.lru_cache without bound, keyed by coordinator and module. A decorator around it hides it in a closure.
-    cached = vars(PartitionedParameterCoordinator)[CACHED]
+    cached = vars(PartitionedParameterCoordinator)[_CACHED]
     for cell in cached.__closure__ or ():
         cell.cell_contents.cache_clear()
 
@@ -31,4 +31,5 @@ DESTROYED_ENGINES = Workaround(
     last="0.19.8",
     test="tests/distributed/test_leaves_nothing_behind.py::test_engines_of_ours_leave_nothing",
     hooks=(Hook((Zero3View,), "destroy", release_destroyed),),
+    calls=((PartitionedParameterCoordinator, (_CACHED,)),),
 )

@@ -11,6 +11,7 @@ each, and are clipped here. Otherwise both norms are measured in sampled steps o
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -24,9 +25,9 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.config.settings import ClipPolicy
-from deepspeed_muon.engine.patching import Original, Workaround
+from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
-from deepspeed_muon.engine.zero.views import Bf16View, HalfView, View, view_of
+from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView, View, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
@@ -66,13 +67,17 @@ def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
     if optimizer.config.clip != "all":
         optimizer._global_grad_norm = _total(norms)
         _clip_by_algorithm(view_of(engine.optimizer), norms, limit)
-    elif not PLAIN_NORM.is_needed:
-        original()
     elif (norm := _exact_norm(engine)) is not None:
         torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
         optimizer._global_grad_norm = norm
     else:
         optimizer._global_grad_norm = clip_grad_norm_(_params(engine), max_norm=limit, mpu=engine.mpu)
+
+
+def measure_without_clipping(engine: DeepSpeedEngine, view: View) -> None:
+    """Let the optimizer of a plain engine measure the norm where nothing is clipped by it."""
+    if isinstance(view, PlainView) and engine.gradient_clipping() <= 0.0:
+        view.optimizer.measure_norms = functools.partial(measure_norms, weakref.ref(engine))
 
 
 def measure_norms(reference: weakref.ref[Any]) -> dict[str, Tensor]:
@@ -130,8 +135,6 @@ def unscale_and_clip_grads(
     # 1. The norm of all gradients.
     if policy != "all":
         total_norm = _total(norms)
-    elif not NORM_OF_SCALED_GRADIENTS.is_needed:
-        return original(total_norm, apply_scale)
     elif engine.has_moe_layers or tensor_parallel_group(engine) is not None:
         pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
         (total_norm,) = _norms(engine, [pairs])
@@ -161,8 +164,7 @@ def grads_for_norm(
 
     Unless ``clip`` is ``all``, clip them here and leave none to DeepSpeed.
     """
-    if NORM_OF_USED_PARAMETERS.is_needed:
-        view.count_all_gradients()
+    view.count_all_gradients()
     if not for_clipping:
         view.optimizer.record_norms(measure_by_algorithm(view.memory.engine()))
     elif view.optimizer.config.clip != "all":
@@ -285,6 +287,15 @@ PLAIN_NORM = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_moe.py::test_matches_the_reference[0-4-2-1-0.5]",
+    prepare=measure_without_clipping,
+    hooks=(
+        Hook(
+            DeepSpeedEngine,
+            "clip_fp32_gradients",
+            clip_fp32_gradients,
+            lambda view: isinstance(view, PlainView),
+        ),
+    ),
 )
 
 NORM_OF_SCALED_GRADIENTS = Workaround(
@@ -293,6 +304,7 @@ NORM_OF_SCALED_GRADIENTS = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_moe.py::test_half_precision[0-fp16-extra2]",
+    hooks=(Hook((HalfView,), "unscale_and_clip_grads", unscale_and_clip_grads),),
 )
 
 NORM_OF_USED_PARAMETERS = Workaround(
@@ -300,4 +312,5 @@ NORM_OF_USED_PARAMETERS = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_idle_parameters.py::test_a_parameter_counts_that_only_the_other_rank_used",
+    hooks=(Hook((Bf16View,), "get_grads_for_norm", grads_for_norm),),
 )

@@ -7,7 +7,7 @@ and do not make them again after a load or after ``reload_states``.
 from __future__ import annotations
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import FlatView
+from deepspeed_muon.engine.zero.views import FlatView, Zero12View
 
 
 def link_states(original: Original, view: FlatView, *args: object, **kwargs: object) -> None:
@@ -20,6 +20,12 @@ def link_params(original: Original, view: FlatView, *args: object, **kwargs: obj
     """Link the parameters to their masters, and to their optimizer state again."""
     original(*args, **kwargs)
     view.link_states_again()
+
+
+def reload_states(original: Original, view: Zero12View, *args: object, **kwargs: object) -> None:
+    """Take the state back, and link the parameters again."""
+    original(*args, **kwargs)
+    view.link_params()
 
 
 EARLY_LINKS = Workaround(
@@ -37,5 +43,8 @@ LOST_LINKS = Workaround(
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_checkpoint_deepspeed.py::test_deepspeeds_tools[1-fp32]",
-    hooks=(Hook((FlatView,), "_link_all_hp_params", link_params),),
+    hooks=(
+        Hook((FlatView,), "_link_all_hp_params", link_params),
+        Hook((Zero12View,), "reload_states", reload_states),
+    ),
 )
