@@ -143,7 +143,7 @@ def facts() -> dict[str, Any]:
     for wrapper, view in views.WRAPPERS.items():
         classes = (each for each in wrapper.__mro__ if each.__module__.startswith("deepspeed."))
         code = "".join(map(inspect.getsource, classes))
-        for name in (*views._READ[view], *views._READ_WITH_OFFLOAD):
+        for name in sorted(views.read_by(view)):
             uses = rf".*(?:self\.{name}\b[^=\n()]*=[^=]|def {name}\b).*\n"
             texts[f"{wrapper.__name__}: {name}"] = "".join(sorted(set(re.findall(uses, code))))
     return {"version": deepspeed.__version__, "guard": guard, "facts": texts}

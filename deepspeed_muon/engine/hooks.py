@@ -57,7 +57,6 @@ from deepspeed_muon.engine import (
     workarounds,
 )
 from deepspeed_muon.engine.patching import Hook, Original, replace_method
-from deepspeed_muon.engine.zero import views
 from deepspeed_muon.engine.zero.views import (
     WRAPPERS,
     Bf16View,
@@ -67,6 +66,7 @@ from deepspeed_muon.engine.zero.views import (
     Zero3View,
     Zero12View,
     ZeroView,
+    read_by,
     view_of,
 )
 from deepspeed_muon.errors import InstallationError
@@ -279,7 +279,7 @@ def followed_functions() -> list[fingerprints.Followed]:
     followed += [
         (wrapper, name)
         for wrapper, view in WRAPPERS.items()
-        for name in (*views._READ[view], *views._READ_WITH_OFFLOAD, *_OF_SOME_RELEASES)
+        for name in (*sorted(read_by(view)), *_OF_SOME_RELEASES)
     ]
     return [pair for pair in dict.fromkeys(followed) if inspect.isroutine(getattr(*pair, None))]
 

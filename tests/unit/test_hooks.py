@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +17,6 @@ from deepspeed.utils.nvtx import instrument_w_nvtx
 import deepspeed_muon
 from deepspeed_muon.engine.hooks import HOOKS
 from deepspeed_muon.engine.patching import Hook
-from deepspeed_muon.engine.zero import views
 
 
 @pytest.fixture(autouse=True)
@@ -101,17 +98,3 @@ def test_a_deepspeed_with_other_functions_is_refused_before_anything_is_replaced
     assert "install one of them" in remedy
     assert vars(DeepSpeedEngine)["_configure_optimizer"] is before and not deepspeed_muon.is_registered()
     monkeypatch.undo()
-
-
-@pytest.mark.parametrize("view", views._READ, ids=lambda view: view.__name__)
-def test_all_that_a_view_reads_is_looked_for(view: type[views.View]) -> None:
-    """What is missing in the table would be missed in the middle of a training."""
-    read = (
-        {"overflow"} if view in (views.Zero12View, views.Zero3View, views.HalfView) else set()
-    )  # by the hooks
-    for kind in view.__mro__[:-1]:
-        nodes = ast.walk(ast.parse(inspect.getsource(kind)))
-        uses = [each for each in nodes if isinstance(each, ast.Attribute)]
-        read |= {each.attr for each in uses if ast.unparse(each.value) in ("wrapper", "self.wrapper")}
-    optional = {"optimizer", "_wait_for_offload_copies", *views._READ_WITH_OFFLOAD}
-    assert set(views._READ[view]) == read - optional

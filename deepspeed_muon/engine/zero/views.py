@@ -17,6 +17,8 @@ The names of the methods that are replaced are also in :mod:`deepspeed_muon.engi
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -636,41 +638,14 @@ WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
 }
 
 
-_READ_OF_ZERO = (
-    "averaged_gradients", "dp_process_group", "dynamic_loss_scale", "get_param_id", "gradient_accumulation_dtype",
-    "is_gradient_accumulation_boundary", "loss_scaler", "micro_step_id", "model_parallel_group", "overflow",
-    "reset_cpu_buffers", "torch_autocast_gradscaler",
-)  # fmt: skip
-_READ_OF_FLAT = ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state", "_link_all_hp_params")
-_READ_WITH_OFFLOAD = ("grad_position", "norm_for_param_grads")
+# Of these each is read by some releases or settings only: behind hasattr, or with an offloaded optimizer.
+_NOT_ALWAYS_READ = {"_wait_for_offload_copies", "grad_position", "norm_for_param_grads"}
 
-# What each view reads or calls of its wrapper.
-_READ: dict[type[View], tuple[str, ...]] = {
-    PlainView: (),
-    HalfView: ("_global_grad_norm", "clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "overflow"),
-    Bf16View: (
-        *_READ_OF_FLAT,
-        "bf16_groups", "bf16_groups_flat", "bf16_partitioned_groups", "clear_lp_grads", "clip_grad",
-        "fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_has_gradients", "real_dp_process_group",
-    ),
-    Zero12View: (
-        *_READ_OF_FLAT, *_READ_OF_ZERO,
-        "_epilogue_ran_this_backward", "all_grad_tensors", "bit16_groups", "bit16_groups_flat",
-        "check_grad_overflow", "clear_backward_seen_flag", "clip_grad", "copy_grads_in_partition", "cpu_offload",
-        "get_gradient_for_reduction", "ignore_unused_parameters", "overlap_comm", "parallel_partitioned_bit16_groups",
-        "params_in_partition", "partition_gradients", "real_dp_process_group",
-        "reduce_independent_p_g_buckets_and_remove_grads", "single_partition_of_fp32_groups",
-        "use_grad_accum_attribute",
-    ),
-    Zero3View: (
-        *_READ_OF_ZERO, "_swappable_optimizer_subgroup", "_unflatten_partitioned_parameters", "check_overflow",
-        "checkpoint_event_epilogue", "checkpoint_event_prologue", "clip_grad", "fp16_groups",
-        "fp16_partitioned_groups_flat",
-        "fp16_partitioned_groups_flat_numel", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
-        "offload_optimizer", "optimizer_swapper", "parameter_offload", "partition_grads", "reduce_and_partition_stream",
-        "sub_group_to_group_id",
-    ),
-}  # fmt: skip
+
+def read_by(view: type[View]) -> set[str]:
+    """Return the names of the attributes that a view reads or calls of its wrapper, from its source."""
+    source = "".join(inspect.getsource(kind) for kind in view.__mro__[:-1])
+    return set(re.findall(r"\bwrapper\.([a-z_]\w*)", source))
 
 
 def view_of(wrapper: DeepSpeedOptimizer) -> View:
@@ -700,11 +675,9 @@ def require_attributes(wrapper: DeepSpeedOptimizer) -> None:
         ConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the message has
             all of them.
     """
-    kind = WRAPPERS.get(type(wrapper), PlainView)
-    missing = [name for name in _READ[kind] if not hasattr(wrapper, name)]
-    if not missing and view_of(wrapper).offloads:
-        missing = [name for name in _READ_WITH_OFFLOAD if not hasattr(wrapper, name)]
-    if missing:
+    kind = WRAPPERS.get(type(wrapper))
+    names = set() if kind is None else read_by(kind) - _NOT_ALWAYS_READ
+    if missing := sorted(name for name in names if not hasattr(wrapper, name)):
         raise ConfigError(
             f"{type(wrapper).__name__} of this DeepSpeed has no {', '.join(missing)}, where deepspeed_muon looks for "
             f"weights, gradients and scales. Install a DeepSpeed that docs/usage.md lists, or a newer deepspeed_muon"
