@@ -117,12 +117,10 @@ def passes_for(partitions: Sequence[BoundPartition], config: MuonConfig, policy:
 
 
 @functools.cache
-def _native(
-    make: NativeAdam, decoupled: bool, master: torch.dtype, moments: torch.dtype
-) -> Callable[..., None] | str:
+def _native(make: NativeAdam) -> Callable[..., None] | str:
     """Return DeepSpeed's kernel, or the reason why it cannot be used; cached, so that the warning appears once."""
     try:
-        return make(decoupled=decoupled, master=master, moments=moments)
+        return make()
     except InstallationError as error:
         warn_on_each_machine("deepspeed_muon: torch's AdamW runs on the offloaded partitions: %s", error)
         return str(error)
@@ -172,8 +170,7 @@ class AdamW:
         tensor = self._local[0][0].tensor
         self._kernel, self._reason = "torch_fused", "the partitions are not offloaded to the CPU"
         if step_set.native_adam is not None and tensor.device.type == "cpu":
-            moments = policy.dtype("exp_avg", tensor.dtype)
-            native = _native(step_set.native_adam, self._decoupled, tensor.dtype, moments)
+            native = _native(step_set.native_adam)
             if isinstance(native, str):
                 self._reason = native
             else:

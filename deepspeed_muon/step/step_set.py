@@ -16,7 +16,7 @@ from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placem
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
 
-NativeAdam = Callable[..., Callable[..., None]]
+NativeAdam = Callable[[], Callable[..., None]]
 """Makes a native AdamW; see :attr:`StepSet.native_adam`."""
 
 
@@ -58,8 +58,7 @@ class StepSet:
         tensor_group: The tensor-parallel process group whose ranks have the remaining shards of the matrices; ``None``
             without tensor parallelism.
         native_adam: Makes DeepSpeed's native AdamW if ZeRO-Offload stores the partitions on the CPU, else ``None``.
-            Called with ``decoupled``, ``master`` and ``moments``, it returns a function like
-            :func:`deepspeed_muon.math.updates.adam_step_` or raises ``InstallationError``.
+            It returns a function like :func:`deepspeed_muon.math.updates.adam_step_` or raises ``InstallationError``.
     """
 
     partitions: tuple[BoundPartition, ...]

@@ -60,7 +60,7 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
     if kernel == "deepspeed":
         from deepspeed_muon.engine.offload import CpuAdam
 
-        run = CpuAdam(decoupled=decoupled, master=master, moments=moments)
+        run = CpuAdam()
     numel = 1003
     param, grad = 0.02 * random(numel, torch.float32, 0), random(numel, torch.float32, 1)
     param, grad = param.to(master), grad.to(master)
