@@ -32,7 +32,6 @@ from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.zero.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
-from deepspeed_muon.logs import warn
 
 
 def partition_grads(
@@ -142,13 +141,6 @@ def fill_up(original: Original, view: ZeroView, *args: object, **kwargs: object)
 def zero_grad(original: Original, view: ZeroView, *args: object, **kwargs: object) -> object:
     """Discard earlier gradients in the next backward pass, as DeepSpeed does; a step before it still uses them."""
     view.memory.restart = True
-    if view.holds_sums() and not view.memory.warned:
-        view.memory.warned = True
-        warn(
-            "deepspeed_muon: zero_grad between the micro-steps of an accumulation discards nothing at ZeRO 2, which "
-            "reduces gradients in every micro-step, but the earlier micro-steps at ZeRO 0, 1 and 3. DeepSpeed clears "
-            "gradients after each step: remove the call"
-        )
     return original(*args, **kwargs)
 
 

@@ -62,7 +62,6 @@ class Memory:
         clipped_by: By which norm, times the loss scale, each partition is clipped in the running step; ``None`` for
             none. Empty until the first partition is clipped.
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
-        warned: Whether a warning was logged that ``zero_grad`` does not discard what it should.
         frozen: Name and tensor of the parameters that were frozen when the wrapper was made, until one is warned of.
     """
 
@@ -75,7 +74,6 @@ class Memory:
     partition_norms: list[Tensor] = field(default_factory=list)
     clipped_by: list[Tensor | None] = field(default_factory=list)
     earlier: dict[int, Any] = field(default_factory=dict)
-    warned: bool = False
     frozen: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
@@ -373,10 +371,6 @@ class ZeroView(View):
         finally:
             self.wrapper.micro_step_id = number
 
-    def holds_sums(self) -> bool:
-        """Return whether gradients of earlier micro-steps are where ``zero_grad`` does not reach them."""
-        return False
-
     def is_undelivered(self, param: Tensor) -> bool:
         """Return whether an offloaded parameter's sum of gradients has not reached its master yet."""
         return self.wrapper.get_param_id(param) not in self.wrapper.norm_for_param_grads
@@ -442,9 +436,6 @@ class Zero12View(FlatView, ZeroView):
     def prepare(self) -> None:
         # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
         self.wrapper.check_grad_overflow = True
-
-    def holds_sums(self) -> bool:
-        return any(grads is not None for grads in self.wrapper.all_grad_tensors.values())
 
     def begin_backward(self) -> None:
         """Separate a backward pass from the last one: DeepSpeed does so in forward passes only."""
