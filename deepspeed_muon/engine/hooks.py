@@ -133,8 +133,8 @@ ENGINE_HOOKS = (
     # DeepSpeed would clip Muon's and AdamW's gradients by their common norm, whatever clip says.
     Hook((Zero12View,), "unscale_and_clip_grads", step.clip_partition, _CLIPS_BY_ALGORITHM),
     Hook((Zero3View,), "unscale_and_clip_grads", step.clip_sub_group, _CLIPS_BY_ALGORITHM),
-    # Samples of a step would not have all of it, the wait for other ranks would have no bound, weights that no step of
-    # their variant can move would be trained, and AdamW's rate would not be in the monitor.
+    # Samples of a step would not have all of it, the wait for other ranks would have no bound, and AdamW's rate would
+    # not be in the monitor.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
     # At ZeRO 0 in fp32 a parameter that is unfrozen later would get a gradient and no update. If the ranks unfroze
     # different ones, DeepSpeed's all-reduce would wait forever.
