@@ -1,4 +1,4 @@
-"""Loads parameter names and shapes, without weights, from a preset, a configuration, a checkpoint or a function.
+"""Loads parameter names and shapes, without weights, from a preset, a configuration or a function.
 
 Nothing is downloaded. Models are built on the meta device, so that routing treats their parameters exactly as those of
 a real model.
@@ -12,7 +12,6 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,21 +74,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-_SMALLEST = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"), 1),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "n_shared_experts", "first_k_dense_replace"), 0),
-}
-"""The smallest valid value of each key of a config.json that is a size."""
-
 _SAME_SHAPES = {"kimi_k2": "deepseek_v3"}
 """Architectures that transformers lacks, each with one that has the same parameters."""
 
 
 MODEL_FORMS = (
-    f"a preset ({', '.join(PRESETS)}), a Hugging Face config.json, a folder with one or with a checkpoint, a class or "
-    f"model_type of transformers, a model in Hugging Face's cache, or MODULE:FUNCTION, which returns a module"
+    f"a preset ({', '.join(PRESETS)}), a Hugging Face config.json, a folder with one, a class or model_type of "
+    f"transformers, a model in Hugging Face's cache, or MODULE:FUNCTION, which returns a module"
 )
 """The forms of a command line's MODEL, for help and errors."""
 
@@ -105,8 +96,6 @@ def load_model(source: str, device: str = "meta") -> list[NamedParameter]:
         ConfigError: If ``source`` has no such form, or the model cannot be built.
     """
     path = Path(source)
-    if path.is_dir():
-        return _from_checkpoint(path)
     if ":" in source and not path.exists():
         return list(model_parameters_by_name(_from_function(source, device)).values())
     return from_config(model_config(source))
@@ -128,9 +117,7 @@ def model_config(source: str) -> dict[str, Any]:
     config = _config_by_name(source)
     if config is None:
         raise ConfigError(
-            f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a config.json, a folder with one or with a "
-            f"checkpoint, a class or model_type of transformers, a model in Hugging Face's cache, or MODULE:FUNCTION. "
-            f"Nothing is downloaded: for a model on the Hub pass its config.json"
+            f"{source!r} is none of {MODEL_FORMS}. Nothing is downloaded: for a model on the Hub pass its config.json"
         )
     return config
 
@@ -279,53 +266,29 @@ def _from_shapes(shapes: Shapes) -> list[NamedParameter]:
 
 
 def from_config(config: Mapping[str, Any]) -> list[NamedParameter]:
-    """Return the parameters of a Hugging Face configuration; see :func:`build_model`."""
-    return list(model_parameters_by_name(build_model(config)).values())
-
-
-def build_model(config: Mapping[str, Any], device: str = "meta") -> nn.Module:
-    """Return the model of a Hugging Face configuration, built and initialised by transformers.
+    """Return the parameters of the model that transformers builds of a Hugging Face configuration.
 
     Raises:
-        ConfigError: If a size is invalid, transformers is not installed, or it cannot build the model.
+        ConfigError: If transformers is not installed, or cannot build the model.
     """
-    return build_parsed(parse_config(config), device)
-
-
-def parse_config(config: Mapping[str, Any]) -> Any:
-    """Return transformers' object of a Hugging Face configuration, which has a value for each key.
-
-    Raises:
-        ConfigError: As :func:`build_model`.
-    """
-    _check_sizes(config)
     model_type = str(config.get("model_type", ""))
     if not model_type:
         raise ConfigError(
             "no model_type: not the config.json of a Hugging Face model (a DeepSpeed configuration goes to --params)"
         )
-    transformers = _transformers_for(model_type)
-    if transformers is None:
+    try:
+        import transformers
+    except ImportError:
+        transformers = None
+    class_name = _SAME_SHAPES.get(model_type, model_type)
+    if transformers is None or class_name not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"the shapes of a model of model_type {model_type!r} come from transformers, which is not installed or "
-            f"does not know it: pip install 'deepspeed-muon[hf]', or pass a folder with *.safetensors files"
+            f"does not know it: pip install 'deepspeed-muon[hf]', or pass MODULE:FUNCTION"
         )
     settings = {key: value for key, value in config.items() if key != "model_type"}
     try:
-        return transformers.CONFIG_MAPPING[_SAME_SHAPES.get(model_type, model_type)](**settings)
-    except Exception as error:  # of any type, because this runs the architecture's code
-        raise _cannot_build(model_type, error) from error
-
-
-def build_parsed(parsed: Any, device: str = "meta") -> nn.Module:
-    """Return the model of transformers' object of a configuration, which :func:`parse_config` returns.
-
-    Raises:
-        ConfigError: If transformers cannot build the model.
-    """
-    import transformers
-
-    try:
+        parsed = transformers.CONFIG_MAPPING[class_name](**settings)
         # The class that saved the configuration determines the head of the model: LlamaForCausalLM has lm_head.
         saved_classes = [getattr(transformers, str(name), None) for name in parsed.architectures or ()]
         matching: list[Any] = [
@@ -335,80 +298,10 @@ def build_parsed(parsed: Any, device: str = "meta") -> nn.Module:
         ]
         is_causal = type(parsed) in transformers.AutoModelForCausalLM._model_mapping
         auto_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
-        with torch.device(device):
+        with torch.device("meta"):
             model: nn.Module = matching[0](parsed) if matching else auto_class.from_config(parsed)
     except Exception as error:  # of any type, because this runs the architecture's code
-        raise _cannot_build(parsed.model_type, error) from error
-    return model
-
-
-def _cannot_build(model_type: str, error: Exception) -> ConfigError:
-    import transformers
-
-    return ConfigError(
-        f"transformers {transformers.__version__} cannot build this model of model_type {model_type!r}: {error}"
-    )
-
-
-def _check_sizes(config: Mapping[str, Any], where: str = "") -> None:
-    """Refuse sizes that no model can have, before shapes are computed from them."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            _check_sizes(value, f"{where}{key}.")
-        least = _SMALLEST.get(key)
-        # None means the default; a list has one size per layer.
-        if least is None or value is None or isinstance(value, list):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{where}{key}: must be a whole number of at least {least} (got {value!r})")
-
-
-def _transformers_for(model_type: str) -> ModuleType | None:
-    """Return the package transformers if it is installed and supports ``model_type``, else ``None``."""
-    try:
-        import transformers
-    except ImportError:
-        return None
-    supported = _SAME_SHAPES.get(model_type, model_type) in transformers.CONFIG_MAPPING
-    return transformers if supported else None
-
-
-def _from_checkpoint(folder: Path) -> list[NamedParameter]:
-    """Return the parameters of a folder with safetensors, a consolidated set, DeepSpeed's files, or a config.json.
-
-    Raises:
-        ConfigError: If the folder has none of them.
-        CheckpointError: If a checkpoint is corrupt.
-    """
-    from deepspeed_muon.checkpoint.index import INDEX_NAME, load_index
-
-    if (folder / INDEX_NAME).is_file():
-        index = load_index(folder)
-        return _from_shapes({name: tuple(record.shape) for name, record in index.parameters.items()})
-    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-    files = sorted(folder.glob("*.safetensors"))
-    # Prefer a model to bare shapes: it also has the modules of the weights, and which of them are tied.
-    if config and not (files and _transformers_for(str(config.get("model_type", ""))) is None):
-        return from_config(config)
-    if files:
-        return _from_shapes(dict(item for file in files for item in _safetensors_shapes(file).items()))
-    if (folder / "latest").is_file() or any(folder.glob("*model_states.pt")):
-        from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles
-
-        checkpoint = DeepSpeedFiles(folder, verify=False)
-        return _from_shapes({name: record.shape for name, record in checkpoint.parameters.items()})
-    raise ConfigError(
-        f"{folder}: no *.safetensors, config.json, consolidated set or DeepSpeed checkpoint in this folder"
-    )
-
-
-def _safetensors_shapes(file: Path) -> Shapes:
-    """Read the header of a safetensors file: its length in 8 bytes, little-endian, then JSON."""
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            # In any other file these 8 bytes can be a huge number.
-            header = json.loads(stream.read(min(length, 1 << 30)))
-        except ValueError as error:
-            raise ConfigError(f"{file}: not a safetensors file: {error}") from error
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot build this model of model_type {model_type!r}: {error}"
+        ) from error
+    return list(model_parameters_by_name(model).values())

@@ -1,15 +1,11 @@
-"""``python -m deepspeed_muon plan MODEL``: predicts a run's computation, communication and memory.
-
-Prints text or JSON, or draws a plot.
-"""
+"""``python -m deepspeed_muon plan MODEL``: predicts a run's computation, communication and memory."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -209,7 +205,6 @@ def report(
     routes: Sequence[Route],
     settings: PlanSettings,
     *,
-    per_parameter: bool = False,
     owners: bool = False,
 ) -> dict[str, Any]:
     """Return the plan as data that can be serialised to JSON.
@@ -218,7 +213,6 @@ def report(
         model: The model's name in the report.
         routes: The routes of all parameters.
         settings: Stage, parallel sizes and hardware.
-        per_parameter: Whether every parameter has a row, instead of one row for equal parameters of all layers.
         owners: Whether to list the owner of every matrix.
     """
     exchange, iteration = predict.exchange_of(routes, settings), settings.iteration
@@ -241,7 +235,7 @@ def report(
             "assumed_efficiency": settings.efficiency,
             "assumed_link_efficiency": LINK_EFFICIENCY,
         },
-        "routes": rows_of(routes, per_parameter=per_parameter),
+        "routes": rows_of(routes, per_parameter=False),
         "owners": {
             "matrices": len(names),
             "moving": exchange.sent_matrices,
@@ -347,42 +341,6 @@ def _elements(count: int) -> str:
     return str(count)
 
 
-def _plot(model: str, routes: Sequence[Route], settings: PlanSettings, path: str) -> None:
-    """Plot step time, bytes and memory of both optimizers over the number of GPUs."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
-
-    model_parallel = settings.tensor_parallel * settings.expert_parallel
-    most = 16384  # without model parallelism 1, 4, 16, ..., 16384 GPUs
-    worlds = [
-        model_parallel * 4**power for power in range(8) if power == 0 or model_parallel * 4**power <= most
-    ]
-    forecasts = [forecast(routes, replace(settings, world_size=world)) for world in worlds]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
-    titles: dict[str, Callable[[StepForecast], float]] = {
-        "optimizer step, ms (predicted)": lambda step: step["seconds"]["total"] * 1e3,
-        "sent per GPU and step, GB": lambda step: (step["sent_bytes"] + step["zero_bytes"]) / 1e9,
-        "memory per GPU, GB": lambda step: step["memory"]["total"] / 1e9,
-    }
-    for axis, (title, value) in zip(axes, titles.items(), strict=True):
-        for name, label in _OPTIMIZERS.items():
-            axis.plot(worlds, [value(steps[name]) for steps in forecasts], marker="o", label=label)
-        axis.set(title=title, xlabel="GPUs", xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.suptitle(f"{model}, ZeRO {settings.stage}, {settings.gpu['name'].upper()}")
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib cannot write
-        raise ConfigError(f"--plot {path!r}: cannot be written: {error}") from error
-    pyplot.close(figure)
-
-
 def add_subcommand(subparsers: Any) -> None:
     """Add the command ``plan`` to the result of ``ArgumentParser.add_subparsers``; its ``run`` executes it."""
     parser = subparsers.add_parser(
@@ -401,10 +359,8 @@ def add_subcommand(subparsers: Any) -> None:
     rate = "the rate of all links of a node together (default: one port for each GPU, as in the GPU's server)"
     option("--network-gbit", type=float, metavar="RATE", help=rate)
     option("--separate-experts", action="store_true", help="every expert is a parameter of its own")
-    option("--routes", action="store_true", help="one row for each parameter")
     option("--owners", action="store_true", help="the owner of every matrix (with --json)")
     option("--json", action="store_true", help="print JSON")
-    option("--plot", metavar="PNG", help="also plot world sizes 1 to 16384 into this file")
     parser.set_defaults(run=_plan)
 
 
@@ -433,10 +389,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.separate_experts:
         members = with_separate_experts(members)
     routes = route_parameters(members, config)
-    data = report(arguments.model, routes, settings, per_parameter=arguments.routes, owners=arguments.owners)
+    data = report(arguments.model, routes, settings, owners=arguments.owners)
     print(json.dumps(data, indent=1) if arguments.json else render(data))
-    if arguments.plot:
-        _plot(arguments.model, routes, settings, arguments.plot)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``python -m deepspeed_muon plan``: shapes without weights, text, JSON, a plot, and errors that say what to do."""
+"""``python -m deepspeed_muon plan``: shapes without weights, text, JSON, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_muon.__main__ import main
@@ -118,14 +117,8 @@ def test_advice(plan_of: PlanOf, arguments: list[str], said: str, not_said: str)
 
 
 @pytest.mark.full
-def test_a_trillion_parameters_on_sixteen_thousand_ranks(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "plan.png"
-    command = ["plan", "kimi-k2", "--world-size", "16384", "--separate-experts", "--plot", str(picture)]
-    assert main(command) == 0
-    assert picture.stat().st_size > 10_000
+def test_a_trillion_parameters_on_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "kimi-k2", "--world-size", "16384", "--separate-experts"]) == 0
     assert "16384 x H100" in capsys.readouterr().out
     # More ranks, no more calls.
     routes = route_parameters(with_separate_experts(load_model("kimi-k2")))
@@ -133,13 +126,6 @@ def test_a_trillion_parameters_on_sixteen_thousand_ranks(
         calls(lambda world=world: exchange_of(routes, PlanSettings(world))) for world in (1024, 16384)
     )
     assert many <= 1.05 * few
-
-
-def test_checkpoint_folder(tmp_path: Path, plan_of: PlanOf) -> None:
-    weights = {"model.layers.0.up.weight": torch.zeros(6, 4), "model.embed_tokens.weight": torch.zeros(9, 4)}
-    save_file(weights, tmp_path / "model.safetensors")
-    plan = plan_of(tmp_path, "--world-size", "2")
-    assert plan["algorithms"]["muon"] == {"tensors": 1, "elements": 24}
 
 
 def test_at_stage_0_a_broadcast_passes_each_link_once() -> None:
@@ -152,12 +138,14 @@ def test_at_stage_0_a_broadcast_passes_each_link_once() -> None:
 def test_names_that_the_terminal_cannot_show_are_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_file({"größe.weight": torch.zeros(6, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "größe.json").write_text("{}")
     said = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding="ascii"))
-    assert main(["plan", str(tmp_path), "--routes"]) == 0
-    sys.stdout.flush()
-    assert rb"gr\xf6\xdfe.weight: hidden matrix" in said.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(said, encoding="ascii"))
+    assert main(["plan", str(tmp_path / "größe.json")]) == 2
+    (tmp_path / "größe").write_text("[]")
+    assert main(["plan", "llama-7b", "--params", str(tmp_path / "größe")]) == 2
+    sys.stderr.flush()
+    assert rb"gr\xf6\xdfe: expected a JSON object" in said.getvalue()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +175,7 @@ def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("no-such-model", "neither a preset"),
+        ("no-such-model", "is none of a preset"),
         ("llama-7b --network-gbit 0", "must be above 0"),
         ("llama-7b --world-size 6 --tensor-parallel 4", "tensor-parallel groups of 4"),
         ("llama-7b --params {'ns_step':3}", "did you mean 'ns_steps'"),
@@ -217,36 +205,17 @@ def test_every_example_of_a_configuration_can_be_planned(file: Path) -> None:
     assert main(["plan", "llama-7b", "--params", str(file)]) == 0
 
 
-def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plot that cannot be written ended in a traceback; a DeepSpeed configuration as model blamed transformers."""
-    pytest.importorskip("matplotlib")
-    assert main(["plan", "llama-7b", "--plot", str(tmp_path / "none" / "plan.png")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-    (tmp_path / "ds_config.json").write_text('{"optimizer": {}}')
-    assert main(["plan", str(tmp_path / "ds_config.json")]) == 2
-    assert "no model_type" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"hidden_size": "256"}, "hidden_size: must be a whole number of at least 1 (got '256')"),
-        ({"num_hidden_layers": -2}, "num_hidden_layers: must be a whole number of at least 1 (got -2)"),
-        ({"num_attention_heads": 0}, "num_attention_heads: must be a whole number of at least 1 (got 0)"),
-        ({"intermediate_size": 10.5}, "intermediate_size: must be a whole number of at least 1 (got 10.5)"),
-        (
-            {"text_config": {"hidden_size": True}},
-            "text_config.hidden_size: must be a whole number of at least 1",
-        ),
-        ({"hidden_act": "no such"}, "cannot build this model of model_type 'llama'"),
-    ],
-)
 def test_configurations_that_no_model_has_are_named(
-    changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**PRESETS["llama-7b"], **changed}))
-    assert main(["plan", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err
+    """A DeepSpeed configuration as model blamed transformers."""
+    for content, said in (
+        ({"optimizer": {}}, "no model_type"),
+        ({**PRESETS["llama-7b"], "hidden_act": "no such"}, "cannot build this model of model_type 'llama'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert main(["plan", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,18 +226,12 @@ def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_what_needs_transformers_says_so(
-    installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan_of: PlanOf
-) -> None:
-    """An unknown architecture, and any configuration without transformers; a checkpoint's shapes need neither."""
+def test_what_needs_transformers_says_so(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown architecture, and any configuration without transformers."""
     if not installed:
         monkeypatch.setitem(sys.modules, "transformers", None)
-    config = {"model_type": "mamba9" if installed else "llama"}
-    with pytest.raises(ConfigError, match=r"come from transformers.*deepspeed-muon\[hf\].*safetensors"):
-        from_config(config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({"model.layers.0.up.weight": torch.zeros(6, 4)}, tmp_path / "model.safetensors")
-    assert plan_of(tmp_path)["elements"] == 24
+    with pytest.raises(ConfigError, match=r"come from transformers.*deepspeed-muon\[hf\].*MODULE:FUNCTION"):
+        from_config({"model_type": "mamba9" if installed else "llama"})
 
 
 def test_kimi_k2_has_the_shapes_of_deepseek_v3() -> None:
@@ -303,22 +266,3 @@ def test_frozen_weights_take_memory_and_are_gathered(stage: int, ranks_with_all:
     frozen_numel = sum(route.numel for route in routes[:-10])
     spared = trained["zero_bytes"] - adapters["zero_bytes"]
     assert spared == pytest.approx((1 if stage == 3 else 3) * 2 * frozen_numel * 7 / 8)
-
-
-def test_a_plot_of_any_number_of_tensor_parallel_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no power of four was a multiple of that number, the picture was empty."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn = []
-    subplots = pyplot.subplots
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        figure, axes = subplots(*args, **kwargs)
-        drawn.append(axes[0])
-        return figure, axes
-
-    monkeypatch.setattr(pyplot, "subplots", recorded)
-    options = ["--tensor-parallel", "6", "--world-size", "48", "--plot", str(tmp_path / "plan.png")]
-    assert main(["plan", "llama-7b", *options]) == 0
-    assert [*drawn[0].lines[0].get_xdata()] == [6, 24, 96, 384, 1536, 6144]

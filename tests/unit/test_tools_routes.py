@@ -170,7 +170,7 @@ def test_guesses_alone(
         ("no_such_module:build", "No module named 'no_such_module'. Run the command in the folder"),
         ("models_of_test:needs_arguments", "write a function that needs none and returns the model"),
         ("models_of_test:makes_none", "returned a NoneType, expected a torch.nn.Module"),
-        ("no-such-model", "neither a preset"),
+        ("no-such-model", "is none of a preset"),
         ("no/such/model", "for a model on the Hub pass its config.json"),
     ],
 )
