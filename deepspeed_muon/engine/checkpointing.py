@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import secrets
+import shlex
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,6 @@ from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
-from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
@@ -42,11 +42,14 @@ _ONE_SAVE = (
 
 
 def convert(original: Original, args: argparse.Namespace, *more: object, **kwargs: object) -> None:
-    """Convert a checkpoint of ours. DeepSpeed gets all others, also those that cannot be read: it says why."""
+    """Refuse a checkpoint of ours, which DeepSpeed's converter cannot read; it gets all others, also damaged ones."""
     if is_ours(args.input_folder):
-        convert_to_universal(args.input_folder, args.output_folder)
-    else:
-        original(args, *more, **kwargs)
+        paths = shlex.join(("--input_folder", args.input_folder, "--output_folder", args.output_folder))
+        raise CheckpointError(
+            f"{args.input_folder}: saved by this Muon: convert it with 'python -m deepspeed_muon checkpoint universal "
+            f"{paths}'"
+        )
+    original(args, *more, **kwargs)
 
 
 def load_universal_checkpoint(

@@ -8,9 +8,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from deepspeed_muon.checkpoint import offline as checkpoints
 from deepspeed_muon.errors import MuonError
-from deepspeed_muon.tools import plan, rates, routes
+from deepspeed_muon.tools import convert, plan, rates, routes
 from deepspeed_muon.version import __version__
 
 
@@ -39,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--json", action="store_true", help="print JSON")
     report.set_defaults(run=_report)
-    checkpoints.add_subcommands(commands)
+    convert.add_subcommands(commands)
     plan.add_subcommand(commands)
     routes.add_subcommand(commands)
     rates.add_subcommand(commands)

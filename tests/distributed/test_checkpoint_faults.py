@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.files import file_digest
-from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import consolidate_files, verify_folder
 from tests.support import training
 from tests.support.checkpoints import (
     INDEX,

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import CheckpointIndex, sealed_json
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
-from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal, verify_folder
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
 from tests.support import training
 from tests.support.checkpoints import INDEX
 from tests.support.snapshots import differences, snapshot

@@ -18,7 +18,7 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
+from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal
 from tests.support import tensor_parallel, training
 
 MEGABYTE = 2**20

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import training
 from tests.support.checkpoints import tensors_of
 from tests.support.models import batch, build

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed_muon
-from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import training
 from tests.support.comparisons import relative, within
 from tests.support.models import batch, build

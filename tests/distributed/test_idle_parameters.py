@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import training
 from tests.support.checkpoints import tensors_of
 from tests.support.idle import MANNERS, compare, lead

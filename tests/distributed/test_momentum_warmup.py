@@ -17,7 +17,7 @@ import pytest
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate
-from deepspeed_muon.checkpoint.offline import convert_to_universal
+from deepspeed_muon.tools.convert import convert_to_universal
 from deepspeed_muon.variants import VARIANTS
 from tests.support import training
 from tests.support.contract import backward, compare, compare_paths, train_reference

@@ -15,8 +15,8 @@ import torch
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import topologies
 from tests.support.checkpoints import tensors_of
 from tests.support.comparisons import relative, within

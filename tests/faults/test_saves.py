@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import verify_folder
 from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import describe
 from tests.support.harness import run_command

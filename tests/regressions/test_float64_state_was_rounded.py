@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deepspeed_muon.checkpoint import consolidate
-from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from deepspeed_muon.errors import CheckpointError, ConfigError
+from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal
 from tests.support import training
 from tests.support.models import build
 

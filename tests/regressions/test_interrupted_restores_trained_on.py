@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.offline import verify_folder
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import verify_folder
 from tests.support.checkpoints import engine_for, train_step, trained_for
 from tests.support.models import batch
 from tests.support.snapshots import differences, snapshot

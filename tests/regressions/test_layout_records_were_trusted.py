@@ -15,8 +15,8 @@ from torch import nn
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
-from deepspeed_muon.checkpoint.offline import consolidate_files
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import training
 from tests.support.checkpoints import save_ours
 from tests.support.layout_records import files_of, inner_state, joined_record, record_of_rank

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from deepspeed_muon.checkpoint import consolidate
-from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal
 from deepspeed_muon.engine import checkpointing
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal
 from tests.support import training
 from tests.support.checkpoints import engine_for, train_step, trained_for
 from tests.support.snapshots import attempted

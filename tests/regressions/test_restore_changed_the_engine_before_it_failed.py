@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import INDEX_NAME
-from deepspeed_muon.checkpoint.offline import convert_to_universal
+from deepspeed_muon.tools.convert import convert_to_universal
 from tests.support import training
 from tests.support.checkpoints import INDEX, edit
 from tests.support.models import build

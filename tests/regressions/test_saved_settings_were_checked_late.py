@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.offline import convert_to_universal
 from deepspeed_muon.errors import MuonError
+from deepspeed_muon.tools.convert import convert_to_universal
 from tests.support import training
 from tests.support.snapshots import differences, snapshot
 

@@ -9,7 +9,7 @@ import pytest
 from torch.optim import lr_scheduler
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.offline import consolidate_files
+from deepspeed_muon.tools.convert import consolidate_files
 from tests.support import training
 from tests.support.models import batch, build
 

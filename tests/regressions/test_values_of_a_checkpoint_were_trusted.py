@@ -15,9 +15,9 @@ import torch
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.index import is_json, parse_sealed
-from deepspeed_muon.checkpoint.offline import consolidate_files, verify_folder
 from deepspeed_muon.checkpoint.restore import checked_settings
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import consolidate_files, verify_folder
 from tests.support import training
 from tests.support.checkpoints import FILE, INDEX, edit, write_set
 from tests.support.snapshots import attempted

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from deepspeed_muon.checkpoint import offline
 from deepspeed_muon.checkpoint.consolidate import ShardFile, pack, remove_stale, shard_name
 from deepspeed_muon.checkpoint.files import file_digest, lock, unlock
 from deepspeed_muon.checkpoint.index import ParameterRecord, load_index, sealed_json
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools import convert
 
 FILE = "muon-0123456789ab-00000.safetensors"
 
@@ -217,17 +215,17 @@ def saved_by_adamw(folder: Path) -> None:
 def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_by_adamw(tmp_path / "step1")
     out = tmp_path / "out" / "universal"
-    write = offline.consolidate_files
+    write = convert.consolidate_files
 
     def write_with_another_conversion_meanwhile(*args: Any, **reading: Any) -> Any:
         index = write(*args, **reading)
-        monkeypatch.setattr(offline, "consolidate_files", write)
-        offline.convert_to_universal(tmp_path / "step1", out)
+        monkeypatch.setattr(convert, "consolidate_files", write)
+        convert.convert_to_universal(tmp_path / "step1", out)
         return index
 
-    monkeypatch.setattr(offline, "consolidate_files", write_with_another_conversion_meanwhile)
+    monkeypatch.setattr(convert, "consolidate_files", write_with_another_conversion_meanwhile)
     with pytest.raises(CheckpointError, match="not empty"):
-        offline.convert_to_universal(tmp_path / "step1", out)
+        convert.convert_to_universal(tmp_path / "step1", out)
     source = ConsolidatedSource(out / "zero")
     assert source.verify(0, 1) == [] and set(source.parameters) == {"weight", "bias"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
@@ -243,82 +241,9 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
         (folder / "zero").mkdir(parents=True)
     locked = lock(running)
     assert locked is not None
-    offline.convert_to_universal(tmp_path / "step1", out)
+    convert.convert_to_universal(tmp_path / "step1", out)
     unlock(locked)
     assert not killed.exists() and running.exists() and of_another.exists() and (out / "zero").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "group", "optimizer", "expected", "lost"),
-    [
-        ("muon", {"update_scale": 0.25}, {}, {"lr": 0.005, "weight_decay": 0.4}, None),
-        (
-            "muon",
-            {"adjust_lr_fn": "spectral"},
-            {},
-            {"adjust_lr_fn": "match_rms_adamw", "lr": 0.1, "weight_decay": 0.02},
-            None,
-        ),
-        (
-            "muon",
-            {"adjust_lr_fn": "unit_rms_norm"},
-            {},
-            {"adjust_lr_fn": "original", "lr": 0.02},
-            "unit_rms_norm",
-        ),
-        (
-            "muon",
-            {"weight_decay_mode": "independent", "update_scale": 0.5},
-            {},
-            {"lr": 0.01, "weight_decay": 10.0},
-            "'independent': .* weight_decay 0.1 is divided by the saved rate, 0.01",
-        ),
-        (
-            "adamw",
-            {"weight_decay_mode": "independent"},
-            {},
-            {"weight_decay": 5.0},
-            "optim.AdamW .*'independent'",
-        ),
-        (
-            "adamw",
-            {"weight_decay_mode": "independent", "lr": 0.0},
-            {},
-            {"weight_decay": 0.1},
-            "rate is 0: set",
-        ),
-        ("adamw", {"weight_decay_mode": "cautious"}, {}, {"weight_decay": 0.1}, "'cautious': it decays all"),
-        ("adamw", {"weight_decay_mode": "cautious", "weight_decay": 0.0}, {}, {"weight_decay": 0.0}, None),
-        (
-            "adamw",
-            {},
-            {"adam_w_mode": False},
-            {"decoupled_weight_decay": False},
-            "into torch.optim.Adam, because",
-        ),
-        ("muon", {}, {"variant": "muon_eq"}, {"lr": 0.02}, "no variant 'muon_eq'"),
-    ],
-)
-def test_the_export_to_torch_names_what_is_lost(
-    algorithm: str,
-    group: dict[str, Any],
-    optimizer: dict[str, Any],
-    expected: dict[str, Any],
-    lost: str | None,
-) -> None:
-    """The constructors of torch's optimizers accept the settings, and the product of rate and decay stays."""
-    index: Any = SimpleNamespace(
-        optimizer=optimizer,
-        groups=[{"lr": 0.02, "weight_decay": 0.1, **group}],
-        parameters={"w": SimpleNamespace(group=0, heads=1, row_keys=(), transposed=False)},
-    )
-    lossy: list[str] = []
-    settings = offline._torch_settings(index, algorithm, ["w"], lossy)
-    assert {key: settings[key] for key in expected} == pytest.approx(expected)
-    lossy = [line for line in lossy if "Newton-Schulz" not in line]
-    assert not lossy if lost is None else re.search(lost, " ".join(lossy))
-    if algorithm == "muon":
-        torch.optim.Muon([nn.Parameter(torch.ones(2, 3))], **settings)
 
 
 def test_a_set_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:

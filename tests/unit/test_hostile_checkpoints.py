@@ -18,9 +18,9 @@ from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.files import load_pickle
 from deepspeed_muon.checkpoint.index import FORMAT, INDEX_NAME, sealed_json
-from deepspeed_muon.checkpoint.offline import consolidate_files, convert_to_universal, verify_folder
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
 from tests.support import training
 from tests.support.checkpoints import FILE, write_set
 

@@ -1,7 +1,7 @@
 """Checkpoints without an engine: ``python -m deepspeed_muon checkpoint`` and the functions behind its commands.
 
-In one process they convert DeepSpeed's saved files to a consolidated set or a universal checkpoint, convert a set to
-state dicts of torch's optimizers, inspect both kinds of checkpoints, and verify a set.
+In one process they convert DeepSpeed's saved files to a consolidated set or a universal checkpoint, inspect both kinds
+of checkpoints, and verify a set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.consolidate import (
@@ -27,23 +26,15 @@ from deepspeed_muon.checkpoint.consolidate import (
     checked_folder,
     write_set,
 )
-from deepspeed_muon.checkpoint.deepspeed_files import DeepSpeedFiles, find_tag_folder, model_files
+from deepspeed_muon.checkpoint.deepspeed_files import find_tag_folder, model_files
 from deepspeed_muon.checkpoint.files import folder_of, make_folder, new_folder, refusing, replace_file
-from deepspeed_muon.checkpoint.index import INDEX_NAME, STATE_KEYS, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
 from deepspeed_muon.checkpoint.restore import checked_settings, nonfinite_text
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
+from deepspeed_muon.tools.deepspeed_reader import DeepSpeedFiles
 from deepspeed_muon.transport.ranks import Ranks
-from deepspeed_muon.variants import ROW_STATE
-
-# Settings that torch's optimizers have too. Our eps is AdamW's in every group.
-_SHARED_SETTINGS = {
-    "muon": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
-    "adamw": ("lr", "weight_decay", "betas", "eps"),
-}
-# Settings that torch's optimizers do not have, and that change the rate and the decay of an exported group.
-_CONVERTED_SETTINGS = {"muon": ("update_scale", "weight_decay_mode"), "adamw": ("weight_decay_mode",)}
 
 
 def consolidate_files(
@@ -106,132 +97,6 @@ def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = Fal
     return source.index
 
 
-def export_to_torch(folder: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> list[str]:
-    """Write a consolidated set as ``state_dict()`` files of torch's own optimizers.
-
-    ``muon.pt`` loads into ``torch.optim.Muon`` and ``adamw.pt`` into ``torch.optim.AdamW`` (``torch.optim.Adam`` with
-    ``adam_w_mode: false``), each with one param group whose parameters are in the order of the ``param_names`` in the
-    file; ``weights.pt`` is the fp32 ``state_dict()`` of the trained parameters. All load with ``weights_only=True``.
-
-    Args:
-        folder: A consolidated set.
-        out_dir: The folder to write; must be new or empty.
-
-    Returns:
-        Sentences about what was lost.
-
-    Raises:
-        CheckpointError: If the set is damaged or holds infinities or NaN, or ``out_dir`` cannot be written or is not
-            empty.
-    """
-    out = Path(os.path.abspath(folder_of("out_dir", out_dir)))
-    # torch's optimizers have no checks of their own, so a damaged set must be refused before anything is written.
-    index = verify_folder(folder)
-    records, source = index.parameters, ConsolidatedSource(folder)
-
-    def full_tensor(name: str, key: str) -> Tensor:
-        return source.read(name, key, 0, records[name].numel).view(records[name].shape)
-
-    lossy: list[str] = []
-    content: dict[str, Any] = {"weights.pt": {name: full_tensor(name, "fp32") for name in records}}
-    for algorithm, keys in STATE_KEYS.items():
-        names = [name for name, record in records.items() if record.algorithm == algorithm]
-        state = {}
-        for number, name in enumerate(names):
-            if records[name].step:
-                state[number] = {key: full_tensor(name, key) for key in keys}
-                if algorithm == "adamw":
-                    # torch's AdamW has its step count in a tensor; torch's Muon counts no steps.
-                    state[number]["step"] = torch.tensor(float(records[name].step))
-        settings = _torch_settings(index, algorithm, names, lossy)
-        content[f"{algorithm}.pt"] = {
-            "state": state,
-            "param_groups": [{**settings, "params": list(range(len(names))), "param_names": names}],
-        }
-    source.close()
-    with new_folder(out) as partial:
-        for file, state_dict in content.items():
-            torch.save(state_dict, partial / file)
-    return lossy
-
-
-def _torch_settings(
-    index: CheckpointIndex, algorithm: str, names: Sequence[str], lossy: list[str]
-) -> dict[str, Any]:
-    """Return the settings of torch's param group; sentences about what it cannot express are added to ``lossy``."""
-    adamw = torch.optim.AdamW if index.optimizer.get("adam_w_mode", True) else torch.optim.Adam
-    torch_optimizer = torch.optim.Muon if algorithm == "muon" else adamw
-    name_in_torch = f"torch.optim.{torch_optimizer.__name__}"
-    # The defaults of the installed torch, from a throwaway optimizer.
-    settings: dict[str, Any] = dict(torch_optimizer([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
-    settings.pop("params")
-    if algorithm == "muon":
-        lossy.append(
-            "torch.optim.Muon has its own Newton-Schulz settings: coefficients, steps and eps are its defaults"
-        )
-    groups = [index.groups[number] for number in sorted({index.parameters[name].group for name in names})]
-    first: dict[str, Any] = {}
-    for key in (*_SHARED_SETTINGS[algorithm], *_CONVERTED_SETTINGS[algorithm]):
-        values = [group[key] for group in groups if key in group]
-        if any(value != values[0] for value in values):
-            lossy.append(f"{algorithm}: param groups have {key} {values}; the first is taken for all")
-        if values:
-            first[key] = tuple(values[0]) if isinstance(values[0], list) else values[0]
-    settings.update({key: first[key] for key in _SHARED_SETTINGS[algorithm] if key in first})
-    # 1. What the rate can express: the rule for the scale of an update, and a factor for all shapes.
-    if algorithm == "muon":
-        factor, rule = first.get("update_scale", 1.0), first.get("adjust_lr_fn")
-        if rule == "spectral":
-            settings["adjust_lr_fn"] = "match_rms_adamw"  # which is 0.2 times spectral, for every shape
-            factor *= 5.0
-        elif rule == "unit_rms_norm":
-            # The same for matrices that have at least as many rows as columns.
-            settings["adjust_lr_fn"] = "original"
-            lossy.append(
-                "torch.optim.Muon has no adjust_lr_fn 'unit_rms_norm': 'original' replaces it, under which updates of "
-                "matrices with more columns than rows are sqrt(columns / rows) times as large"
-            )
-        settings["lr"] *= factor
-        settings["weight_decay"] /= factor  # the product of rate and decay stays
-    # 2. How weights decay.
-    mode = first.get("weight_decay_mode")
-    if first.get("weight_decay") and mode == "cautious":
-        lossy.append(
-            f"{name_in_torch} has no weight_decay_mode 'cautious': it decays all weights, also those whose update has "
-            f"the other sign"
-        )
-    if first.get("weight_decay") and mode == "independent":
-        decay, rate = first["weight_decay"], settings["lr"]
-        if rate:
-            settings["weight_decay"] = decay / rate
-        lossy.append(
-            f"{name_in_torch} has no weight_decay_mode 'independent': its decay is multiplied by the rate, also "
-            f"where a schedule changes that. weight_decay {decay:g} "
-            + (
-                f"is divided by the saved rate, {rate:g}"
-                if rate
-                else "is kept, since the saved rate is 0: set it"
-            )
-        )
-    if first.get("weight_decay") and torch_optimizer is torch.optim.Adam:
-        lossy.append(
-            "adamw.pt has to be loaded into torch.optim.Adam, because adam_w_mode is false: the decay of "
-            "torch.optim.AdamW is no term of the gradient"
-        )
-    # 3. How matrices are orthogonalised.
-    variant = index.optimizer.get("variant", "muon")
-    if algorithm == "muon" and variant != "muon":
-        lossy.append(f"torch.optim.Muon has no variant {variant!r}: it goes on as Muon without variant")
-    records = [index.parameters[name] for name in names]
-    if any(record.heads > 1 for record in records):
-        lossy.append("torch.optim.Muon does not orthogonalise heads, experts or fused projections separately")
-    if dropped := sorted({ROW_STATE[key].label for record in records for key in record.row_keys}):
-        lossy.append(f"torch.optim.Muon has a momentum only: {', '.join(dropped)} are dropped")
-    if any(record.transposed for record in records):
-        lossy.append("torch.optim.Muon takes the scale of a transposed weight from its stored shape")
-    return settings
-
-
 def convert_to_universal(
     input_folder: str | os.PathLike[str], output_folder: str | os.PathLike[str], **reading: Any
 ) -> list[str]:
@@ -268,9 +133,6 @@ def convert_to_universal(
     return index.lossy
 
 
-# ---- the command line --------------------------------------------------------------------------------------
-
-
 def add_subcommands(subparsers: Any) -> None:
     """Add the command ``checkpoint`` with its subcommands.
 
@@ -304,9 +166,6 @@ def add_subcommands(subparsers: Any) -> None:
     command = add("consolidate", _consolidate, text, reading, **folders)
     command.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
 
-    folders = {"dir": "a consolidated set", "out": "folder to write; must be new or empty"}
-    add("export", _export, "a set -> state_dict() files of torch's Muon and AdamW", **folders)
-
     command = add("universal", _universal, "DeepSpeed's saved files -> universal checkpoint", reading)
     # The names of the arguments are those of DeepSpeed's ds_to_universal.
     command.add_argument("--input_folder", required=True, help=tag)
@@ -332,11 +191,6 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     )
     contents = f"{counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
     return _print(f"{printable(arguments.out)}: {contents}", index.lossy)
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    lossy = export_to_torch(arguments.dir, arguments.out)
-    return _print(f"{printable(arguments.out)}: muon.pt, adamw.pt, weights.pt", lossy)
 
 
 def _universal(arguments: argparse.Namespace) -> int:
