@@ -6,11 +6,12 @@ All that replaces or reads parts of DeepSpeed is in this layer:
 * :mod:`.configure`: ``deepspeed.initialize``, from the comparison of the ranks to the bound optimizer; with
   :mod:`.supported` (what is refused), :mod:`.regroup` (param groups), :mod:`.topology` and :mod:`.tensor_parallel`
   (which rank has which slice of a tensor), :mod:`.offload` and :mod:`.nvme`.
-* :mod:`.running` and :mod:`.step`: backward passes and steps.
+* :mod:`.running` and :mod:`.step`: schedules and steps.
 * :mod:`.checkpointing`: DeepSpeed's own checkpoints. Those that do not depend on the number of ranks have a layer of
   their own, :mod:`deepspeed_muon.checkpoint`.
 * :mod:`.zero.views`: the only module that reads attributes of ZeRO's wrappers.
-* :mod:`.workarounds`: defects of DeepSpeed that concern every optimizer, with the releases that have them.
+* :mod:`.workarounds`: defects of DeepSpeed that concern every optimizer, with the releases that have them; gradients of
+  several backward passes are among them.
 * :mod:`.patching` and :mod:`.fingerprints`: how functions are replaced, and how a changed DeepSpeed is noticed.
 """
 
