@@ -399,12 +399,6 @@ class Muon(torch.optim.Optimizer):
             raise ConfigError(
                 f"{', '.join(unsupported)}: only with DeepSpeed; load and save state_dict() instead"
             )
-        if self.config.clip != "all":
-            raise ConfigError(
-                f"clip: {self.config.clip!r} divides DeepSpeed's gradient_clipping, and without DeepSpeed this "
-                f"optimizer clips nothing: remove the key, and call torch.nn.utils.clip_grad_norm_ on the params of "
-                f"the groups that you want to clip (group['algorithm'] is 'muon' or 'adamw')"
-            )
         # 3. Every parameter is a partition of its own. Its number is that in a state dict, which counts frozen
         # parameters, too.
         numbered = {number: param for number, param in enumerate(params) if self.is_trained(param)}

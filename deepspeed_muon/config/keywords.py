@@ -34,7 +34,6 @@ class MuonKeywords(TypedDict, total=False):
     ns_dtype: Literal["auto", "fp32", "bf16", "fp16"]
     ns_backend: Literal["auto", "ops", "torch"]
     variant: Literal["muon", "normuon", "muon_eq"]
-    clip: Literal["all", "adamw", "separate"]
     qk_clip: Mapping[str, object] | str | bool | None
     momentum_dtype: Literal["fp32", "bf16", "int8"] | None
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"]

@@ -52,7 +52,6 @@ from deepspeed_muon.variants import VARIANTS
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
 
-ClipPolicy: TypeAlias = Literal["all", "adamw", "separate"]
 
 GroupSettings: TypeAlias = dict[str, Any]
 """A param group of ``torch.optim``, or its settings without ``params``."""
@@ -169,13 +168,6 @@ class MuonConfig(_VariantSettings):
             for variant in VARIANTS.values()
         )
         + ".",
-    )
-    clip: ClipPolicy = Field(
-        default="all",
-        description="Which norms `gradient_clipping` limits: `all`, that of all gradients; `adamw`, that of AdamW's "
-        "gradients alone, with Muon's left as they are; `separate`, that of Muon's gradients and that of AdamW's, each "
-        "by itself ([usage.md](usage.md#clipping)). Needs an engine: without DeepSpeed nothing is clipped, and only "
-        "`all` is allowed.",
     )
     qk_clip: QkClipConfig | None = Field(
         default=None,

@@ -165,8 +165,6 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
     clipping, configured = view_of(engine.optimizer).loaded_clipping, engine.gradient_clipping()
     replaced = clipping not in (None, configured)
     changes = [f"gradient_clipping is {clipping}, configured {configured}"] if replaced else []
-    if changes and not clipping and optimizer.config.clip != "all":
-        changes.append(f"clip {optimizer.config.clip!r} clips nothing")
     before.warn_of_replaced("engine.load_checkpoint", remedy, changes)
     return path, client_state
 

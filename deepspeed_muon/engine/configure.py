@@ -415,13 +415,6 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     # DeepSpeed adds up the squares of groups of one number on all stages.
     if norm_by_group and any(of_stage != algorithms for _, of_stage in stages):
         optimizer.norms_by_algorithm = None
-        if optimizer.config.clip != "all":
-            raise ConfigError(
-                f"optimizer.params.clip: {optimizer.config.clip!r} needs param groups of the same algorithms in the "
-                f"same order on all stages of a pipeline at ZeRO 1, and theirs are "
-                f"{[of_stage for _, of_stage in stages]}. Divide the layers otherwise, set clip to 'all', or in fp32 "
-                f"set zero_optimization.stage to 0"
-            )
     route_of = {route.name: route for routes, _ in stages for route in routes}
     check_routes([((name,), route) for name, route in route_of.items()], optimizer.config)
     warn_without_muon(list(route_of.values()))

@@ -115,7 +115,6 @@ HOOKS = (
     Hook(ds_to_universal, "main", checkpointing.convert),
 )
 
-_CLIPS_BY_ALGORITHM: Callable[[View], bool] = lambda view: view.optimizer.config.clip != "all"  # noqa: E731
 
 ENGINE_HOOKS = (
     # Defects of DeepSpeed that every optimizer has. A later row for the same method calls the earlier one.
@@ -130,9 +129,6 @@ ENGINE_HOOKS = (
     # Nobody would know the norms of Muon's and of AdamW's gradients: DeepSpeed combines those of all partitions.
     Hook((ZeroView,), "get_grad_norm_direct", step.partition_norm),
     Hook((ZeroView,), "complete_grad_norm_calculation_for_cpu_offload", step.partition_norm),
-    # DeepSpeed would clip Muon's and AdamW's gradients by their common norm, whatever clip says.
-    Hook((Zero12View,), "unscale_and_clip_grads", step.clip_partition, _CLIPS_BY_ALGORITHM),
-    Hook((Zero3View,), "unscale_and_clip_grads", step.clip_sub_group, _CLIPS_BY_ALGORITHM),
     # Samples of a step would not have all of it, the wait for other ranks would have no bound, and AdamW's rate would
     # not be in the monitor.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),

@@ -100,7 +100,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
         result = original(*args, **kwargs)
         if sample is not None:
             sample.grad_norms = _grad_norms(optimizer)
-        norm = _norm_of_clipping(optimizer, engine.get_global_grad_norm())
+        norm = engine.get_global_grad_norm()
         loaded_limit = view_of(engine.optimizer).loaded_clipping
         limit = engine.gradient_clipping() if loaded_limit is None else loaded_limit
         if engine.skipped_steps == skipped_before and norm is not None and limit > 0:
@@ -112,14 +112,6 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
             events += monitor_events(optimizer.health(), engine.global_samples)
         engine.monitor.write_events(events)
     return result
-
-
-def _norm_of_clipping(optimizer: Muon, total_norm: Any) -> Any:
-    """Return the norm by which AdamW's gradients were clipped in the last step, ``None`` if nothing measured it.
-
-    Muon's own norm does not matter to health: no constant factor of its gradients changes its updates.
-    """
-    return total_norm if optimizer.config.clip == "all" else (optimizer.norms_by_algorithm or {}).get("adamw")
 
 
 def _grad_norms(optimizer: Muon) -> dict[str, float]:

@@ -10,13 +10,9 @@ on the CPU. With ``nonfinite_grad: error`` one more message tells all ranks of t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.workarounds.norm import norms_to_clip_by
 from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView
 from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.logs import listed, warn
@@ -37,7 +33,7 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
         _warn_of_unfrozen(view)
     skipped_before = optimizer.skipped_steps
     scale = float(wrapper.loss_scale) if isinstance(view, ZeroView) else 1.0
-    memory.norms, memory.partition_norms, memory.clipped_by = [], [], []
+    memory.norms, memory.partition_norms = [], []
     wrapper.overflow = False
     try:
         if isinstance(view, ZeroView):
@@ -114,42 +110,3 @@ def partition_norm(original: Original, view: ZeroView, *args: object, **kwargs: 
     norm: Tensor = original(*args, **kwargs)
     view.memory.partition_norms.append(norm)
     return norm
-
-
-def clip_partition(
-    original: Original,
-    view: Zero12View,
-    grad_groups_flat: Sequence[Tensor],
-    total_norm: Tensor,
-    *args: object,
-    **kwargs: object,
-) -> None:
-    """Unscale a partition's gradient at ZeRO 1 and 2, and clip it as ``clip`` says."""
-    index = view.index_of(grad_groups_flat[0])
-    with _norm_to_clip_by(view, index, total_norm) as norm:
-        original(grad_groups_flat, norm, *args, **kwargs)
-
-
-def clip_sub_group(
-    original: Original,
-    view: Zero3View,
-    sub_group_id: int,
-    total_norm: Tensor,
-    *args: object,
-    **kwargs: object,
-) -> None:
-    """Unscale the gradient of one of ZeRO 3's sub-groups, and clip it as ``clip`` says."""
-    with _norm_to_clip_by(view, sub_group_id, total_norm) as norm:
-        original(sub_group_id, norm, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _norm_to_clip_by(view: ZeroView, index: int, total_norm: Tensor) -> Iterator[Tensor]:
-    """Yield the norm by which DeepSpeed clips a partition in this context, if ``clip`` lets it clip that one."""
-    memory = view.memory
-    if not memory.clipped_by:
-        norms = norms_to_clip_by(view.optimizer.config.clip, total_norm, view.norms_by_algorithm())
-        memory.clipped_by = [norms.get(algorithm) for algorithm in view.algorithms()]
-    norm = memory.clipped_by[index]
-    with view.without_clipping() if norm is None else contextlib.nullcontext():
-        yield total_norm if norm is None else norm

@@ -142,10 +142,6 @@ _REFUSED: dict[str, _Row] = {
         "DeepSpeed compares it with norms. Write a number (0 for no clipping), or leave the key out for DeepSpeed's "
         "default",
     ),
-    "optimizer.params.clip other than all, with gradient_clipping 0,": (
-        lambda engine, config: config.clip != "all" and not engine.gradient_clipping(),
-        "nothing is clipped. Set gradient_clipping to the largest norm that is left as it is, or remove clip",
-    ),
     # Offload
     "zero_optimization.offload_optimizer.super_offload": (
         lambda engine, _: getattr(engine._config.zero_config.offload_optimizer, "super_offload", False),

@@ -1,4 +1,4 @@
-"""The setting ``clip``: which norms ``gradient_clipping`` limits, against float64, and the norms that are reported."""
+"""Clipping by the norm of all gradients, and the norms that are reported, against float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import training
 from tests.support.autoep_models import AUTOEP_MATRICES, STACKS
 from tests.support.autoep_models import build_plain as build_autoep
 from tests.support.comparisons import all_within, relative, within
-from tests.support.contract import STEPS, backward, train_reference
+from tests.support.contract import STEPS, train_reference
 from tests.support.models import GRIDS, MATRICES, Linear, batch, build
 from tests.support.moe_models import MOE_MATRICES
 from tests.support.moe_models import build_plain as build_moe
@@ -30,14 +30,13 @@ from tests.support.rounding import FP32_GATE, HALF_MODEL, USUAL, Arithmetic, lim
 from tests.support.thinning import full, usual
 from tests.support.training import FP32_SUMS, OFFLOAD
 
-POLICIES = ("all", "adamw", "separate")
 LIMIT = 0.2
 """Below the norms of both algorithms in every step of the toy models."""
 
 
 @functools.lru_cache(maxsize=32)
 def reference(
-    kind: str, micro_batches: int, clip: str, clipping: float, steps: int
+    kind: str, micro_batches: int, clipping: float, steps: int
 ) -> tuple[Any, Any, list[float], Any]:
     """Train in one process in float64.
 
@@ -50,7 +49,7 @@ def reference(
         model, matrices = build_autoep(), matrices_of(AUTOEP_MATRICES, experts=STACKS)
     else:
         model, matrices = build(kind), matrices_of(MATRICES[kind], grids=GRIDS.get(kind, {}))
-    oracle = Oracle(matrices, clipping=clipping, clip=clip)
+    oracle = Oracle(matrices, clipping=clipping)
     start, end, _ = train_reference(model, oracle, micro_batches, steps)
     norms = [of_step[key] for key in ("all", "muon", "adamw") for of_step in oracle.norms]
     means = {
@@ -61,7 +60,7 @@ def reference(
 
 def test_the_limit_clips_both_algorithms() -> None:
     for kind in ("toy", "even", "tied"):
-        *_, norms, _ = reference(kind, 2, "separate", LIMIT, STEPS)
+        *_, norms, _ = reference(kind, 2, LIMIT, STEPS)
         assert min(norms) > 1.5 * LIMIT, (kind, norms)
 
 
@@ -117,7 +116,6 @@ def check(
     of: str,
     kind: str,
     micro_batches: int,
-    clip: str,
     arithmetic: Arithmetic = USUAL,
     /,
     paths: bool = True,
@@ -126,10 +124,10 @@ def check(
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """Train by the rank function ``of``; check all ranks' norms, running means and, if asked, parameters."""
-    params = {"clip": clip, "health": 1}
+    params = {"health": 1}
     results = pool.run(recorded, of=of, clipping=clipping, params=params, **settings)
-    start, end, norms, means = reference(kind, micro_batches, clip, clipping, steps)
-    allowed = limits(reference, kind, micro_batches, clip, clipping, steps, arithmetic=arithmetic)
+    start, end, norms, means = reference(kind, micro_batches, clipping, steps)
+    allowed = limits(reference, kind, micro_batches, clipping, steps, arithmetic=arithmetic)
     for result in results:
         assert len(result["norms"]) == len(norms)
         for number, (norm, expected) in enumerate(zip(result["norms"], norms, strict=True)):
@@ -161,23 +159,17 @@ ZERO: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 USUAL_ZERO = {
-    *(
-        ("0", "separate", 2),
-        ("1", "adamw", 4),
-        ("1-offload", "separate", 2),
-        ("1-round-robin", "separate", 2),
-    ),
-    *(("2", "all", 2), ("2", "separate", 4), ("2-offload", "adamw", 2)),
-    *(("3", "separate", 1), ("3-sub-groups", "adamw", 4), ("3-offload", "separate", 2)),
+    *(("0", 2), ("1", 4), ("1-offload", 2), ("1-round-robin", 2), ("2", 2), ("2", 4), ("2-offload", 2)),
+    *(("3", 1), ("3-sub-groups", 4), ("3-offload", 2)),
 }
 
 
-@pytest.mark.parametrize(("zero", "clip", "world"), usual(product(ZERO, POLICIES, (1, 2, 4)), USUAL_ZERO))
-def test_matches_the_reference(ranks: Any, zero: str, clip: str, world: int) -> None:
+@pytest.mark.parametrize(("zero", "world"), usual(product(ZERO, (1, 2, 4)), USUAL_ZERO))
+def test_matches_the_reference(ranks: Any, zero: str, world: int) -> None:
     stage, settings = ZERO[zero]
     accumulation = 2 if world == 2 else 1
     arguments = {"stage": stage, "zero": settings, "accumulation": accumulation}
-    for result in check(ranks(world), TOY, "toy", world * accumulation, clip, **arguments):
+    for result in check(ranks(world), TOY, "toy", world * accumulation, **arguments):
         assert result["health"] == [result["norms"][2 * STEPS - 1], result["norms"][3 * STEPS - 1]]
 
 
@@ -193,17 +185,14 @@ HALF: dict[str, dict[str, Any]] = {
     "3-fp16": {"stage": 3, "precision": "fp16"},
     "3-fp16-offload": {"stage": 3, "precision": "fp16", "zero": OFFLOAD},
 }
-USUAL_HALF = {
-    *(("0-fp16", "separate"), ("1-bf16-fp32-sums", "adamw"), ("1-bf16-fp32-sums", "separate")),
-    *(("2-fp16-offload", "adamw"), ("3-fp16", "separate")),
-}
+USUAL_HALF = {"0-fp16", "1-bf16-fp32-sums", "2-fp16-offload", "3-fp16"}
 
 
-@pytest.mark.parametrize(("name", "clip"), usual(product(HALF, POLICIES), USUAL_HALF))
-def test_half_precision(ranks: Any, name: str, clip: str) -> None:
-    """Gradients that are left as they are must still be divided by the loss scale. Running means show both."""
+@pytest.mark.parametrize("name", usual(HALF, USUAL_HALF))
+def test_half_precision(ranks: Any, name: str) -> None:
+    """Gradients must be divided by the loss scale. Running means show it."""
     settings = HALF[name]
-    check(ranks(2), TOY, "toy", 2, clip, HALF_MODEL[settings["precision"]], paths=False, **settings)
+    check(ranks(2), TOY, "toy", 2, HALF_MODEL[settings["precision"]], paths=False, **settings)
 
 
 PIPELINES = [
@@ -215,36 +204,28 @@ PIPELINES = [
     ("toy", 2, 4, 0, 2),
     ("toy", 2, 4, 1, 2),
 ]
-USUAL_PIPELINES = {("tied", 2, 2, 0, 1, "separate"), ("toy", 2, 4, 1, 2, "adamw")}
+USUAL_PIPELINES = {("tied", 2, 2, 0, 1), ("toy", 2, 4, 1, 2)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "stages", "world", "zero", "tensor", "clip"),
-    usual(((*case, clip) for case in PIPELINES for clip in POLICIES), USUAL_PIPELINES),
-)
-def test_pipelines(ranks: Any, kind: str, stages: int, world: int, zero: int, tensor: int, clip: str) -> None:
+@pytest.mark.parametrize(("kind", "stages", "world", "zero", "tensor"), usual(PIPELINES, USUAL_PIPELINES))
+def test_pipelines(ranks: Any, kind: str, stages: int, world: int, zero: int, tensor: int) -> None:
     """The norms are those of all stages; a tied layer, and what tensor parallelism does not cut, counts once."""
     arguments = {"kind": kind, "stages": stages, "zero": zero, "tensor": tensor}
     micro_batches = 2 * world // (stages * tensor)
-    check(ranks(world), "tests.support.pipelines:train", kind, micro_batches, clip, **arguments)
+    check(ranks(world), "tests.support.pipelines:train", kind, micro_batches, **arguments)
 
 
-TENSOR_PARALLEL = list(product((0, 1, 2, 3), POLICIES))
-USUAL_TENSOR_PARALLEL = {(0, "adamw"), (1, "separate"), (3, "adamw")}
-
-
-@pytest.mark.parametrize(("stage", "clip"), usual(TENSOR_PARALLEL, USUAL_TENSOR_PARALLEL))
-def test_tensor_parallelism(ranks: Any, stage: int, clip: str) -> None:
+@pytest.mark.parametrize("stage", usual((0, 1, 2, 3), {0, 1, 3}))
+def test_tensor_parallelism(ranks: Any, stage: int) -> None:
     """Shards count on every rank, and copies once."""
-    check(ranks(4), "tests.support.tensor_parallel:train", "even", 2, clip, stage=stage)
+    check(ranks(4), "tests.support.tensor_parallel:train", "even", 2, stage=stage)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("clip", POLICIES)
 @pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, FP32_SUMS), (1, {})])
-def test_tensor_parallelism_in_bf16(ranks: Any, stage: int, extra: dict[str, Any], clip: str) -> None:
+def test_tensor_parallelism_in_bf16(ranks: Any, stage: int, extra: dict[str, Any]) -> None:
     arguments = {"stage": stage, "precision": "bf16", "extra": extra, "paths": False}
-    check(ranks(2), "tests.support.tensor_parallel:train", "even", 1, clip, HALF_MODEL["bf16"], **arguments)
+    check(ranks(2), "tests.support.tensor_parallel:train", "even", 1, HALF_MODEL["bf16"], **arguments)
 
 
 MOE = [
@@ -252,21 +233,17 @@ MOE = [
     *product((1, 2), ("fp32",), ("", "offload")),
     (1, "bf16", "fp32-sums"),
 ]
-USUAL_MOE = {(0, "fp32", "", "separate"), (1, "bf16", "fp32-sums", "adamw"), (2, "fp32", "", "adamw")}
+USUAL_MOE = {(0, "fp32", ""), (1, "bf16", "fp32-sums"), (2, "fp32", "")}
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "setting", "clip"),
-    usual(((*case, clip) for case in MOE for clip in POLICIES), USUAL_MOE),
-)
-def test_experts(ranks: Any, stage: int, precision: str, setting: str, clip: str) -> None:
+@pytest.mark.parametrize(("stage", "precision", "setting"), usual(MOE, USUAL_MOE))
+def test_experts(ranks: Any, stage: int, precision: str, setting: str) -> None:
     """The experts of all ranks count, each once, although two ranks of four have the same ones."""
     check(
         ranks(4),
         "tests.distributed.test_moe:train",
         "moe",
         4,
-        clip,
         FP32_GATE if precision == "fp32" else HALF_MODEL[precision],
         paths=precision == "fp32",
         stage=stage,
@@ -277,65 +254,23 @@ def test_experts(ranks: Any, stage: int, precision: str, setting: str, clip: str
     )
 
 
-AUTOEP = list(product((1, 2, 3), ("", "offload"), POLICIES))
+AUTOEP = list(product((1, 2, 3), ("", "offload")))
 
 
-@pytest.mark.parametrize(
-    ("stage", "setting", "clip"), usual(AUTOEP, {(2, "", "separate"), (3, "offload", "adamw")})
-)
-def test_autoep(ranks: Any, stage: int, setting: str, clip: str) -> None:
+@pytest.mark.parametrize(("stage", "setting"), usual(AUTOEP, {(2, ""), (3, "offload")}))
+def test_autoep(ranks: Any, stage: int, setting: str) -> None:
     arguments = {"stage": stage, "ep_size": 2, "zero": OFFLOAD if setting else {}, "steps": 4}
-    check(ranks(4), "tests.distributed.test_autoep:train", "autoep", 4, clip, FP32_GATE, **arguments)
+    check(ranks(4), "tests.distributed.test_autoep:train", "autoep", 4, FP32_GATE, **arguments)
 
 
-@pytest.mark.parametrize("clip", [full("all"), full("adamw"), "separate"])
-def test_nvme(ranks: Any, tmp_path: Path, clip: str) -> None:
+def test_nvme(ranks: Any, tmp_path: Path) -> None:
     """Sub-groups whose masters are on the disk between steps; the norms of their gradients are not."""
-    check(ranks(2), "tests.distributed.test_nvme:train", "toy", 2, clip, clipping=0.5, folder=str(tmp_path))
-
-
-def resumed(rank: int, world_size: int, *, stage: int, folder: str) -> dict[str, Any]:
-    """Train and save two steps with ``all``; take the third with ``separate`` from the checkpoint."""
-    for clip, steps in (("all", range(2)), ("separate", range(2, 3))):
-        config = training.ds_config(stage, clipping=LIMIT, params={"clip": clip})
-        engine = training.make_engine(config)
-        if clip == "separate":
-            engine.load_checkpoint(folder)
-        for step in steps:
-            training.run_step(engine, step, rank, world_size, 1)
-        if clip == "all":
-            engine.save_checkpoint(folder)
-    return {
-        "params": training.full_masters(engine),
-        "policy": deepspeed_muon.muon_optimizer(engine).config.clip,
-    }
-
-
-@functools.lru_cache(maxsize=1)
-def resumed_reference() -> tuple[Any, Any, list[float]]:
-    model = build("toy")
-    oracle = Oracle(matrices_of(MATRICES["toy"]), clipping=LIMIT)
-
-    def gradients(step: int) -> None:
-        oracle.clip = "all" if step < 2 else "separate"
-        backward(model, step, 2)
-
-    return train_reference(model, oracle, 2, gradients=gradients)
-
-
-@pytest.mark.parametrize("stage", [full(0), 1, full(2), full(3)])
-def test_a_checkpoint_does_not_bring_its_policy(ranks: Any, stage: int, tmp_path: Path) -> None:
-    start, end, _ = resumed_reference()
-    allowed = limits(resumed_reference)
-    for result in ranks(2).run(resumed, stage=stage, folder=str(tmp_path)):
-        assert result["policy"] == "separate"
-        errors = {name: relative(value, end[name], start[name]) for name, value in result["params"].items()}
-        all_within(errors, allowed.paths, "path of")
+    check(ranks(2), "tests.distributed.test_nvme:train", "toy", 2, clipping=0.5, folder=str(tmp_path))
 
 
 def overflowing(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     """Give one matrix an infinite gradient; report the norms."""
-    engine = training.make_engine(training.ds_config(stage, clipping=LIMIT, params={"clip": "separate"}))
+    engine = training.make_engine(training.ds_config(stage, clipping=LIMIT, params={"health": 1}))
     engine.module.blocks[0].up.weight.register_hook(lambda grad: grad * float("inf"))
     training.run_step(engine, 0, rank, world_size, 1)
     norms = deepspeed_muon.muon_optimizer(engine).norms_by_algorithm
@@ -379,15 +314,7 @@ def monitored(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     return report
 
 
-def test_refused_without_deepspeed() -> None:
-    model = build("toy")
-    optimizer = Muon(model, clip="separate")
-    model(*batch(0, 0)).backward()
-    with pytest.raises(deepspeed_muon.ConfigError, match="without DeepSpeed this optimizer clips nothing"):
-        optimizer.step()
-
-
-def in_other_orders(rank: int, world_size: int, *, clip: str) -> Any:
+def in_other_orders(rank: int, world_size: int) -> Any:
     """Train a pipeline whose first stage AdamW trains, and whose last one Muon does."""
     from deepspeed.pipe import PipelineModule
 
@@ -396,37 +323,13 @@ def in_other_orders(rank: int, world_size: int, *, clip: str) -> Any:
     pipeline = PipelineModule(
         layers, num_stages=2, loss_fn=lambda x, _: x.square().mean(), partition_method="uniform"
     )
-    config = training.ds_config(
-        1, accumulation=2, clipping=LIMIT, params={"clip": clip, "include": ["*1.weight"]}
-    )
-    try:
-        engine = training.initialize(pipeline, config)
-    except deepspeed_muon.MuonError as error:
-        return f"{type(error).__name__}: {error}"
+    config = training.ds_config(1, accumulation=2, clipping=LIMIT, params={"include": ["*1.weight"]})
+    engine = training.initialize(pipeline, config)
     engine.train_batch(iter([batch(0, micro) for micro in range(2)]))
     return [training.norm_of(engine), deepspeed_muon.muon_optimizer(engine).norms_by_algorithm]
 
 
 def test_stages_of_other_algorithms(ranks: Any) -> None:
     """ZeRO 1 adds up the norms of groups of one number, which are of two algorithms here."""
-    for norm, by_algorithm in ranks(2).run(in_other_orders, clip="all"):
+    for norm, by_algorithm in ranks(2).run(in_other_orders):
         assert norm > 0 and by_algorithm is None
-    for message in ranks(2).run(in_other_orders, clip="adamw"):
-        assert message.startswith("ConfigError: optimizer.params.clip: 'adamw' needs param groups"), message
-
-
-def matrices_alone(rank: int, world_size: int) -> dict[str, Any]:
-    """Train a model without a parameter of AdamW, and clip Muon's gradients to nothing; return its health."""
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False))
-    params = {"clip": "separate", "include": ["*"], "health": 1}
-    engine = training.initialize(model, training.ds_config(1, clipping=1e-6, params=params))
-    for _ in range(20):  # fewer are not judged
-        engine.backward(engine(torch.ones(2, 16)).square().mean())
-        engine.step()
-    return deepspeed_muon.health(engine)
-
-
-def test_clipping_of_muons_gradients_alone_is_not_reported(ranks: Any) -> None:
-    """It changes no update, but was said to have stopped AdamW."""
-    (health,) = ranks(1).run(matrices_alone)
-    assert health["grad_norm_muon"] > 1e-4 and "clip_coefficient" not in health

@@ -68,7 +68,6 @@ class Oracle(ReferenceMuon):
 
     Attributes:
         clipping: ``gradient_clipping``.
-        clip: Whose norm it limits: the key ``clip`` of ``optimizer.params``.
         norms: Those of the raw gradients in each step: of ``all``, and by algorithm.
         store_momentum: Rounds the momentum of a parameter, by name, to the dtype in which it is stored between steps.
         store_moments: Does the same for AdamW's moments.
@@ -78,7 +77,6 @@ class Oracle(ReferenceMuon):
     weight_decay: float = 0.1
     eps: float = 1e-8
     clipping: float = 0.0
-    clip: str = "all"
     norms: list[dict[str, float]] = field(default_factory=list)
     store_momentum: Callable[[str, Tensor], Tensor] = lambda name, momentum: momentum
     store_moments: Callable[[Tensor], Tensor] = lambda moment: moment
@@ -108,14 +106,7 @@ class Oracle(ReferenceMuon):
                 sum(squares[name] for name in grads if algorithm_of[name] == algorithm)
             )
         # DeepSpeed divides by (norm + 1e-6) / limit where that exceeds 1.
-        clipped_by = {
-            "all": {"muon": "all", "adamw": "all"},
-            "adamw": {"adamw": "adamw"},
-            "separate": {"muon": "muon", "adamw": "adamw"},
-        }[self.clip]
-        factors = {"muon": 1.0, "adamw": 1.0}
-        for algorithm, norm in clipped_by.items() if self.clipping else ():
-            factors[algorithm] = max(1.0, (norms[norm] + 1e-6) / self.clipping)
+        factor = max(1.0, (norms["all"] + 1e-6) / self.clipping) if self.clipping else 1.0
         if errors:
             # A sum of some thousand squares in blocks, and the root.
             norms = {
@@ -124,7 +115,7 @@ class Oracle(ReferenceMuon):
             }
         self.norms.append(norms)
         weights = {name: model.get_parameter(name).double() for name in grads}
-        self.step(weights, {name: grad / factors[algorithm_of[name]] for name, grad in grads.items()})
+        self.step(weights, {name: grad / factor for name, grad in grads.items()})
         for name, weight in weights.items():
             model.get_parameter(name).copy_(weight)
         return norms["all"]

@@ -341,7 +341,6 @@ def test_what_people_run_is_accepted(params: dict[str, Any]) -> None:
             {"ns_steps": 3},
             "param group 1: 'ns_steps' applies to the whole optimizer, where it is None: set it in",
         ),
-        ({"clip": "separate"}, "param group 1: 'clip' applies to the whole optimizer, where it is 'all'"),
         ({"mu": 0.9}, "param group 1: 'mu' is an argument of another Muon; write momentum"),
         ({"epsilon": 1e-8}, "param group 1: 'epsilon' is an argument of another Muon; write eps"),
         ({"maximize": True}, "param group 1: 'maximize' is an option of torch's optimizers"),

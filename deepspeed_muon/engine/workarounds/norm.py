@@ -5,15 +5,15 @@ experts it counts only the gradients of one stage or of one rank's experts. ``FP
 scaled gradients, without experts and tensor-parallel shards of other ranks. ``BF16_Optimizer`` leaves out parameters
 that this rank did not use and others did.
 
-DeepSpeed knows one norm, that of all gradients. With the setting ``clip`` Muon's gradients and AdamW's have a norm
-each, and are clipped here. Otherwise both norms are measured in sampled steps only: that reads all gradients again.
+DeepSpeed knows one norm, that of all gradients. Those of Muon's and of AdamW's are measured in sampled steps only: that
+reads all gradients again.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +24,6 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
-from deepspeed_muon.config.settings import ClipPolicy
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
 from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView, View, view_of
@@ -34,22 +33,6 @@ from deepspeed_muon.routing.parameters import is_divided
 
 _Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor | None]]
 """Model parameters, each with its reduced gradient."""
-
-
-def norms_to_clip_by(
-    policy: ClipPolicy, total_norm: Tensor, norms: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the norm by which the gradients of each algorithm are clipped; those that are not clipped are left out.
-
-    Args:
-        policy: The setting ``clip``.
-        total_norm: The norm of all gradients.
-        norms: The norm of each algorithm's gradients; not read by ``all``.
-    """
-    if policy == "all":
-        return {"muon": total_norm, "adamw": total_norm}
-    clipped = ("adamw",) if policy == "adamw" else ("muon", "adamw")
-    return {algorithm: norm for algorithm, norm in norms.items() if algorithm in clipped}
 
 
 # ZeRO 0 in fp32
@@ -62,12 +45,8 @@ def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
     """
     optimizer = engine.basic_optimizer
     limit = engine.gradient_clipping()
-    norms = measure_by_algorithm(engine)
-    optimizer.record_norms(norms)
-    if optimizer.config.clip != "all":
-        optimizer._global_grad_norm = _total(norms)
-        _clip_by_algorithm(view_of(engine.optimizer), norms, limit)
-    elif (norm := _exact_norm(engine)) is not None:
+    optimizer.record_norms(measure_by_algorithm(engine))
+    if (norm := _exact_norm(engine)) is not None:
         torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
         optimizer._global_grad_norm = norm
     else:
@@ -125,33 +104,26 @@ def unscale_and_clip_grads(
     """Divide by the scale that was applied; clip by, and report, the unscaled norm of all experts and shards.
 
     Returns:
-        What AdamW's gradients were divided by.
+        What the gradients were divided by.
     """
     engine: DeepSpeedEngine = view.memory.engine()
-    policy = view.optimizer.config.clip
     applied = float(view.wrapper.loss_scale) if view.divides else 1.0
     norms = measure_by_algorithm(engine)
     view.optimizer.record_norms({algorithm: norm / applied for algorithm, norm in norms.items()})
     # 1. The norm of all gradients.
-    if policy != "all":
-        total_norm = _total(norms)
-    elif engine.has_moe_layers or tensor_parallel_group(engine) is not None:
+    if engine.has_moe_layers or tensor_parallel_group(engine) is not None:
         pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
         (total_norm,) = _norms(engine, [pairs])
     view.report_norm(total_norm / applied)
-    # 2. Unscale and clip in one multiplication. Norms by algorithm remain on the device.
-    divisors: dict[str, Any] = {"muon": applied, "adamw": applied}
-    for algorithm, norm in norms_to_clip_by(policy, total_norm, norms).items() if view.max_norm else ():
-        if policy == "all":
-            # as torch.nn.utils.clip_grad_norm_: multiply by max_norm / (norm + 1e-6) if that is below 1
-            divisors[algorithm] *= max(1.0, (float(norm) / applied + 1e-6) / view.max_norm)
-        else:
-            divisors[algorithm] *= ((norm / applied + 1e-6) / view.max_norm).clamp(min=1.0)
-    for algorithm, pairs in view.gradients_by_algorithm().items() if apply_scale else ():
-        grads = [grad for _, grad in pairs if grad is not None]
-        if grads and (isinstance(divisors[algorithm], Tensor) or divisors[algorithm] != 1.0):
-            torch._foreach_mul_(grads, 1.0 / divisors[algorithm])
-    return divisors["adamw"]
+    # 2. Unscale and clip in one multiplication.
+    divisor = applied
+    if view.max_norm:
+        # as torch.nn.utils.clip_grad_norm_: multiply by max_norm / (norm + 1e-6) if that is below 1
+        divisor *= max(1.0, (float(total_norm) / applied + 1e-6) / view.max_norm)
+    grads = [master.grad for master in view.masters if master.grad is not None]
+    if apply_scale and grads and divisor != 1.0:
+        torch._foreach_mul_(grads, 1.0 / divisor)
+    return divisor
 
 
 # BF16_Optimizer
@@ -160,18 +132,10 @@ def unscale_and_clip_grads(
 def grads_for_norm(
     original: Original, view: Bf16View, for_clipping: bool = False, *args: object, **kwargs: object
 ) -> object:
-    """Return the gradients of the norm or of clipping, also of parameters that only other ranks used.
-
-    Unless ``clip`` is ``all``, clip them here and leave none to DeepSpeed.
-    """
+    """Return the gradients of the norm or of clipping, also of parameters that only other ranks used."""
     view.count_all_gradients()
     if not for_clipping:
         view.optimizer.record_norms(measure_by_algorithm(view.memory.engine()))
-    elif view.optimizer.config.clip != "all":
-        norms = view.optimizer.norms_by_algorithm
-        assert norms is not None
-        _clip_by_algorithm(view, norms, view.wrapper.clip_grad)
-        return []
     return original(for_clipping, *args, **kwargs)
 
 
@@ -179,29 +143,15 @@ def grads_for_norm(
 
 
 def measure_by_algorithm(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Return the norms of Muon's and of AdamW's gradients on the device, if clipping or a sample needs them.
+    """Return the norms of Muon's and of AdamW's gradients on the device, in a sampled step.
 
     Must be called by all ranks. Nothing but model parallelism and experts communicates.
     """
     optimizer: Muon = engine.basic_optimizer
-    if optimizer.config.clip == "all" and not optimizer.recorder.sampling:
+    if not optimizer.recorder.sampling:
         return {}
     pairs = view_of(engine.optimizer).gradients_by_algorithm()
     return dict(zip(pairs, _norms(engine, list(pairs.values())).unbind(), strict=True))
-
-
-def _total(norms: Mapping[str, Tensor]) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms.values())))
-    return total
-
-
-def _clip_by_algorithm(view: View, norms: Mapping[str, Tensor], limit: float) -> None:
-    """Clip the gradients of each algorithm by their own norm, where ``clip`` says so."""
-    clip_by = norms_to_clip_by(view.optimizer.config.clip, _total(norms), norms)
-    for algorithm, pairs in view.gradients_by_algorithm().items():
-        grads = [grad for _, grad in pairs if grad is not None]
-        if algorithm in clip_by and grads:
-            torch._foreach_mul_(grads, (limit / (clip_by[algorithm] + 1e-6)).clamp_(max=1.0))
 
 
 def _norms(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> Tensor:

@@ -59,8 +59,6 @@ class Memory:
         norms: What :meth:`.ZeroView.norms` returned for the running step, on the CPU.
         partition_norms: The norm of every partition's gradients over all ranks in the running step, times the loss
             scale; negative if it is not finite. Empty until DeepSpeed has computed them (ZeRO 1 to 3).
-        clipped_by: By which norm, times the loss scale, each partition is clipped in the running step; ``None`` for
-            none. Empty until the first partition is clipped.
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
         frozen: Name and tensor of the parameters that were frozen when the wrapper was made, until one is warned of.
     """
@@ -72,7 +70,6 @@ class Memory:
     waiting: frozenset[int] = frozenset()
     norms: list[Tensor] = field(default_factory=list)
     partition_norms: list[Tensor] = field(default_factory=list)
-    clipped_by: list[Tensor | None] = field(default_factory=list)
     earlier: dict[int, Any] = field(default_factory=dict)
     frozen: list[tuple[str, Tensor]] = field(default_factory=list)
 
@@ -340,15 +337,6 @@ class ZeroView(View):
             norms.setdefault(algorithm, []).append(norm)
         return {algorithm: _combined(of_partitions) for algorithm, of_partitions in norms.items()}
 
-    @contextlib.contextmanager
-    def without_clipping(self) -> Iterator[None]:
-        """Make DeepSpeed unscale gradients without clipping them."""
-        limit, self.wrapper.clip_grad = self.wrapper.clip_grad, 0.0
-        try:
-            yield
-        finally:
-            self.wrapper.clip_grad = limit
-
     def is_true_of_any(self, flag: bool) -> bool:
         """Return whether a flag is set on any model-parallel rank, all of which must call this.
 
@@ -423,10 +411,6 @@ class Zero12View(FlatView, ZeroView):
         # The method of the class: that of the wrapper is replaced (step.global_norm) and would return what it computes.
         norm = type(self.wrapper).scaled_global_norm(self.wrapper)
         return [*self.memory.partition_norms, norm]
-
-    def index_of(self, gradient: Tensor) -> int:
-        """Return the index of the partition whose master has this gradient."""
-        return next(index for index, master in enumerate(self.masters) if master.grad is gradient)
 
     def forget_gradients(self) -> None:
         super().forget_gradients()
