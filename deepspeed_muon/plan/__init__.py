@@ -5,5 +5,5 @@ In the order in which to read them; docs/architecture.md follows an example thro
 * :mod:`.placement`: which rank holds which elements of a parameter, as a rule of a few numbers;
 * :mod:`.layout`: a matrix with its shape, its blocks and its placement;
 * :mod:`.owners`: which rank orthogonalises which matrix;
-* :mod:`.chunks`: what is sent together, and where in the send and receive buffers each fragment is.
+* :mod:`.chunks`: what is sent together, and where in the fragment and owner buffers each fragment is.
 """

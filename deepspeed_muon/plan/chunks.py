@@ -125,15 +125,13 @@ class BufferPlan:
 class Chunk:
     """Matrices that are exchanged together, as one rank sees them.
 
-    The buffers have the names of their roles in a gather. In a scatter, and so in everything that a chunk of replicated
-    matrices sends, updates go the opposite way: from the receive buffer of their owner to the send buffers of the ranks
-    that hold fragments.
+    A gather sends directions from the fragment buffers to the owner buffers, a scatter sends updates back. Of replicated matrices only updates are sent.
 
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
         owned: The matrices of the chunk that this rank owns.
-        send_buffer: Fragments that this rank holds. If updates are broadcast, those of matrices that other ranks own.
-        receive_buffer: All fragments of the matrices that this rank owns.
+        fragment_buffer: Fragments that this rank holds. If updates are broadcast, those of matrices of other owners.
+        owner_buffer: All fragments of the matrices that this rank owns.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
         copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
@@ -141,8 +139,8 @@ class Chunk:
 
     matrices: tuple[int, ...]
     owned: tuple[int, ...]
-    send_buffer: BufferPlan
-    receive_buffer: BufferPlan
+    fragment_buffer: BufferPlan
+    owner_buffer: BufferPlan
     gathers: bool
     scatters: bool
     copies: int = 0
@@ -151,7 +149,7 @@ class Chunk:
     def sent_elements(self) -> int:
         """Elements that this rank sends in gather and scatter; a broadcast counts once for each receiver."""
         receivers = self.copies or self.scatters
-        return self.send_buffer.remote_numel * self.gathers + self.receive_buffer.remote_numel * receivers
+        return self.fragment_buffer.remote_numel * self.gathers + self.owner_buffer.remote_numel * receivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +298,15 @@ def build_chunk(
     sent = [index for index in indices if is_sent(placements[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)
     if sent and placements[sent[0]].replicated:
-        # The owner has the full gradient already: updates go from its receive buffer to the ranks' send buffers.
+        # The owner has the full gradient already: updates go from its owner buffer to the ranks' fragment buffers.
         not_owned = [index for index in sent if owners[index] != rank]
-        send_buffer = _by_owner(placements, owners, not_owned, rank)
+        fragment_buffer = _by_owner(placements, owners, not_owned, rank)
         # One copy of this rank's updates for all ranks; no peer has a slice of its own.
         updates = _by_owner(placements, owners, owned, rank)
-        receive_buffer = BufferPlan(updates.segments, _ints(()), _ints(()), updates.numel, updates.numel)
+        owner_buffer = BufferPlan(updates.segments, _ints(()), _ints(()), updates.numel, updates.numel)
         copies = len(placements[sent[0]].ranks) - 1
         return Chunk(
-            tuple(indices), owned, send_buffer, receive_buffer, gathers=False, scatters=True, copies=copies
+            tuple(indices), owned, fragment_buffer, owner_buffer, gathers=False, scatters=True, copies=copies
         )
     return Chunk(
         tuple(indices),

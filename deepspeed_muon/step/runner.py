@@ -3,11 +3,11 @@
 :meth:`StepRunner.run` reads top to bottom. What a rank does in one chunk, at ZeRO 3 on two ranks with matrices ``A``
 (owned by rank 0) and ``B`` (owned by rank 1), each rank with one half of both:
 
-1. ``_pack``: both ranks update the momentum of their halves of ``A`` and ``B`` and write the directions to the send
-   buffer, in the communication dtype.
+1. ``_pack``: both ranks update the momentum of their halves of ``A`` and ``B`` and write the directions to the
+   fragment buffer, in the communication dtype.
 2. gather: rank 1 sends its half of ``A`` to rank 0 and receives rank 0's half of ``B``.
 3. ``_orthogonalize``: rank 1 assembles ``B``, runs Newton-Schulz on it, has the result checked
-   (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its receive buffer.
+   (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its owner buffer.
 4. scatter: rank 1 sends rank 0's half of the update of ``B`` back, and receives its half of the update of ``A``.
 5. ``_apply``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``.
 
@@ -304,8 +304,8 @@ class StepRunner:
             )
 
     def _pack(self, flight: InFlight, step: Step) -> None:
-        """Update the momentum of a chunk's matrices and write their directions, to the send buffer if they are sent."""
-        table, context, send = self._tables[flight.number], self.context, flight.send_buffer
+        """Update the momentum of a chunk's matrices and write their directions, those that are sent to the buffer."""
+        table, context, send = self._tables[flight.number], self.context, flight.fragment_buffer
         # 1. momentum and directions, where the momentum is
         device, dtype = step.momentum[0].device, context.comm_dtype
         # The buffers are not written for matrices without a gradient: nothing reads their old content.
@@ -314,7 +314,7 @@ class StepRunner:
         sent = send if device == send.device else torch.empty_like(send, device=device)
         pack(table, step, directions, sent)
         flight.directions = directions.to(context.device)
-        # 2. the send buffer
+        # 2. the fragment buffer
         if sent is not send and flight.chunk.gathers:
             send.copy_(sent)
 
@@ -327,7 +327,7 @@ class StepRunner:
             segments = table.segments_of(indices)
             # Each segment is a strided copy: (matrices, fragments, elements).
             for segment in segments.received:
-                segment.in_buffer(flight.receive_buffer).copy_(segment.in_matrices(updates))
+                segment.in_buffer(flight.owner_buffer).copy_(segment.in_matrices(updates))
             for segment in segments.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
 
@@ -341,7 +341,7 @@ class StepRunner:
         shape = len(indices), first.rows, first.cols
         sources, buffer = segments.local, flight.directions
         if flight.chunk.gathers:
-            sources, buffer = segments.received, flight.receive_buffer
+            sources, buffer = segments.received, flight.owner_buffer
         # 2. as one tensor
         if segments.in_order:
             return sources[0].in_buffer(buffer).contiguous().view(shape)
@@ -355,7 +355,7 @@ class StepRunner:
         # The table says for each fragment in which of the two tensors its update is: scatter brought those that are
         # sent where gather took the directions from.
         table = step.active_fragments(self._tables[flight.number].apply_table)
-        apply(table, step, [flight.directions, flight.send_buffer])
+        apply(table, step, [flight.directions, flight.fragment_buffer])
         del flight.directions  # as large as what this rank owns
 
     def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:

@@ -32,25 +32,25 @@ from deepspeed_muon.variants.variant import Variant
 COLUMNS = 6
 """Columns of a table of ops/, one row for each fragment.
 
-Position of the partition and offset in it; index of the second tensor (:data:`DIRECTIONS` or :data:`SEND`) and offset
-in it; number of elements; index of the matrix.
+Position of the partition and offset in it; index of the second tensor (:data:`UNSENT` or :data:`FRAGMENT_BUFFER`) and
+offset in it; number of elements; index of the matrix.
 """
 _ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line
-DIRECTIONS, SEND = 0, 1
-"""The second tensors of a table: directions that are not sent, and the send buffer."""
+UNSENT, FRAGMENT_BUFFER = 0, 1
+"""The second tensors of a table: directions that are not sent, and the fragment buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSegments:
     """The segments of matrices that are orthogonalised together, ``(matrices, numel)``, where this rank stores them.
 
-    In a chunk with a gather, directions are read from the receive buffer, and updates written over them. Without one,
+    In a chunk with a gather, directions are read from the owner buffer, and updates written over them. Without one,
     this rank has all elements of the matrices itself: directions are read from those that are not sent, and updates
-    written over them; the updates of replicated matrices also into the receive buffer, from which they are broadcast.
+    written over them; the updates of replicated matrices also into the owner buffer, from which they are broadcast.
 
     Attributes:
         local: Segments of the directions that are not sent; empty in a chunk with a gather.
-        received: Segments of the receive buffer; empty in a chunk in which nothing is sent.
+        received: Segments of the owner buffer; empty in a chunk in which nothing is sent.
         in_order: Whether one segment, at an aligned offset, has all directions of the batch in order, so that a view of
             it replaces the copy.
     """
@@ -93,7 +93,7 @@ class ChunkTable:
         fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
         self._fragments = {index: fragment for index, fragment in fragments.items() if fragment is not None}
         self._received: dict[int, list[Segment]] = {}
-        for index, segment in chunk.receive_buffer.segments:
+        for index, segment in chunk.owner_buffer.segments:
             self._received.setdefault(index, []).append(segment)
 
         # 1. directions that are not sent
@@ -106,15 +106,15 @@ class ChunkTable:
         self._offset_of = dict(zip(local, offsets, strict=True))
 
         # 2. fragments that are sent
-        sent = [index for index, _ in chunk.send_buffer.segments]
-        send_offsets = [segment.buffer_offset for _, segment in chunk.send_buffer.segments]
+        sent = [index for index, _ in chunk.fragment_buffer.segments]
+        send_offsets = [segment.buffer_offset for _, segment in chunk.fragment_buffer.segments]
 
         # 3. tables of the passes
-        self.pack_table = self._table(local, DIRECTIONS, offsets)
-        sent_table = self._table(sent, SEND, send_offsets)
+        self.pack_table = self._table(local, UNSENT, offsets)
+        sent_table = self._table(sent, FRAGMENT_BUFFER, send_offsets)
         if chunk.gathers:
             self.pack_table = torch.cat((self.pack_table, sent_table))
-        self.apply_table = torch.cat((self._table(owned, DIRECTIONS, offsets[: len(owned)]), sent_table))
+        self.apply_table = torch.cat((self._table(owned, UNSENT, offsets[: len(owned)]), sent_table))
         self.int8_blocks = torch.empty((0, 2), dtype=torch.int64)
 
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
@@ -146,7 +146,7 @@ class ChunkTable:
         local_joined = tuple(_join_matrices(local, numel))
         received_joined = tuple(joined for segments in received for joined in _join_matrices(segments, numel))
         # 3. whether a single segment is all of the batch: then the buffer itself is read
-        sources = local_joined or received_joined  # directions are in the receive buffer only after a gather
+        sources = local_joined or received_joined  # directions are in the owner buffer only after a gather
         in_order = any(  # there is no segment if this rank's shards of the matrices are empty
             math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
             for segment in sources[:1]
@@ -165,7 +165,7 @@ class ChunkTable:
 
         Args:
             indices: The matrices.
-            target: The second tensor, :data:`DIRECTIONS` or :data:`SEND`.
+            target: The second tensor, :data:`UNSENT` or :data:`FRAGMENT_BUFFER`.
             offsets: The offset of each fragment in it.
         """
         rows = []
@@ -355,7 +355,7 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
         step: The step, whose momentum is mutated.
         directions: Output for directions that are not sent: ``(local_numel,)`` in the communication dtype, on the
             device of the momentum.
-        send: Output for directions that are sent: the send buffer, or a tensor of its size on the device of the
+        send: Output for directions that are sent: the fragment buffer, or a tensor of its size on the device of the
             momentum. Not written, and of any size, if the chunk does not gather.
     """
     fragments, outputs, rates = (

@@ -145,9 +145,9 @@ class InFlight:
     Attributes:
         chunk: The chunk.
         number: Its number in the plan.
-        send_buffer: Fragments that this rank holds: first the directions that gather sends, then the updates that
+        fragment_buffer: Fragments that this rank holds: first the directions that gather sends, then the updates that
             scatter brings. Without a gather (see :class:`.Chunk`) only these.
-        receive_buffer: Fragments of the matrices that this rank owns: first the directions that gather brings, then the
+        owner_buffer: Fragments of the matrices that this rank owns: first the directions that gather brings, then the
             updates that scatter sends. Without a gather only these.
         directions: Directions of matrices that are not sent, flat, and then their updates.
         works: The messages that are under way.
@@ -155,8 +155,8 @@ class InFlight:
 
     chunk: Chunk
     number: int
-    send_buffer: Tensor
-    receive_buffer: Tensor
+    fragment_buffer: Tensor
+    owner_buffer: Tensor
     directions: Tensor = field(init=False)
     works: list[dist.Work] = field(default_factory=list)
 
@@ -191,8 +191,8 @@ class ChunkExchange:
         sent, size = [chunk for chunk in plan.chunks if chunk.scatters], context.comm_dtype.itemsize
         self._slots = min(SLOTS if overlap else 1, len(sent))
         for slot in range(self._slots):
-            buffers.reserve(f"send {slot}", size * max(chunk.send_buffer.numel for chunk in sent))
-            buffers.reserve(f"receive {slot}", size * max(chunk.receive_buffer.numel for chunk in sent))
+            buffers.reserve(f"fragments {slot}", size * max(chunk.fragment_buffer.numel for chunk in sent))
+            buffers.reserve(f"owner {slot}", size * max(chunk.owner_buffer.numel for chunk in sent))
 
     def open(self, number: int, slot: int | None) -> InFlight:
         """Give a chunk of the plan its slot, or none if nothing is sent; the buffers have their old content."""
@@ -204,8 +204,8 @@ class ChunkExchange:
         return InFlight(
             chunk,
             number,
-            send_buffer=self._buffers.take(f"send {slot}", chunk.send_buffer.numel, dtype),
-            receive_buffer=self._buffers.take(f"receive {slot}", chunk.receive_buffer.numel, dtype),
+            fragment_buffer=self._buffers.take(f"fragments {slot}", chunk.fragment_buffer.numel, dtype),
+            owner_buffer=self._buffers.take(f"owner {slot}", chunk.owner_buffer.numel, dtype),
         )
 
     def gather(self, flight: InFlight) -> None:
@@ -316,13 +316,13 @@ def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -
     in the order of the owners.
 
     Args:
-        exchange: Gather sends the content of the send buffer, scatter that of the receive buffer.
+        exchange: Gather sends the content of the fragment buffer, scatter that of the owner buffer.
         flight: The chunk. The buffer that receives is mutated.
         context: The context of the step set. Its counters are mutated.
     """
     group, chunk = context.group, flight.chunk
-    sent, received = chunk.send_buffer, chunk.receive_buffer
-    send, out = flight.send_buffer, flight.receive_buffer
+    sent, received = chunk.fragment_buffer, chunk.owner_buffer
+    send, out = flight.fragment_buffer, flight.owner_buffer
     if exchange == "scatter":  # the same fragments in the other direction
         sent, received, send, out = received, sent, out, send
     context.stats.count_exchange((chunk.copies or 1) * sent.remote_numel * send.element_size())

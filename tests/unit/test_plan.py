@@ -78,8 +78,8 @@ def test_what_one_rank_sends_another_receives_in_the_same_order(
         for a in range(world):
             for b in range(world):
                 held, owned = (
-                    elements(chunks[a].send_buffer, b, world),
-                    elements(chunks[b].receive_buffer, a, world, copies=chunks[b].copies),
+                    elements(chunks[a].fragment_buffer, b, world),
+                    elements(chunks[b].owner_buffer, a, world, copies=chunks[b].copies),
                 )
                 assert held == owned or (a == b and not held and chunks[b].copies)
 
@@ -93,7 +93,9 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
     per_rank = plans(layouts, world)
     gather, scatter = sent_by_rank(layouts, per_rank[0].owners, world)
     for rank, plan in enumerate(per_rank):
-        assert gather[rank] == sum(chunk.send_buffer.remote_numel * chunk.gathers for chunk in plan.chunks)
+        assert gather[rank] == sum(
+            chunk.fragment_buffer.remote_numel * chunk.gathers for chunk in plan.chunks
+        )
         assert gather[rank] + scatter[rank] == plan.sent_elements
     for index, matrix in enumerate(layouts):
         owner = per_rank[0].owners[index]
@@ -102,7 +104,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             for chunk in per_rank[owner].chunks
             for peer in range(world)
             if peer != owner or not matrix.replicated
-            for element in elements(chunk.receive_buffer, peer, world, copies=chunk.copies)
+            for element in elements(chunk.owner_buffer, peer, world, copies=chunk.copies)
             if element[0] == index
         ]
         stays = matrix.placement.ranks == range(owner, owner + 1)
@@ -111,7 +113,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
         else:
             assert sorted(i for _, i in arrives) == ([] if stays else list(range(matrix.numel)))
         for rank in range(world):
-            sent = (segment for c in per_rank[rank].chunks for segment in c.send_buffer.segments)
+            sent = (segment for c in per_rank[rank].chunks for segment in c.fragment_buffer.segments)
             found = [(s.matrix_offset, s.shape[2]) for number, s in sent if number == index]
             place = matrix.placement.fragment_on(rank)
             absent = not place or stays or (rank == owner and matrix.replicated)
@@ -148,10 +150,10 @@ def test_chunks_are_bounded(dims: list[tuple[int, int]], world: int, kind: str, 
             for index, numel in zip(part.matrices, numels, strict=True):
                 parts[plan.owners[index]] += numel
             bound = max(chunk, *numels)
-            sent = part.send_buffer
+            sent = part.fragment_buffer
             assert max(parts) <= bound and sent.remote_numel <= bound
             assert sent.numel - sent.remote_numel <= parts[plan.rank]
-            assert part.receive_buffer.numel <= (parts[plan.rank] if part.gathers else bound)
+            assert part.owner_buffer.numel <= (parts[plan.rank] if part.gathers else bound)
             assert part.matrices == tuple(sorted(part.matrices))
         assert sorted(i for part in plan.chunks for i in part.matrices) == list(range(len(dims)))
 

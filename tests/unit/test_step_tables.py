@@ -85,12 +85,12 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0})
     batch = table.segments_of([0, 1, 2, 3])
     assert not batch.local and len(batch.received) == 1 and batch.in_order
-    received = torch.arange(float(chunk.receive_buffer.numel))
+    received = torch.arange(float(chunk.owner_buffer.numel))
     matrices = torch.full((4 * 48,), -1.0)
     for copy in batch.received:
         copy.in_matrices(matrices).copy_(copy.in_buffer(received))
     expected = torch.full((4, 48), -1.0)
-    for index, segment in chunk.receive_buffer.segments:
+    for index, segment in chunk.owner_buffer.segments:
         for piece in range(segment.shape[1]):
             start, at = (
                 segment.buffer_offset + piece * segment.buffer_strides[1],
