@@ -32,7 +32,7 @@ from deepspeed_muon.errors import BindingError, ConfigError, NumericalError, Rou
 from deepspeed_muon.logs import warn
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
-from deepspeed_muon.plan.layout import TensorShards
+from deepspeed_muon.plan.layout import PartitionIndex, TensorShards
 from deepspeed_muon.routing.param_groups import (
     EqualRates,
     ParamGroup,
@@ -46,11 +46,11 @@ from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.loading import read_state_dict
-from deepspeed_muon.step.runner import StepResources, StepRunner
+from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.state import follow_parameters
-from deepspeed_muon.step.step_set import StepSet, step_set_of_parameters
+from deepspeed_muon.step.step_set import StepContext, StepSet, step_set_of_parameters
 from deepspeed_muon.transport.agreement import RankFacts
-from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
 from deepspeed_muon.transport.ranks import Ranks
 
 
@@ -208,7 +208,7 @@ class Muon(torch.optim.Optimizer):
         self.routed = routed
         self.managed = False
         self.state_policy = StatePolicy(config.momentum_dtype)
-        self.stats = StepStats()
+        self.stats = SentCounts()
         self.recorder = StepRecorder(every=config.health, check=config.health > 0)
         self.ranks = Ranks()
         self.host: object | None = None
@@ -401,7 +401,7 @@ class Muon(torch.optim.Optimizer):
             )
         # 3. Every parameter is a partition of its own. Its number is that in a state dict, which counts frozen
         # parameters, too.
-        numbered = {number: param for number, param in enumerate(params) if self.is_trained(param)}
+        numbered = {PartitionIndex(n): param for n, param in enumerate(params) if self.is_trained(param)}
         step_set, device = step_set_of_parameters(params, numbered, self.routed.by_id)
         self.attach_step_hook(self._model)
         self.bind([step_set], device=device)
@@ -438,16 +438,23 @@ class Muon(torch.optim.Optimizer):
         self.ranks = ranks or Ranks()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
-        resources = StepResources(
-            device,
-            self._orthogonalizer,
-            self.stats,
-            self.recorder,
-            self.exchange_buffers,
-            self.state_policy,
-            overlap=overlaps(step_sets, self.config),
-        )
-        before, self._bound = self._bound, BoundSteps(step_sets, self.config, resources)
+        overlap = overlaps(step_sets, self.config)
+        contexts = [
+            StepContext(
+                number,
+                step_set,
+                self.config,
+                device,
+                self._orthogonalizer,
+                self.stats,
+                self.recorder,
+                self.exchange_buffers,
+                self.state_policy,
+                overlap,
+            )
+            for number, step_set in enumerate(step_sets)
+        ]
+        before, self._bound = self._bound, BoundSteps(contexts)
         self.runners = self._bound.runners
         if before is not None:
             self._bound.take_over(before)

@@ -39,7 +39,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
 from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, cover_tensor, full_slice
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
-from deepspeed_muon.step.step_set import BoundPartition
+from deepspeed_muon.step.step_set import Partition
 
 # ---- partitions of an engine or of files -------------------------------------------------------------------
 
@@ -497,7 +497,7 @@ class LiveParameter(PartitionedParameter):
 
     local_name: str
     route_reason: str
-    local_partition: BoundPartition
+    local_partition: Partition
     group_rank: int
     int8_blocks: Int8Blocks | None = None
 
@@ -542,7 +542,7 @@ class LiveState:
             groups.setdefault(id(parameter.members), []).append(parameter)
         return list(groups.values())
 
-    def flat_tensor(self, partition: BoundPartition, key: str) -> Tensor:
+    def flat_tensor(self, partition: Partition, key: str) -> Tensor:
         """Return the master (``fp32``) or a state tensor of this rank's partition, flat in row-major order.
 
         A view, except for ``channels_last`` parameters of stage 0, of which it is a copy: see :meth:`write_back`.
@@ -556,13 +556,13 @@ class LiveState:
             return parameter.int8_blocks.decode(state[key].view(-1), state[SCALE_KEY], offset, numel)
         return self.flat_tensor(parameter.local_partition, key).narrow(0, offset, numel)
 
-    def write_back(self, partition: BoundPartition, key: str, flat: Tensor) -> None:
+    def write_back(self, partition: Partition, key: str, flat: Tensor) -> None:
         """Copy what was written into :meth:`flat_tensor` to the partition, if that was a copy."""
         tensor = self._tensor(partition, key)
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.shape))
 
-    def _tensor(self, partition: BoundPartition, key: str) -> Tensor:
+    def _tensor(self, partition: Partition, key: str) -> Tensor:
         tensor: Tensor = partition.tensor if key == "fp32" else self.optimizer.state[partition.tensor][key]
         return tensor.detach()
 

@@ -26,6 +26,7 @@ from deepspeed_muon.engine.tensor_parallel import (
 )
 from deepspeed_muon.engine.zero.views import ZeroView, view_of
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
@@ -140,7 +141,7 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
         if wider_group is None or dist.get_world_size(wider_group) <= ranks:
             wider_group = None
         partitions = [
-            (index, view.masters[index], view.params[index], view.placements(index, ranks))
+            (PartitionIndex(index), view.masters[index], view.params[index], view.placements(index, ranks))
             for index in indices
         ]
         step_sets.append(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex
 from deepspeed_muon.plan.placement import Ints, Placement
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class BufferPlan:
         remote_numel: Elements of the buffer that other ranks send or receive.
     """
 
-    segments: tuple[tuple[int, Segment], ...]
+    segments: tuple[tuple[PlanIndex, Segment], ...]
     peers: Ints
     counts: Ints
     numel: int
@@ -125,7 +125,8 @@ class BufferPlan:
 class Chunk:
     """Matrices that are exchanged together, as one rank sees them.
 
-    A gather sends directions from the fragment buffers to the owner buffers, a scatter sends updates back. Of replicated matrices only updates are sent.
+    A gather sends directions from the fragment buffers to the owner buffers, a scatter sends updates back. Of
+    replicated matrices only updates are sent.
 
     Attributes:
         matrices: Indices of the matrices in this chunk, ascending.
@@ -137,8 +138,8 @@ class Chunk:
         copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
     """
 
-    matrices: tuple[int, ...]
-    owned: tuple[int, ...]
+    matrices: tuple[PlanIndex, ...]
+    owned: tuple[PlanIndex, ...]
     fragment_buffer: BufferPlan
     owner_buffer: BufferPlan
     gathers: bool
@@ -194,7 +195,7 @@ class ExchangePlan:
                 matrix.transposed,
                 matrix.first_row,
                 self.owners[index],
-                chunk_of[index],
+                chunk_of[PlanIndex(index)],
                 matrix.placement.numbers(),
             )
 
@@ -232,7 +233,7 @@ def is_sent(placement: Placement, owner: int) -> bool:
 
 def divide_into_chunks(
     matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
-) -> list[list[int]]:
+) -> list[list[PlanIndex]]:
     """Divide the matrices into chunks, those that are never sent first.
 
     Every owner fills its share of a chunk up to ``bound`` elements, largest matrices first, so that the owners' shares
@@ -249,10 +250,12 @@ def divide_into_chunks(
         world_size: Ranks of the group.
     """
     # 1. by what is sent: nothing, updates by broadcast, or directions and updates by all-to-all
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    kinds: dict[tuple[bool, bool], list[PlanIndex]] = {}
     for index, matrix in enumerate(matrices):
-        kinds.setdefault((is_sent(matrix.placement, owners[index]), matrix.replicated), []).append(index)
-    chunks: list[list[int]] = []
+        kinds.setdefault((is_sent(matrix.placement, owners[index]), matrix.replicated), []).append(
+            PlanIndex(index)
+        )
+    chunks: list[list[PlanIndex]] = []
     for (sent, replicated), members in sorted(kinds.items()):  # False first: what is not sent
         is_broadcast = sent and replicated
         # The rank towards whose bound a matrix counts: its owner. What is broadcast arrives on every rank, so all of it
@@ -265,7 +268,7 @@ def divide_into_chunks(
         least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
         limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least))
         # 3. every rank fills chunk after chunk: the chunk that it fills now, and the elements that it has in it
-        new_chunks: list[list[int]] = []
+        new_chunks: list[list[PlanIndex]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
         for index in sorted(members, key=lambda index: matrices[index].numel, reverse=True):
             rank, numel = rank_of[index], matrices[index].numel
@@ -283,7 +286,7 @@ def divide_into_chunks(
 def build_chunk(
     placements: Sequence[Placement],
     owners: Sequence[int],
-    indices: Sequence[int],
+    indices: Sequence[PlanIndex],
     rank: int,
 ) -> Chunk:
     """Plan one chunk for one rank.
@@ -321,11 +324,11 @@ def build_chunk(
 def _by_owner(
     placements: Sequence[Placement],
     owners: Sequence[int],
-    indices: Sequence[int],
+    indices: Sequence[PlanIndex],
     rank: int,
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of some matrices, by owner."""
-    segments: list[tuple[int, Segment]] = []
+    segments: list[tuple[PlanIndex, Segment]] = []
     counts: dict[int, int] = {}
     offset = 0
     for index in sorted(indices, key=lambda index: owners[index]):  # stable: by owner, then by matrix
@@ -337,7 +340,7 @@ def _by_owner(
     return BufferPlan(tuple(segments), _ints(counts), _ints(counts.values()), offset, remote_numel)
 
 
-def _by_holder(placements: Sequence[Placement], indices: Sequence[int], rank: int) -> BufferPlan:
+def _by_holder(placements: Sequence[Placement], indices: Sequence[PlanIndex], rank: int) -> BufferPlan:
     """Lay out the fragments of a rank's own matrices, by the rank that holds them."""
     if not indices:
         return BufferPlan((), _ints(()), _ints(()), 0, 0)
@@ -352,7 +355,7 @@ def _by_holder(placements: Sequence[Placement], indices: Sequence[int], rank: in
     totals = numels.sum(axis=0)  # (ranks,)
     rank_offsets = np.cumsum(totals) - totals
     offsets_in_rank = np.cumsum(numels, axis=0) - numels  # (matrices, ranks)
-    segments: list[tuple[int, Segment]] = []
+    segments: list[tuple[PlanIndex, Segment]] = []
     for index, lengths, before in zip(indices, numels, offsets_in_rank, strict=True):
         starts = placements[index].starts(ranks[:-1])
         # Peers make one segment where their fragments are equal and at equal offsets in what they send.

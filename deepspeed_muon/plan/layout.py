@@ -7,9 +7,18 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NewType
 
 from deepspeed_muon.plan.placement import Placement
+
+PartitionIndex = NewType("PartitionIndex", int)
+"""Of a flat partition, unique within the optimizer and equal on all ranks."""
+
+SetIndex = NewType("SetIndex", int)
+"""Of a parameter in a step set, matrices first: the order of the gradient flags."""
+
+PlanIndex = NewType("PlanIndex", int)
+"""Of a matrix in an exchange plan, where a stack of blocks may be several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,7 @@ class MatrixLayout:
     name: str
     rows: int
     cols: int
-    partition: int
+    partition: PartitionIndex
     placement: Placement
     row_blocks: tuple[int, ...] = ()
     col_blocks: tuple[int, ...] = ()
@@ -201,7 +210,7 @@ class ParameterLayout:
     """A parameter of AdamW and which rank holds which of its elements, as in :class:`MatrixLayout`."""
 
     name: str
-    partition: int
+    partition: PartitionIndex
     placement: Placement
 
     @property

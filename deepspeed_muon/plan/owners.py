@@ -37,7 +37,7 @@ import numpy as np
 
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
-from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.layout import MatrixLayout, SetIndex, TensorShards
 from deepspeed_muon.plan.placement import Floats, Fragment, Ints, Placement
 
 # Floating-point operations that take as long as sending one element back and forth, at 400 TFLOP/s, 100 GB/s and two
@@ -63,7 +63,7 @@ class Assignment:
 
     matrices: tuple[MatrixLayout, ...]
     owners: tuple[int, ...]
-    origin: tuple[int, ...]
+    origin: tuple[SetIndex, ...]
     work: tuple[float, ...]
 
     def row_fragments(self) -> tuple[Fragment, ...]:
@@ -130,10 +130,10 @@ def assign(
     limit = _SENT_FRACTION * (math.fsum(costs) + math.fsum(load)) / len(load)
     # 2. cut stacks of blocks into slices with an owner each
     layouts: list[MatrixLayout] = []
-    origin: list[int] = []
+    origin: list[SetIndex] = []
     for (index, shard), cost in zip(shards, costs, strict=True):
         layouts += split_stack(shard, cost=cost, limit=limit, divisor=divisor)
-        origin += [index] * (len(layouts) - len(origin))
+        origin += [SetIndex(index)] * (len(layouts) - len(origin))
     # 3. choose the owners
     work = [blocks_flops(grid_blocks(*layout.grid), iteration) for layout in layouts]
     owners = assign_owners(work, [layout.placement for layout in layouts], load=load)

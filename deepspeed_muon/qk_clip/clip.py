@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import STEP_HOOKS, Muon
+from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.qk_clip import hugging_face
 from deepspeed_muon.qk_clip.recorder import AttentionHeads, HeadRole, QkRecorder, find_recorders
@@ -304,14 +305,14 @@ class HeadFragment:
     first: int
     stop: int
     role: HeadRole
-    partition: int
+    partition: PartitionIndex
     offset: int
     numel: int
 
 
 def head_fragments(
     layers: Sequence[AttentionHeads],
-    parameters: Mapping[str, tuple[int, Fragment | None]],
+    parameters: Mapping[str, tuple[PartitionIndex, Fragment | None]],
     divisions: Sequence[Division],
     *,
     rank: int = 0,
@@ -329,7 +330,7 @@ def head_fragments(
     fragments = []
     for number, (layer, division) in enumerate(zip(layers, divisions, strict=True)):
         for block in layer.rows:
-            partition, fragment = parameters.get(block.parameter, (0, None))
+            partition, fragment = parameters.get(block.parameter, (PartitionIndex(0), None))
             if fragment is None:
                 continue
             # Query heads that a head of this block serves. Example: 8 query and 2 key heads on each of two ranks that

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, TensorShards
 from deepspeed_muon.plan.owners import balanced_order, blocks_flops, grid_blocks
 from deepspeed_muon.plan.placement import Placement
 
@@ -121,7 +121,7 @@ class Route:
             return math.prod(self.shape[:-1]), self.shape[-1]
         return self.shape[0], math.prod(self.shape[1:])
 
-    def layout(self, partition: int, placement: Placement) -> MatrixLayout:
+    def layout(self, partition: PartitionIndex, placement: Placement) -> MatrixLayout:
         """Return the layout of a Muon parameter whose fragments in the flat partitions are those of ``placement``."""
         rows, cols = self.matrix_shape
         return MatrixLayout(

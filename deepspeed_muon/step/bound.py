@@ -12,17 +12,18 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
+from deepspeed_muon.plan.layout import PartitionIndex, SetIndex
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.step.gradient_status import (
     FLAGS_PURPOSE,
     NOT_FINITE,
     Gradients,
     GradientStatus,
+    flagged,
     read_together,
-    set_positions,
 )
-from deepspeed_muon.step.runner import StepResources, StepRunner
-from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.runner import StepRunner
+from deepspeed_muon.step.step_set import StepContext, StepSet
 from deepspeed_muon.transport.agreement import RankFacts, Scope
 from deepspeed_muon.transport.all_to_all import overlap_fits
 from deepspeed_muon.transport.ranks import all_reduce_tensor
@@ -37,31 +38,23 @@ class BoundSteps:
         process_groups: The process groups over which the step sets communicate, without duplicates.
     """
 
-    def __init__(
-        self,
-        step_sets: Sequence[StepSet],
-        config: MuonConfig,
-        resources: StepResources,
-    ) -> None:
+    def __init__(self, contexts: Sequence[StepContext]) -> None:
         """Make the exchange plans; nothing is sent.
 
         Args:
-            step_sets: The step sets, in an order that all ranks share.
-            config: The optimizer's settings.
-            resources: Device, buffers and counters that the step sets share.
+            contexts: One for each step set, in an order that all ranks share.
         """
-        self._config = config
-        self._resources = resources
         # By ranks, the work of the step sets so far: the next set of the same ranks goes where there is less.
         loads: dict[Scope, Floats] = {}
         self.runners: list[StepRunner] = []
-        for number, step_set in enumerate(step_sets):
+        for context in contexts:
+            step_set = context.step_set
             load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
-            self.runners.append(StepRunner(step_set, config, resources, load=load, number=number))
+            self.runners.append(StepRunner(context, load=load))
         self.gradient_status = {runner: GradientStatus(runner) for runner in self.runners}
         groups = (
             group
-            for step_set in step_sets
+            for step_set in (context.step_set for context in contexts)
             for group in (
                 step_set.wider_group,
                 step_set.stage_group,
@@ -84,18 +77,18 @@ class BoundSteps:
     def take_over(self, before: BoundSteps) -> None:
         """Take over, when the optimizer is bound again, what is known of matrices whose updates were wrong."""
         for runner in self.runners:
-            position_of = {matrix.name: n for n, matrix in enumerate(runner.step_set.matrices)}
+            set_index = {matrix.name: SetIndex(n) for n, matrix in enumerate(runner.step_set.matrices)}
             for predecessor in before.runners:
                 # A matrix that was frozen since then is in no step set.
                 names = [matrix.name for matrix in predecessor.step_set.matrices]
                 runner.check.take_over(
                     predecessor.check,
-                    {n: position_of[name] for n, name in enumerate(names) if name in position_of},
+                    {SetIndex(n): set_index[name] for n, name in enumerate(names) if name in set_index},
                 )
 
     def current(
         self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()
-    ) -> list[tuple[StepRunner, dict[int, dict[str, Any]]]]:
+    ) -> list[tuple[StepRunner, dict[PartitionIndex, dict[str, Any]]]]:
         """Return the runners of one call of ``step()``, each with its param groups by partition index.
 
         Args:
@@ -212,7 +205,7 @@ class BoundSteps:
         step follows that would report them.
         """
         left_out = {
-            runner: set_positions(status.flags[1].tolist())
+            runner: flagged(status.flags[1].tolist())
             for runner, status in self.gradient_status.items()
             if status.flags is not None
         }
@@ -232,9 +225,8 @@ class BoundSteps:
         data_scopes = [Scope.of(runner.step_set.group) for runner in self.runners]
         groups = [runner.step_set.wider_group for runner in self.runners]
         skip_scopes = [None if group is None else Scope.of(group) for group in groups]
-        overlap = self._resources.overlap
         for number, (runner, ranks) in enumerate(zip(self.runners, data_scopes, strict=True)):
-            step_set, plan = runner.step_set, runner.plan
+            step_set, plan, overlap = runner.step_set, runner.plan, runner.context.overlap
             # In the order of the gradient flags, which are reduced by position.
             layouts = ", ".join(f"{layout.name} ({layout.numel})" for layout in step_set.layouts)
             same_ranks = [n for n, scope in enumerate(data_scopes) if scope == ranks]
@@ -266,7 +258,7 @@ class BoundSteps:
                     f"parameters of step set {number} (at ZeRO 3 one sub-group must hold all: sub_group_size)"
                 )
                 facts.record(fact, names, tensor_ranks)
-                settings = self._config.model_dump_json()
+                settings = runner.context.config.model_dump_json()
                 facts.record(f"optimizer.params for step set {number}", settings, tensor_ranks)
         return facts
 
@@ -279,7 +271,7 @@ def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
     )
 
 
-def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[int, Tensor]:
+def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:
     """Return the gradients in ``grad`` of a step set's tensors, flat and contiguous, by partition index.
 
     Args:

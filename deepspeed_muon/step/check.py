@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,14 +26,16 @@ from deepspeed_muon.monitoring.measure import (
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.torch_operators import frobenius_norms
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex, SetIndex
 from deepspeed_muon.step.row_state import OwnedRows
 
-Member = tuple[int, int]
-"""Matrix index and number of its block."""
+Member = tuple[PlanIndex, int]
+"""A matrix and the number of one of its blocks."""
 
-LeftOut = tuple[list[int], Tensor]
-"""Positions of matrices in the step set, and a flag for each, on the device: whether its update was left out."""
+_Index = TypeVar("_Index", PlanIndex, SetIndex)
+
+LeftOut = tuple[list[SetIndex], Tensor]
+"""Matrices, and a flag for each, on the device: whether its update was left out."""
 
 
 @dataclass(slots=True)
@@ -63,7 +66,15 @@ class Result:
     def __post_init__(self) -> None:
         self.updates = self.blocks
         if self.row_state is not None:
-            self.updates, self.new_rows = self.row_state.updates(self.members, self.blocks, self.dtype)
+            self.updates, self.new_rows = self.row_state.scale_rows(self.members, self.blocks, self.dtype)
+
+
+def _renumbered(
+    verdicts: Sequence[tuple[list[_Index], Tensor]], new_index: Mapping[_Index, _Index]
+) -> list[tuple[list[_Index], Tensor]]:
+    """Return verdicts under the new indices of their matrices; those without one are dropped."""
+    pairs = [pair for indices, flags in verdicts for pair in zip(indices, flags.split(1), strict=True)]
+    return [([new_index[index]], flag) for index, flag in pairs if index in new_index]
 
 
 class ResultCheck:
@@ -83,7 +94,7 @@ class ResultCheck:
         device: torch.device,
         ns: NsSettings,
         norms: Callable[[Tensor], Tensor] = frobenius_norms,
-        origin: Sequence[int] | None = None,
+        origin: Sequence[SetIndex] | None = None,
     ) -> None:
         """Reserve numbers for the plan's matrices.
 
@@ -100,20 +111,20 @@ class ResultCheck:
         self.left_out: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
         # Verdicts on the device that this rank has yet to count: indices in the plan, and their flags.
-        self._uncounted: list[tuple[list[int], Tensor]] = []
+        self._uncounted: list[tuple[list[PlanIndex], Tensor]] = []
         # Positions in the step set: what is computed in fp32 from now on, and what was left out in the step before,
         # whose row state restarts in this one.
-        self._fp32_only: set[int] = set()
-        self._rows_restart: frozenset[int] = frozenset()
+        self._fp32_only: set[SetIndex] = set()
+        self._rows_restart: frozenset[SetIndex] = frozenset()
         self._matrices = matrices
-        self._origin = range(len(matrices)) if origin is None else origin
+        self._origin = [SetIndex(index) for index in range(len(matrices))] if origin is None else origin
         self._first = recorder.reserve(len(matrices))
         self._ns = ns
         self._norms = norms
         self._band = band_of(ns.coefficients)
-        self._warned: set[int] = set()
+        self._warned: set[PlanIndex] = set()
 
-    def watches(self, index: int) -> bool:
+    def watches(self, index: PlanIndex) -> bool:
         """Return whether a matrix of the plan is measured in the current step."""
         return self.recorder.watches(self._first + index)
 
@@ -134,7 +145,7 @@ class ResultCheck:
         if result.row_state is not None and result.new_rows is not None:
             result.row_state.write(result.members, result.new_rows, wrong)
 
-    def read_verdicts(self, positions: Collection[int]) -> list[str]:
+    def read_verdicts(self, positions: Collection[SetIndex]) -> list[str]:
         """Record the matrices that some rank left out in the previous step, and drop this rank's verdicts.
 
         They are computed in fp32 from now on, and their row state, which may be the cause, starts anew. Must be called
@@ -160,7 +171,7 @@ class ResultCheck:
         self._rows_restart = frozenset(positions)
         return failed
 
-    def failed(self, positions: Collection[int]) -> list[str]:
+    def failed(self, positions: Collection[SetIndex]) -> list[str]:
         """Return what :meth:`read_verdicts` will return."""
         return self._names(self._fp32_only.intersection(positions) if self.is_deferred else positions)
 
@@ -185,36 +196,31 @@ class ResultCheck:
         self.left_out.clear()
         return self._names(failed)
 
-    def _names(self, positions: Collection[int]) -> list[str]:
+    def _names(self, positions: Collection[SetIndex]) -> list[str]:
         """Return the names of some matrices of the step set, in its order."""
         pairs = zip(self._origin, self._matrices, strict=True) if positions else ()
         name_of = {position: matrix.name for position, matrix in pairs}
         return [name_of[position] for position in sorted(positions)]
 
-    def take_over(self, before: ResultCheck, position_of: Mapping[int, int]) -> None:
+    def take_over(self, before: ResultCheck, new_index: Mapping[SetIndex, SetIndex]) -> None:
         """Take over what a check of the optimizer's earlier step sets knows of matrices whose updates were wrong.
 
         They stay in fp32, verdicts that no rank has read are read in the next step, and no warning comes twice.
 
         Args:
             before: The earlier check.
-            position_of: Positions of the common matrices in the step set of ``before`` to those in this one's.
+            new_index: Index of each common matrix in the step set of ``before`` to that in this one's.
         """
-        index_of = {position: index for index, position in enumerate(self._origin)}
+        in_plan = {index: PlanIndex(number) for number, index in enumerate(self._origin)}
         successor = {
-            index: index_of[new_position]
-            for index, position in enumerate(before._origin)
-            if (new_position := position_of.get(position)) in index_of
+            PlanIndex(number): in_plan[new_index[index]]
+            for number, index in enumerate(before._origin)
+            if index in new_index and new_index[index] in in_plan
         }
-        self._fp32_only.update(position_of[p] for p in before._fp32_only if p in position_of)
+        self._fp32_only.update(new_index[index] for index in before._fp32_only if index in new_index)
         self._warned.update(successor[index] for index in before._warned if index in successor)
-        for verdicts, old, new_of in (
-            (self.left_out, before.left_out, position_of),
-            (self._uncounted, before._uncounted, successor),
-        ):
-            for matrices, flags in old:
-                pairs = zip(matrices, flags.split(1), strict=True)
-                verdicts += [([new_of[matrix]], flag) for matrix, flag in pairs if matrix in new_of]
+        self.left_out += _renumbered(before.left_out, new_index)
+        self._uncounted += _renumbered(before._uncounted, successor)
 
     def _settle_on_device(self, result: Result) -> Tensor:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
@@ -283,7 +289,9 @@ class ResultCheck:
         result.blocks[position].copy_(block[0])
         if result.row_state is None or result.new_rows is None:
             return block[0]
-        updates, rows = result.row_state.updates([result.members[position]], block, result.dtype, anew=anew)
+        updates, rows = result.row_state.scale_rows(
+            [result.members[position]], block, result.dtype, anew=anew
+        )
         result.new_rows[position].copy_(rows[0])
         return updates[0]
 
@@ -307,7 +315,7 @@ class ResultCheck:
             self.left_out.append(([self._origin[index]], torch.ones(1, dtype=torch.bool)))
         self._warn(index, self._matrices[index], why, failure)
 
-    def _warn(self, index: int, matrix: MatrixLayout, why: str, failure: str | None) -> None:
+    def _warn(self, index: PlanIndex, matrix: MatrixLayout, why: str, failure: str | None) -> None:
         if index in self._warned:
             return
         self._warned.add(index)
@@ -336,7 +344,7 @@ class ResultCheck:
     def _sample(self, result: Result) -> None:
         """Measure the entries of sampled matrices, and redo them if a singular value is far above the band."""
         with self.recorder.span("sampling"):
-            entries: dict[int, list[int]] = {}
+            entries: dict[PlanIndex, list[int]] = {}
             for position, (index, _) in enumerate(result.members):
                 if self.watches(index):
                     entries.setdefault(index, []).append(position)

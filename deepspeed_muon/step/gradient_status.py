@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.ops.dispatch import largest_magnitudes
+from deepspeed_muon.plan.layout import PartitionIndex, SetIndex
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.ranks import all_reduce_tensor
@@ -28,7 +29,7 @@ FLAGS_PURPOSE = "exchange of gradient flags"
 NOT_FINITE = 2
 _STATUS_LIMITS = (0.0, torch.finfo(torch.float32).max)
 
-Gradients = Mapping[int, Sequence[Tensor]]
+Gradients = Mapping[PartitionIndex, Sequence[Tensor]]
 """Partition index to a rank's gradient: flat tensors that follow each other in the partition."""
 
 
@@ -123,7 +124,7 @@ class GradientStatus:
         nonfinite: tuple[str, ...] = ()
         if NOT_FINITE in active:
             nonfinite = tuple(n for n, status in zip(self.names, active, strict=True) if status == NOT_FINITE)
-        failed = tuple(self._check.read_verdicts(set_positions(left_out)))
+        failed = tuple(self._check.read_verdicts(flagged(left_out)))
         nonfinite = nonfinite or ("a parameter of other ranks",) * is_nonfinite
         failed = failed or ("a matrix of other ranks",) * is_failed
         return GradientReport(active, nonfinite, failed)
@@ -177,9 +178,9 @@ class GradientStatus:
         return self._table
 
 
-def set_positions(flags: Sequence[int]) -> set[int]:
-    """Return the positions of the flags that are set."""
-    return {position for position, flag in enumerate(flags) if flag} if any(flags) else set()
+def flagged(flags: Sequence[int]) -> set[SetIndex]:
+    """Return the parameters whose flag is set."""
+    return {SetIndex(index) for index, flag in enumerate(flags) if flag} if any(flags) else set()
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[Tensor]:

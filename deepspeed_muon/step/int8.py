@@ -23,7 +23,7 @@ from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.ops.torch_operators import BLOCK, from_codes, quantize
 from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.state import State, check_numel
-from deepspeed_muon.step.step_set import BoundPartition
+from deepspeed_muon.step.step_set import Partition
 
 SCALE_KEY = "momentum_scale"
 """The scales in the state of a partition, beside ``momentum_buffer``."""
@@ -90,7 +90,7 @@ class Int8Blocks:
         return codes, scales
 
 
-def scales_of(entry: dict[str, Any], partition: BoundPartition, count: int) -> Tensor:
+def scales_of(entry: dict[str, Any], partition: Partition, count: int) -> Tensor:
     """Return the scales of a partition with int8 momentum, ``(count,)`` fp32; create them if ``entry`` has none.
 
     Raises:
@@ -103,9 +103,7 @@ def scales_of(entry: dict[str, Any], partition: BoundPartition, count: int) -> T
     return scales
 
 
-def convert_momentum(
-    partition: BoundPartition, state: State, policy: StatePolicy, blocks: Int8Blocks
-) -> None:
+def convert_momentum(partition: Partition, state: State, policy: StatePolicy, blocks: Int8Blocks) -> None:
     """Convert the momentum of a partition to int8, or from int8, as ``policy`` says.
 
     Args:

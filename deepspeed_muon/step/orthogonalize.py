@@ -5,43 +5,44 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NewType
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.ops.candidates import BATCH_NUMEL
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex
 from deepspeed_muon.step.check import Member, Result, ResultCheck
 from deepspeed_muon.step.row_state import before_iteration
+from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.step.tables import Step
-from deepspeed_muon.transport.all_to_all import StepContext
 
-Orthogonalize = Callable[..., Tensor]
-"""``(batch, rows, cols)`` to the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``."""
+BatchIndex = NewType("BatchIndex", int)
+"""Of a matrix among those that are orthogonalised together."""
 
-Directions = Callable[[Sequence[int]], Tensor]
+Directions = Callable[[Sequence[PlanIndex]], Tensor]
 """Indices of matrices of one shape to their directions, or to those of this rank's shards: ``(matrices, rows, cols)``
 in the communication dtype."""
 
-Updates = Iterator[tuple[Sequence[int], Tensor]]
+Updates = Iterator[tuple[Sequence[PlanIndex], Tensor]]
 """Indices of matrices of one shape, and their checked updates or those of this rank's shards: ``(matrices, elements)``
 in the communication dtype."""
 
 
 def batches(
-    matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[int]
-) -> list[list[int]]:
+    matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[PlanIndex]
+) -> list[list[PlanIndex]]:
     """Group matrices of equal blocks into batches of bounded size.
 
     Blocks that do not run in batches (:attr:`.StepContext.batch_below`: on a CPU all but small ones) make their matrix
     a batch of its own.
     """
     # 1. which may run together
-    members_of: dict[object, list[int]] = {}
+    members_of: dict[object, list[PlanIndex]] = {}
     for index in indices:
         members_of.setdefault(matrices[index].batch_key, []).append(index)
     # 2. as many as a batch may have
-    grouped: list[list[int]] = []
+    grouped: list[list[PlanIndex]] = []
     for members in members_of.values():
         first = matrices[members[0]]
         rows, cols = first.logical_shape
@@ -67,7 +68,7 @@ class _BatchPlan:
         counted: How many of the matrices this rank counts: a stack with several owners counts once, at the first.
     """
 
-    indices: list[int]
+    indices: list[PlanIndex]
     shapes: tuple[tuple[int, int], ...]
     is_stack: bool
     calls: list[list[Member]]
@@ -87,17 +88,16 @@ class LocalOrthogonalizer:
         self,
         matrices: Sequence[MatrixLayout],
         context: StepContext,
-        orthogonalize: Orthogonalize,
         check: ResultCheck,
     ) -> None:
         self.matrices = matrices
         self.context = context
-        self._orthogonalize = orthogonalize
+        self._orthogonalize = context.orthogonalize
         self.check = check
         # Almost always a chunk has the same active matrices in every step.
         self._batches = functools.lru_cache(maxsize=64)(self._planned)
 
-    def updates(self, owned: Sequence[int], directions: Directions, step: Step) -> Updates:
+    def orthogonalized(self, owned: Sequence[PlanIndex], directions: Directions, step: Step) -> Updates:
         """Yield indices and updates of matrices, each once; the iterator must be exhausted.
 
         Args:
@@ -106,20 +106,20 @@ class LocalOrthogonalizer:
             step: The step.
         """
         for batch in self._batches(tuple(owned)):
-            self.context.stats.matrices_orthogonalized += batch.counted
+            self.context.counts.matrices_orthogonalized += batch.counted
             matrices = directions(batch.indices)  # (matrices, rows, cols) in the communication dtype
             run = self._stacks if batch.is_stack else self._grids
             yield batch.indices, run(batch, matrices, step).view(len(batch.indices), -1)
 
-    def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
-        """Yield empty tensors, on the meta device, like those that :meth:`updates` orthogonalises."""
+    def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
+        """Yield empty tensors, on the meta device, like those that :meth:`orthogonalized` returns the updates of."""
         for batch in self._batches(tuple(owned)):
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
                 directions = torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
                 yield before_iteration(self.context.variant, directions, self.matrices[members[0][0]])
 
-    def _planned(self, owned: Sequence[int]) -> list[_BatchPlan]:
+    def _planned(self, owned: Sequence[PlanIndex]) -> list[_BatchPlan]:
         # 1. matrices of equal blocks, as many as run together
         planned = []
         for indices in batches(self.matrices, self.context, owned):
@@ -163,17 +163,17 @@ class LocalOrthogonalizer:
         # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.
         update, scales = torch.empty_like(directions), step.rates.scales
         grid = self.matrices[batch.indices[0]].grid
-        position = {index: number for number, index in enumerate(batch.indices)}  # of a matrix in the batch
+        in_batch = {index: BatchIndex(number) for number, index in enumerate(batch.indices)}
         sources, targets = _block_views(directions, *grid), _block_views(update, *grid)
         for members in batch.calls:
             # Blocks that are side by side are strided views, and the iteration reads contiguous batches.
-            views = [sources[number][position[index]] for index, number in members]
+            views = [sources[number][in_batch[index]] for index, number in members]
             inputs = views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
             blocks = self._checked(members, inputs, step, torch.float32)  # (blocks, block rows, block cols)
             for (index, number), block in zip(members, blocks, strict=True):
                 # The rate that is applied has the scale of the first block already.
                 relative = scales[index][number] / scales[index][0]
-                target = targets[number][position[index]]
+                target = targets[number][in_batch[index]]
                 target.copy_(block if relative == 1.0 else block.mul_(relative))
         return update
 

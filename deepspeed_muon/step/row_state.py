@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.plan.chunks import ExchangePlan
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, PlanIndex
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.transport.all_to_all import StepContext
+from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import Variant
 
@@ -55,20 +55,20 @@ class RowStorage:
         """
         self.counts = {matrix.partition: 0 for matrix in plan.matrices}
         self._matrices, self._context = plan.matrices, context
-        self._local: list[tuple[int, int, Fragment]] = []  # index of the matrix, its partition, its rows
+        self._local: list[tuple[PlanIndex, PartitionIndex, Fragment]] = []  # of each matrix here, its rows
         for index, (matrix, fragment) in enumerate(zip(plan.matrices, fragments, strict=True)):
             if matrix.replicated or fragment.rank == plan.rank:
-                self._local.append((index, matrix.partition, fragment))
+                self._local.append((PlanIndex(index), matrix.partition, fragment))
                 self.counts[matrix.partition] += fragment.numel
         # Of replicated matrices, the rows that other ranks own.
         self._copied = [(index, f) for index, _, f in self._local if f.rank != plan.rank]
-        ranks = context.world_size
+        ranks = context.step_set.world_size
         replicated = sum(f.numel for index, _, f in self._local if plan.matrices[index].replicated)
         self.sent_bytes = replicated * torch.float32.itemsize * 2 * (ranks - 1) // ranks
 
     @contextlib.contextmanager
     def opened(
-        self, vectors: Mapping[int, Tensor], settings: Sequence[tuple[float, ...]]
+        self, vectors: Mapping[PartitionIndex, Tensor], settings: Sequence[tuple[float, ...]]
     ) -> Iterator[OwnedRows]:
         """Yield the rows for one step; those of offloaded partitions are copied to the device of the iteration.
 
@@ -91,15 +91,17 @@ class RowStorage:
         if self.sent_bytes:
             for index, _ in self._copied:
                 rows[index].zero_()
-            joint = all_reduce_tensor(torch.cat([*copies.values()]), context.group, purpose="rows of NorMuon")
-            context.stats.count_exchange(self.sent_bytes)
+            joint = all_reduce_tensor(
+                torch.cat([*copies.values()]), context.step_set.group, purpose="rows of NorMuon"
+            )
+            context.counts.count_exchange(self.sent_bytes)
             lengths = [len(vector) for vector in copies.values()]
             for vector, reduced in zip(copies.values(), joint.split(lengths), strict=True):
                 vector.copy_(reduced)
         # 4. back into optimizer.state
-        for index, vector in vectors.items():
-            if copies[index] is not vector:
-                vector.copy_(copies[index])
+        for partition, vector in vectors.items():
+            if copies[partition] is not vector:
+                vector.copy_(copies[partition])
 
 
 class OwnedRows:
@@ -114,7 +116,7 @@ class OwnedRows:
         matrices: Sequence[MatrixLayout],
         variant: Variant,
         settings: Sequence[tuple[float, ...]],
-        rows: dict[int, Tensor],
+        rows: dict[PlanIndex, Tensor],
     ) -> None:
         """Keep the arguments; nothing is sent.
 
@@ -129,12 +131,17 @@ class OwnedRows:
         self._variant = variant
         self._settings = settings
 
-    def with_assembled(self, rows: dict[int, Tensor]) -> OwnedRows:
+    def with_assembled(self, rows: dict[PlanIndex, Tensor]) -> OwnedRows:
         """Return the same for matrices whose shards were gathered on this rank."""
         return OwnedRows(self._matrices, self._variant, self._settings, rows)
 
-    def updates(
-        self, blocks: Sequence[tuple[int, int]], results: Tensor, dtype: torch.dtype, *, anew: bool = False
+    def scale_rows(
+        self,
+        blocks: Sequence[tuple[PlanIndex, int]],
+        results: Tensor,
+        dtype: torch.dtype,
+        *,
+        anew: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Scale the rows of orthogonalised blocks; the stored state does not change.
 
@@ -167,18 +174,20 @@ class OwnedRows:
         torch.mul(oriented, factors.unsqueeze(-1), out=updates)
         return updates.mT if first.transposed else updates, state
 
-    def stored(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
+    def stored(self, blocks: Sequence[tuple[PlanIndex, int]]) -> Tensor:
         """Return the stored state of some blocks, ``(blocks, outputs)``; not to be written to."""
         views = self._views(blocks)
         joint = _stacked_view(views)  # (blocks, outputs), or None where the vectors are not adjacent
         return torch.stack(views) if joint is None else joint
 
-    def write(self, blocks: Sequence[tuple[int, int]], new: Tensor, wrong: Tensor | None = None) -> None:
+    def write(
+        self, blocks: Sequence[tuple[PlanIndex, int]], new: Tensor, wrong: Tensor | None = None
+    ) -> None:
         """Store the new state of some blocks, without waiting for the device.
 
         Args:
-            blocks: Index of the matrix and number of the block, as for :meth:`updates`.
-            new: The new state that :meth:`updates` returned for them.
+            blocks: Index of the matrix and number of the block, as for :meth:`scale_rows`.
+            new: The new state that :meth:`scale_rows` returned for them.
             wrong: Blocks that keep their stored state, ``(blocks,)`` bool on the device; ``None`` for none.
         """
         views = self._views(blocks)
@@ -186,7 +195,7 @@ class OwnedRows:
             new = torch.where(wrong.unsqueeze(1), self.stored(blocks), new)
         torch._foreach_copy_(views, list(new.unbind()))
 
-    def _views(self, blocks: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def _views(self, blocks: Sequence[tuple[PlanIndex, int]]) -> list[Tensor]:
         """Return a view of the rows of each block."""
         # Example: a stored 6 x 4 matrix of two experts, each input x output (3 x 4) with a gate and an up half, has the
         # grid ((3, 3), (2, 2)). Its outputs are columns, so it has 4 numbers for each expert, 8 in all. Block 3, the up

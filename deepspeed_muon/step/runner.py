@@ -9,7 +9,8 @@
 3. ``_orthogonalize``: rank 1 assembles ``B``, runs Newton-Schulz on it, has the result checked
    (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its owner buffer.
 4. scatter: rank 1 sends rank 0's half of the update of ``B`` back, and receives its half of the update of ``A``.
-5. ``_apply``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``.
+5. ``_update_weights``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``
+   (:func:`.tables.apply` has the formula).
 
 A matrix that is on its owner alone skips 2 and 4. Of replicated matrices (stage 0) the owner broadcasts the update in
 place of 4.
@@ -21,66 +22,36 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
+from deepspeed_muon.plan.layout import PartitionIndex, PlanIndex
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, convert_momentum, scales_of
-from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, Orthogonalize, batches
+from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, batches
 from deepspeed_muon.step.row_state import RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
-from deepspeed_muon.step.step_set import StepSet
+from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
 from deepspeed_muon.transport.all_to_all import (
     ChunkExchange,
-    ExchangeBuffers,
     InFlight,
-    StepContext,
-    StepStats,
 )
-from deepspeed_muon.variants import VARIANTS
-
-
-@dataclass(frozen=True, slots=True)
-class StepResources:
-    """What all step sets of an optimizer share.
-
-    Attributes:
-        device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
-        orthogonalize: Runs the Newton-Schulz iteration.
-        stats: Counters.
-        recorder: Samples and counters of the check.
-        buffers: Memory of the exchange.
-        policy: Dtype of the state.
-        overlap: Whether chunks are exchanged while others are orthogonalised.
-    """
-
-    device: torch.device
-    orthogonalize: Orthogonalize
-    stats: StepStats
-    recorder: StepRecorder
-    buffers: ExchangeBuffers
-    policy: StatePolicy
-    overlap: bool
 
 
 class StepRunner:
     """Runs the step of one :class:`StepSet`.
 
     Attributes:
+        context: The step set, and what its step needs.
         step_set: The set.
-        context: Groups, devices, dtypes and settings of its step.
         assignment: The owners of its matrices, by which :attr:`plan` was made.
         plan: The exchange plan.
         row_fragments: Where the row state of each matrix of the plan is stored; empty where the variant has none.
@@ -88,39 +59,16 @@ class StepRunner:
         adam: Updates the parameters that are not Muon's.
     """
 
-    def __init__(
-        self,
-        step_set: StepSet,
-        config: MuonConfig,
-        resources: StepResources,
-        *,
-        load: Floats,
-        number: int,
-    ) -> None:
+    def __init__(self, context: StepContext, *, load: Floats) -> None:
         """Make the exchange plan; nothing is sent.
 
         Args:
-            step_set: Partitions and layouts.
-            config: The optimizer's settings.
-            resources: Shared with the other sets.
+            context: The step set, and what its step needs.
             load: Operations that each rank already has from other sets. Mutated: the new work is added.
-            number: The number of the set, for errors.
         """
-        self.step_set = step_set
-        self._policy, self._overlap = resources.policy, resources.overlap
-        dtype = config.resolved_wire_dtype(step_set.model_dtype)
-        self.context = context = StepContext(
-            number,
-            step_set.group,
-            step_set.rank,
-            step_set.world_size,
-            resources.device,
-            dtype,
-            config.ns_settings(resources.device),
-            resources.stats,
-            VARIANTS[config.variant],
-            step_set.tensor_group,
-        )
+        self.context = context
+        self.step_set, config = context.step_set, context.config
+        step_set, self._policy, self._overlap = context.step_set, context.policy, context.overlap
         # 1. who owns what, and what is sent in which chunk
         self.assignment = assign(step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor)
         self.plan = build_exchange_plan(
@@ -136,13 +84,21 @@ class StepRunner:
             self.row_fragments = self.assignment.row_fragments()
             self._row_storage = RowStorage(self.plan, self.row_fragments, context)
         # 2. what sends, orthogonalises and checks
-        self._exchange = ChunkExchange(self.plan, context, resources.buffers, overlap=self._overlap)
+        self._exchange = ChunkExchange(
+            self.plan,
+            context.buffers,
+            context.counts,
+            step_set.group,
+            dtype=context.comm_dtype,
+            number=context.number,
+            overlap=context.overlap,
+        )
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
         norms = matrix_norms(config.ns_backend, device)
         self.check = ResultCheck(
-            resources.recorder, matrices, device=device, ns=ns, norms=norms, origin=self.assignment.origin
+            context.recorder, matrices, device=device, ns=ns, norms=norms, origin=self.assignment.origin
         )
-        local = LocalOrthogonalizer(matrices, context, resources.orthogonalize, self.check)
+        local = LocalOrthogonalizer(matrices, context, self.check)
         group = step_set.tensor_group
         self._strategy = (
             local if group is None else OverTensorGroup(local, config.exchange_chunk_numel, group)
@@ -150,12 +106,12 @@ class StepRunner:
         # 3. what reads and writes the partitions
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
-        position_of = {partition.index: position for position, partition in enumerate(self._muon)}
-        self._rates = RateTable(matrices, context.variant, position_of, config.momentum_warmup)
-        self._passes = passes_for(step_set.partitions, config, resources.policy)
-        self.adam = AdamW(step_set, config, resources.policy)
+        list_position = {partition.index: position for position, partition in enumerate(self._muon)}
+        self._rates = RateTable(matrices, context.variant, list_position, config.momentum_warmup)
+        self._passes = passes_for(step_set.partitions, config, context.policy)
+        self.adam = AdamW(step_set, config, context.policy)
         self._tables = [
-            ChunkTable(self.plan, chunk, batches(matrices, context, chunk.owned), position_of)
+            ChunkTable(self.plan, chunk, batches(matrices, context, chunk.owned), list_position)
             for chunk in self.plan.chunks
         ]
         if self._policy.quantizes_momentum:
@@ -168,7 +124,7 @@ class StepRunner:
                 table.int8_blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
 
     @functools.cached_property
-    def int8_blocks(self) -> dict[int, Int8Blocks]:
+    def int8_blocks(self) -> dict[PartitionIndex, Int8Blocks]:
         """The blocks of the int8 momentum, by the index of the partition."""
         by_partition = zip(self.step_set.partitions, self.step_set.local_fragments(), strict=True)
         return {
@@ -198,8 +154,8 @@ class StepRunner:
     def run(
         self,
         flags: Sequence[int],
-        grads: Mapping[int, Tensor],
-        groups: Mapping[int, dict[str, Any]],
+        grads: Mapping[PartitionIndex, Tensor],
+        groups: Mapping[PartitionIndex, dict[str, Any]],
         state: State,
     ) -> None:
         """Update all partitions of the set in place.
@@ -238,7 +194,7 @@ class StepRunner:
                     self._pack(flights[-1], step)
                     self._exchange.gather(flights[-1])  # all-to-all: directions to the owners
                 if turn == -ahead:
-                    self.adam.run(flags, grads, groups, state, flat)
+                    self.adam.update_partitions(flags, grads, groups, state, flat)
                     self._update_local(local[:half], step)
                 if 0 <= turn < len(exchanged):
                     with self.check.recorder.span("gather"):
@@ -250,16 +206,16 @@ class StepRunner:
                 if 0 <= turn - ahead < len(exchanged):
                     with self.check.recorder.span("scatter"):
                         self._exchange.wait("scatter", flights[turn - ahead])
-                    self._apply(flights[turn - ahead], step)
+                    self._update_weights(flights[turn - ahead], step)
 
     @contextlib.contextmanager
     def _begin(
         self,
         flags: Sequence[int],
-        grads: Mapping[int, Tensor],
-        groups: Mapping[int, dict[str, Any]],
+        grads: Mapping[PartitionIndex, Tensor],
+        groups: Mapping[PartitionIndex, dict[str, Any]],
         state: State,
-        flat: Mapping[int, Tensor],
+        flat: Mapping[PartitionIndex, Tensor],
     ) -> Iterator[Step]:
         """Read the rates, momentum and row state of this step; write row state back that was copied to the device."""
         self.convert_momentum(state)
@@ -297,14 +253,14 @@ class StepRunner:
                 rates,
                 flat=[flat[index] for index in indices],
                 momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
-                grads=self.step_set.gradients(grads, flat, matrix_flags),
+                grads=self.step_set.gradients_of_muon(grads, flat, matrix_flags),
                 row_state=row_state,
                 passes=self._passes,
                 scales=scales,
             )
 
     def _pack(self, flight: InFlight, step: Step) -> None:
-        """Update the momentum of a chunk's matrices and write their directions, those that are sent to the buffer."""
+        """Update the momentum of a chunk's matrices and write their directions; those that are sent to the buffer."""
         table, context, send = self._tables[flight.number], self.context, flight.fragment_buffer
         # 1. momentum and directions, where the momentum is
         device, dtype = step.momentum[0].device, context.comm_dtype
@@ -322,7 +278,7 @@ class StepRunner:
         """Turn the directions of a chunk's owned matrices into updates, which overwrite them where they are stored."""
         table, owned = self._tables[flight.number], step.active(flight.chunk.owned)
         directions = functools.partial(self._directions, flight)
-        for indices, result in self._strategy.updates(owned, directions, step):
+        for indices, result in self._strategy.orthogonalized(owned, directions, step):
             updates = result.contiguous().view(-1)  # (matrices * rows * cols,)
             segments = table.segments_of(indices)
             # Each segment is a strided copy: (matrices, fragments, elements).
@@ -331,7 +287,7 @@ class StepRunner:
             for segment in segments.local:
                 segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
 
-    def _directions(self, flight: InFlight, indices: Sequence[int]) -> Tensor:
+    def _directions(self, flight: InFlight, indices: Sequence[PlanIndex]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
 
         They are a view of the buffer where they follow each other in it.
@@ -350,7 +306,7 @@ class StepRunner:
             segment.in_matrices(directions).copy_(segment.in_buffer(buffer))
         return directions.view(shape)
 
-    def _apply(self, flight: InFlight, step: Step) -> None:
+    def _update_weights(self, flight: InFlight, step: Step) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
         # The table says for each fragment in which of the two tensors its update is: scatter brought those that are
         # sent where gather took the directions from.
@@ -358,7 +314,9 @@ class StepRunner:
         apply(table, step, [flight.directions, flight.fragment_buffer])
         del flight.directions  # as large as what this rank owns
 
-    def _record_weights(self, groups: Mapping[int, dict[str, Any]], flat: Mapping[int, Tensor]) -> None:
+    def _record_weights(
+        self, groups: Mapping[PartitionIndex, dict[str, Any]], flat: Mapping[PartitionIndex, Tensor]
+    ) -> None:
         """Record weights of the sampled matrices that this rank owns, from its own fragments of them."""
         for index in (
             index for chunk in self.plan.chunks for index in chunk.owned if self.check.watches(index)
@@ -375,4 +333,4 @@ class StepRunner:
             flight = self._exchange.open(number, None)
             self._pack(flight, step)
             self._orthogonalize(flight, step)
-            self._apply(flight, step)
+            self._update_weights(flight, step)

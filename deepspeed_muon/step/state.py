@@ -19,8 +19,9 @@ from deepspeed_muon.errors import BindingError, InstallationError
 from deepspeed_muon.logs import logger, warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
 from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
+from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.step.step_set import BoundPartition, NativeAdam, StepSet
+from deepspeed_muon.step.step_set import NativeAdam, Partition, StepSet
 from deepspeed_muon.variants import ROW_STATE
 from deepspeed_muon.variants.variant import Variant
 
@@ -33,7 +34,7 @@ STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 _CPU_BLOCK, _GPU_BLOCK = 1 << 16, 1 << 24
 
 
-def state_of(partition: BoundPartition, state: State, policy: StatePolicy) -> dict[str, Any]:
+def state_of(partition: Partition, state: State, policy: StatePolicy) -> dict[str, Any]:
     """Return the state of a partition for the next step: create missing tensors, and increment ``step``."""
     entry = state[partition.tensor]
     for key in ("momentum_buffer",) if partition.muon else ("exp_avg", "exp_avg_sq"):
@@ -62,7 +63,7 @@ def follow_parameters(state: State, policy: StatePolicy) -> None:
                 entry[key] = value.to(device=param.device, dtype=dtype)
 
 
-def row_state_of(partition: BoundPartition, state: State, variant: Variant, numel: int) -> Tensor | None:
+def row_state_of(partition: Partition, state: State, variant: Variant, numel: int) -> Tensor | None:
     """Return a variant's row state of a partition, ``(numel,)``, or ``None`` if it has none; create a missing tensor.
 
     Args:
@@ -96,7 +97,7 @@ def row_state_of(partition: BoundPartition, state: State, variant: Variant, nume
     return rows
 
 
-def check_numel(tensor: Tensor, numel: int, label: str, partition: BoundPartition) -> None:
+def check_numel(tensor: Tensor, numel: int, label: str, partition: Partition) -> None:
     """Raise ``BindingError`` if a state tensor of a partition does not have ``numel`` elements."""
     if tensor.numel() != numel:
         raise BindingError(
@@ -105,7 +106,7 @@ def check_numel(tensor: Tensor, numel: int, label: str, partition: BoundPartitio
         )
 
 
-def passes_for(partitions: Sequence[BoundPartition], config: MuonConfig, policy: StatePolicy) -> FlatPasses:
+def passes_for(partitions: Sequence[Partition], config: MuonConfig, policy: StatePolicy) -> FlatPasses:
     """Return the elementwise passes for the partitions of a step set and their momentum."""
     master_dtypes = {partition.tensor.dtype for partition in partitions}
     device = partitions[0].tensor.device if partitions else torch.device("cpu")
@@ -190,13 +191,13 @@ class AdamW:
             "torch_calls": self._torch_calls,
         }
 
-    def run(
+    def update_partitions(
         self,
         active: Sequence[int],
-        grads: Mapping[int, Tensor],
-        groups: Mapping[int, dict[str, Any]],
+        grads: Mapping[PartitionIndex, Tensor],
+        groups: Mapping[PartitionIndex, dict[str, Any]],
         state: State,
-        flat: Mapping[int, Tensor],
+        flat: Mapping[PartitionIndex, Tensor],
     ) -> None:
         """Update all parameters that have a gradient; nothing is sent.
 

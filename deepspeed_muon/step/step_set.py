@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,18 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
+from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout, PartitionIndex, SetIndex
 from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.shapes import true_shape
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
+from deepspeed_muon.variants import VARIANTS
+from deepspeed_muon.variants.variant import Variant
 
 NativeAdam = Callable[[], Callable[..., None]]
 """Makes a native AdamW; see :attr:`StepSet.native_adam`."""
 
+Orthogonalize = Callable[..., Tensor]
+"""``(batch, rows, cols)`` to the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``."""
+
 
 @dataclass(frozen=True, slots=True)
-class BoundPartition:
+class Partition:
     """A tensor that ZeRO passes to the inner optimizer.
 
     Attributes:
@@ -31,7 +43,7 @@ class BoundPartition:
         muon: Whether its parameters are Muon's. A partition never mixes them with AdamW's.
     """
 
-    index: int
+    index: PartitionIndex
     tensor: Tensor
     muon: bool
 
@@ -61,7 +73,7 @@ class StepSet:
             It returns a function like :func:`deepspeed_muon.math.updates.adam_step_` or raises ``InstallationError``.
     """
 
-    partitions: tuple[BoundPartition, ...]
+    partitions: tuple[Partition, ...]
     matrices: tuple[MatrixLayout, ...]
     adamw_parameters: tuple[ParameterLayout, ...]
     group: dist.ProcessGroup | None
@@ -75,7 +87,7 @@ class StepSet:
     stack_group: dist.ProcessGroup | None = None
 
     @contextlib.contextmanager
-    def flat_partitions(self) -> Iterator[dict[int, Tensor]]:
+    def flat_partitions(self) -> Iterator[dict[PartitionIndex, Tensor]]:
         """Yield this rank's partitions as flat tensors in row-major order, by index; writes to them are kept.
 
         Flat partitions are yielded as views. A parameter that is not contiguous (``channels_last``, a transpose) is
@@ -87,24 +99,26 @@ class StepSet:
             if not partition.tensor.is_contiguous():
                 partition.tensor.detach().copy_(flat[partition.index].view(partition.tensor.shape))
 
-    def local_fragments(self) -> list[list[tuple[int, Fragment]]]:
-        """Return this rank's fragments of each partition, with the position of their parameter in :attr:`layouts`."""
+    def local_fragments(self) -> list[list[tuple[SetIndex, Fragment]]]:
+        """Return this rank's fragments of each partition, with the index of their parameter in :attr:`layouts`."""
         # Layouts name partitions by index, which need not be consecutive within a step set.
-        position_of = {partition.index: position for position, partition in enumerate(self.partitions)}
-        local: list[list[tuple[int, Fragment]]] = [[] for _ in self.partitions]
+        local: dict[PartitionIndex, list[tuple[SetIndex, Fragment]]] = {p.index: [] for p in self.partitions}
         for number, layout in enumerate(self.layouts):
             fragment = layout.placement.fragment_on(self.rank)
             if fragment is not None:
-                local[position_of[layout.partition]].append((number, fragment))
-        return local
+                local[layout.partition].append((SetIndex(number), fragment))
+        return [local[partition.index] for partition in self.partitions]
 
     @property
     def layouts(self) -> tuple[MatrixLayout | ParameterLayout, ...]:
         """All parameters, in the order of the gradient flags that the ranks exchange."""
         return (*self.matrices, *self.adamw_parameters)
 
-    def gradients(
-        self, grads: Mapping[int, Tensor], flat: Mapping[int, Tensor], flags: Sequence[int]
+    def gradients_of_muon(
+        self,
+        grads: Mapping[PartitionIndex, Tensor],
+        flat: Mapping[PartitionIndex, Tensor],
+        flags: Sequence[int],
     ) -> list[Tensor]:
         """Return the flat gradient of each partition of Muon, zeros where this rank has none but another rank has.
 
@@ -123,8 +137,62 @@ class StepSet:
         return [gradient_of[partition.index] for partition in self.partitions if partition.muon]
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """What the step of one step set needs beside its tensors; made when the optimizer is bound.
+
+    Attributes:
+        number: The number of the step set, for errors.
+        step_set: The step set.
+        config: The optimizer's settings.
+        device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
+        orthogonalize: Runs the Newton-Schulz iteration.
+        counts: Counters of the optimizer; mutated.
+        recorder: Samples and counters of the check.
+        buffers: Memory of the exchange, shared by all step sets.
+        policy: Dtype of the state.
+        overlap: Whether chunks are exchanged while others are orthogonalised.
+    """
+
+    number: int
+    step_set: StepSet
+    config: MuonConfig
+    device: torch.device
+    orthogonalize: Orthogonalize
+    counts: SentCounts
+    recorder: StepRecorder
+    buffers: ExchangeBuffers
+    policy: StatePolicy
+    overlap: bool
+
+    @functools.cached_property
+    def comm_dtype(self) -> torch.dtype:
+        """The communication dtype, of all directions and updates."""
+        return self.config.resolved_wire_dtype(self.step_set.model_dtype)
+
+    @functools.cached_property
+    def ns_settings(self) -> NsSettings:
+        """The Newton-Schulz iteration."""
+        return self.config.ns_settings(self.device)
+
+    @property
+    def variant(self) -> Variant:
+        """The variant of Muon."""
+        return VARIANTS[self.config.variant]
+
+    @property
+    def batch_below(self) -> int:
+        """Blocks with a shorter short side than this are orthogonalised in batches.
+
+        Above it a CPU multiplies matrices faster one at a time. A GPU takes all that may be stacked: of 2560 x 2560 one
+        is 210 tiles of 128 x 128 on the 132 multiprocessors of an H100, two waves of which the second is 60 % full, and
+        five are eight full ones.
+        """
+        return 256 if self.device.type == "cpu" else sys.maxsize
+
+
 def read_step_set(
-    partitions: Sequence[tuple[int, Tensor, Sequence[Tensor], Iterable[tuple[Tensor, Placement]]]],
+    partitions: Sequence[tuple[PartitionIndex, Tensor, Sequence[Tensor], Iterable[tuple[Tensor, Placement]]]],
     routes: Mapping[int, Route],
     group: dist.ProcessGroup | None = None,
     *,
@@ -148,7 +216,7 @@ def read_step_set(
     Raises:
         BindingError: If a partition mixes Muon's parameters with AdamW's, or a parameter has no route.
     """
-    bound: list[BoundPartition] = []
+    bound: list[Partition] = []
     matrices: list[MatrixLayout] = []
     adamw_parameters: list[ParameterLayout] = []
     for index, tensor, params, placements in partitions:
@@ -161,7 +229,7 @@ def read_step_set(
                 f"flat partition {index} mixes algorithms ({names}); its param group was changed after start"
             )
         is_muon = algorithms == {"muon"}
-        bound.append(BoundPartition(index, tensor, is_muon))
+        bound.append(Partition(index, tensor, is_muon))
         for param, placement in placements:
             route = _route_of(param, routes)
             if is_muon:
@@ -185,7 +253,7 @@ def read_step_set(
 
 
 def step_set_of_parameters(
-    params: Sequence[Tensor], trained: Mapping[int, Tensor], routes: Mapping[int, Route]
+    params: Sequence[Tensor], trained: Mapping[PartitionIndex, Tensor], routes: Mapping[int, Route]
 ) -> tuple[StepSet, torch.device]:
     """Return the step set of an optimizer without DeepSpeed, one partition for each parameter, and their device.
 

@@ -25,7 +25,7 @@ from deepspeed_muon.math.updates import AdjustLrName, decay_factor, shape_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
-from deepspeed_muon.plan.layout import MatrixLayout
+from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, PlanIndex
 from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
 
@@ -78,8 +78,8 @@ class ChunkTable:
         self,
         plan: ExchangePlan,
         chunk: Chunk,
-        batches: Sequence[Sequence[int]],
-        position_of: Mapping[int, int],
+        batches: Sequence[Sequence[PlanIndex]],
+        list_position: Mapping[PartitionIndex, int],
     ) -> None:
         """Make the tables.
 
@@ -87,12 +87,12 @@ class ChunkTable:
             plan: The exchange plan.
             chunk: One of its chunks.
             batches: The chunk's owned matrices in the batches in which they are orthogonalised.
-            position_of: Index of a partition to its position in the lists of tensors that a pass takes.
+            list_position: Index of a partition to its position in the lists of tensors that a pass takes.
         """
-        self._matrices, self._position_of = plan.matrices, position_of
+        self._matrices, self._list_position = plan.matrices, list_position
         fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
         self._fragments = {index: fragment for index, fragment in fragments.items() if fragment is not None}
-        self._received: dict[int, list[Segment]] = {}
+        self._received: dict[PlanIndex, list[Segment]] = {}
         for index, segment in chunk.owner_buffer.segments:
             self._received.setdefault(index, []).append(segment)
 
@@ -124,11 +124,11 @@ class ChunkTable:
             if len({plan.matrices[index].numel for index in batch}) == 1:
                 self.segments_of(batch)
 
-    def segments_of(self, indices: Sequence[int]) -> BatchSegments:
+    def segments_of(self, indices: Sequence[PlanIndex]) -> BatchSegments:
         """Return the segments of owned matrices whose shards have one size; cached."""
         return self._segments_of(tuple(indices))
 
-    def _make_segments(self, indices: tuple[int, ...]) -> BatchSegments:
+    def _make_segments(self, indices: tuple[PlanIndex, ...]) -> BatchSegments:
         # 1. the segments of every matrix, as if the matrices followed each other in one tensor
         numel = self._matrices[indices[0]].numel
         local: list[Segment] = []
@@ -153,14 +153,14 @@ class ChunkTable:
         )
         return BatchSegments(local_joined, received_joined, in_order)
 
-    def _aligned_offsets(self, indices: Sequence[int]) -> tuple[list[int], int]:
+    def _aligned_offsets(self, indices: Sequence[PlanIndex]) -> tuple[list[int], int]:
         """Return offsets of consecutive fragments at multiples of 32 elements, and the padded numel of all."""
         # 40 and 30 elements: offsets 0 and 64, 96 elements in all
         lengths = (-(-self._fragments[index].numel // _ALIGNMENT) * _ALIGNMENT for index in indices)
         ends = list(accumulate(lengths, initial=0))
         return ends[:-1], ends[-1]
 
-    def _table(self, indices: Sequence[int], target: int, offsets: Sequence[int]) -> Tensor:
+    def _table(self, indices: Sequence[PlanIndex], target: int, offsets: Sequence[int]) -> Tensor:
         """Return the table of this rank's fragments of matrices for the passes of ops/, int64 ``(fragments, 6)``.
 
         Args:
@@ -171,7 +171,7 @@ class ChunkTable:
         rows = []
         for index, offset in zip(indices, offsets, strict=True):
             fragment, partition = self._fragments[index], self._matrices[index].partition
-            position = self._position_of[partition]
+            position = self._list_position[partition]
             rows.append((position, fragment.partition_offset, target, offset, fragment.numel, index))
         return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
 
@@ -194,8 +194,8 @@ class Rates:
 
     Attributes:
         momentum: ``(matrices, 2)`` float64: ``momentum``, and 1 for Nesterov momentum, else 0.
-        apply: ``(matrices, 2)`` float64. Column 0 is the learning rate times the scale of the matrix's first block; the
-            updates of its other blocks have been scaled relative to the first one. Column 1 is the factor that decays
+        lr_and_decay: ``(matrices, 2)`` float64. Column 0 is the learning rate times the scale of the matrix's first
+            block; the updates of its other blocks have been scaled relative to it. Column 1 is the factor that decays
             the weights; with cautious decay it is the fraction that the decayed weights lose.
         cautious: ``(partitions,)`` bool: where only weights decay whose sign is that of their update; ``None`` if there
             is no such partition.
@@ -204,7 +204,7 @@ class Rates:
     """
 
     momentum: Tensor
-    apply: Tensor
+    lr_and_decay: Tensor
     cautious: Tensor | None
     scales: Sequence[tuple[float, ...]]
     settings: Sequence[tuple[float, ...]]
@@ -217,23 +217,25 @@ class RateTable:
         self,
         matrices: Sequence[MatrixLayout],
         variant: Variant,
-        position_of: Mapping[int, int],
+        list_position: Mapping[PartitionIndex, int],
         warmup: MomentumWarmupConfig | None,
     ) -> None:
-        """Keep the arguments; ``position_of`` maps the index of a partition to its position."""
+        """Keep the arguments; ``list_position`` maps the index of a partition to its position."""
         self._matrices = matrices
         self._warmup = warmup
         self._keys = [setting.name for setting in variant.settings]
-        self._position_of = position_of
+        self._list_position = list_position
         self._positions = torch.tensor(
-            [position_of[matrix.partition] for matrix in matrices], dtype=torch.int64
+            [list_position[matrix.partition] for matrix in matrices], dtype=torch.int64
         )  # (matrices,)
         # A schedule changes the learning rates in every step, but not the scale rules.
         self._scales = functools.lru_cache(maxsize=4)(self._scales_by)
         self._read: list[tuple[Any, ...]] = []
         self._rates: Rates | None = None
 
-    def of(self, groups: Mapping[int, Mapping[str, Any]], steps: Mapping[int, int]) -> Rates:
+    def of(
+        self, groups: Mapping[PartitionIndex, Mapping[str, Any]], steps: Mapping[PartitionIndex, int]
+    ) -> Rates:
         """Return the rates of a step.
 
         Args:
@@ -244,7 +246,7 @@ class RateTable:
         warmup_steps = 0 if self._warmup is None else self._warmup.steps
         numbers: dict[tuple[int, int], tuple[Any, ...]] = {}
         read = []
-        for index in self._position_of:
+        for index in self._list_position:
             # After the warm-up momentum does not depend on the step, so that rates are not computed again.
             step = min(steps[index], warmup_steps + 1)
             key = (id(groups[index]), step)
@@ -336,7 +338,7 @@ class Step:
     passes: FlatPasses
     scales: Sequence[Tensor] | None = None
 
-    def active(self, indices: Sequence[int]) -> Sequence[int]:
+    def active(self, indices: Sequence[PlanIndex]) -> Sequence[PlanIndex]:
         """Return those of the matrices ``indices`` that are active: any rank has a gradient of them."""
         if self.mask is None:
             return indices
@@ -375,7 +377,15 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
-    """Decay the weights of the fragments in a table, and add their updates.
+    """Decay the weights of some fragments and subtract their updates.
+
+    It is :meth:`deepspeed_muon.reference.ReferenceMuon.apply`::
+
+        W <- W (1 - lr wd) - lr scale O
+
+    ``W`` and ``O`` are ``(numel,)``, a fragment of a matrix and of its orthogonalised direction. :class:`Rates` has
+    ``lr scale`` and ``1 - lr wd`` of each matrix. Cautious decay shrinks only the elements of ``W`` with the sign of
+    ``O``.
 
     Args:
         table: Rows of :attr:`ChunkTable.apply_table` whose matrix is active.
@@ -384,14 +394,14 @@ def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
     """
     if not len(table):
         return
-    device = step.flat[0].device
+    device, rates = step.flat[0].device, step.rates
     if any(tensor.device != device for tensor in updates):
         table, updates = _moved(table, updates, device)
-    cautious = None if step.rates.cautious is None else step.rates.cautious[table[:, 0]]
+    cautious = None if rates.cautious is None else rates.cautious[table[:, 0]]
     if cautious is not None:
-        cautious_apply_(step.flat, updates, table[cautious], step.rates.apply)
+        cautious_apply_(step.flat, updates, table[cautious], rates.lr_and_decay)
         table = table[~cautious]
-    step.passes.unpack_apply(step.flat, updates, table, step.rates.apply)
+    step.passes.unpack_apply(step.flat, updates, table, rates.lr_and_decay)
 
 
 def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
+from deepspeed_muon.plan.layout import PlanIndex
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.orthogonalize import Directions, LocalOrthogonalizer, Updates
 from deepspeed_muon.step.tables import Step
@@ -39,8 +40,8 @@ class _WorkPlan(NamedTuple):
             orthogonalises.
     """
 
-    local: list[int]
-    assigned: list[list[list[int]]]
+    local: list[PlanIndex]
+    assigned: list[list[list[PlanIndex]]]
 
 
 class OverTensorGroup:
@@ -63,39 +64,39 @@ class OverTensorGroup:
         # Made at bind by :meth:`inputs`, and once more for each set of active matrices that a step meets.
         self._work_plan = functools.lru_cache(maxsize=64)(self._make_work_plan)
 
-    def updates(self, owned: Sequence[int], directions: Directions, step: Step) -> Updates:
-        """Yield indices and updates of this rank's shards and copies, as :meth:`.LocalOrthogonalizer.updates` does.
+    def orthogonalized(self, owned: Sequence[PlanIndex], directions: Directions, step: Step) -> Updates:
+        """Yield indices and updates of this rank's shards and copies, as :class:`.LocalOrthogonalizer` does.
 
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: every rank then calls the
         collectives in the order of the plan.
         """
         work_plan = self._work_plan(tuple(owned))
-        yield from self._local.updates(work_plan.local, directions, step)
+        yield from self._local.orthogonalized(work_plan.local, directions, step)
         for by_rank in work_plan.assigned:
             yield from self._gathered(by_rank, directions, step)
 
-    def inputs(self, owned: Sequence[int]) -> Iterator[Tensor]:
+    def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
         """Yield empty tensors like the complete matrices that this rank orthogonalises."""
         work_plan = self._work_plan(tuple(owned))
         yield from self._local.inputs(work_plan.local)
         for by_rank in work_plan.assigned:
             yield from self._local.inputs(by_rank[self._rank])
 
-    def _make_work_plan(self, owned: tuple[int, ...]) -> _WorkPlan:
+    def _make_work_plan(self, owned: tuple[PlanIndex, ...]) -> _WorkPlan:
         """Assign active owned matrices of a chunk to the ranks of the group."""
         # All ranks of the group own their shards of the same matrices, so they make the same plan.
-        local, shards, copies = list[int](), list[int](), list[int]()
+        local, shards, copies = list[PlanIndex](), list[PlanIndex](), list[PlanIndex]()
         for index in owned:
             matrix = self._matrices[index]
             (local if matrix.shards is None else shards if matrix.is_sharded else copies).append(index)
         return _WorkPlan(local, [*self._assigned(copies), *self._assigned(shards)])
 
-    def _assigned(self, indices: Sequence[int]) -> list[list[list[int]]]:
+    def _assigned(self, indices: Sequence[PlanIndex]) -> list[list[list[PlanIndex]]]:
         """Assign matrices to ranks in groups of bounded size: the costliest first, to the rank with the least work."""
         # of the complete matrices, which a rank gathers
         numels = {index: math.prod(self._matrices[index].logical_shape) for index in indices}
         # 1. in the order of the plan, as many as may be gathered at once
-        groups: list[list[int]] = []
+        groups: list[list[PlanIndex]] = []
         filled = 0  # elements of the last group
         for index in indices:
             if not groups or filled + numels[index] > self._chunk_numel:
@@ -113,7 +114,9 @@ class OverTensorGroup:
             assigned.append([[index for index, owner in pairs if owner == rank] for rank in self._ranks])
         return assigned
 
-    def _gathered(self, by_rank: Sequence[Sequence[int]], directions: Directions, step: Step) -> Updates:
+    def _gathered(
+        self, by_rank: Sequence[Sequence[PlanIndex]], directions: Directions, step: Step
+    ) -> Updates:
         """Yield updates of this rank's shards or copies of matrices that are orthogonalised on a single rank each.
 
         Args:
@@ -127,7 +130,7 @@ class OverTensorGroup:
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
         matrices = self._assembled(by_rank, {index: directions([index])[0] for index in indices}, dims, dtype)
         row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in indices}
-        row_state, rows = step.row_state, dict[int, Tensor]()
+        row_state, rows = step.row_state, dict[PlanIndex, Tensor]()
         if row_state is not None:
             stored = {index: row_state.rows[index].clone() for index in indices}
             rows = self._assembled(by_rank, stored, row_dims, torch.float32)
@@ -135,7 +138,7 @@ class OverTensorGroup:
         # 2. orthogonalise the matrices assigned to this rank
         results = {
             index: update.view(self._matrices[index].logical_shape)
-            for batch, updates in self._local.updates(
+            for batch, updates in self._local.orthogonalized(
                 by_rank[self._rank], lambda batch: torch.stack([matrices[index] for index in batch]), step
             )
             for index, update in zip(batch, updates, strict=True)
@@ -152,11 +155,11 @@ class OverTensorGroup:
 
     def _assembled(
         self,
-        by_rank: Sequence[Sequence[int]],
-        local: Mapping[int, Tensor],
-        dims: Mapping[int, int | None],
+        by_rank: Sequence[Sequence[PlanIndex]],
+        local: Mapping[PlanIndex, Tensor],
+        dims: Mapping[PlanIndex, int | None],
         dtype: torch.dtype,
-    ) -> dict[int, Tensor]:
+    ) -> dict[PlanIndex, Tensor]:
         """Return the complete tensors of the matrices that this rank orthogonalises.
 
         Args:
@@ -196,12 +199,12 @@ class OverTensorGroup:
 
     def _returned(
         self,
-        by_rank: Sequence[Sequence[int]],
-        complete: Mapping[int, Tensor],
-        dims: Mapping[int, int | None],
-        lengths: Mapping[int, int],
+        by_rank: Sequence[Sequence[PlanIndex]],
+        complete: Mapping[PlanIndex, Tensor],
+        dims: Mapping[PlanIndex, int | None],
+        lengths: Mapping[PlanIndex, int],
         dtype: torch.dtype,
-    ) -> dict[int, Tensor]:
+    ) -> dict[PlanIndex, Tensor]:
         """Return this rank's shards or copies, flat, of the ranks' results; the reverse of :meth:`_assembled`.
 
         Args:
@@ -227,7 +230,7 @@ class OverTensorGroup:
             for index, tensor in zip(assigned, tensors, strict=True)
         }
 
-    def _shards(self, index: int) -> tuple[int | None, tuple[int, ...]]:
+    def _shards(self, index: PlanIndex) -> tuple[int | None, tuple[int, ...]]:
         """Return the dimension that is sharded, ``None`` for copies, and the length of each rank's shard in it."""
         shards = self._matrices[index].shards
         assert shards is not None
@@ -243,5 +246,5 @@ class OverTensorGroup:
         )
         purpose = "exchange between tensor-parallel ranks"
         received = exchange_tensors(by_rank, lengths, like=like, group=self._group, purpose=purpose)
-        context.stats.count_exchange(sent_numel * dtype.itemsize)
+        context.counts.count_exchange(sent_numel * dtype.itemsize)
         return received

@@ -159,8 +159,8 @@ def _buffers(
 ) -> dict[str, float]:
     """Return upper bounds on the bytes of the buffers in Muon's step; ``partition`` is Muon's elements on a rank."""
     chunk = exchange.largest_chunk if exchange.sent_matrices else 0
-    # Directions of one chunk that are not written into the fragment buffer: at stage 3 only those of the owner, 1 / W of
-    # the chunk on W data-parallel ranks.
+    # Directions of one chunk that are not sent: at stage 3 only the owner's own fragments, 1 / W of the chunk on W
+    # data-parallel ranks.
     local = min(partition, float(exchange.largest_chunk))
     if settings.stage == 3 and exchange.sent_matrices:
         local = chunk / (settings.world_size // settings.tensor_parallel)

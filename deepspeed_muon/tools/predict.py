@@ -21,7 +21,7 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.chunks import divide_into_chunks, is_sent
-from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
+from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, TensorShards
 from deepspeed_muon.plan.owners import (
     assign,
     assign_owners,
@@ -365,7 +365,10 @@ def _step_sets(
         placements = [replicated_placement(0, numel, ranks) for numel in numels]
     else:
         placements = [sharded_placement(0, numel, -(-numel // ranks)) for numel in numels]
-    layouts = [muon[number].layout(0, placement) for number, placement in zip(order, placements, strict=True)]
+    layouts = [
+        muon[number].layout(PartitionIndex(0), placement)
+        for number, placement in zip(order, placements, strict=True)
+    ]
     start = filled = 0  # of the running sub-group: its first matrix, and the elements on a rank
     for end, placement in enumerate(placements):
         # ZeRO 3 divides a param group into sub-groups by the elements in a rank's partition.

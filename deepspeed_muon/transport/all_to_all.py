@@ -7,7 +7,6 @@ Updates of replicated matrices are broadcast by their owners instead.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.chunks import BufferPlan, Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.transport.ranks import phase
-from deepspeed_muon.variants.variant import Variant
 
 SLOTS = 3
 """Chunks in the buffers with overlap: one is gathered, one is orthogonalised, one is scattered."""
@@ -33,7 +30,7 @@ _OVERLAP_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
-class StepStats:
+class SentCounts:
     """What this rank did since the last reset of these counters.
 
     Attributes:
@@ -55,45 +52,6 @@ class StepStats:
         """Count one exchange in which this rank sends ``nbytes`` to others."""
         self.bytes_sent += nbytes
         self.exchanges += 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """Ranks, device, dtypes and settings of one step set; made once, when the optimizer is bound.
-
-    Attributes:
-        number: The number of the step set, for errors.
-        group: The data-parallel process group; ``None`` in a single process.
-        rank: This rank inside the group.
-        world_size: The size of the group.
-        device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
-        comm_dtype: The communication dtype, of all directions and updates.
-        ns_settings: The Newton-Schulz iteration.
-        stats: Counters of the optimizer; mutated.
-        variant: The variant of Muon.
-        tensor_group: The tensor-parallel process group; ``None`` without one.
-    """
-
-    number: int
-    group: dist.ProcessGroup | None
-    rank: int
-    world_size: int
-    device: torch.device
-    comm_dtype: torch.dtype
-    ns_settings: NsSettings
-    stats: StepStats
-    variant: Variant
-    tensor_group: dist.ProcessGroup | None
-
-    @property
-    def batch_below(self) -> int:
-        """Blocks with a shorter short side than this are orthogonalised in batches.
-
-        Above it a CPU multiplies matrices faster one at a time. A GPU takes all that may be stacked: of 2560 x 2560 one
-        is 210 tiles of 128 x 128 on the 132 multiprocessors of an H100, two waves of which the second is 60 % full, and
-        five are eight full ones.
-        """
-        return 256 if self.device.type == "cpu" else sys.maxsize
 
 
 class ExchangeBuffers:
@@ -170,25 +128,29 @@ class ChunkExchange:
     def __init__(
         self,
         plan: ExchangePlan,
-        context: StepContext,
         buffers: ExchangeBuffers,
+        counts: SentCounts,
+        group: dist.ProcessGroup | None,
         *,
+        dtype: torch.dtype,
+        number: int,
         overlap: bool,
     ) -> None:
         """Reserve the buffers; nothing is allocated or sent.
 
         Args:
             plan: This rank's view of the exchange.
-            context: The context of the step set.
             buffers: Memory of the slots, shared with other step sets.
+            counts: Counters of the optimizer; mutated.
+            group: The data-parallel process group; ``None`` in a single process.
+            dtype: The communication dtype.
+            number: The number of the step set, for errors.
             overlap: Whether chunks are in flight while others are orthogonalised. Without it the rank waits for every
                 all-to-all immediately, and needs a third of the memory.
         """
-        self._context = context
-        self._plan = plan
-        self._buffers = buffers
-        self._overlap = overlap
-        sent, size = [chunk for chunk in plan.chunks if chunk.scatters], context.comm_dtype.itemsize
+        self._plan, self._buffers, self._counts, self._group = plan, buffers, counts, group
+        self._dtype, self._number, self._overlap = dtype, number, overlap
+        sent, size = [chunk for chunk in plan.chunks if chunk.scatters], dtype.itemsize
         self._slots = min(SLOTS if overlap else 1, len(sent))
         for slot in range(self._slots):
             buffers.reserve(f"fragments {slot}", size * max(chunk.fragment_buffer.numel for chunk in sent))
@@ -196,9 +158,9 @@ class ChunkExchange:
 
     def open(self, number: int, slot: int | None) -> InFlight:
         """Give a chunk of the plan its slot, or none if nothing is sent; the buffers have their old content."""
-        chunk, dtype = self._plan.chunks[number], self._context.comm_dtype
+        chunk, dtype = self._plan.chunks[number], self._dtype
         if slot is None:  # both buffers are empty: the directions have a tensor of their own
-            empty = torch.empty(0, dtype=dtype, device=self._context.device)
+            empty = torch.empty(0, dtype=dtype, device=self._buffers.device)
             return InFlight(chunk, number, empty, empty)
         slot %= self._slots  # the chunk that used it last was applied in the turn before
         return InFlight(
@@ -220,7 +182,7 @@ class ChunkExchange:
     def _start(self, exchange: Exchange, flight: InFlight) -> None:
         """Start the messages of a chunk; without overlap wait for them."""
         with self._phase(exchange, flight):
-            flight.works += start_messages(exchange, flight, self._context)
+            flight.works += start_messages(exchange, flight, self._plan, self._group, self._counts)
         if not self._overlap:
             self.wait(exchange, flight)
 
@@ -233,8 +195,7 @@ class ChunkExchange:
                 flight.works.pop(0).wait()
 
     def _phase(self, exchange: Exchange, flight: InFlight) -> AbstractContextManager[None]:
-        context = self._context
-        return phase(f"{exchange} of chunk {flight.number} of step set {context.number}", context.group)
+        return phase(f"{exchange} of chunk {flight.number} of step set {self._number}", self._group)
 
 
 def overlap_fits(matrices: Iterable[MatrixLayout], dtype: torch.dtype) -> bool:
@@ -309,7 +270,13 @@ def exchange_tensors(
     ]
 
 
-def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -> list[dist.Work]:
+def start_messages(
+    exchange: Exchange,
+    flight: InFlight,
+    plan: ExchangePlan,
+    group: dist.ProcessGroup | None,
+    counts: SentCounts,
+) -> list[dist.Work]:
     """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it.
 
     Must be called by all ranks of the group. Owners broadcast the updates of replicated matrices to all other ranks,
@@ -318,25 +285,24 @@ def start_messages(exchange: Exchange, flight: InFlight, context: StepContext) -
     Args:
         exchange: Gather sends the content of the fragment buffer, scatter that of the owner buffer.
         flight: The chunk. The buffer that receives is mutated.
-        context: The context of the step set. Its counters are mutated.
+        plan: The exchange plan.
+        group: The data-parallel process group.
+        counts: Counters of the optimizer. Mutated.
     """
-    group, chunk = context.group, flight.chunk
+    chunk = flight.chunk
     sent, received = chunk.fragment_buffer, chunk.owner_buffer
     send, out = flight.fragment_buffer, flight.owner_buffer
     if exchange == "scatter":  # the same fragments in the other direction
         sent, received, send, out = received, sent, out, send
-    context.stats.count_exchange((chunk.copies or 1) * sent.remote_numel * send.element_size())
+    counts.count_exchange((chunk.copies or 1) * sent.remote_numel * send.element_size())
     if not chunk.copies:
-        received_splits, sent_splits = (
-            _splits(received, context.world_size),
-            _splits(sent, context.world_size),
-        )
-        return [start_all_to_all(out, send, received_splits, sent_splits, group=group)]
+        splits = _splits(received, plan.world_size), _splits(sent, plan.world_size)
+        return [start_all_to_all(out, send, *splits, group=group)]
     # Replicated matrices: each owner broadcasts its part of the buffer; this rank is the source of its own.
     # owner to the slice of the receiving buffer that its updates fill
     updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
     if send.numel():
-        updates_of[context.rank] = send
+        updates_of[plan.rank] = send
     return [
         dist.broadcast(updates_of[owner].view(torch.uint8), group=group, group_src=owner, async_op=True)
         for owner in sorted(updates_of)

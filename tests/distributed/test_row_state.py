@@ -48,7 +48,7 @@ class Launches(TorchDispatchMode):
             self.in_formula = False
 
 
-_scale_rows = OwnedRows.updates
+_scale_rows = OwnedRows.scale_rows
 
 
 def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any
     optimizer.stats.reset()
     tokens, targets = training.batch(1, rank)
     engine.backward(engine(tokens, targets))
-    with mock.patch.object(OwnedRows, "updates", scale_rows), counting() as sent, launches:
+    with mock.patch.object(OwnedRows, "scale_rows", scale_rows), counting() as sent, launches:
         engine.step()
     rows = sum(own[normuon.MOMENTS].numel() for own in optimizer.state.values() if normuon.MOMENTS in own)
     owned = [

@@ -32,9 +32,9 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.plan.layout import ParameterLayout
 from deepspeed_muon.step.gradient_status import GradientStatus
-from deepspeed_muon.step.runner import StepResources, StepRunner
-from deepspeed_muon.step.step_set import BoundPartition, StepSet
-from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
+from deepspeed_muon.step.runner import StepRunner
+from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
 from tests.support.comparisons import all_within, relative
 from tests.support.contract import train_reference
 from tests.support.layouts import MAKERS
@@ -159,7 +159,7 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
         return {index: tensor.to(device) for index, tensor in flat.items()}
 
     weights = partitions_of(0)
-    bound = [BoundPartition(index, tensor, index != adamw.partition) for index, tensor in weights.items()]
+    bound = [Partition(index, tensor, index != adamw.partition) for index, tensor in weights.items()]
     group = dist.group.WORLD if world_size > 1 else None
     step_set = StepSet(
         tuple(bound), tuple(layouts), (adamw,), group, rank, world_size, case.arithmetic.exchanged
@@ -167,16 +167,19 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
 
     # 2. The runner, as the optimizer makes it, and its steps.
     policy = StatePolicy(config.momentum_dtype)
-    resources = StepResources(
+    context = StepContext(
+        0,
+        step_set,
+        config,
         device,
         Orthogonalizer("auto", measure=False),
-        StepStats(),
+        SentCounts(),
         StepRecorder(every=0, check=True),
         ExchangeBuffers(device),
         policy,
-        overlap=case.overlap,
+        case.overlap,
     )
-    runner = StepRunner(step_set, config, resources, load=np.zeros(world_size), number=0)
+    runner = StepRunner(context, load=np.zeros(world_size))
     assert len(runner.plan.chunks) > 1
     status = GradientStatus(runner)
     groups = {

@@ -26,7 +26,7 @@ def test_wrong_blocks_keep_their_rows(adjacent: bool) -> None:
     vector, blocks = before.clone(), [(0, 0), (1, 0)]
     rows = two_matrices(vector, adjacent=adjacent)
     results = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
-    _, new = rows.updates(blocks, results, torch.float32)
+    _, new = rows.scale_rows(blocks, results, torch.float32)
     assert torch.equal(vector, before), "nothing is stored before the result was checked"
     rows.write(blocks, new, torch.tensor([True, False]))
     stored = rows.rows
@@ -40,7 +40,7 @@ def test_wrong_blocks_keep_their_rows(adjacent: bool) -> None:
 def test_blocks_may_begin_anew() -> None:
     rows = two_matrices(torch.full((10,), 7.0), adjacent=True)
     results = torch.ones(1, 4, 3)
-    _, new = rows.updates([(1, 0)], results, torch.float32, anew=True)
+    _, new = rows.scale_rows([(1, 0)], results, torch.float32, anew=True)
     assert torch.equal(new, torch.full((1, 4), 1 - BETA2))
 
 

@@ -29,10 +29,10 @@ from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.row_state import OwnedRows
-from deepspeed_muon.step.runner import StepResources, StepRunner
-from deepspeed_muon.step.step_set import BoundPartition, StepSet
+from deepspeed_muon.step.runner import StepRunner
+from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
 from deepspeed_muon.tools.model_shapes import load_model
-from deepspeed_muon.transport.all_to_all import ExchangeBuffers, StepStats
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
 
 META = torch.device("meta")
 FRAGMENTS = 72  # MUON_FLAT_ROWS of ops/csrc/include/muon_cuda.h
@@ -109,7 +109,7 @@ def bound_of(
             shard = -(-route.numel // ranks)
             layouts.append(route.layout(index, sharded_placement(offset, route.numel, shard)))
             offset += shard
-        partition = BoundPartition(index, torch.empty(offset, device=META), True)
+        partition = Partition(index, torch.empty(offset, device=META), True)
         step_sets.append(StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16))
     iterate = launches.during("iteration", orthogonalize)
 
@@ -118,16 +118,15 @@ def bound_of(
         found: Tensor = iterate(*args, **kwargs)
         return found
 
-    resources = StepResources(
-        META,
-        count_call,
-        StepStats(),
-        StepRecorder(every=100, check=True),
-        ExchangeBuffers(META),
-        StatePolicy(),
-        overlap=True,
+    counts, recorder, buffers = SentCounts(), StepRecorder(every=100, check=True), ExchangeBuffers(META)
+    bound = BoundSteps(
+        [
+            StepContext(
+                number, step_set, config, META, count_call, counts, recorder, buffers, StatePolicy(), True
+            )
+            for number, step_set in enumerate(step_sets)
+        ]
     )
-    bound = BoundSteps(step_sets, config, resources)
 
     def count_pass(*args: Any) -> None:
         launches.counts["passes"] += -(-len(args[-2]) // FRAGMENTS)
@@ -158,9 +157,9 @@ def counted(
         return tensor
 
     settle = launches.during("check", ResultCheck.settle)
-    scale_rows = launches.during("formula", OwnedRows.updates)
+    scale_rows = launches.during("formula", OwnedRows.scale_rows)
     with (
-        mock.patch.object(OwnedRows, "updates", lambda *args, **kwargs: scale_rows(*args, **kwargs)),
+        mock.patch.object(OwnedRows, "scale_rows", lambda *args, **kwargs: scale_rows(*args, **kwargs)),
         mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
         mock.patch("deepspeed_muon.step.gradient_status.all_reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),

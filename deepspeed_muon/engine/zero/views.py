@@ -39,6 +39,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import BindingError, ConfigError
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Placement, flat_placement, replicated_placement, sharded_placement
 from deepspeed_muon.routing.shapes import true_shape
 
@@ -301,10 +302,10 @@ class ZeroView(View):
         if hasattr(self.wrapper, "_wait_for_offload_copies"):  # DeepSpeed 0.19.2 copies at once
             self.wrapper._wait_for_offload_copies()
 
-    def gradients(self) -> dict[int, list[Tensor]]:
+    def gradients(self) -> dict[PartitionIndex, list[Tensor]]:
         """Return this rank's gradient of each partition that has one, as flat tensors that follow each other."""
         self.wait_for_copies()
-        gradients = {index: self.gradient(index) for index in range(len(self.masters))}
+        gradients = {PartitionIndex(index): self.gradient(index) for index in range(len(self.masters))}
         return {index: tensors for index, tensors in gradients.items() if tensors}
 
     def gradient(self, index: int) -> list[Tensor]:
