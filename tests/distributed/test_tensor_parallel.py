@@ -115,7 +115,7 @@ def test_a_shard_without_gradient_takes_part(ranks: Any) -> None:
     decay = training.MUON_PARAMS["muon_lr"] * training.MUON_PARAMS["weight_decay"]
     # Where the gradient is zero the update is, too, and the decay remains.
     within(relative(idle, idle_start * (1 - decay)), 1e-6, "inputs without a gradient")
-    assert relative(alive, alive_start) > 10 * decay
+    assert relative(alive, alive_start * (1 - decay)) > 5 * decay
 
 
 REFUSED = {

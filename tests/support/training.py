@@ -296,9 +296,9 @@ def full_rows(engine: Any) -> dict[str, Tensor]:
     """Assemble what the variant keeps for the rows of every matrix from the ranks; empty where there is nothing."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
     full: dict[str, Tensor] = {}
-    keys = [each.key for each in VARIANTS[optimizer.config.variant].state]
-    for runner, key in ((runner, key) for runner in optimizer.runners for key in keys):
-        vectors = {p.index: optimizer.state[p.tensor].get(key) for p in runner.step_set.partitions}
+    row_state = VARIANTS[optimizer.config.variant].state
+    for runner in optimizer.runners if row_state is not None else ():
+        vectors = {p.index: optimizer.state[p.tensor].get(row_state.key) for p in runner.step_set.partitions}
         for origin, matrix in enumerate(runner.step_set.matrices):
             if (vector := vectors[matrix.partition]) is None:
                 continue
