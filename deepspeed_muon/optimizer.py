@@ -78,6 +78,7 @@ STEP_HOOKS: dict[str, Callable[[Muon, nn.Module | None], StepHook]] = {}
 """Key of the settings to what makes its hook for an optimizer and its model. ``qk_clip/`` adds the only one."""
 
 
+@takes_settings
 class Muon(torch.optim.Optimizer):
     """Muon for hidden matrices, AdamW for everything else, at every ZeRO stage.
 
@@ -99,27 +100,21 @@ class Muon(torch.optim.Optimizer):
     A parameter whose gradient is zero on every rank counts as one without a gradient and is left alone, state
     included. ``state[...]["step"]`` counts optimizer steps.
 
-    Attributes:
-        config: The settings.
-        routed: The algorithm of every parameter, and the groups that the caller gave.
-        managed: Whether DeepSpeed runs the optimizer. Its engine then calls the methods below ``# For the engine``.
-        state_policy: The dtypes of momentum and moments.
-        stats: Counters of what was sent and orthogonalised.
-        recorder: Samples and counters of :func:`deepspeed_muon.health`.
-        ranks: The ranks of the engine; this one alone without DeepSpeed.
-        host: What checkpoints need of the engine, a :class:`deepspeed_muon.checkpoint.parameters.Host`.
-        overflow: Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
-        skipped_steps: How many steps were skipped.
-        rates_of_step: ``id`` of each param group to its rate in the last step, after which a schedule changed it.
-        measure_norms: Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it, and in a
-            sampled step behind it those by algorithm.
-        norms_by_algorithm: The norm of the raw gradients in the last step, of all ranks, by algorithm; empty where
-            nobody measured them, ``None`` where DeepSpeed mixes the algorithms up in one norm.
-        frozen_on_some_rank: Whether any rank has parameters that are frozen, and may be unfrozen later.
-        after_step: What changes weights after their update; ``None`` without a setting of :data:`STEP_HOOKS`.
-        step_ends_outside: Whether the engine says where a step ends, which is several calls of :meth:`step`.
-        exchange_buffers: The communication buffers, once the optimizer is bound.
-        runners: The runner of each step set, with its exchange plan; empty before the optimizer is bound.
+    Args:
+        params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
+            Frozen ones train once they are unfrozen, under ZeRO 1 to 3 only if that is before
+            ``deepspeed.initialize``. Each group is divided into one for Muon and one for AdamW, which have its number
+            under ``caller_group``.
+        model: The module that ``params`` belongs to, if that is no module itself: its names and module types
+            distinguish embeddings, heads and convolutions from hidden matrices. ``deepspeed.initialize`` passes it,
+            too.
+        lr, **settings: The keys of ``optimizer.params``.
+
+    A rate that is given as a tensor of one element is stored in the param groups as that tensor.
+
+    Raises:
+        ConfigError: If a setting is unknown or out of range.
+        RoutingError: If the parameters cannot be divided as asked.
     """
 
     # torch's GradScaler then sets grad_scale and found_inf on this object for the time of a step, instead of
@@ -128,8 +123,7 @@ class Muon(torch.optim.Optimizer):
 
     exchange_buffers: ExchangeBuffers
 
-    @takes_settings
-    def __init__(  # noqa: D417  (takes_settings documents the keys)
+    def __init__(
         self,
         params: ParamsInput,
         lr: float | Tensor | None = None,
@@ -137,24 +131,7 @@ class Muon(torch.optim.Optimizer):
         model: nn.Module | None = None,
         **settings: Unpack[MuonKeywords],
     ) -> None:
-        """Route the parameters and make the param groups.
-
-        A learning rate that is given as a tensor of one element is stored in the groups as that tensor.
-
-        Args:
-            params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of
-                either. Frozen ones train once they are unfrozen, under ZeRO 1 to 3 only if that is before
-                ``deepspeed.initialize``. Each group is divided into one for Muon and one for AdamW, which have its
-                number under ``caller_group``.
-            lr, **settings: The keys of ``optimizer.params``.
-            model: The module that ``params`` belongs to, if that is no module itself: its names and module types
-                distinguish embeddings, heads and convolutions from hidden matrices. ``deepspeed.initialize`` passes it,
-                too.
-
-        Raises:
-            ConfigError: If a setting is unknown or out of range.
-            RoutingError: If the parameters cannot be divided as asked.
-        """
+        """Route the parameters and make the param groups; the class documents the arguments."""
         if positional:
             raise ConfigError(
                 f"Muon takes params and lr by position and got {len(positional)} more: name them, as the order differs "
@@ -205,31 +182,48 @@ class Muon(torch.optim.Optimizer):
     def _reset(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         """Set every attribute but groups and state to that of an optimizer that is not bound and took no step."""
         self.config = config
+        # The algorithm of every parameter, and the groups that the caller gave.
         self.routed = routed
+        # Whether DeepSpeed runs the optimizer. Its engine then calls the methods below "For the engine".
         self.managed = False
         self.state_policy = StatePolicy(config.momentum_dtype)
         self.stats = SentCounts()
         self.recorder = StepRecorder(every=config.health, check=config.health > 0)
+        # The ranks of the engine; this one alone without DeepSpeed.
         self.ranks = Ranks()
+        # What checkpoints need of the engine, a checkpoint.parameters.Host.
         self.host: object | None = None
+        # Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         self.overflow = False
         self.skipped_steps = 0
+        # The id of each param group to its rate in the last step, after which a schedule changed it.
         self.rates_of_step: dict[int, float] = {}
+        # Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it, and in a sampled step
+        # behind it those by algorithm.
         self.measure_norms: Callable[[], dict[str, Tensor]] | None = None
+        # Norms of the raw gradients in the last step, of all ranks; None where DeepSpeed mixes the algorithms up.
         self.norms_by_algorithm: dict[str, Tensor] | None = {}
+        # Whether any rank has parameters that are frozen, and may be unfrozen later.
         self.frozen_on_some_rank = False
+        # What changes weights after their update; None without a setting of STEP_HOOKS.
         self.after_step: StepHook | None = None
+        # Whether the engine says where a step ends, which is several calls of step().
         self.step_ends_outside = False
         # For hooks only: a model that its optimizer refers to lives longer.
         self._model = model if any(getattr(config, key) is not None for key in STEP_HOOKS) else None
         self._equal_rates = EqualRates()
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
+        # The runner of each step set, with its exchange plan; empty before the optimizer is bound.
         self.runners: list[StepRunner] = []
         # Tensors of the param groups that are in no step set, because their routes say frozen.
         self._frozen: list[Tensor] = []
         # Without DeepSpeed: each parameter with its dtype and device when the optimizer was bound.
         self._bound_as: list[tuple[Tensor, torch.dtype, torch.device]] = []
+
+    def __dir__(self) -> list[str]:
+        """Offer to completion what programs use; the rest serves the engine and checkpoints."""
+        return [*dir(torch.optim.Optimizer), "defaults", "health", "param_groups", "routes", "state"]
 
     @property
     def routes(self) -> list[Route]:
@@ -551,10 +545,6 @@ class Muon(torch.optim.Optimizer):
     def fp32_optimizer_states(self) -> bool:
         """Whether AdamW's moments are fp32; DeepSpeed asks this of the optimizer that it offloads."""
         return not self.state_policy.half_states
-
-    def use_bf16_states(self) -> None:
-        """Store all state in bf16, as DeepSpeed's ``bf16_optimizer_states`` says, unless ``momentum_dtype`` is set."""
-        self.state_policy = StatePolicy(self.config.momentum_dtype, half_states=True)
 
     def is_trained(self, param: Tensor) -> bool:
         """Return whether a tensor of the param groups is updated; ``False`` if its route says frozen."""

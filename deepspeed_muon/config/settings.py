@@ -7,7 +7,7 @@ because a run that ignores a misspelt key has the wrong settings.
 A setting of the caller's param group overrides the key of one algorithm (``muon_lr``, ``adam_weight_decay``, ...),
 which overrides the shared key (``lr``, ``weight_decay``).
 
-The descriptions are Markdown: the constructor's docstring and ``docs/settings.md`` are made from them.
+The descriptions are Markdown: the optimizer's docstring and ``docs/settings.md`` are made from them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import math
 import numbers
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from torch import Tensor
 
 from deepspeed_muon.config import values as v
+from deepspeed_muon.config.keywords import MuonKeywords
 from deepspeed_muon.config.values import (
     MatricesConfig,
     MomentumWarmupConfig,
@@ -59,7 +60,7 @@ GroupSettings: TypeAlias = dict[str, Any]
 RATE_KEYS = ("lr", "muon_lr", "adam_lr")
 """Keys whose value the constructor also takes as a tensor, which is then stored in the param groups."""
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
+_Class = TypeVar("_Class", bound=type)
 
 # The names and settings of variants are declared in their own files. Type checkers cannot follow that, so they see a
 # model without these fields, and any string as a name.
@@ -450,41 +451,41 @@ KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIA
 """Every key and its field. Settings of variants, which the model has first, come last."""
 
 
-def takes_settings(init: _Init) -> _Init:
-    """Write every key into the signature and the docstring of a constructor that takes ``**settings``.
+def takes_settings(optimizer: _Class) -> _Class:
+    """Write every key into the signature and the docstring of a class whose constructor takes ``**settings``.
 
     Args:
-        init: The constructor. Mutated: its ``__signature__`` gets the keys after its own parameters, and in its
-            ``__doc__`` an entry for each key replaces the line of ``lr, **settings``.
+        optimizer: The class. Mutated: the ``__signature__`` of its constructor gets the keys after its own parameters,
+            and in its ``__doc__`` an entry for each key, with type and default, replaces that of ``lr, **settings``.
     """
+    init: Any = vars(optimizer)["__init__"]
+    hints = {
+        key: getattr(hint, "__forward_arg__", hint) for key, hint in MuonKeywords.__annotations__.items()
+    }
+    hints["lr"] = "Tensor | float | None"
     # 1. The signature: the constructor's own parameters, then a keyword for each key.
-    types = get_type_hints(MuonConfig)
-    signature = inspect.signature(init, eval_str=True)
+    signature = inspect.signature(init)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [parameter for parameter in signature.parameters.values() if parameter.kind not in variadic]
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in KEYS}
     keys = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.get_default(call_default_factory=True),
-            annotation=types[name] | Tensor if name in RATE_KEYS else types[name],
-        )
-        for name, field in KEYS
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in defaults.items()
         if name not in signature.parameters
     ]
     # Signature requires this order of kinds: positional parameters before keywords.
     parameters = sorted([*named, *keys], key=lambda parameter: parameter.kind)
-    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    init.__signature__ = signature.replace(parameters=parameters)
     # 2. The docstring: an entry for each key, from its description.
-    if init.__doc__ is not None:  # python -OO strips docstrings
-        entries = []
-        for name, field in KEYS:
-            # Markdown to reStructuredText: "[rates.md](rates.md#another-size)" becomes "docs/rates.md", `x` ``x``.
-            text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", field.description or "").replace("`", "``")
-            indent = " " * 12
-            entry = textwrap.fill(
-                f"{name}: {text}", 110, initial_indent=indent, subsequent_indent=indent + "    "
-            )
-            entries.append(entry + "\n")
-        init.__doc__ = re.sub(r" *lr, \*\*settings:.*\n", lambda _: "".join(entries), init.__doc__)
-    return init
+    entries, indent = [], " " * 8
+    for name, field in KEYS:
+        # Markdown to reStructuredText: "[rates.md](rates.md#over-widths)" becomes "docs/rates.md", `x` ``x``.
+        text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", field.description or "").replace("`", "``")
+        kind = f"{hints[name]}, default {defaults[name]!r}" if defaults[name] is not None else hints[name]
+        entry = f"{name} ({kind}): {text}"
+        entries.append(
+            textwrap.fill(entry, 110, initial_indent=indent, subsequent_indent=indent + "    ") + "\n"
+        )
+    if optimizer.__doc__ is not None:  # python -OO strips docstrings
+        optimizer.__doc__ = re.sub(r" *lr, \*\*settings:.*\n", lambda _: "".join(entries), optimizer.__doc__)
+    return optimizer

@@ -22,14 +22,17 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 
+from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.owners import sent_by_rank
+from deepspeed_muon.routing.param_groups import build_groups
 from deepspeed_muon.routing.route import Route, rows_of
 
 
-def muon_of(engine: DeepSpeedEngine) -> Muon | None:
+def muon_of(engine: object) -> Muon | None:
     """Return this project's optimizer inside an engine; ``None`` if there is another one, or none yet."""
     optimizer = getattr(engine, "basic_optimizer", None)
     return optimizer if isinstance(optimizer, Muon) else None
@@ -60,16 +63,19 @@ def muon_optimizer(engine: DeepSpeedEngine) -> Muon:
     return optimizer
 
 
-def routes(engine: DeepSpeedEngine) -> list[Route]:
-    """Return the routing table of an engine: where every parameter goes and why.
+def routes(trained: DeepSpeedEngine | Muon | nn.Module) -> list[Route]:
+    """Return the routing table: where every parameter goes and why.
 
     Args:
-        engine: A ``DeepSpeedEngine`` made with this optimizer.
+        trained: A ``DeepSpeedEngine`` made with this optimizer, the optimizer, or a model, which is routed by default
+            settings.
 
     Raises:
         BindingError: If the engine runs another optimizer.
     """
-    return muon_optimizer(engine).routes
+    if isinstance(trained, nn.Module) and not isinstance(trained, DeepSpeedEngine):
+        return build_groups(trained, MuonConfig()).routes
+    return (trained if isinstance(trained, Muon) else muon_optimizer(trained)).routes
 
 
 def plan_report(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -111,14 +117,14 @@ def plan_report(engine: DeepSpeedEngine) -> dict[str, Any]:
     }
 
 
-def health(engine: DeepSpeedEngine) -> dict[str, Any]:
+def health(trained: DeepSpeedEngine | Muon) -> dict[str, Any]:
     """Return what the last sampled step measured; ``docs/health.md`` says what each number means.
 
     Equal on all ranks once a step was sampled. The setting ``health`` is the number of optimizer steps between two
     samples, with or without a monitor.
 
     Args:
-        engine: A ``DeepSpeedEngine`` made with this optimizer.
+        trained: A ``DeepSpeedEngine`` made with this optimizer, or the optimizer.
 
     Returns:
         ``step``, ``update_rms``, ``orthogonality_error``, ``sigma_max``, ``stable_rank``, ``alignment``,
@@ -130,4 +136,4 @@ def health(engine: DeepSpeedEngine) -> dict[str, Any]:
     Raises:
         BindingError: If the engine runs another optimizer.
     """
-    return muon_optimizer(engine).health()
+    return (trained if isinstance(trained, Muon) else muon_optimizer(trained)).health()

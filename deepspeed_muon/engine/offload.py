@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_states import offload_optimizer_states, reload_optimizer_states
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
+from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.zero.views import View, ZeroView
 from deepspeed_muon.errors import InstallationError
@@ -62,7 +63,7 @@ def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitSta
     # DeepSpeed requires its CPU Adam of client optimizers. Ours calls the operator behind it.
     engine.zero_force_ds_cpu_optimizer = lambda: False
     if engine.bf16_optimizer_states():
-        optimizer.use_bf16_states()
+        optimizer.state_policy = StatePolicy(optimizer.config.momentum_dtype, half_states=True)
     if offload_device(engine) == "none":
         return
     is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0

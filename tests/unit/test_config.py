@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
@@ -134,10 +135,25 @@ def test_the_constructor_shows_every_key() -> None:
     for name, field in MuonConfig.model_fields.items():
         assert shown[name].default == field.get_default(call_default_factory=True)
         assert shown[name].annotation is not inspect.Parameter.empty
-        assert f"\n            {name}: " in (Muon.__init__.__doc__ or "")
+        assert f"\n        {name} (" in (Muon.__doc__ or "")
         assert field.description
     assert shown.keys() == {"params", "model", *MuonConfig.model_fields}
-    assert "**settings" not in (Muon.__init__.__doc__ or "")
+    assert "**settings" not in (Muon.__doc__ or "")
+
+
+def test_completion_offers_torchs_methods_and_two_of_this_one() -> None:
+    offered = {name for name in dir(Muon(nn.Linear(4, 4))) if not name.startswith("_")}
+    theirs = {
+        name for name in dir(torch.optim.SGD([nn.Parameter(torch.zeros(1))])) if not name.startswith("_")
+    }
+    assert offered == theirs | {"routes", "health"}
+
+
+def test_routes_and_health_take_an_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = Muon(model)
+    assert deepspeed_muon.routes(optimizer) == deepspeed_muon.routes(model) == optimizer.routes
+    assert deepspeed_muon.health(optimizer) == optimizer.health()
 
 
 def test_type_checkers_know_every_key(tmp_path: Path) -> None:
