@@ -10,9 +10,10 @@ all of them. On a CPU a turn is one call. On a GPU it is 20 to 50 calls between 
 synchronisation among them, on inputs that together are larger than the L2 cache. Peers: the iteration of
 ``torch.optim.Muon``, one matrix at a time as that optimizer calls it; the two functions inside DeepSpeed, compiled as
 DeepSpeed compiles them, one matrix at a time as its optimizer calls them and, for batches, in one call. On a GPU also:
-the standard bf16 iteration under ``torch.compile``; torch's code with cuBLAS, and with the symmetric products of
-Triton, all in our dtype; where they are installed, also with those of ``quack``, and ``gram-newton-schulz``. An
-implementation that raises is left out, with a message.
+the standard bf16 iteration under ``torch.compile``; ``gram-newton-schulz``, where it is installed; and what the rule of
+``ops/dispatch.py`` chooses from: torch's code with the symmetric products of cuBLAS, of Triton and, where it is
+installed, of ``quack``, and the native iteration, each in both orders, launched and as a CUDA graph. Of these the page
+has the best of each library. An implementation that raises is left out, with a message.
 
 The flat passes pack the momentum, stored in fp32, bf16 or int8, into the send buffer and apply the update. Their
 bandwidth counts each operand once for each read and write; a plain fp32 copy is timed with them.
@@ -24,7 +25,6 @@ import functools
 import importlib.util
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,10 +42,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import support
 from benchmarks.support import Row, median_ratio
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize, resolve_ns_dtype
+from deepspeed_muon.math.newton_schulz import NsSettings, Products, resolve_ns_dtype
 from deepspeed_muon.ops import dispatch, library
-from deepspeed_muon.ops.autotune import Tuner
-from deepspeed_muon.ops.candidates import products_of, triton_products
+from deepspeed_muon.ops.graphs import (
+    Replayed,
+    native_iteration,
+    products_of,
+    torch_iteration,
+    triton_products,
+)
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -64,12 +69,13 @@ Run = Callable[[Tensor], object]
 """An implementation; its argument is one of the inputs, which the turns go through."""
 
 
-def peers(batch: int, device: torch.device, settings: NsSettings) -> dict[str, Run]:
+def peers(batch: int, device: torch.device) -> dict[str, Run]:
     """Return what others run on inputs ``(batch, rows, cols)``."""
     runs: dict[str, Run] = {}
     if device.type == "cuda":
         runs["compiled standard bf16"] = torch.compile(standard_bf16)
-        runs |= libraries(settings)
+        if installed("gram_newton_schulz"):
+            runs["gram-newton-schulz"] = lambda x: gram_newton_schulz()(x)
     runs["torch.optim.Muon"] = lambda x: [
         _zeropower_via_newtonschulz(matrix, QUINTIC, STEPS, 1e-7) for matrix in x
     ]
@@ -82,15 +88,33 @@ def peers(batch: int, device: torch.device, settings: NsSettings) -> dict[str, R
     return runs
 
 
-def libraries(settings: NsSettings) -> dict[str, Run]:
-    """Return the iteration with the products of each library on this GPU, and ``gram-newton-schulz``, in one call."""
-    runs: dict[str, Run] = {"cuBLAS": lambda x: orthogonalize(x, settings=settings)}
-    for name, products in (("triton", triton_products()), ("quack", quack_products())):
-        if products is not None:
-            runs[name] = functools.partial(orthogonalize, settings=settings, products=products)
-    if installed("gram_newton_schulz"):
-        runs["gram-newton-schulz"] = lambda x: gram_newton_schulz()(x)
+def candidates(x: Tensor, settings: NsSettings) -> dict[str, Run]:
+    """Return what the rule chooses from on a GPU, as ``cuBLAS, gram`` or ``ops, standard, graph``."""
+    runs: dict[str, Run] = {}
+    for order in ("gram", "standard"):
+        iterations = {"cuBLAS": torch_iteration(order), "ops": native_iteration(order, library.load())}
+        for name, products in (("triton", triton_products()), ("quack", quack_products())):
+            if products is not None:
+                iterations[name] = torch_iteration(order, products)
+        for name, iteration in iterations.items():
+            runs[f"{name}, {order}"] = functools.partial(iteration, settings=settings)
+            replayed = Replayed(iteration)
+            try:
+                replayed.capture(x, settings)
+                runs[f"{name}, {order}, graph"] = functools.partial(replayed, settings=settings)
+            except Exception as error:  # as in milliseconds
+                print(f"no graph of {name}, {order}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     return runs
+
+
+def best_of_each_library(times: dict[str, list[float]], ours: list[float]) -> Row:
+    """Move the candidates out of ``times``; return how many times as long the best of each library takes as ours."""
+    best: Row = {}
+    for name in [name for name in times if ", gram" in name or ", standard" in name]:
+        ratio = median_ratio(times.pop(name), ours)
+        library_name = name.partition(",")[0]
+        best[library_name] = min(ratio, best.get(library_name, ratio))
+    return best
 
 
 def quack_products() -> Products | None:
@@ -176,17 +200,17 @@ def inputs_like(x: Tensor, device: torch.device) -> list[Tensor]:
     return [torch.randn(x.shape, generator=generator).to(device, x.dtype) for _ in range(count)]
 
 
-def iteration_rows(
-    device: torch.device, shapes: Sequence[tuple[int, int]], seconds: float, folder: Path
-) -> Iterator[Row]:
+def iteration_rows(device: torch.device, shapes: Sequence[tuple[int, int]], seconds: float) -> Iterator[Row]:
     """Yield our milliseconds of each batch and shape and how many times as long each peer takes."""
     settings = NsSettings(resolve_schedule("quintic", STEPS), "gram", resolve_ns_dtype("auto", device))
     for batch in (1, 8):
         for shape in shapes:
-            ours = dispatch.Orthogonalizer("auto", tuner=Tuner(folder))
+            ours = dispatch.Orthogonalizer("auto")
             runs: dict[str, Run] = {"ours": functools.partial(ours, settings=settings)}
-            runs |= peers(batch, device, settings)
+            runs |= peers(batch, device)
             inputs = inputs_like(torch.empty(batch, *shape), device)
+            if device.type == "cuda":
+                runs |= candidates(inputs[0], settings)
             # Captures its graph, as the optimizer does.
             ours.prepare(inputs[0], settings=settings, device=device)
             times = milliseconds(runs, inputs, seconds, device)
@@ -195,10 +219,12 @@ def iteration_rows(
                 yield {**row, "what ran": "nothing: ours raised"}
                 continue
             ours_ms = times.pop("ours")
+            best = best_of_each_library(times, ours_ms)
             yield {
                 **row,
                 "ours, ms": statistics.median(ours_ms),
                 "what ran": ours.report()[0]["ran"],
+                **best,
                 **{name: median_ratio(ms, ours_ms) for name, ms in times.items()},
             }
 
@@ -296,20 +322,19 @@ def main() -> None:
         print(row, flush=True)
         support.write(arguments.out, tables, page(tables, device))
 
-    with tempfile.TemporaryDirectory() as folder:
-        for threads in arguments.threads:
-            torch.set_num_threads(threads)
-            if "flat" in only:
-                numel = arguments.numel or 1 << (28 if device.type == "cuda" else 25)
-                for row in flat_rows(device, numel, seconds):
-                    add("flat", {"threads": threads, **row})
-            if "sym_gemm" in only:
-                for row in sym_gemm_rows(device, arguments.sizes, seconds):
-                    add("sym_gemm", {"threads": threads, **row})
-            if "iteration" in only:
-                shapes = arguments.shapes or SHAPES[device.type]
-                for row in iteration_rows(device, shapes, seconds, Path(folder)):
-                    add("iteration", {"threads": threads, **row})
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        if "flat" in only:
+            numel = arguments.numel or 1 << (28 if device.type == "cuda" else 25)
+            for row in flat_rows(device, numel, seconds):
+                add("flat", {"threads": threads, **row})
+        if "sym_gemm" in only:
+            for row in sym_gemm_rows(device, arguments.sizes, seconds):
+                add("sym_gemm", {"threads": threads, **row})
+        if "iteration" in only:
+            shapes = arguments.shapes or SHAPES[device.type]
+            for row in iteration_rows(device, shapes, seconds):
+                add("iteration", {"threads": threads, **row})
 
 
 if __name__ == "__main__":

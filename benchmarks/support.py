@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shlex
 import statistics
 import sys
@@ -30,8 +31,6 @@ def machine() -> dict[str, Any]:
     import deepspeed
     import torch
 
-    from deepspeed_muon.ops.machine import hardware_name
-
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else hardware_name()
     return {
         "name": name,
@@ -41,6 +40,19 @@ def machine() -> dict[str, Any]:
         "deepspeed": deepspeed.__version__,
         "load_at_end": [round(value, 1) for value in os.getloadavg()],
     }
+
+
+def hardware_name() -> str:
+    """Return the names of the processor, of its instruction set and of the current GPU, if there is one."""
+    import torch
+
+    processors = Path("/proc/cpuinfo")
+    lines = processors.read_text().splitlines() if processors.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = models[0] if models else platform.processor() or platform.machine()
+    amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
+    gpu = f" + {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}{amx}){gpu}"
 
 
 def heading(title: str, *told: str) -> list[str]:

@@ -29,8 +29,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import deepspeed_muon  # noqa: E402
-from benchmarks.support import Row  # noqa: E402
-from deepspeed_muon.ops.machine import hardware_name  # noqa: E402
+from benchmarks.support import Row, hardware_name  # noqa: E402
 
 ADAMW = "AdamW"
 MUON: dict[str, dict[str, Any]] = {

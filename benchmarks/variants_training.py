@@ -16,11 +16,11 @@ from text_data import Batches, load_tokens, standard_library, text_files
 from torch import Tensor
 
 import deepspeed_muon
+from benchmarks.support import hardware_name
 from benchmarks.training_runs import capture, moved
 from benchmarks.variants import ADAMW, HEADS, LENGTH, SEQUENCES, Row, Run
 from deepspeed_muon.math import newton_schulz
 from deepspeed_muon.math.coefficients import SMALLEST_NORM
-from deepspeed_muon.ops.machine import hardware_name
 
 POINTS = 12
 """How often a run measures itself."""

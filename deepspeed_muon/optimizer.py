@@ -425,10 +425,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             InstallationError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
         """
-        # 1. What the step sets share, and their plans. Replicas of other processes (DDP) must round like this one. They
-        # cannot agree on what was measured, since it is not known which of them take a step.
-        replicas = ranks is None and dist.is_initialized() and dist.get_world_size() > 1
-        self._orthogonalizer = Orthogonalizer(self.config.ns_backend, measure=not replicas)
+        # 1. What the step sets share, and their plans.
+        self._orthogonalizer = Orthogonalizer(self.config.ns_backend)
         self.ranks = ranks or Ranks()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
@@ -453,7 +451,7 @@ class Muon(torch.optim.Optimizer):
         if before is not None:
             self._bound.take_over(before)
         self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
-        # 2. Kernels. They are timed now: in the first step the other ranks would wait for the one that measures.
+        # 2. Kernels, and their CUDA graphs, whose memory is taken now and not in a step.
         with _without_autocast():
             for runner in self.runners:
                 for x in runner.inputs():

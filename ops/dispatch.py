@@ -1,10 +1,13 @@
-"""Runs orthogonalisation and the flat passes by the configured backend, and records what ran."""
+"""Which kernels run Newton-Schulz and the flat passes: by one table, :data:`RULE`, or as ``ns_backend`` says.
+
+Nothing is timed here and nothing stored, so that a machine runs the same kernels, and rounds alike, in every run.
+``benchmarks/newton_schulz.py`` times the rule beside all other kernels.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
@@ -13,67 +16,212 @@ from torch import Tensor
 
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import logger
-from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, runs_gram
 
-from . import library, torch_operators
-from .autotune import Choice, Tuner
-from .candidates import (
-    Candidate,
-    Problem,
+from . import library, self_test, torch_operators
+from .graphs import (
     Replayed,
-    candidates_for,
-    has_kernel,
-    in_fp32,
-    index_of,
-    problem_of,
+    Run,
+    fp32_iteration,
+    native_iteration,
+    torch_iteration,
+    triton_products,
 )
-from .gate import Verdict, cuda_verdict
 
 NsBackend = Literal["auto", "ops", "torch"]
+Kernels = Literal["sm90", "triton", "torch", "torch fp32", "ops"]
+"""What computes an iteration: this package's kernel for Hopper, Triton's, torch's code, the same in fp32 where the
+iteration is in half precision; or, with ``ns_backend: ops``, the native iteration for every shape."""
+
+# Elements of the largest batch: stacking copies its matrices, and the iteration needs three times that memory again.
+BATCH_NUMEL = 1 << 25
+
+# Up to this many FLOPs a CUDA graph is replayed: 1.5 ms of an H200, about what the host needs to launch an iteration.
+# Above, the GPU takes longer than the host, and a graph would only cost memory.
+_GRAPH_UP_TO = 1e12
+
+# The symmetric kernels need sides that are multiples of the first (include/muon_cuda.h), and pay from the second on.
+_MULTIPLE, _KERNELS_FROM = 8, 512
+
+# Up to this short side a CPU iterates faster in fp32, and rounds less.
+_FP32_UP_TO = 16
 
 # Dtypes of the native passes.
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(slots=True)
-class _Chosen:
-    """The candidate that runs a problem, the reason, and the number of calls."""
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The shape, dtypes, device and iteration of one orthogonalisation: all that the rule looks at.
 
-    candidate: Candidate
-    choice: Choice
+    Attributes:
+        device: Where it runs.
+        input_dtype: Dtype of the input.
+        batch: The number of matrices in a call.
+        rows: Rows of each matrix.
+        cols: Columns of each matrix.
+        settings: Polynomial, method and dtype of the iteration.
+    """
+
+    device: torch.device
+    input_dtype: torch.dtype
+    batch: int
+    rows: int
+    cols: int
+    settings: NsSettings
+
+    @classmethod
+    def of(cls, x: Tensor, settings: NsSettings, device: torch.device) -> Problem:
+        """Return the problem of orthogonalising a tensor like ``x`` on ``device``."""
+        if device.type == "cuda" and torch.cuda.is_available():
+            device = torch.device("cuda", index_of(device))
+        rows, cols = x.shape[-2:]
+        return cls(device, x.dtype, x.shape[:-2].numel(), rows, cols, settings)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the iteration runs in half precision."""
+        return self.settings.dtype in (torch.float16, torch.bfloat16)
+
+    @property
+    def is_for_kernels(self) -> bool:
+        """Whether the symmetric kernels of a GPU run it: in half precision, for sides that they take."""
+        aligned = not (self.rows % _MULTIPLE or self.cols % _MULTIPLE)
+        return self.device.type == "cuda" and self.is_half and aligned and self.short >= _KERNELS_FROM
+
+    @property
+    def short(self) -> int:
+        """The short side."""
+        return min(self.rows, self.cols)
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of the standard iteration over the batch."""
+        return self.batch * _standard_flops(self.rows, self.cols, self.settings)
+
+    def order(self, kernels: Kernels) -> NsMethod:
+        """Return ``gram`` or ``standard``; kernels that halve the symmetric products run ``gram`` for more shapes."""
+        long, halves = max(self.rows, self.cols), kernels in ("sm90", "triton", "ops")
+        return "gram" if runs_gram(self.short, long, self.settings.method, halves=halves) else "standard"
+
+    def __str__(self) -> str:
+        settings = self.settings
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.input_dtype, settings.dtype)]
+        return (
+            f"{self.device.type} {names[0]}->{names[1]} {self.batch}x{self.rows}x{self.cols} "
+            f"{settings.method}{len(settings.coefficients)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the rule.
+
+    Attributes:
+        kernels: What computes the iteration.
+        problems: For which problems, in words.
+        times: The page that has its times, or that there is none.
+        fits: Whether it is for a problem.
+    """
+
+    kernels: Kernels
+    problems: str
+    times: str
+    fits: Callable[[Problem], bool]
+
+
+_H200 = "benchmarks/results/gpu-nvidia-h200-2026-11-26.md"
+RULE = (
+    Row(
+        "sm90",
+        "Hopper: half precision, sides that are multiples of 8, the short one at least 512",
+        f"{_H200}: the fastest of all in 16 batches of 1024 x 1024 to 2048 x 5504; not timed below 1024",
+        lambda problem: problem.is_for_kernels,
+    ),
+    Row(
+        "triton",
+        "the same on other GPUs, and on Hopper without the native library",
+        f"{_H200}: faster than cuBLAS in 10 of 16 batches there; not timed on any other card",
+        lambda problem: problem.is_for_kernels,
+    ),
+    Row(
+        "torch",
+        "a GPU: all other matrices, by cuBLAS; the same without Triton",
+        "not timed",
+        lambda problem: problem.device.type != "cpu",
+    ),
+    Row(
+        "torch fp32",
+        "a CPU: half precision, the short side at most 16",
+        "not timed beside other kernels",
+        lambda problem: problem.is_half and problem.short <= _FP32_UP_TO,
+    ),
+    Row(
+        "torch",
+        "a CPU: all other matrices",
+        "docs/measured.md: native kernels change a whole step by 0.97 to 1.35",
+        lambda problem: True,
+    ),
+)
+"""The first row that fits and whose kernels this machine has, and that pass :mod:`.self_test`, is taken."""
+
+OTHER_RULES = (
+    "order: gram from a ratio of the sides of 1.3 on with kernels that halve symmetric products, of 2 with torch's; "
+    f"else standard ({_H200}: gram won all 10 batches from 2.69 on; not timed between 1.3 and 2.69)",
+    f"CUDA graph: batches of at most {_GRAPH_UP_TO:g} FLOPs ({_H200}: as the fastest of 16 batches, within 3 %)",
+    "dtype: fp16 on a GPU; on a CPU bf16 where it multiplies bf16 (AMX, AMD's AVX512-BF16), else fp32 "
+    "(benchmarks/results/newton_schulz-*.md)",
+)
+"""What the rule decides beside kernels, for the report."""
+
+
+def _standard_flops(rows: int, cols: int, settings: NsSettings) -> float:
+    m, n = min(rows, cols), max(rows, cols)
+    return float(len(settings.coefficients) * (4 * m * m * n + 2 * m**3))
+
+
+def graph_batch(rows: int, cols: int, settings: NsSettings) -> int:
+    """Return how many matrices of this shape, at most, are iterated in one CUDA graph; 0 where there is no graph."""
+    stacked = max(1, BATCH_NUMEL // max(1, rows * cols))
+    return min(stacked, int(_GRAPH_UP_TO // max(1.0, _standard_flops(rows, cols, settings))))
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What runs a problem, the number of calls, and why there is no graph although the rule has one."""
+
+    kernels: Kernels
+    order: NsMethod
+    run: Run
     calls: int = 0
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        is_replayed = isinstance(self.run, Replayed) and self.run.is_captured
+        return f"{self.kernels} {self.order}{' in a CUDA graph' if is_replayed else ''}"
 
 
 class Orthogonalizer:
-    """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by the fastest candidate of a backend."""
+    """Runs :func:`deepspeed_muon.math.newton_schulz.orthogonalize` by the kernels of the rule."""
 
-    def __init__(self, backend: NsBackend, tuner: Tuner | None = None, *, measure: bool = True) -> None:
+    def __init__(self, backend: NsBackend) -> None:
         """Build and load the native library if the backend needs it.
 
         Args:
-            backend: ``auto`` measures the native operators and torch's code and uses the fastest for each shape;
-                without a library it warns once and uses torch's code. ``ops`` uses native operators only. ``torch``
-                uses torch's code and loads nothing.
-            tuner: Makes the choices; ``None`` for :func:`process_tuner`.
-            measure: Whether ``auto`` and ``ops`` choose by measurements, of this or of an earlier process. Otherwise
-                they use the kernel that is expected to be the fastest, which is the same in all processes on equal
-                machines.
+            backend: ``auto`` follows :data:`RULE`; without a library it warns once. ``ops`` has a GPU run the native
+                iteration for every shape. ``torch`` runs torch's code and loads nothing.
 
         Raises:
             InstallationError: If the backend is ``ops`` and the library can be neither loaded nor built.
         """
         self.backend = backend
         self._operators = _operators(backend)
-        self._tuner = tuner
-        self._measure = measure
-        self._chosen: dict[Problem, _Chosen] = {}
+        self._choices: dict[Problem, _Choice] = {}
         self._warned = False  # that a graph could not be captured
 
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
-
-        The first call with a shape that was not prepared may measure the candidates, which takes a bounded time. It
-        runs no collective.
 
         Args:
             x: ``(..., rows, cols)``, any floating dtype. Not mutated.
@@ -83,17 +231,13 @@ class Orthogonalizer:
             A new tensor of the same shape, in ``settings.dtype``.
 
         Raises:
-            InstallationError: If the backend is ``ops`` and the library has no kernel for this device.
+            InstallationError: If the backend is ``ops`` and the library has no kernels for this GPU.
         """
-        problem = problem_of(x, settings)
-        chosen = self._chosen.get(problem)
-        # Not all shapes are known at bind: a step without some gradients has smaller batches.
-        if chosen is None:
-            chosen = self._chosen[problem] = self._unprepared(problem, x.device)
-        chosen.calls += 1
-        return chosen.candidate.run(x, settings)
+        choice = self._choice(Problem.of(x, settings, x.device))
+        choice.calls += 1
+        return choice.run(x, settings)
 
-    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> _Chosen:
+    def prepare(self, x: Tensor, *, settings: NsSettings, device: torch.device) -> None:
         """Choose what will run tensors like ``x`` on ``device``, and capture its CUDA graph, if it has one.
 
         A graph that cannot be captured is left out: the same kernels are launched one by one, and a warning says so.
@@ -103,104 +247,98 @@ class Orthogonalizer:
             settings: Polynomial, method and dtype.
             device: Where the tensors will be.
         """
-        problem = problem_of(x, settings, device)
-        chosen = self._chosen.get(problem)
-        if chosen is None:
-            chosen = self._chosen[problem] = _Chosen(*self._choose(problem, device))
-            self._capture(problem, chosen, device)
-        return chosen
+        problem = Problem.of(x, settings, device)
+        self._capture(problem, self._choice(problem, prepared=True))
 
     def capture(self, device: torch.device) -> None:
         """Capture the CUDA graphs on ``device`` again that :meth:`release` freed."""
-        for problem, chosen in self._chosen.items():
-            self._capture(problem, chosen, device)
+        for problem, choice in self._choices.items():
+            if problem.device == device:
+                self._capture(problem, choice)
 
-    def _capture(self, problem: Problem, chosen: _Chosen, device: torch.device) -> None:
-        if not isinstance(chosen.candidate.run, Replayed):
+    def release(self) -> None:
+        """Free the memory of CUDA graphs but keep the choices; until :meth:`capture` the kernels run one by one."""
+        for choice in self._choices.values():
+            if isinstance(choice.run, Replayed):
+                choice.run.release()
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return one entry for each problem that was prepared or run: its name, what ran, calls, and why no graph."""
+        return [
+            {"problem": str(problem), "ran": choice.name, "calls": choice.calls, "note": choice.note}
+            for problem, choice in self._choices.items()
+        ]
+
+    def _choice(self, problem: Problem, *, prepared: bool = False) -> _Choice:
+        choice = self._choices.get(problem)
+        if choice is None:
+            kernels = self._kernels(problem)
+            order = problem.order(kernels)
+            run = self._iteration(kernels, order)
+            # Not all shapes are known at bind: a step without some gradients has smaller batches, which get no graph.
+            on_gpu = prepared and problem.device.type == "cuda" and self.backend != "torch"
+            is_small = problem.flops <= _GRAPH_UP_TO
+            if on_gpu and is_small and not self_test.failure("CUDA graphs", problem.device):
+                run = Replayed(run)
+            choice = self._choices[problem] = _Choice(kernels, order, run)
+        return choice
+
+    def _kernels(self, problem: Problem) -> Kernels:
+        if self.backend == "torch":
+            return "torch"
+        if self.backend == "ops" and problem.device.type == "cuda":
+            if reason := self._native_is_missing(problem.device):
+                raise InstallationError(
+                    f"ns_backend is 'ops', but the native iteration cannot run on this GPU: {reason}; "
+                    f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
+                )
+            return "ops"
+        rows = (row.kernels for row in RULE if row.fits(problem))
+        return next(kernels for kernels in rows if self._has(kernels, problem.device))
+
+    def _has(self, kernels: Kernels, device: torch.device) -> bool:
+        if kernels == "sm90":
+            if self._native_is_missing(device):
+                return False
+            assert self._operators is not None
+            return bool(self._operators.sym_gemm_kernel(index_of(device)) == "sm90")
+        if kernels == "triton":
+            return triton_products() is not None and not self_test.failure("Triton's product", device)
+        return kernels != "torch fp32" or self.backend == "auto"
+
+    def _native_is_missing(self, device: torch.device) -> str:
+        """Return why the native iteration cannot run on a GPU, or an empty text."""
+        if not library.has_kernel(self._operators, "cuda", "sym_gemm"):
+            return "the library has no CUDA kernels"
+        return self_test.failure("symmetric product", device)
+
+    def _iteration(self, kernels: Kernels, order: NsMethod) -> Run:
+        if kernels in ("sm90", "ops"):
+            assert self._operators is not None
+            return native_iteration(order, self._operators)
+        if kernels == "torch fp32":
+            return fp32_iteration(order)
+        return torch_iteration(order, triton_products() if kernels == "triton" else None)
+
+    def _capture(self, problem: Problem, choice: _Choice) -> None:
+        if not isinstance(choice.run, Replayed):
             return
         shape = (problem.batch, problem.rows, problem.cols)
         try:
-            zeros = torch.zeros(shape, dtype=problem.input_dtype, device=device)
-            chosen.candidate.run.capture(zeros, problem.settings)
+            zeros = torch.zeros(shape, dtype=problem.input_dtype, device=problem.device)
+            choice.run.capture(zeros, problem.settings)
         except Exception as error:  # a library may raise anything in a capture
             message = (str(error).strip() or type(error).__name__).splitlines()[0]
-            chosen.candidate = chosen.candidate.without_graph
-            chosen.choice = replace(chosen.choice, reason=f"its graph could not be captured: {message}")
+            choice.run, choice.note = choice.run.run, f"its graph could not be captured: {message}"
             if not self._warned:
                 logger.warning(
                     "deepspeed_muon: no CUDA graph of %s could be captured for %s, so its kernels are launched one by "
                     "one, with the same results: %s",
-                    chosen.candidate.name,
-                    problem.key(),
+                    choice.name,
+                    problem,
                     message,
                 )
             self._warned = True
-
-    def _unprepared(self, problem: Problem, device: torch.device) -> _Chosen:
-        """Choose for a call in a step, in which nothing is captured: as for a prepared batch of another size."""
-        for prepared, chosen in self._chosen.items():
-            # On a CPU nothing is ever captured, and every size is measured.
-            may_capture = problem.device == "cuda" or isinstance(chosen.candidate.run, Replayed)
-            if may_capture and replace(prepared, batch=problem.batch) == problem:
-                candidate = chosen.candidate.without_graph
-                return _Chosen(candidate, Choice(candidate.name, "as in a batch of another size"))
-        candidate, choice = self._choose(problem, device)
-        return _Chosen(candidate.without_graph, choice)
-
-    def _choose(self, problem: Problem, device: torch.device) -> tuple[Candidate, Choice]:
-        if self.backend == "torch":
-            # The configured method, but torch's code uses the standard order for nearly square matrices.
-            method = problem.settings.method
-            available = {candidate.name: candidate for candidate in candidates_for(problem, None)}
-            candidate = available.get(f"torch {method}", available["torch standard"])
-            return candidate, Choice(candidate.name, "ns_backend is torch")
-        # 1. On a CPU small matrices take so little time that only the calls count, whatever the dtype.
-        if self.backend == "auto" and (small := in_fp32(problem)):
-            return small, Choice(small.name, "small matrices on a CPU")
-        # 2. On a GPU only what passed the self-test of this machine is offered.
-        failed = trusted(device).failed
-        if self.backend == "ops" and "native" in failed:
-            raise InstallationError(
-                f"ns_backend is 'ops', but the self-test of this machine failed: {failed['native']}. Use ns_backend "
-                f"'auto' or 'torch'"
-            )
-        candidates = candidates_for(problem, self._operators, without=failed)
-        if self.backend == "ops":
-            candidates = [candidate for candidate in candidates if candidate.name.startswith("ops ")]
-            if not candidates:
-                raise InstallationError(
-                    f"ns_backend is 'ops', but the native library has no kernel for {problem.device}; "
-                    f"`python -m deepspeed_muon report` says why. Use ns_backend 'auto' or 'torch'"
-                )
-        if problem.batch * problem.rows * problem.cols == 0:
-            return candidates[0], Choice(candidates[0].name, "empty")
-        # 3. Measure, unless the choice must not depend on it. The first candidate is the expected winner.
-        if not self._measure:
-            return candidates[0], Choice(
-                candidates[0].name,
-                "not timed, so that the replicas of other processes choose the same kernel",
-            )
-        return (self._tuner or process_tuner()).choose(problem, candidates, device)
-
-    def release(self) -> None:
-        """Free the memory of CUDA graphs but keep the choices; until :meth:`capture` the kernels run one by one."""
-        for chosen in self._chosen.values():
-            if isinstance(chosen.candidate.run, Replayed):
-                chosen.candidate.run.release()
-
-    def report(self) -> list[dict[str, Any]]:
-        """Return one entry for each problem that was prepared or run: its key, candidate, calls, reason and timings."""
-        return [
-            {
-                "problem": problem.key(),
-                "ran": chosen.candidate.name,
-                "calls": chosen.calls,
-                "reason": chosen.choice.reason,
-                "milliseconds": dict(chosen.choice.milliseconds),
-                "rejected": dict(chosen.choice.rejected),
-            }
-            for problem, chosen in self._chosen.items()
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,43 +359,29 @@ class FlatPasses:
     unpack_apply: Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor], None]
 
 
-@functools.cache
-def process_tuner() -> Tuner:
-    """Return the tuner that all orthogonalizers of this process share."""
-    return Tuner(library_key=library.key())
-
-
-def flat_passes(backend: NsBackend, device: torch.device | str = "cpu", *, int8: bool = False) -> FlatPasses:
+def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatPasses:
     """Return the flat passes of a backend for partitions on ``device``; see :class:`Orthogonalizer`.
 
     Args:
         backend: ``ops`` uses the native passes, ``auto`` too if there are some for ``device``, ``torch`` those in
             torch.
         device: Where the partitions are.
-        int8: Whether momentum is stored in int8: on a GPU the self-test has a separate verdict for that pass.
 
     Raises:
         InstallationError: If the backend is ``ops`` and there are no native passes for ``device``.
     """
+    device = torch.device(device)
     operators = _operators(backend)
-    device_type = torch.device(device).type
     missing = "the native library has none"
-    if has_kernel(operators, device_type, "momentum_pack_") and has_kernel(
-        operators, device_type, "unpack_apply_"
-    ):
+    if library.has_kernel(operators, device.type, "unpack_apply_"):
         assert operators is not None
-        # A library that was built ahead of time may have code for other GPUs only.
-        missing = (
-            operators.flat_passes_missing(index_of(torch.device(device))) if device_type == "cuda" else ""
-        )
-        failed = trusted(torch.device(device)).failed
-        missing = missing or failed.get("native", failed.get("int8", "") if int8 else "")
+        missing = self_test.failure("flat passes", device)
         if not missing:
             passes = (operators.momentum_pack_, operators.momentum_pack_int8_, operators.unpack_apply_)
             return FlatPasses("ops", *(operator.default for operator in passes))
     if backend == "ops":
         raise InstallationError(
-            f"ns_backend is 'ops', but there are no flat passes for {device_type}: {missing}; "
+            f"ns_backend is 'ops', but there are no flat passes for {device.type}: {missing}; "
             f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
         )
     return FlatPasses(
@@ -277,7 +401,7 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
         InstallationError: If the backend is ``ops`` and the library can be neither loaded nor built.
     """
     operators = _operators(backend)
-    if has_kernel(operators, torch.device(device).type, "frobenius_norms"):
+    if library.has_kernel(operators, torch.device(device).type, "frobenius_norms"):
         assert operators is not None
         native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
         return native
@@ -294,11 +418,9 @@ def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
     return magnitudes
 
 
-def trusted(device: torch.device) -> Verdict:
-    """Return what must not run on a device: nothing on a CPU, whose code every run of this project's tests covers."""
-    if device.type != "cuda":
-        return Verdict()
-    return cuda_verdict(index_of(device))
+def index_of(device: torch.device) -> int:
+    """Return the index of a GPU: without one that of the current GPU."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _operators(backend: NsBackend) -> ModuleType | None:

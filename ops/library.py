@@ -98,13 +98,11 @@ def loaded() -> bool:
     return _operators is not None
 
 
-def key() -> str:
-    """Return the key of the build that this process has loaded, see :class:`.BuildSpec`; ``torch`` without one.
-
-    After a failed CUDA build that is the key of the CPU build, and for a library from ``pip install`` a digest of its
-    file. No key depends on the package's Python code; see :func:`.machine.software_identity` for that.
-    """
-    return "torch" if _operators is None or _loaded_spec is None else _loaded_spec.key
+def has_kernel(operators: ModuleType | None, device: str, name: str) -> bool:
+    """Return whether the loaded library has a kernel of operator ``name`` for a device type."""
+    if operators is None or device not in ("cpu", "cuda"):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"deepspeed_muon::{name}", device.upper()))
 
 
 def built_library() -> tuple[Path, BuildSpec] | None:

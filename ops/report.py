@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from types import ModuleType
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import torch
 
-from . import library, toolchain
-from .candidates import has_kernel
-from .gate import cached_verdict
-from .machine import cache_folder, hardware_name, installed_version
+from . import library, self_test, toolchain
+from .dispatch import OTHER_RULES, RULE
 
 
 def collect() -> dict[str, dict[str, Any]]:
@@ -21,11 +20,13 @@ def collect() -> dict[str, dict[str, Any]]:
     path, built_spec = built or (None, spec)
     # Without a library load() would build it.
     operators = library.try_load() if built else None
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    on_hopper = bool(gpus) and library.has_kernel(operators, "cuda", "sym_gemm")
     return {
         "versions": {
             "torch": torch.__version__,
             "CUDA of torch": torch.version.cuda,
-            **{name: installed_version(name) for name in ("deepspeed", "deepspeed-muon", "mpi4py")},
+            **{name: _version(name) for name in ("triton", "deepspeed", "deepspeed-muon", "mpi4py")},
             # A module of its own, which pip installs beside the package.
             "DEEPSPEED_MUON=1": "switches this Muon on"
             if importlib.util.find_spec("_deepspeed_muon_switch")
@@ -45,26 +46,31 @@ def collect() -> dict[str, dict[str, Any]]:
             "architectures": list(toolchain.architectures(built_spec)),
         },
         "ops": {
-            name: [device for device in ("cpu", "cuda") if has_kernel(operators, device, name)]
-            for name in library.NAMES
+            name: [device for device in ("cpu", "cuda") if library.has_kernel(operators, device, name)]
+            for names in self_test.TESTS.values()
+            for name in names
         },
         "hardware": {
-            "processor": hardware_name(),
-            **_gpu(operators),
-            "measured choices": str(cache_folder()),
+            "processor": torch.backends.cpu.get_cpu_capability()
+            + (", AMX" if torch.cpu._is_amx_tile_supported() else ""),
+            "gpus": gpus,
+            **({"sym_gemm": operators.sym_gemm_kernel(0)} if on_hopper and operators else {}),
         },
+        "kernels, the first row that fits": {
+            f"{number}. {row.kernels}": f"{row.problems} ({row.times})" for number, row in enumerate(RULE, 1)
+        },
+        "also": {name: text for name, _, text in (rule.partition(": ") for rule in OTHER_RULES)},
     }
 
 
 def render(sections: dict[str, dict[str, Any]], checks: list[dict[str, Any]] | None = None) -> str:
-    """Return the result of :func:`collect` as text, with that of :func:`.checks.self_test` if it was run."""
+    """Return the result of :func:`collect` as text, with that of :func:`.self_test.checks` if it was run."""
     lines = ["deepspeed_muon report"]
     for title, values in sections.items():
         lines += ["", title]
         for name, value in values.items():
             shown = ", ".join(value) if isinstance(value, list) else value
             lines.append(f"  {name:<22} {shown or '-'}")
-    lines += ["", "sm90: kernels with wgmma and TMA; sm80: with mma.sync"]
     if checks is not None:
         lines += ["", "self-test"]
         for check in checks:
@@ -76,20 +82,10 @@ def render(sections: dict[str, dict[str, Any]], checks: list[dict[str, Any]] | N
     return "\n".join(lines)
 
 
-def _gpu(operators: ModuleType | None) -> dict[str, Any]:
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    if not names:
-        return {"gpus": names}
-    kernels = {}
-    if has_kernel(operators, "cuda", "sym_gemm"):
-        assert operators is not None
-        kernels["sym_gemm"] = operators.sym_gemm_kernel(0)
-        kernels["flat passes"] = operators.flat_passes_missing(0) or "ops"
-    verdict = cached_verdict(0)  # a report starts no self-test
-    tested = "not run yet"
-    if verdict is not None:
-        tested = f"failed, so torch's code runs instead: {verdict.why}" if verdict.failed else "passed"
-    return {"gpus": names, **kernels, "tested before first use": tested}
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):  # a source tree on sys.path is not installed
+        return metadata.version(package)
+    return None
 
 
 def _version_line(program: str | None, word: str = "") -> str | None:

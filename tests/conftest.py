@@ -20,9 +20,6 @@ from tests.support.kernels import forced_kernel, take_kernels
 # Before anything imports DeepSpeed: on a machine with a GPU it would pick that one for the CPU tests too.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ranks take the kernels that are expected to be fastest. Those found by measuring may differ between two pools whose
-# weights a test compares bit for bit; tests/unit/test_ops_choice.py has the measuring.
-os.environ.setdefault("TESTS_EXPECTED_KERNELS", "1")
 # The ninja of this environment, as in every rank: another version finds all commands changed and builds anew.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 

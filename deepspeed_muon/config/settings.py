@@ -160,7 +160,8 @@ class MuonConfig(_VariantSettings):
     )
     ns_backend: NsBackend = Field(
         default="auto",
-        description="`ops`: native operators; `torch`: torch's; `auto`: whichever is faster, for each shape.",
+        description="`auto`: kernels by a [fixed rule](usage.md#native-operators); `ops`: native operators, or an error "
+        "without them; `torch`: torch's.",
     )
     variant: VariantName = Field(
         default="muon",

@@ -30,8 +30,10 @@ NsDtypeName = Literal["auto", "fp32", "bf16", "fp16"]
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Gram pays off from this long side / short side on (FLOP model: 49.3 against 63.3 m^3 at 2.67, 36 against 30 at 1).
+# Gram pays off from this long side / short side on (FLOP model: 49.3 against 63.3 m^3 at 2.67, 36 against 30 at 1), and
+# from the second one on with kernels that compute half of a symmetric product (30 against 45, 20 against 20).
 _GRAM_MIN_RATIO = 2.0
+_GRAM_MIN_RATIO_OF_HALVES = 1.3
 
 # The step after which the Gram iteration restarts first, and the steps from one restart to the next, chosen for five
 # quintic steps. Steeper schedules restart more often in half precision, see restart_steps.
@@ -61,6 +63,8 @@ class NsSettings:
 @dataclass(frozen=True, slots=True)
 class Products:
     """The products of the iteration whose result is symmetric, of single matrices and of batches.
+
+    Kernels that compute half of such a result and mirror it make Gram pay for more matrices.
 
     Attributes:
         gram: Returns ``X X^T``.
@@ -124,7 +128,7 @@ def orthogonalize(x: Tensor, *, settings: NsSettings, products: Products | None 
     rows, cols = x.shape[-2:]
     short, long = min(rows, cols), max(rows, cols)
     batch = (x.mT if rows > cols else x).reshape(-1, short, long)
-    iterate = _gram if runs_gram(short, long, settings.method) else _standard
+    iterate = _gram if runs_gram(short, long, settings.method, halves=products is not None) else _standard
     # The normalised matrices have no name here, so that the iteration can free them.
     result = iterate(_normalized(batch, settings), settings, products or _TORCH_PRODUCTS)
     result = result.reshape(*x.shape[:-2], short, long)
@@ -180,9 +184,9 @@ def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tens
     return (_gram if settings.method == "gram" else _standard)(x, settings, Products(gram_of))
 
 
-def runs_gram(short: int, long: int, method: NsMethod) -> bool:
-    """Return whether a matrix with these sides runs the Gram iteration."""
-    return method == "gram" and long >= _GRAM_MIN_RATIO * short
+def runs_gram(short: int, long: int, method: NsMethod, *, halves: bool = False) -> bool:
+    """Return whether a matrix with these sides runs the Gram iteration; ``halves`` as with :class:`Products`."""
+    return method == "gram" and long >= (_GRAM_MIN_RATIO_OF_HALVES if halves else _GRAM_MIN_RATIO) * short
 
 
 @functools.lru_cache(maxsize=64)

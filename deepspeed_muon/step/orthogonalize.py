@@ -10,7 +10,7 @@ from typing import NewType
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops.candidates import BATCH_NUMEL
+from deepspeed_muon.ops.dispatch import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex
 from deepspeed_muon.step.check import Member, Result, ResultCheck
 from deepspeed_muon.step.row_state import before_iteration

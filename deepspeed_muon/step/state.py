@@ -114,7 +114,7 @@ def passes_for(partitions: Sequence[Partition], config: MuonConfig, policy: Stat
     is_fp64 = torch.float64 in master_dtypes | {
         policy.dtype("momentum_buffer", dtype) for dtype in master_dtypes
     }
-    return flat_passes("torch" if is_fp64 else config.ns_backend, device, int8=policy.quantizes_momentum)
+    return flat_passes("torch" if is_fp64 else config.ns_backend, device)
 
 
 @functools.cache

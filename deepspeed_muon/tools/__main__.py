@@ -47,9 +47,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(parsed: argparse.Namespace) -> int:
     # Imported here: other commands need no native ops.
-    from deepspeed_muon.ops import gate, report
+    from deepspeed_muon.ops import report, self_test
 
-    checks = gate.self_test() if parsed.selftest else None
+    checks = self_test.checks() if parsed.selftest else None
     machine = report.collect()
     if parsed.json:
         print(json.dumps(machine if checks is None else {**machine, "selftest": checks}, indent=2))

@@ -16,7 +16,7 @@ import torch
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy, shown
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.ops.candidates import graph_batch
+from deepspeed_muon.ops.dispatch import graph_batch
 from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.placement import Floats, Ints
 from deepspeed_muon.routing.route import Route, rows_of, totals_of

@@ -172,7 +172,7 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
         step_set,
         config,
         device,
-        Orthogonalizer("auto", measure=False),
+        Orthogonalizer("auto"),
         SentCounts(),
         StepRecorder(every=0, check=True),
         ExchangeBuffers(device),

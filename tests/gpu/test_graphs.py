@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed", reason="deepspeed_muon registers with DeepSpeed
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops import library
-from deepspeed_muon.ops.candidates import candidates_for, problem_of
+from deepspeed_muon.ops.graphs import Replayed, native_iteration, torch_iteration, triton_products
 
 SHAPES = [(1, 256, 1024), (8, 512, 512), (4, 768, 256), (1, 264, 264)]
 
@@ -22,28 +22,22 @@ SHAPES = [(1, 256, 1024), (8, 512, 512), (4, 768, 256), (1, 264, 264)]
 def test_a_replay_gives_the_bits_of_the_plain_call(shape: tuple[int, int, int], method: str) -> None:
     settings = NsSettings(resolve_schedule("quintic"), method, torch.float16)  # type: ignore[arg-type]
     first = torch.randn(shape, device="cuda")
-    found = {each.name: each for each in candidates_for(problem_of(first, settings), library.try_load())}
-    graphs = [name for name in found if name.endswith("+graph")]
-    assert graphs
-    for name in graphs:
-        plain = found[name].without_graph
-        found[name].run.capture(first, settings)
-        kept = [(x, found[name].run(x, settings)) for x in (first, torch.randn_like(first), 1e-9 * first)]
-        for x, result in kept:
-            assert torch.equal(result, plain.run(x, settings)), name
+    runs = [torch_iteration(settings.method), torch_iteration(settings.method, triton_products())]
+    operators = library.try_load()
+    if library.has_kernel(operators, "cuda", "sym_gemm"):
+        runs.append(native_iteration(settings.method, operators))
+    for run in runs:
+        replayed = Replayed(run)
+        replayed.capture(first, settings)
+        results = [(x, replayed(x, settings)) for x in (first, torch.randn_like(first), 1e-9 * first)]
+        for x, result in results:
+            assert torch.equal(result, run(x, settings))
 
 
 def test_graphs_of_several_shapes_share_a_pool_and_do_not_disturb_each_other() -> None:
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.bfloat16)
     inputs = [torch.randn(shape, device="cuda") for shape in SHAPES]
-    runs = [
-        next(
-            each
-            for each in candidates_for(problem_of(x, settings), None)
-            if each.name == "torch standard+graph"
-        ).run
-        for x in inputs
-    ]
+    runs = [Replayed(torch_iteration("standard")) for _ in inputs]
     expected = [run(x, settings) for run, x in zip(runs, inputs, strict=True)]
     for run, x in zip(runs, inputs, strict=True):
         run.capture(x, settings)

@@ -6,8 +6,7 @@ import torch
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import restart_steps
-from deepspeed_muon.ops import checks
-from deepspeed_muon.ops.autotune import TOLERANCE, error_of
+from deepspeed_muon.ops.self_test import TESTS, TOLERANCE, error_of
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import within
 from tests.support.cuda_bench import Binding
@@ -21,7 +20,7 @@ def flat_passes(binding: Binding) -> None:
     for name in ("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"):
         for dtype in (FP32, FP16, BF16):
             binding.bench.configure(processors=3)
-            for suffix, error, bound in checks._TESTS[name](binding, "cpu", dtype):  # type: ignore[arg-type]
+            for suffix, error, bound in TESTS["flat passes"][name](binding, "cpu", dtype):
                 assert error <= bound, f"{name} {dtype}{suffix}: error {error}"
 
 

@@ -1,4 +1,4 @@
-"""Which kernels the tests run: the expected ones of this machine, or those that ``TESTS_KERNEL`` forces.
+"""Which kernels the tests run: those of the rule for this machine, or those that ``TESTS_KERNEL`` forces.
 
 ``python -m tests.support.kernels`` runs the tests marked ``kernels`` with each kernel and each arithmetic of other
 machines in turn; with arguments with those settings only, such as ``torch-gram,ATEN_CPU_CAPABILITY=default``.
@@ -13,22 +13,16 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-EXPECTED_KERNELS_VARIABLE = "TESTS_EXPECTED_KERNELS"
-"""Set if a process does not choose its kernels by measuring them; tests/conftest.py sets it, benchmarks do not."""
 
 KERNEL_VARIABLE = "TESTS_KERNEL"
-"""Forces a kernel: one of :data:`KERNELS`, or empty for the expected ones."""
+"""Forces kernels: one of :data:`KERNELS`, or empty for those of the rule, which are ``ops-gram``."""
 
 KERNELS = (
-    "ops-gram", "ops-standard", "torch-gram", "torch-standard", "no-compiler",
-    "ops-gram-bf16", "ops-standard-bf16", "torch-gram-bf16", "torch-standard-bf16",
+    "ops-standard", "torch-gram", "torch-standard", "no-compiler", "ops-gram-bf16", "ops-standard-bf16",
 )  # fmt: skip
-"""Library, order of the products and, unless it is fp32, the dtype of the iteration.
+"""Flat passes and norms (native or torch's), order of the products and, unless it is fp32, the dtype of the iteration.
 
-``torch`` has torch's flat passes and norms too. With ``no-compiler`` the native library cannot be built, so everything
-runs as on such a machine.
+With ``no-compiler`` the native library cannot be built, so everything runs as on such a machine.
 """
 
 MACHINES = ("ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "MKL_CBWR=COMPATIBLE")
@@ -53,25 +47,18 @@ def forced_dtype() -> str:
 
 
 def take_kernels() -> None:
-    """Have this process take the forced kernels, or those that are expected to be fastest, without measuring any."""
+    """Have this process take the forced kernels."""
     kernel = forced_kernel()
-    if not kernel and not os.environ.get(EXPECTED_KERNELS_VARIABLE):
+    if not kernel:
         return
     from deepspeed_muon.ops import dispatch, library, toolchain
-    from deepspeed_muon.ops.autotune import Choice, Tuner
 
-    wanted = kernel.removesuffix("-bf16").replace("-", " ")
-
-    def choose(_: Tuner, key: str, problem: Any, candidates: Sequence[Any], device: Any) -> Choice:
-        names = [candidate.name for candidate in candidates]
-        # Torch's code has no Gram order for matrices that are nearly square.
-        fitting = [name for name in names if wanted and name.startswith(wanted)]
-        return Choice((fitting or names)[0], "forced" if kernel else "expected")
-
-    setattr(Tuner, "_decide", choose)  # noqa: B010 - mypy allows no assignment to a method
+    if "standard" in kernel:
+        setattr(dispatch.Problem, "order", lambda *_: "standard")  # noqa: B010 - mypy allows no assignment to a method
     if kernel.endswith("bf16"):
-        dispatch.in_fp32 = lambda problem: None  # small matrices too
-    if wanted.startswith("torch"):
+        # Small matrices too.
+        dispatch.RULE = tuple(row for row in dispatch.RULE if row.kernels != "torch fp32")
+    if kernel.startswith("torch"):
         dispatch._operators = lambda backend: library.load() if backend == "ops" else None
     if kernel == "no-compiler":
         toolchain.cxx_compiler = lambda: None

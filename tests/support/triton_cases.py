@@ -17,8 +17,8 @@ from triton.runtime import interpreter
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.ops import torch_operators, triton_sym
-from deepspeed_muon.ops.autotune import error_of
-from deepspeed_muon.ops.candidates import products_of
+from deepspeed_muon.ops.graphs import products_of
+from deepspeed_muon.ops.self_test import error_of
 from deepspeed_muon.reference import newton_schulz
 from tests.support.rounding import iteration_limit
 

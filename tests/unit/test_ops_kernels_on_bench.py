@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_muon.ops.checks import product_shapes
 from deepspeed_muon.ops.dispatch import flat_passes
+from deepspeed_muon.ops.self_test import product_shapes
 from deepspeed_muon.reference import newton_schulz
 from tests.gpu import sanitized
 from tests.support import binding_cases, cuda_bench

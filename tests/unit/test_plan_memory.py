@@ -17,7 +17,7 @@ from deepspeed_muon.__main__ import main
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, orthogonalize
-from deepspeed_muon.ops.candidates import graph_batch
+from deepspeed_muon.ops.dispatch import graph_batch
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.tools.predict import PlanSettings, exchange_of, iteration_numel
 from deepspeed_muon.transport.all_to_all import SLOTS

@@ -103,7 +103,7 @@ def kernels_used(rank: int, world_size: int) -> dict[str, Any]:
     [
         full("torch-standard", ["torch standard"]),
         full("no-compiler", ["torch gram", "torch standard"]),
-        ("ops-standard-bf16", ["ops standard", "ops standard+tiles", "ops standard+vectors"]),
+        ("ops-standard-bf16", ["torch standard"]),
     ],
 )
 def test_a_forced_kernel_runs(kernel: str, names: list[str]) -> None:

@@ -1,0 +1,218 @@
+"""The rule that chooses kernels, what forces others, and that a machine runs the same ones in every run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_muon.errors import InstallationError
+from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize
+from deepspeed_muon.ops import dispatch, library, self_test, torch_operators
+from deepspeed_muon.ops.dispatch import NsBackend, Orthogonalizer
+from deepspeed_muon.reference import newton_schulz
+from tests.support.comparisons import within
+from tests.support.kernels import forced_kernel
+from tests.support.native_ops import REPOSITORY
+from tests.support.rounding import iteration_limit
+
+pytestmark = pytest.mark.skipif(bool(forced_kernel()), reason="the choice that it tests is forced")
+
+SETTINGS = NsSettings(resolve_schedule("quintic"))
+HALF = replace(SETTINGS, dtype=torch.float16)
+GPU = torch.device("cuda")
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Give this process a GPU: with a kernel, with Triton or without, and with components that fail the self-test."""
+
+    def give(kernel: str = "sm90", *, triton: bool = True, failed: dict[str, str] | None = None) -> None:
+        operators = SimpleNamespace(sym_gemm_kernel=lambda _: kernel)
+        for name in ("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"):
+            setattr(operators, name, SimpleNamespace(default=None))
+        monkeypatch.setattr(dispatch, "index_of", lambda device: 0)
+        monkeypatch.setattr(library, "has_kernel", lambda given, *_: given is not None)
+        monkeypatch.setattr(
+            dispatch, "_operators", lambda backend: operators if kernel and backend != "torch" else None
+        )
+        products = Products(lambda x: x @ x.mT) if triton else None
+        monkeypatch.setattr(dispatch, "triton_products", lambda: products)
+        monkeypatch.setattr(self_test, "failure", lambda name, _: (failed or {}).get(name, ""))
+
+    return give
+
+
+def chosen(
+    shape: tuple[int, ...], settings: NsSettings = HALF, backend: NsBackend = "auto", device: str = "cuda"
+) -> str:
+    """Return what would run a shape, and whether as a CUDA graph."""
+    x = torch.empty(shape, device="meta")
+    choice = Orthogonalizer(backend)._choice(
+        dispatch.Problem.of(x, settings, torch.device(device)), prepared=True
+    )
+    is_graph = isinstance(choice.run, dispatch.Replayed)
+    return f"{choice.kernels} {choice.order}{' graph' if is_graph else ''}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((1, 1024, 2816), "sm90 gram graph"),
+        ((2816, 1024), "sm90 gram graph"),
+        ((8, 1024, 1024), "sm90 standard graph"),
+        ((1, 1024, 1328), "sm90 standard graph"),
+        ((1, 1024, 1336), "sm90 gram graph"),
+        ((2, 2048, 5504), "sm90 gram"),
+        ((1, 8192, 8192), "sm90 standard"),
+        ((8, 504, 1024), "torch gram graph"),
+        ((1, 1024, 2820), "torch gram graph"),
+        ((1, 1022, 1024), "torch standard graph"),
+        ((8, 96, 160), "torch standard graph"),
+    ],
+    ids=str,
+)
+def test_the_rule_on_hopper(machine: Machine, shape: tuple[int, ...], expected: str) -> None:
+    machine()
+    assert chosen(shape) == expected
+    # In fp32 there is no kernel, and gram pays from a ratio of 2 on.
+    assert chosen(shape, SETTINGS).startswith("torch")
+    assert "standard" in chosen(shape, replace(HALF, method="standard"))
+
+
+def test_what_other_machines_run(machine: Machine) -> None:
+    shape = (1, 1024, 2816)
+    for kernel in ("sm80", "the device cannot run it", ""):
+        machine(kernel)
+        assert chosen(shape) == "triton gram graph"
+        machine(kernel, triton=False)
+        assert chosen(shape) == "torch gram graph"
+
+
+def test_what_failed_the_self_test_is_left_out(machine: Machine) -> None:
+    shape = (1, 1024, 2816)
+    machine(failed={"symmetric product": "error 1, bound 0"})
+    assert chosen(shape) == "triton gram graph"
+    with pytest.raises(InstallationError, match="error 1, bound 0"):
+        chosen(shape, backend="ops")
+    machine(failed={"symmetric product": "it raised", "Triton's product": "it raised"})
+    assert chosen(shape) == "torch gram graph" and dispatch.flat_passes("auto", GPU).name == "ops"
+    machine(failed={"CUDA graphs": "error inf, bound 0", "flat passes": "error 1, bound 0"})
+    assert chosen(shape) == "sm90 gram" and dispatch.flat_passes("auto", GPU).name == "torch"
+    with pytest.raises(InstallationError, match="error 1, bound 0"):
+        dispatch.flat_passes("ops", GPU)
+
+
+def test_a_backend_forces_another_row(machine: Machine) -> None:
+    machine()
+    for shape in ((1, 1024, 2816), (8, 96, 160)):
+        assert chosen(shape, backend="ops").startswith("ops gram")
+        assert chosen(shape, backend="torch") in ("torch gram", "torch standard")
+    machine("")
+    with pytest.raises(InstallationError, match="no CUDA kernels"):
+        chosen((8, 96, 160), backend="ops")
+
+
+def test_every_row_says_where_it_was_timed() -> None:
+    for row in dispatch.RULE:
+        for page in (word.rstrip(":") for word in row.times.split() if "/" in word):
+            assert (REPOSITORY / page).exists(), page
+        assert ".md" in row.times or row.times.startswith("not timed")
+
+
+@pytest.mark.parametrize(("shape", "in_fp32"), [((9, 16, 16), True), ((40, 16), True), ((3, 17, 24), False)])
+def test_small_matrices_iterate_in_fp32_on_a_cpu(shape: tuple[int, ...], in_fp32: bool) -> None:
+    """By their shape alone, and so whatever the number of ranks."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    half = replace(SETTINGS, dtype=torch.bfloat16)
+    auto = Orthogonalizer("auto")
+    result = auto(x, settings=half)
+    assert auto.report()[0]["ran"].startswith("torch fp32") is in_fp32
+    exact = orthogonalize(x, settings=SETTINGS)
+    assert torch.equal(result, exact.bfloat16()) is in_fp32
+    for backend in ("ops", "torch"):
+        assert "fp32" not in chosen(shape, half, backend, "cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["auto", "ops", "torch"])
+@pytest.mark.parametrize("shape", [(24, 24), (24, 64), (64, 24), (3, 24, 64), (2, 2, 64, 24), (0, 4, 8)])
+def test_every_backend_has_the_contract_of_the_torch_code(backend: NsBackend, shape: tuple[int, ...]) -> None:
+    orthogonalizer = Orthogonalizer(backend)
+    x = torch.randn(shape)
+    for dtype in (torch.float32, torch.bfloat16):
+        settings = NsSettings(resolve_schedule("quintic"), "gram", dtype)
+        result = orthogonalizer(x, settings=settings)
+        assert result.shape == x.shape and result.dtype == dtype
+        if x.numel():
+            matrices = x.reshape(-1, *shape[-2:])
+            expected = torch.stack([newton_schulz(matrix, settings.coefficients) for matrix in matrices])
+            expected = expected.reshape(shape)
+            error = float((result.double() - expected).norm() / expected.norm())
+            within(error, max(iteration_limit(matrix, dtype) for matrix in matrices), "orthogonalised")
+    assert all(entry["calls"] == 1 for entry in orthogonalizer.report())
+
+
+def test_the_report_says_what_ran() -> None:
+    orthogonalizer = Orthogonalizer("auto")
+    for _ in range(3):
+        orthogonalizer(torch.randn(24, 64), settings=SETTINGS)
+    (entry,) = json.loads(json.dumps(orthogonalizer.report()))
+    assert entry["calls"] == 3 and entry["ran"] == "torch gram" and "1x24x64" in entry["problem"]
+
+
+def test_two_runs_have_the_same_bits() -> None:
+    """Kernels were timed: a busy moment chose others, and the next run rounded differently."""
+    program = """
+        import hashlib, torch
+        from deepspeed_muon import Muon
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(*s) for s in ((96, 256), (256, 256), (256, 512), (512, 24))))
+        optimizer = Muon(model, muon_lr=0.02, include=["*weight"])
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.randn(8, 96)) - 1).square().mean().backward()
+            optimizer.step()
+        digest = hashlib.sha256()
+        for param in model.parameters():
+            digest.update(param.detach().numpy().tobytes())
+        print(sorted((e["problem"], e["ran"]) for e in optimizer.kernel_report()), digest.hexdigest())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    runs = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [run.communicate(timeout=200)[0] for run in runs]
+    assert not any(run.returncode for run in runs)
+    first, second = (output.splitlines()[-1] for output in outputs)
+    assert first == second and "256x512" in first.replace("512x256", "256x512")
+
+
+def test_the_flat_passes_of_each_backend() -> None:
+    """That they agree is shown in tests/unit/test_ops_kernels.py."""
+    cases: tuple[tuple[NsBackend, str, Any], ...] = (
+        ("ops", "ops", library.load()),
+        ("auto", "ops", library.load()),
+        ("torch", "torch", torch_operators),
+    )
+    for backend, name, module in cases:
+        passes = dispatch.flat_passes(backend)
+        assert passes.name == name
+        for operator in ("momentum_pack", "momentum_pack_int8", "unpack_apply"):
+            expected = getattr(module, f"{operator}_")
+            assert getattr(passes, operator) == getattr(expected, "default", expected)
+
+
+def test_other_devices_have_torchs_passes(caplog: pytest.LogCaptureFixture) -> None:
+    library.load()
+    with pytest.raises(InstallationError, match="no flat passes for meta"):
+        dispatch.flat_passes("ops", "meta")
+    assert dispatch.flat_passes("auto", "meta").name == "torch" and not caplog.records
