@@ -1,4 +1,4 @@
-"""Builds and loads the native operators, ``torch.ops.deepspeed_muon``, and registers their shape functions.
+"""Builds and loads the native operators, ``torch.ops.deepspeed_muon``.
 
 Importing this module builds and loads nothing; the first :func:`load` does. The folder of a build is named by a digest
 of sources, flags and torch version, so that a stale library is never loaded. One process builds under a file lock,
@@ -18,14 +18,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import announce, warn_on_each_machine
@@ -65,9 +64,6 @@ def load() -> ModuleType:
                 _failure = error
                 raise
             _operators = torch.ops.deepspeed_muon
-            # Only once they are loaded: torch registers shape functions for operators that exist.
-            for name, fake in _FAKES.items():
-                torch.library.register_fake(f"deepspeed_muon::{name}", fake)
             has_cuda_kernels = _loaded_spec.with_cuda
             if not has_cuda_kernels and torch.cuda.is_available() and (reason := toolchain.cuda_reason()):
                 warn_on_each_machine(
@@ -305,29 +301,3 @@ def _compile(spec: BuildSpec, target: Path) -> None:
     built = work / f"{toolchain.library_name(spec.key)}.so"
     _loaded.add(target)  # torch has just loaded this very library
     os.replace(built, target)  # in the same folder, so that it is atomic
-
-
-def _orthogonalize(
-    x: Tensor,
-    coefficients: Sequence[float],
-    method: str,
-    restarts: Sequence[int],
-    dtype: torch.dtype,
-    eps: float,
-) -> Tensor:
-    # The result has the storage order of x, also if x is stored column by column.
-    if not x.is_contiguous() and x.mT.is_contiguous():
-        return x.new_empty(x.mT.shape, dtype=dtype).mT
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-# Shape functions for tensors without data (torch.compile).
-_FAKES: dict[str, Callable[..., Tensor | None]] = {
-    "sym_gemm": lambda a, b, c, alpha, beta, diag: a.new_empty((*a.shape[:-1], a.shape[-2])),
-    "orthogonalize": _orthogonalize,
-    "divide_transposed": lambda x, norms, dtype: x.new_empty(x.mT.shape, dtype=dtype),
-    "frobenius_norms": lambda x: x.new_empty(x.shape[:-2], dtype=torch.float32),
-    **dict.fromkeys(("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"), lambda *arguments: None),
-    "largest_magnitudes": lambda tensors, table: table.new_empty(table.shape[0], dtype=torch.float32),
-}
-NAMES = tuple(_FAKES)

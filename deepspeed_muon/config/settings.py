@@ -160,8 +160,8 @@ class MuonConfig(_VariantSettings):
     )
     ns_backend: NsBackend = Field(
         default="auto",
-        description="`auto`: kernels by a [fixed rule](usage.md#native-operators); `ops`: native operators, or an error "
-        "without them; `torch`: torch's.",
+        description="`auto`: kernels by a [fixed rule](usage.md#native-operators); `ops`: native operators, or an "
+        "error without them; `torch`: torch's.",
     )
     variant: VariantName = Field(
         default="muon",

@@ -1,5 +1,5 @@
-// The schemas of all operators, and their CPU kernels. One schema serves every device: the CUDA kernels are registered
-// by binding_cuda.cpp, and the shape functions for Meta and fake tensors are Python (ops/library.py).
+// The schemas of all operators, and the CPU kernels of the flat passes and norms. One schema serves every device: the CUDA
+// kernels are registered by binding_cuda.cpp. On a CPU torch runs the Newton-Schulz iteration.
 //
 // This is the only CPU source with torch/library.h, which costs seconds to compile.
 #include <ATen/Parallel.h>
@@ -15,18 +15,20 @@
 
 #include "binding_checks.h"
 #include "cpu/flat.h"
-#include "cpu/kernels.h"
-#include "cpu/tiles.h"
 #include "generic.h"
 
 namespace {
 
-using muon::cpu::element;
 using muon::cpu::Element;
 using muon::FlatRow;
 
 // Elements a thread must get before another one is worth waking.
 constexpr int64_t kGrain = 1 << 15;
+
+// Of one of the three types that the passes take.
+Element element(at::ScalarType type) {
+  return type == at::kFloat ? Element::fp32 : type == at::kBFloat16 ? Element::bf16 : Element::fp16;
+}
 
 muon::cpu::Array array(const at::Tensor& t, int64_t offset) {
   // The kernels write only to what the schemas mark as mutated.
@@ -107,11 +109,6 @@ at::Tensor largest_magnitudes(at::TensorList tensors, const at::Tensor& table) {
   return out;
 }
 
-at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
-  muon::check_divide_transposed(x, norms);
-  return muon::divided(x.mT(), norms, dtype);
-}
-
 at::Tensor frobenius_norms(const at::Tensor& x) {
   muon::check_frobenius_norms(x);
   // The order of the elements does not matter: a batch of transposed matrices is read as it is stored.
@@ -138,12 +135,6 @@ at::Tensor frobenius_norms(const at::Tensor& x) {
   return norms;
 }
 
-at::Tensor orthogonalize(
-    const at::Tensor& x, at::ArrayRef<double> coefficients, std::string method, at::IntArrayRef restarts,
-    at::ScalarType dtype, double eps) {
-  return muon::cpu::orthogonalize(x, coefficients, method, restarts, dtype, eps);
-}
-
 }  // namespace
 
 TORCH_LIBRARY(deepspeed_muon, m) {
@@ -165,9 +156,6 @@ TORCH_LIBRARY(deepspeed_muon, m) {
       " Tensor rates, Tensor blocks) -> ()");
   // (..., rows, cols) of float32, bfloat16 or float16 -> (...) of float32.
   m.def("frobenius_norms(Tensor x) -> Tensor");
-  // Whether method "...+tiles" of orthogonalize runs on this processor.
-  m.def("tiles_available() -> bool", &muon::cpu::tiles::available);
-  m.def("vectors_available() -> bool", &muon::cpu::tiles::vectors_available);
   // rates: learning rate times scale, and the factor of the weights; in float32 beside the weights, the host waits for
   // none of them.
   m.def("unpack_apply_(Tensor(a!)[] params, Tensor[] updates, Tensor table, Tensor rates) -> ()");
@@ -177,9 +165,6 @@ TORCH_LIBRARY(deepspeed_muon, m) {
 }
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
-  m.impl("sym_gemm", &muon::cpu::sym_gemm);
-  m.impl("orthogonalize", &orthogonalize);
-  m.impl("divide_transposed", &divide_transposed);
   m.impl("frobenius_norms", &frobenius_norms);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);

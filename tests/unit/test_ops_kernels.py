@@ -1,9 +1,8 @@
-"""Every native operator against float64 or its torch reference, and as a citizen of torch: opcheck, fakes, compile."""
+"""Every native operator of a CPU against float64 or its torch reference."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -14,26 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import restart_steps
 from deepspeed_muon.ops import library, torch_operators
-from deepspeed_muon.reference import newton_schulz
 from tests.support.calls import calls
-from tests.support.comparisons import close, within
+from tests.support.comparisons import close
 from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
-from tests.support.matrices import DTYPES, matrix
-from tests.support.rounding import iteration_limit
-from tests.support.thinning import each_value, pairwise
+from tests.support.matrices import DTYPES
+from tests.support.thinning import pairwise
 
 pytestmark = [pytest.mark.kernels, pytest.mark.native]
-
-METHODS = [
-    base + variant
-    for base in ("standard", "gram")
-    for variant in ("", "+symmetric", "+tiles", "+vectors", "+generic")
-]
-SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (31, 13), (96, 200), (200, 96), (520, 530)]
-FLAT = [value for row in resolve_schedule("quintic") for value in row]
 
 
 @pytest.fixture(scope="module")
@@ -56,113 +43,6 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@functools.lru_cache(maxsize=64)
-def case(kind: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return a matrix and its result in float64; shared, so not to be mutated."""
-    x = matrix(kind, *shape)
-    return x, newton_schulz(x, resolve_schedule("quintic"))
-
-
-@functools.lru_cache(maxsize=256)
-def limit_of(kind: str, shape: tuple[int, int], dtype: torch.dtype, order: str) -> float:
-    return iteration_limit(case(kind, shape)[0], dtype, [order])
-
-
-def run(ops: Any, x: Tensor, method: str, dtype: torch.dtype, coefficients: list[float] = FLAT) -> Tensor:
-    if method.endswith("+tiles") and (dtype != torch.bfloat16 or not ops.tiles_available()):
-        pytest.skip("tiles are for bfloat16, on processors that have them")
-    if method.endswith("+vectors") and (dtype != torch.bfloat16 or not ops.vectors_available()):
-        pytest.skip("vectors are for bfloat16, on processors that multiply it")
-    rows = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3], strict=True))
-    restarts = sorted(restart_steps(rows, dtype))
-    return ops.orthogonalize(x, coefficients, method, restarts, dtype, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("shape", "kind", "method", "dtype"),
-    pairwise(
-        case
-        for case in product(
-            SHAPES, ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"], METHODS, DTYPES
-        )
-        if case[3] == torch.bfloat16 or not case[2].endswith(("+tiles", "+vectors"))
-    ),
-)
-def test_orthogonalize_matches_float64(
-    ops: Any, shape: tuple[int, int], kind: str, method: str, dtype: torch.dtype
-) -> None:
-    x, expected = case(kind, shape)
-    before = x.clone()
-    result = run(ops, x, method, dtype)
-    assert result.shape == x.shape and result.dtype == dtype and result.is_contiguous()
-    assert torch.equal(x, before), "the input is not mutated"
-    error = float((result.double() - expected).norm() / expected.norm())
-    within(error, limit_of(kind, shape, dtype, method.partition("+")[0]), "orthogonalised")
-    if min(shape) >= 64:
-        largest = float(torch.linalg.matrix_norm(result.double(), 2))
-        assert largest == pytest.approx(float(torch.linalg.matrix_norm(expected, 2)), rel=0.05)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_batches_and_storage_orders_give_the_single_result(ops: Any, method: str) -> None:
-    batch = torch.randn(2, 3, 24, 64)
-    together = run(ops, batch, method, torch.float32)
-    turned = run(ops, batch.mT, method, torch.float32)
-    assert together.shape == batch.shape and turned.shape == batch.mT.shape
-    strided = run(ops, torch.stack([batch, batch], dim=-1)[..., 0], method, torch.float32)
-    for i in range(2):
-        for j in range(3):
-            single = run(ops, batch[i, j], method, torch.float32)
-            for other in (together[i, j], turned[i, j].mT, strided[i, j]):
-                close(other, single, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_batch_on_several_threads(ops: Any, threads: int) -> None:
-    batch = torch.randn(5, 70, 90)
-    with on_threads(threads):
-        result = run(ops, batch, "standard", torch.float32)
-    for index in range(5):
-        expected = newton_schulz(batch[index], resolve_schedule("quintic"))
-        error = float((result[index].double() - expected).norm() / expected.norm())
-        within(error, iteration_limit(batch[index], torch.float32), "orthogonalised")
-
-
-@pytest.mark.parametrize(
-    ("name", "method"),
-    each_value(product(["polar_express", "polar_express_5", "cans", "deepseekv4"], METHODS)),
-)
-def test_every_schedule(ops: Any, name: str, method: str) -> None:
-    rows = resolve_schedule(name)  # type: ignore[arg-type]
-    x = matrix("gaussian", 40, 100)
-    result = run(ops, x, method, torch.float32, [value for row in rows for value in row])
-    expected = newton_schulz(x, rows)
-    error = float((result.double() - expected).norm() / expected.norm())
-    within(error, iteration_limit(x, torch.float32, [method.partition("+")[0]], rows), "orthogonalised")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", METHODS)
-def test_zero_stays_zero_and_nonfinite_shows(ops: Any, method: str, dtype: torch.dtype) -> None:
-    assert not run(ops, torch.zeros(8, 32), method, dtype).any()
-    for value in (math.nan, math.inf):
-        bad = torch.ones(8, 32)
-        bad[3, 3] = value
-        assert not torch.isfinite(run(ops, bad, method, dtype)).any()
-
-
-def test_a_matrix_whose_squares_overflow_is_still_orthogonalised(ops: Any) -> None:
-    x = matrix("gaussian", 40, 100)
-    torch.testing.assert_close(
-        run(ops, x * 2.0**90, "standard", torch.float32), run(ops, x, "standard", torch.float32)
-    )
-
-
-def test_empty_batches(ops: Any) -> None:
-    assert run(ops, torch.empty(0, 4, 8), "gram", torch.float32).shape == (0, 4, 8)
-    assert ops.sym_gemm(torch.empty(0, 4, 8), torch.empty(0, 4, 8), None, 1.0, 0.0, 0.0).shape == (0, 4, 4)
-
-
 def test_bad_arguments_are_refused(ops: Any) -> None:
     x, flat, one = torch.ones(4, 8), torch.ones(8), rates(0.1, 1.0)
 
@@ -170,18 +50,8 @@ def test_bad_arguments_are_refused(ops: Any) -> None:
         with pytest.raises(RuntimeError, match=said):
             operator(*arguments)
 
-    refused("rows, cols", ops.orthogonalize, x[0], FLAT, "gram", [3], torch.float32, 1e-12)
-    refused("triples", ops.orthogonalize, x, FLAT[:4], "gram", [3], torch.float32, 1e-12)
-    refused("unknown method", ops.orthogonalize, x, FLAT, "newton", [3], torch.float32, 1e-12)
-    refused("restart", ops.orthogonalize, x, FLAT, "gram", [5], torch.float32, 1e-12)
-    refused("floating", ops.orthogonalize, x, FLAT, "gram", [3], torch.int32, 1e-12)
-    refused("eps", ops.orthogonalize, x, FLAT, "gram", [3], torch.float32, 0.0)
-    refused("one dtype", ops.sym_gemm, x, x, torch.ones(4, 4).half(), 1.0, 1.0, 0.0)
-    refused("must have shape", ops.sym_gemm, x, x, torch.ones(8, 8), 1.0, 1.0, 0.0)
     refused("rows, cols", ops.frobenius_norms, x[0])
     refused("must be float32, bfloat16 or float16", ops.frobenius_norms, x.double())
-    for norms in (torch.ones(2, 1, 1), torch.ones(1, 1, 1).double(), torch.ones(1)):
-        refused("norms \\(batch, 1, 1\\)", ops.divide_transposed, x[None], norms, torch.float32)
     strided = torch.ones(16)[::2]
     refused("gradient must be contiguous", ops.momentum_pack_, [flat], [strided], [flat], whole(8), one)
     refused("its gradient", ops.momentum_pack_, [flat], [torch.ones(4)], [flat.clone()], whole(4), one)
@@ -200,32 +70,6 @@ def test_bad_arguments_are_refused(ops: Any) -> None:
         table = torch.tensor([row])
         refused(said, ops.momentum_pack_, [flat], [flat], [flat.clone()], table, one)
         refused(said, ops.unpack_apply_, [flat], [flat.clone()], table, one)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 40), (3, 33, 20), (2, 530, 100)])
-def test_sym_gemm(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    a = torch.randn(shape).to(dtype) / math.sqrt(shape[-1])
-    c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)
-    for addend, beta, diag in ((None, 0.0, 0.0), (c, -0.7, 2.0)):
-        result = ops.sym_gemm(a, a, addend, 1.5, beta, diag)
-        expected = torch_operators.sym_gemm(a, a, addend, 1.5, beta, diag)
-        assert torch.equal(result, result.mT), "bitwise symmetric"
-        # The sum is fp32 in both; the result is rounded once, on the diagonal perhaps twice. Two fp32 sums of a hundred
-        # products in another order differ by some ten roundings of numbers up to 4.
-        eps = torch.finfo(dtype).eps
-        atol = 64 * eps if dtype == torch.float32 else 8 * eps
-        close(result.double(), expected.double(), rtol=2 * eps, atol=atol)
-
-
-def test_sym_gemm_of_two_different_factors(ops: Any) -> None:
-    """The products of the iteration: two polynomials of one symmetric matrix, whose product is symmetric."""
-    s = matrix("gaussian", 60, 60)
-    s = (s + s.T) / 60
-    square = (s @ s + (s @ s).T) / 2
-    result = ops.sym_gemm(square, s, s, 1.0, 0.5, 0.0)
-    close(result, square @ s + 0.5 * s, rtol=1e-4, atol=1e-6)
-    assert torch.equal(result, result.T)
 
 
 @pytest.mark.parametrize(
@@ -408,48 +252,3 @@ def test_frobenius_norms_beyond_fp32_squares(ops: Any) -> None:
         with on_threads(count):
             results.append(ops.frobenius_norms(large))
     assert torch.equal(*results), "the same bits with any number of threads"
-
-
-def samples() -> list[tuple[str, tuple[Any, ...]]]:
-    a, flat, int8 = torch.randn(2, 12, 20), torch.randn(40), torch.zeros(40, dtype=torch.int8)
-    bf16, first, table, one = [torch.empty(40).bfloat16()], torch.tensor([(3, 0)]), whole(40), rates(0.9, 1)
-    return [
-        ("sym_gemm", (a, a, None, 1.0, 0.0, 0.0)),
-        ("sym_gemm", (a[0], a[0], torch.eye(12), 2.0, 0.5, 1.0)),
-        ("orthogonalize", (a, FLAT, "gram", [3], torch.bfloat16, 1e-12)),
-        ("orthogonalize", (a.mT, FLAT, "standard+symmetric", [], torch.float32, 1e-12)),
-        ("orthogonalize", (a[0], FLAT, "standard", [], torch.float32, 1e-12)),
-        ("divide_transposed", (a.mT, torch.ones(2, 1, 1), torch.bfloat16)),
-        ("frobenius_norms", (a.mT.half(),)),
-        ("momentum_pack_", ([flat.clone()], [flat.clone()], bf16, table, one)),
-        ("momentum_pack_int8_", ([int8], [torch.zeros(1)], [flat.clone()], bf16, table, one, first)),
-        ("unpack_apply_", ([flat.clone()], [torch.randn(40).half()], table, rates(0.1, 0.9))),
-        ("largest_magnitudes", ([flat.clone()], table)),
-    ]
-
-
-@pytest.mark.parametrize("index", range(len(samples())))
-def test_opcheck(ops: Any, index: int) -> None:
-    """Schema, autograd, and fakes: shapes, dtypes, strides and aliases without data are those of the real result."""
-    name, arguments = samples()[index]
-    torch.library.opcheck(getattr(ops, name).default, arguments)
-
-
-def test_compile_fullgraph(ops: Any) -> None:
-    """``aot_eager`` traces, runs the fakes and functionalises like the default backend, without its C++ compiler."""
-    table, momentum, step_rates = whole(512), rates(0.9, 1.0), rates(0.1, 0.99)
-
-    def step(buf: Tensor, grad: Tensor, param: Tensor) -> Tensor:
-        out = torch.empty_like(grad, dtype=torch.bfloat16)
-        ops.momentum_pack_([buf], [grad], [out], table, momentum)
-        update = ops.orthogonalize(out.view(16, 32), FLAT, "gram", [1, 3], torch.bfloat16, 1e-12)
-        ops.unpack_apply_([param], [update.reshape(-1)], table, step_rates)
-        return ops.sym_gemm(update, update, None, 1.0, 0.0, 0.0)
-
-    tensors = [torch.randn(512) for _ in range(3)]
-    copies = [tensor.clone() for tensor in tensors]
-    expected = step(*tensors)
-    result = torch.compile(step, fullgraph=True, backend="aot_eager")(*copies)
-    assert torch.equal(result, expected)
-    for one, other in zip(tensors, copies, strict=True):
-        assert torch.equal(one, other)

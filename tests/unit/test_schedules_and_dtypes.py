@@ -13,13 +13,11 @@ from torch import Tensor
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import (
-    SMALLEST_NORM,
     band_of,
     resolve_schedule,
     steps_that_need_an_exact_input,
 )
-from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps, runs_gram
-from deepspeed_muon.ops.library import load
+from deepspeed_muon.math.newton_schulz import orthogonalize, restart_steps
 from tests.support.thinning import usual
 
 SHAPES = [(3, 9), (16, 400), (400, 16), (48, 300), (100, 700), (64, 64)]
@@ -76,9 +74,8 @@ def inputs(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     return left, right, values
 
 
-@pytest.mark.parametrize("kernel", ["torch", pytest.param("native", marks=pytest.mark.native)])
 @pytest.mark.parametrize(("schedule", "dtype"), usual(product(SCHEDULES, ABOVE_THE_BAND), CORE))
-def test_no_update_is_wrong(schedule: str, dtype: Any, kernel: str) -> None:
+def test_no_update_is_wrong(schedule: str, dtype: Any) -> None:
     """No direction of an update is too long, and none that Newton-Schulz can see is too short."""
     params = {**SCHEDULES[schedule], "ns_dtype": dtype}
     if schedule in REFUSED[dtype]:
@@ -90,29 +87,12 @@ def test_no_update_is_wrong(schedule: str, dtype: Any, kernel: str) -> None:
         band = band_of(settings.coefficients)
         left, right, values = inputs(shape)
         matrices = ((left * values.unsqueeze(-2)) @ right.mT).float()  # (batch, rows, cols)
-        result = iterate(kernel, matrices, settings).double()
+        result = orthogonalize(matrices, settings=settings).double()
         largest = float(torch.linalg.matrix_norm(result, 2).max())
         assert largest <= band.high * (1 + ABOVE_THE_BAND[dtype]), (method, shape)
         lengths = torch.einsum("nik,nij,njk->nk", left, result, right)
         is_settled = values / values.norm(dim=-1, keepdim=True) >= 0.05
         assert float(lengths[is_settled].min()) >= 0.8 * band.low, (method, shape)
-
-
-def iterate(kernel: str, matrices: Tensor, settings: NsSettings) -> Tensor:
-    """Return the polar factors from torch or from the native operator."""
-    if kernel == "torch":
-        return orthogonalize(matrices, settings=settings)
-    operators: Any = load()
-    method = (
-        "gram" if runs_gram(min(matrices.shape[1:]), max(matrices.shape[1:]), settings.method) else "standard"
-    )
-    variant = "+vectors" if settings.dtype == torch.bfloat16 and operators.vectors_available() else ""
-    restarts = sorted(restart_steps(settings.coefficients, settings.dtype)) if method == "gram" else []
-    flat = [value for row in settings.coefficients for value in row]
-    result: Tensor = operators.orthogonalize(
-        matrices, flat, method + variant, restarts, settings.dtype, SMALLEST_NORM
-    )
-    return result
 
 
 def test_only_steep_steps_restart_more_often() -> None:
