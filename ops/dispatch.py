@@ -170,7 +170,7 @@ OTHER_RULES = (
     f"else standard ({_H200}: gram won all 10 batches from 2.69 on; not timed between 1.3 and 2.69)",
     f"CUDA graph: batches of at most {_GRAPH_UP_TO:g} FLOPs ({_H200}: as the fastest of 16 batches, within 3 %)",
     "dtype: fp16 on a GPU; on a CPU bf16 where it multiplies bf16 (AMX, AMD's AVX512-BF16), else fp32 "
-    "(benchmarks/results/newton_schulz-*.md)",
+    "(benchmarks/results/newton_schulz-xeon-avx512.md and -bf16.md: on an Intel without AMX bf16 is slower)",
 )
 """What the rule decides beside kernels, for the report."""
 
