@@ -1,12 +1,5 @@
-"""Builds the native operators ahead of their first use if asked to, and installs the switch; see pyproject.toml.
+"""Installs the switch beside the packages; see pyproject.toml."""
 
-``DS_BUILD_MUON=1 pip install --no-build-isolation .`` builds them. Without it nothing here may import torch, because
-pip runs this file in an environment that has none.
-"""
-
-import importlib.util
-import os
-import sys
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -48,35 +41,5 @@ class WithSwitch(Distribution):
         return True
 
 
-def native_operators():
-    """Return setup()'s arguments for the native operators: none unless DS_BUILD_MUON is 1."""
-    if os.environ.get("DS_BUILD_MUON", "0") != "1":
-        return {}
-    try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
-    except ImportError:
-        sys.exit("DS_BUILD_MUON=1 needs torch while building: pip install --no-build-isolation .")
-    root = Path(__file__).resolve().parent
-    found = importlib.util.spec_from_file_location(
-        "muon_toolchain", root / "deepspeed_muon" / "ops" / "toolchain.py"
-    )
-    toolchain = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(toolchain)
-    spec = toolchain.machine_spec()
-    extension = (CUDAExtension if spec.with_cuda else CppExtension)(
-        name=f"deepspeed_muon.ops.{toolchain.prebuilt_name(spec)}",
-        # setuptools wants paths below this folder.
-        sources=[os.path.relpath(source, root) for source in spec.sources],
-        include_dirs=list(spec.include_dirs),
-        extra_compile_args={"cxx": list(spec.cxx_flags), "nvcc": list(spec.nvcc_flags)},
-    )
-    return {
-        "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildExtension.with_options(no_python_abi_suffix=True)},
-    }
-
-
-arguments = native_operators()
-commands = {"install_data": InstallSwitch, **arguments.pop("cmdclass", {})}
 # install_data runs only where there are data files.
-setup(**arguments, cmdclass=commands, distclass=WithSwitch, data_files=[("", [])])
+setup(cmdclass={"install_data": InstallSwitch}, distclass=WithSwitch, data_files=[("", [])])

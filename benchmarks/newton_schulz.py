@@ -43,7 +43,7 @@ from benchmarks import support
 from benchmarks.support import Row, median_ratio
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, Products, resolve_ns_dtype
-from deepspeed_muon.ops import dispatch, library
+from deepspeed_muon.ops import builder, dispatch
 from deepspeed_muon.ops.graphs import (
     Replayed,
     native_iteration,
@@ -92,7 +92,7 @@ def candidates(x: Tensor, settings: NsSettings) -> dict[str, Run]:
     """Return what the rule chooses from on a GPU, as ``cuBLAS, gram`` or ``ops, standard, graph``."""
     runs: dict[str, Run] = {}
     for order in ("gram", "standard"):
-        iterations = {"cuBLAS": torch_iteration(order), "ops": native_iteration(order, library.load())}
+        iterations = {"cuBLAS": torch_iteration(order), "ops": native_iteration(order, builder.load())}
         for name, products in (("triton", triton_products()), ("quack", quack_products())):
             if products is not None:
                 iterations[name] = torch_iteration(order, products)
@@ -262,7 +262,7 @@ def flat_rows(device: torch.device, numel: int, seconds: float) -> Iterator[Row]
 
 def sym_gemm_rows(device: torch.device, sizes: Sequence[int], seconds: float) -> Iterator[Row]:
     """Yield TFLOP/s of symmetric products, counting a lower triangle of 128 x 128 tiles; of cuBLAS the full product."""
-    operators = library.load()
+    operators = builder.load()
     runs: dict[str, Run] = {"cuBLAS": lambda a: a @ a.mT}
     if device.type == "cuda":
         runs["sym_gemm"] = lambda a: operators.sym_gemm(a, a, None, 1.0, 0.0, 0.0)
@@ -312,7 +312,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device, seconds = torch.device(arguments.device), arguments.seconds
     only = arguments.only or [part for part in PARTS if part != "sym_gemm" or device.type == "cuda"]
-    library.load()
+    builder.load()
     tables: dict[str, list[Row]] = {}
 
     def add(part: str, row: Row) -> None:

@@ -19,7 +19,6 @@ from numbers import Number
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import StateDict

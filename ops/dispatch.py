@@ -18,7 +18,7 @@ from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, runs_gram
 
-from . import library, self_test, torch_operators
+from . import builder, self_test, torch_operators
 from .graphs import (
     Replayed,
     Run,
@@ -308,7 +308,7 @@ class Orthogonalizer:
 
     def _native_is_missing(self, device: torch.device) -> str:
         """Return why the native iteration cannot run on a GPU, or an empty text."""
-        if not library.has_kernel(self._operators, "cuda", "sym_gemm"):
+        if not builder.has_kernel(self._operators, "cuda", "sym_gemm"):
             return "the library has no CUDA kernels"
         return self_test.failure("symmetric product", device)
 
@@ -373,7 +373,7 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
     device = torch.device(device)
     operators = _operators(backend)
     missing = "the native library has none"
-    if library.has_kernel(operators, device.type, "unpack_apply_"):
+    if builder.has_kernel(operators, device.type, "unpack_apply_"):
         assert operators is not None
         missing = self_test.failure("flat passes", device)
         if not missing:
@@ -401,7 +401,7 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
         InstallationError: If the backend is ``ops`` and the library can be neither loaded nor built.
     """
     operators = _operators(backend)
-    if library.has_kernel(operators, torch.device(device).type, "frobenius_norms"):
+    if builder.has_kernel(operators, torch.device(device).type, "frobenius_norms"):
         assert operators is not None
         native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
         return native
@@ -410,10 +410,10 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
 
 def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
     """Run :func:`.torch_operators.largest_magnitudes` or its native version, which returns the same."""
-    native = library.loaded() and all(
+    native = builder.loaded() and all(
         tensor.device.type == "cpu" and tensor.dtype in _NATIVE for tensor in tensors
     )
-    run = library.load().largest_magnitudes.default if native else torch_operators.largest_magnitudes
+    run = builder.load().largest_magnitudes.default if native else torch_operators.largest_magnitudes
     magnitudes: Tensor = run(tensors, table)  # (fragments,) fp32
     return magnitudes
 
@@ -426,4 +426,4 @@ def index_of(device: torch.device) -> int:
 def _operators(backend: NsBackend) -> ModuleType | None:
     if backend == "torch":
         return None
-    return library.load() if backend == "ops" else library.try_load()
+    return builder.load() if backend == "ops" else builder.try_load()

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
+import shutil
+import subprocess
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from . import library, self_test, toolchain
+from . import builder, self_test
 from .dispatch import OTHER_RULES, RULE
 
 
 def collect() -> dict[str, dict[str, Any]]:
     """Return the report as section to name to value; builds nothing, but loads a library that is built."""
-    spec = toolchain.machine_spec()
-    built, reason = library.built_library(), library.unavailable_reason()
-    path, built_spec = built or (None, spec)
+    built, without_cuda = builder.built_library(), builder.cuda_reason()
     # Without a library load() would build it.
-    operators = library.try_load() if built else None
+    operators = builder.try_load() if built else None
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    on_hopper = bool(gpus) and library.has_kernel(operators, "cuda", "sym_gemm")
+    on_hopper = bool(gpus) and builder.has_kernel(operators, "cuda", "sym_gemm")
     return {
         "versions": {
             "torch": torch.__version__,
@@ -33,20 +35,20 @@ def collect() -> dict[str, dict[str, Any]]:
             else None,
         },
         "toolchain": {
-            "g++": _version_line(toolchain.cxx_compiler()),
-            "nvcc": _version_line(toolchain.find_nvcc(), "release"),
-            "ninja": toolchain.find_program("ninja"),
-            "MPI": _version_line(toolchain.find_program("mpirun")),
+            "g++": _version_line(shutil.which(os.environ.get("CXX", "c++"))),
+            "nvcc": _version_line(builder.find_nvcc(), "release"),
+            "ninja": shutil.which("ninja", path=builder.search_path()),
+            "MPI": _version_line(shutil.which("mpirun", path=builder.search_path())),
         },
         "build": {
-            "folder": str(library.build_folder(spec)),
-            "library": None if built is None else str(path),
-            "cannot be built": None if built else reason,
-            "without CUDA because": None if built_spec.with_cuda else toolchain.cuda_reason(),
-            "architectures": list(toolchain.architectures(built_spec)),
+            "folder": str(builder.library_path(with_cuda=without_cuda is None).parent),
+            "library": None if built is None else str(built),
+            "cannot be built": None if built else builder.unavailable_reason(),
+            "without CUDA because": without_cuda,
+            "architectures": [flag.rpartition("=")[2] for flag in builder.nvcc_flags() if "gencode" in flag],
         },
         "ops": {
-            name: [device for device in ("cpu", "cuda") if library.has_kernel(operators, device, name)]
+            name: [device for device in ("cpu", "cuda") if builder.has_kernel(operators, device, name)]
             for names in self_test.TESTS.values()
             for name in names
         },
@@ -88,8 +90,20 @@ def _version(package: str) -> str | None:
     return None
 
 
+@functools.cache
+def version_output(program: str | None) -> str:
+    """Return what ``program --version`` prints; an empty string without a program, or if it does not run."""
+    if program is None:
+        return ""
+    command = [program, "--version"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def _version_line(program: str | None, word: str = "") -> str | None:
     """Return the first line of ``program --version`` that contains ``word``, with the program's path."""
-    lines = toolchain.version_output(program).splitlines()
+    lines = version_output(program).splitlines()
     line = next((line for line in lines if line.strip() and word in line), None)
     return line and f"{line.strip()} ({program})"

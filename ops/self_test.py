@@ -22,7 +22,7 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, restart_steps
 from deepspeed_muon.reference import newton_schulz
 
-from . import library, torch_operators
+from . import builder, torch_operators
 from .graphs import Replayed, native_iteration, torch_iteration, triton_products
 from .torch_operators import BLOCK
 
@@ -102,7 +102,7 @@ def checks() -> Checks:
     Raises:
         InstallationError: If the library can be neither loaded nor built.
     """
-    library.load()
+    builder.load()
     results = _checks_of("flat passes", torch.device("cpu"))
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -122,11 +122,11 @@ def _checks_of(component: Component, device: torch.device) -> Checks:
             return _graphs(device)
         if component == "Triton's product":
             return _triton() if triton_products() is not None else []
-        operators = library.try_load()
+        operators = builder.try_load()
         return [
             _check(f"{name} {dtype}{suffix}", device.type, error, bound)
             for name, test in TESTS[component].items()
-            if library.has_kernel(operators, device.type, name)
+            if builder.has_kernel(operators, device.type, name)
             for dtype in (torch.float32, *_HALF)
             for suffix, error, bound in test(operators, device.type, dtype)
         ]
@@ -316,8 +316,8 @@ def _graphs(device: torch.device) -> Checks:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 256, 640, generator=generator).to(device) for _ in range(3)]
     runs = {"torch": torch_iteration("gram")}
-    operators = library.try_load()
-    if library.has_kernel(operators, "cuda", "sym_gemm") and not failure("symmetric product", device):
+    operators = builder.try_load()
+    if builder.has_kernel(operators, "cuda", "sym_gemm") and not failure("symmetric product", device):
         assert operators is not None
         runs["ops"] = native_iteration("gram", operators)
     elif triton_products() is not None and not failure("Triton's product", device):

@@ -20,7 +20,7 @@ def faults(archive: str, of_archive: str, of_tree: str) -> list[str]:
     # deepspeed_muon/ops is a link in the repository.
     wrong += [f"{member.name} is a link" for member in members if member.issym() or member.islnk()]
     names = {member.name.partition("/")[2] for member in members}
-    for name in ("deepspeed_muon/ops/library.py", "deepspeed_muon/ops/csrc/", "LICENSE", "CHANGELOG.md"):
+    for name in ("deepspeed_muon/ops/builder.py", "deepspeed_muon/ops/csrc/", "LICENSE", "CHANGELOG.md"):
         if not any(member.startswith(name) for member in names):
             wrong.append(f"the archive has no {name}")
     with zipfile.ZipFile(of_archive) as first, zipfile.ZipFile(of_tree) as second:

@@ -98,7 +98,7 @@ if program := shutil.which("cuobjdump"):
     for name in ("HGMMA", "UTMALDG", "HMMA", "LDSM", "STG.E.128", "STG.E.64", "STG.E ", "LDL", "STL"):
         print(name, sass.count(name))
 """
-BINDING = "from deepspeed_muon.ops import library; library.load()"
+BINDING = "from deepspeed_muon.ops import builder; builder.load()"
 MACHINE = """
 import json, platform, subprocess, torch
 from importlib import metadata

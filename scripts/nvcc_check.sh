@@ -22,9 +22,9 @@ if [ ${#sources[@]} -eq 0 ]; then
 fi
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-# ops/toolchain.py needs torch, which this check does not.
-find_nvcc='import sys; sys.path.append("ops"); import toolchain; print(toolchain.find_nvcc() or "")'
-nvcc=$("$python" -c "$find_nvcc" 2>/dev/null) || nvcc=$(command -v nvcc) || nvcc=""
+# The package needs torch and DeepSpeed, which this check does not.
+find_nvcc='from deepspeed_muon.ops.builder import find_nvcc; print(find_nvcc() or "")'
+nvcc=$(PYTHONPATH=$PWD "$python" -c "$find_nvcc" 2>/dev/null | tail -n 1) || nvcc=$(command -v nvcc) || nvcc=""
 if [ -z "$nvcc" ]; then
     echo "nvcc-check: SKIPPED, there is no nvcc on PATH, in CUDA_HOME or of pip; not compiled: ${sources[*]}"
     [ -z "${CI:-}" ] || exit 1

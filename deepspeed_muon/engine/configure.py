@@ -46,7 +46,7 @@ from deepspeed_muon.engine.workarounds.experts import mark_moe_layers
 from deepspeed_muon.engine.zero.views import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
-from deepspeed_muon.ops.library import loaded
+from deepspeed_muon.ops.builder import loaded
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import DIVIDED_GROUP, order_for_partitions, route_again
 from deepspeed_muon.routing.parameters import is_divided

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.ops.library import load as load_ops
+from deepspeed_muon.ops.builder import load as load_ops
 from deepspeed_muon.tools.convert import consolidate_files, verify_folder
 from deepspeed_muon.transport import ranks
 from tests.faults.disk import Disk, worst_folders

@@ -168,9 +168,9 @@ def test_gram_newton_schulz(
 
 def test_the_registered_operators_agree_with_their_references(kernels: Kernels) -> None:
     pytest.importorskip("deepspeed")
-    from deepspeed_muon.ops import library, torch_operators
+    from deepspeed_muon.ops import builder, torch_operators
 
-    ops = library.load()
+    ops = builder.load()
     a = random(2, 1024, 2048, dtype=torch.float16)
     c = lower_mirrored(random(2, 1024, 1024, dtype=torch.float16))
     actual = ops.sym_gemm(a, a, c, 0.01, -1.0, 3.0)

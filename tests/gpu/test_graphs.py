@@ -11,7 +11,7 @@ pytest.importorskip("deepspeed", reason="deepspeed_muon registers with DeepSpeed
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.ops import library
+from deepspeed_muon.ops import builder
 from deepspeed_muon.ops.graphs import Replayed, native_iteration, torch_iteration, triton_products
 
 SHAPES = [(1, 256, 1024), (8, 512, 512), (4, 768, 256), (1, 264, 264)]
@@ -23,8 +23,8 @@ def test_a_replay_gives_the_bits_of_the_plain_call(shape: tuple[int, int, int], 
     settings = NsSettings(resolve_schedule("quintic"), method, torch.float16)  # type: ignore[arg-type]
     first = torch.randn(shape, device="cuda")
     runs = [torch_iteration(settings.method), torch_iteration(settings.method, triton_products())]
-    operators = library.try_load()
-    if library.has_kernel(operators, "cuda", "sym_gemm"):
+    operators = builder.try_load()
+    if builder.has_kernel(operators, "cuda", "sym_gemm"):
         runs.append(native_iteration(settings.method, operators))
     for run in runs:
         replayed = Replayed(run)

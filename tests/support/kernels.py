@@ -51,7 +51,7 @@ def take_kernels() -> None:
     kernel = forced_kernel()
     if not kernel:
         return
-    from deepspeed_muon.ops import dispatch, library, toolchain
+    from deepspeed_muon.ops import builder, dispatch
 
     if "standard" in kernel:
         setattr(dispatch.Problem, "order", lambda *_: "standard")  # noqa: B010 - mypy allows no assignment to a method
@@ -59,10 +59,10 @@ def take_kernels() -> None:
         # Small matrices too.
         dispatch.RULE = tuple(row for row in dispatch.RULE if row.kernels != "torch fp32")
     if kernel.startswith("torch"):
-        dispatch._operators = lambda backend: library.load() if backend == "ops" else None
+        dispatch._operators = lambda backend: builder.load() if backend == "ops" else None
     if kernel == "no-compiler":
-        toolchain.cxx_compiler = lambda: None
-        library.built_library = lambda: None
+        builder.unavailable_reason = lambda: "no C++ compiler"
+        builder.built_library = lambda: None
 
 
 def main(settings: Sequence[str]) -> int:

@@ -38,7 +38,7 @@ for name in sys.argv[1:]:
     if builder is not None and "not_implemented" not in builder.NAME and builder.is_compatible():
         builder.load()
 if not sys.argv[1:]:
-    from deepspeed_muon.ops.library import load
+    from deepspeed_muon.ops.builder import load
 
     load()
 """
@@ -93,7 +93,7 @@ def _share_own_library(folder: Path) -> None:
 def _sources() -> str:
     """Return a digest of this project's own sources for the CPU."""
     root = REPOSITORY / "ops"
-    files = [root / "toolchain.py", *(root / "csrc").glob("*.*"), *(root / "csrc" / "cpu").glob("*.*")]
+    files = [root / "builder.py", *(root / "csrc").glob("*.*"), *(root / "csrc" / "cpu").glob("*.*")]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
 
 

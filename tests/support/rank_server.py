@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_muon.errors import InstallationError
-from deepspeed_muon.ops.library import load as load_ops
+from deepspeed_muon.ops.builder import load as load_ops
 from tests.support.hygiene import TAG_VARIABLE, new_tag
 from tests.support.native_ops import REPOSITORY
 from tests.support.rank_worker import die_with_parent, main, remember_cpu_info, runtime_caches

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_muon.ops import library, torch_operators
+from deepspeed_muon.ops import builder, torch_operators
 from tests.support.calls import calls
 from tests.support.comparisons import close
 from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.native]
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    return library.load()
+    return builder.load()
 
 
 @pytest.fixture(autouse=True)

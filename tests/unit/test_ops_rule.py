@@ -17,7 +17,7 @@ import torch
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize
-from deepspeed_muon.ops import dispatch, library, self_test, torch_operators
+from deepspeed_muon.ops import builder, dispatch, self_test, torch_operators
 from deepspeed_muon.ops.dispatch import NsBackend, Orthogonalizer
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import within
@@ -43,7 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         for name in ("momentum_pack_", "momentum_pack_int8_", "unpack_apply_"):
             setattr(operators, name, SimpleNamespace(default=None))
         monkeypatch.setattr(dispatch, "index_of", lambda device: 0)
-        monkeypatch.setattr(library, "has_kernel", lambda given, *_: given is not None)
+        monkeypatch.setattr(builder, "has_kernel", lambda given, *_: given is not None)
         monkeypatch.setattr(
             dispatch, "_operators", lambda backend: operators if kernel and backend != "torch" else None
         )
@@ -199,8 +199,8 @@ def test_two_runs_have_the_same_bits() -> None:
 def test_the_flat_passes_of_each_backend() -> None:
     """That they agree is shown in tests/unit/test_ops_kernels.py."""
     cases: tuple[tuple[NsBackend, str, Any], ...] = (
-        ("ops", "ops", library.load()),
-        ("auto", "ops", library.load()),
+        ("ops", "ops", builder.load()),
+        ("auto", "ops", builder.load()),
         ("torch", "torch", torch_operators),
     )
     for backend, name, module in cases:
@@ -212,7 +212,7 @@ def test_the_flat_passes_of_each_backend() -> None:
 
 
 def test_other_devices_have_torchs_passes(caplog: pytest.LogCaptureFixture) -> None:
-    library.load()
+    builder.load()
     with pytest.raises(InstallationError, match="no flat passes for meta"):
         dispatch.flat_passes("ops", "meta")
     assert dispatch.flat_passes("auto", "meta").name == "torch" and not caplog.records

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops.toolchain import machine_spec, version_output
+from deepspeed_muon.ops.builder import cxx_flags
+from deepspeed_muon.ops.report import version_output
 from tests.support.cuda_library import SOURCES, Blocks, Fragment, Kernels
 from tests.support.native_ops import REPOSITORY
 
@@ -289,7 +290,7 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
 def _compile_binding(source: Path, library: Path, bench: Bench) -> None:
     from torch.utils import cpp_extension  # slow to import
 
-    (standard,) = (flag for flag in machine_spec().cxx_flags if flag.startswith("-std"))
+    (standard,) = (flag for flag in cxx_flags() if flag.startswith("-std"))
     include = [MACHINE, SOURCES.parent, SOURCES, *cpp_extension.include_paths()]
     command = ["g++", standard, "-O1", "-fPIC", "-shared", "-w", str(source)]
     command += [f"-I{path}" for path in include] + [f"-L{path}" for path in cpp_extension.library_paths()]
