@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,6 @@ _ALLOWED = {
     "adamw": frozenset(_REQUIRED["adamw"]),
 }
 
-_REMEDY = "remove its entry from 'state', and it starts without state"
-
 
 @dataclass(slots=True)
 class LoadedState:
@@ -91,60 +89,63 @@ def read_state_dict(
         ConfigError: If a setting of a group is unknown, out of range, or contradicts the optimizer's.
         RoutingError: If the number, sizes or algorithms of the groups are not those of this optimizer.
     """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise CheckpointError(
-            f"a state dict of an optimizer has 'state' and 'param_groups', got {shown(state_dict)}"
-        )
-    # 1. the form: nothing of an untrusted state dict is used before
-    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
-    _check_form(saved_groups, saved_state)
-    _check_sizes(saved_groups, param_groups)
-    _check_keys(saved_groups, saved_state)
-    # 2. group by group: its algorithm and convention, its settings, and the state of its parameters
+    sizes = [len(group["params"]) for group in param_groups]
+    saved_groups, saved_state = _checked_form(state_dict, sizes)
     settings: list[GroupSettings] = []
     state: dict[Tensor, StateDict] = {}
     conversions: set[str] = set()
     for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         where = f"param group {number} of the state dict"
-        entries = [
-            (param, saved_state.get(key, {}))
-            for key, param in zip(saved["params"], group["params"], strict=True)
-        ]
-        _check_kind(where, saved, group["algorithm"], [entry for _, entry in entries])
-        _check_convention(where, saved, config, [entry for _, entry in entries])
+        entries = [saved_state.get(key, {}) for key in saved["params"]]
+        _check_kind(where, saved, group["algorithm"], {key for entry in entries for key in entry})
+        _check_convention(where, saved, config, entries)
         settings.append(settings_to_load(where, saved, group, config))
-        for position, (param, entry) in enumerate(entries):
+        for position, (param, entry) in enumerate(zip(group["params"], entries, strict=True)):
             if entry:
-                name = None if names is None else names[id(param)]
-                label = f"{where}, {f'parameter {name}' if name else f'partition {position}'}"
-                _check_entry(label, entry, group["algorithm"], shape=param.shape if name else None)
+                label = f"partition {position}" if names is None else f"parameter {names[id(param)]}"
+                shape = None if names is None else param.shape
+                _check_entry(f"{where}, {label}", entry, group["algorithm"], shape=shape)
                 state[param] = _converted(entry, param, policy, conversions)
     for conversion in sorted(conversions):
         warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", conversion)
     return LoadedState(settings, state)
 
 
-def _check_form(saved_groups: object, saved_state: object) -> None:
-    """Raise unless the groups are dicts with ``params``, and the state is a dict."""
-    if not isinstance(saved_groups, (list, tuple)) or not isinstance(saved_state, Mapping):
+def _checked_form(
+    state_dict: object, sizes: Sequence[int]
+) -> tuple[Sequence[GroupSettings], Mapping[int | str, StateDict]]:
+    """Return groups and state; raise unless they are dicts, and each entry of the state is that of one parameter.
+
+    Args:
+        state_dict: From ``state_dict()``.
+        sizes: The number of parameters in each of the optimizer's groups.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
-            f"a state dict of an optimizer has a list 'param_groups' and a dict 'state', got {shown(saved_groups)} and "
-            f"{shown(saved_state)}"
+            f"a state dict of an optimizer has 'state' and 'param_groups', got {shown(state_dict)}"
         )
-    for number, saved in enumerate(saved_groups):
-        if not isinstance(saved, Mapping) or not isinstance(saved.get("params"), (list, tuple)):
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, (list, tuple)) or not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"a state dict of an optimizer has a list 'param_groups' and a dict 'state', got {shown(groups)} and "
+            f"{shown(state)}"
+        )
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
             raise CheckpointError(
-                f"param group {number} of the state dict has no list 'params': {shown(saved)}"
+                f"param group {number} of the state dict has no list 'params': {shown(group)}"
             )
-
-
-def _check_keys(saved_groups: Sequence[GroupSettings], saved_state: Mapping[int | str, object]) -> None:
-    """Raise unless every entry of the state is a dict and belongs to one parameter of the groups."""
-    keys = [key for saved in saved_groups for key in saved["params"]]
+    if (saved_sizes := [len(group["params"]) for group in groups]) != sizes:
+        raise RoutingError(
+            f"the param groups of the loaded state dict have {saved_sizes} parameters, those of this optimizer {sizes} "
+            f"(Muon and AdamW divide each group of the caller between them). Make the optimizer with the groups of the "
+            f"saved one, and the same include and exclude"
+        )
+    keys = [key for group in groups for key in group["params"]]
     parameter_keys = set(keys)
     if len(parameter_keys) < len(keys):
         raise CheckpointError("the state dict lists a parameter in its param groups twice")
-    for key, entry in saved_state.items():
+    for key, entry in state.items():
         if key not in parameter_keys:
             raise CheckpointError(
                 f"the state dict has state of {shown(key)}, which is in none of its param groups: it is damaged, or "
@@ -154,71 +155,33 @@ def _check_keys(saved_groups: Sequence[GroupSettings], saved_state: Mapping[int 
             raise CheckpointError(
                 f"the state of {shown(key)} in the state dict is {shown(entry)}, not a dict"
             )
+    return groups, state
 
 
-def _check_sizes(saved_groups: Sequence[GroupSettings], groups: Sequence[GroupSettings]) -> None:
-    """Raise unless the numbers of groups, and of parameters in them, are equal."""
-    halves = "Muon and AdamW divide each group of the caller between them"
-    saved_sizes = [len(saved["params"]) for saved in saved_groups]
-    sizes = [len(group["params"]) for group in groups]
-    if len(saved_sizes) != len(sizes):
-        raise RoutingError(
-            f"loaded state dict has a different number of parameter groups: {len(saved_sizes)}, and this optimizer has "
-            f"{len(sizes)} ({', '.join(group['algorithm'] for group in groups)}; {halves}). Make the optimizer with "
-            f"the groups of the saved one"
-        )
-    if saved_sizes != sizes:
-        raise RoutingError(
-            f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: saved "
-            f"{saved_sizes}, this optimizer's {sizes} ({halves}). Make the optimizer with the groups of the saved one, "
-            f"and the same include and exclude"
-        )
-
-
-def _check_kind(where: str, saved: GroupSettings, algorithm: str, entries: Iterable[StateDict]) -> None:
+def _check_kind(where: str, saved: GroupSettings, algorithm: str, state_keys: Set[object]) -> None:
     """Raise if a saved group has a different algorithm, by its keys for that, else its state, else its settings."""
-    # What a group says of itself counts most; of a foreign group state is better evidence than settings.
     kinds = [saved["algorithm"]] if "algorithm" in saved else []
     if saved.get("use_muon") is not None:
         kinds.append("muon" if saved["use_muon"] else "adamw")
-    if len(set(kinds)) > 1:
+    if not kinds and state_keys & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+        kinds.append("adamw" if state_keys & {"exp_avg", "exp_avg_sq"} else "muon")
+    elif not kinds and ("betas" in saved) != ("momentum" in saved):
+        kinds.append("adamw" if "betas" in saved else "muon")
+    if set(kinds) - {algorithm}:
         raise RoutingError(
-            f"{where} contradicts itself: algorithm is {kinds[0]!r}, use_muon {saved['use_muon']!r}"
-        )
-    evidence = ""
-    if not kinds:
-        state_keys = {key for entry in entries for key in entry}
-        moments, momentum = sorted(state_keys & {"exp_avg", "exp_avg_sq"}), state_keys & {"momentum_buffer"}
-        if moments or momentum:
-            kinds, evidence = (
-                ["adamw" if moments else "muon"],
-                f" (its state has {(moments or [*momentum])[0]})",
-            )
-        elif ("betas" in saved) != ("momentum" in saved):
-            kinds, evidence = (
-                (["adamw"], " (it has betas)") if "betas" in saved else (["muon"], " (it has momentum)")
-            )
-    if kinds and kinds[0] != algorithm:
-        raise RoutingError(
-            f"{where} is of {kinds[0]}{evidence} and this optimizer's of {algorithm}: it was saved with other routes, "
-            f"or by another optimizer. Make the optimizer with the same include, exclude and param groups"
+            f"{where} is of {' and '.join(dict.fromkeys(kinds))}, and this optimizer's of {algorithm}: it was saved "
+            f"with other routes, or by another optimizer. Make the optimizer with the same include, exclude and param "
+            f"groups"
         )
 
 
 def _check_convention(
-    where: str, saved: GroupSettings, config: MuonConfig, entries: Iterable[StateDict]
+    where: str, saved: GroupSettings, config: MuonConfig, entries: Sequence[StateDict]
 ) -> None:
     """Raise if the group's momentum or iteration, saved by an optimizer of another library, differs from this one's."""
-    if "dampening" in saved:
-        raise CheckpointError(
-            f"{where} was saved by torch.optim.SGD (it has dampening): its momentum_buffer is a sum of gradients, and "
-            f"Muon's their mean. Begin without it, or take momentum_buffer * (1 - momentum) / (1 - dampening) "
-            f"and remove 'dampening' and SGD's other keys from the group"
-        )
-    # Of torch.optim.Muon, whose momentum is a mean too: only the iteration may differ.
+    # 1. torch.optim.Muon, whose momentum is a mean too: only the iteration, one polynomial ns_steps times, may differ.
     if "ns_coefficients" in saved:
         coefficients, steps = saved["ns_coefficients"], saved.get("ns_steps")
-        # torch runs one polynomial ns_steps times
         if [tuple(coefficients)] * (steps or 0) != [*config.coefficients()]:
             raise ConfigError(
                 f"{where} was saved by torch.optim.Muon with ns_coefficients {shown(coefficients)} and ns_steps "
@@ -226,18 +189,17 @@ def _check_convention(
                 f"[{shown(list(coefficients))}] * {shown(steps)}"
             )
         return
-    # Keller Jordan's Muon of today saves none of these keys, and a mean. Earlier versions and their copies save them,
-    # and some of these a sum.
-    if "algorithm" in saved or not (
-        keys_of_muons := sorted(saved.keys() & {"nesterov", "ns_steps", "backend_steps"})
-    ):
+    # 2. SGD, whose momentum is a sum of gradients, and earlier versions of Keller Jordan's Muon, where it may be one.
+    # Those of today have none of these keys, and a mean.
+    foreign = sorted(saved.keys() & {"dampening", "nesterov", "ns_steps", "backend_steps"})
+    if "algorithm" in saved or not foreign:
         return
     if any("momentum_buffer" in entry and "step" not in entry for entry in entries):
         raise CheckpointError(
-            f"{where} was saved by an unknown Muon (it has {', '.join(keys_of_muons)}, and momentum without "
-            f"step): in some, momentum is a sum of gradients, and here it is their mean. If its momentum is a mean "
-            f"(buf.lerp_(grad, 1 - momentum)), set 'algorithm' to 'muon' in the group; if it is a sum, multiply "
-            f"momentum_buffer by 1 - momentum before"
+            f"{where} was saved by SGD or an unknown Muon (it has {', '.join(foreign)}, and momentum without step), "
+            f"where momentum may be a sum of gradients; here it is their mean. If it is a mean (buf.lerp_(grad, 1 - "
+            f"momentum)), set 'algorithm' to 'muon' in the group; if it is a sum, multiply momentum_buffer by 1 - "
+            f"momentum before"
         )
 
 
@@ -278,45 +240,34 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
         algorithm: The algorithm of its param group.
         shape: Its shape; ``None`` for a partition, whose size depends on the number of ranks.
     """
+    refusal = ""
     if missing := [key for key in _REQUIRED[algorithm] if key not in entry]:
-        raise CheckpointError(
-            f"{label}: its state has no {missing[0]!r} (it has {', '.join(map(str, entry))}), which {algorithm} needs; "
-            f"add it, or {_REMEDY}"
-        )
-    if unknown := [key for key in entry if key not in _ALLOWED[algorithm]]:
-        raise CheckpointError(
-            f"{label}: its state has {unknown[0]!r}, which is none of {algorithm}'s: it was saved by another "
-            f"optimizer. Remove the key, or {_REMEDY}"
-        )
+        refusal = f"its state has no {missing[0]!r}, which {algorithm} needs"
+    elif unknown := [key for key in entry if key not in _ALLOWED[algorithm]]:
+        refusal = f"its state has {unknown[0]!r}, which is none of {algorithm}'s"
+    elif not _is_count(entry.get("step", 0)):
+        refusal = f"'step' is {shown(entry['step'])}, expected a count of steps"
     for key, value in entry.items():
-        if key == "step":
-            if not _is_count(value):
-                raise CheckpointError(
-                    f"{label}: 'step' is {shown(value)}, expected a count of steps; {_REMEDY}"
-                )
+        if refusal or key == "step":
             continue
         # Only momentum may be int8, and then it is useless without its scales.
         is_int8 = key == "momentum_buffer" and isinstance(value, Tensor) and value.dtype == torch.int8
         if not isinstance(value, Tensor) or not (value.is_floating_point() or is_int8):
-            dtype = value.dtype if isinstance(value, Tensor) else shown(value)
-            raise CheckpointError(f"{label}: {key!r} is {dtype}, expected a tensor of floats; {_REMEDY}")
-        if is_int8 != (SCALE_KEY in entry) and key == "momentum_buffer":
-            raise CheckpointError(
-                f"{label}: 'momentum_buffer' is {value.dtype} {'without' if is_int8 else 'with'} {SCALE_KEY!r}: both "
-                f"belong together; {_REMEDY}"
-            )
-        if shape is not None and key in STATE_TENSORS and value.shape != shape:
-            raise CheckpointError(
-                f"{label}: {key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}: it is of "
-                f"another parameter. Pass the parameters in the order of the saved optimizer, or {_REMEDY}"
-            )
+            kind = value.dtype if isinstance(value, Tensor) else shown(value)
+            refusal = f"{key!r} is {kind}, expected a tensor of floats"
+        elif key == "momentum_buffer" and is_int8 != (SCALE_KEY in entry):
+            refusal = f"{key!r} is {value.dtype} {'without' if is_int8 else 'with'} {SCALE_KEY!r}"
+        elif shape is not None and key in STATE_TENSORS and value.shape != shape:
+            refusal = f"{key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}"
+    if refusal:
+        raise CheckpointError(
+            f"{label}: {refusal}; remove its entry from 'state', and it starts without state"
+        )
 
 
 def _is_count(value: object) -> bool:
     if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex():
-            return False
-        value = value.item()
+        value = value.item() if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     return 0 <= float(value) < 1 << 53 and float(value).is_integer()  # larger floats do not count every step
@@ -325,13 +276,8 @@ def _is_count(value: object) -> bool:
 def _converted(entry: StateDict, param: Tensor, policy: StatePolicy, conversions: set[str]) -> StateDict:
     """Return the state of a parameter on its device and in the dtypes of ``policy``.
 
-    The next step converts to and from int8 (:func:`.int8.convert_momentum`), which needs the layout.
-
-    Args:
-        entry: The saved state.
-        param: The parameter.
-        policy: The dtypes.
-        conversions: Descriptions of conversions to or from int8, for the log; mutated.
+    The next step converts to and from int8 (:func:`.int8.convert_momentum`), which needs the layout; ``conversions``
+    collects these.
     """
     state: StateDict = {}
     for key, value in entry.items():

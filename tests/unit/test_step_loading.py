@@ -201,20 +201,20 @@ def without(number: int, key: str) -> Callable[[], dict[str, Any]]:
 CUT_OUT, INT8 = torch.ones(6, 8), torch.ones(8, 6, dtype=torch.int8)
 
 REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
-    (of_keller_with_adam, RoutingError, "param group 0 .* is of adamw and this optimizer's of muon"),
+    (of_keller_with_adam, RoutingError, "param group 0 .* is of adamw, and this optimizer's of muon"),
     (
         lambda: saved_by(torch.optim.AdamW, 1),
         RoutingError,
-        r"group 0 .* is of adamw \(its state has exp_avg\)",
+        "group 0 .* is of adamw, and this optimizer's of muon",
     ),
-    (lambda: saved_by(torch.optim.AdamW, 0), RoutingError, r"param group 0 .* is of adamw \(it has betas\)"),
+    (lambda: saved_by(torch.optim.AdamW, 0), RoutingError, "param group 0 .* is of adamw, and this"),
     (
         lambda: saved_by(torch.optim.SGD, 2, lr=0.1, momentum=0.9),
         CheckpointError,
-        r"torch.optim.SGD .*momentum_buffer \* \(1 - momentum\)",
+        "saved by SGD or an unknown Muon .* multiply momentum_buffer by 1 - momentum",
     ),
-    (edited(lambda saved: saved["param_groups"].reverse()), RoutingError, "is of adamw and this"),
-    (in_group(0, use_muon=False), RoutingError, "param group 0 .* contradicts itself"),
+    (edited(lambda saved: saved["param_groups"].reverse()), RoutingError, "is of adamw, and this"),
+    (in_group(0, use_muon=False), RoutingError, "param group 0 .* is of muon and adamw"),
     # Settings are checked as those of a configuration are.
     (in_group(0, lr=-1.0), ConfigError, r"param group 0 of the state dict\.lr: must be at least 0 \(got -1"),
     (in_group(1, lr=None), ConfigError, r"lr: must be set \(got None\)"),
@@ -229,7 +229,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
         CheckpointError,
         "parameter <unnamed 8x6>: its state has no 'momentum_buffer'",
     ),
-    (without(2, "step"), CheckpointError, "has no 'step' .* adamw needs; add it, or remove its entry"),
+    (without(2, "step"), CheckpointError, "has no 'step', which adamw needs; remove its entry"),
     (without(3, "exp_avg_sq"), CheckpointError, "has no 'exp_avg_sq'"),
     (
         in_state(2, max_exp_avg_sq=torch.ones(8)),
@@ -253,8 +253,16 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
     (edited(lambda saved: saved["param_groups"][1].pop("params")), CheckpointError, "has no list 'params'"),
     (edited(lambda saved: saved.pop("state")), CheckpointError, "has 'state' and 'param_groups'"),
     (lambda: None, CheckpointError, "has 'state' and 'param_groups'"),
-    (edited(lambda saved: saved["param_groups"].pop()), RoutingError, "1, and this optimizer has 2"),
-    (edited(lambda saved: saved["param_groups"][0]["params"].pop()), RoutingError, r"saved \[1, 2\], this"),
+    (
+        edited(lambda saved: saved["param_groups"].pop()),
+        RoutingError,
+        r"have \[2\] parameters, those of this optimizer \[2, 2\]",
+    ),
+    (
+        edited(lambda saved: saved["param_groups"][0]["params"].pop()),
+        RoutingError,
+        r"have \[1, 2\] parameters",
+    ),
 ]
 
 
