@@ -190,8 +190,6 @@ class Muon(torch.optim.Optimizer):
         self.recorder = StepRecorder(every=config.health, check=config.health > 0)
         # The ranks of the engine; this one alone without DeepSpeed.
         self.ranks = Ranks()
-        # What checkpoints need of the engine, a checkpoint.parameters.Host.
-        self.host: object | None = None
         # Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         self.overflow = False
         self.skipped_steps = 0

@@ -26,7 +26,13 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.index import Count, ParameterRecord, checked
-from deepspeed_muon.checkpoint.parameters import LiveParameter, LiveState, PartitionedParameter, collect
+from deepspeed_muon.checkpoint.parameters import (
+    LiveParameter,
+    LiveState,
+    PartitionedParameter,
+    collect,
+    host_of,
+)
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
@@ -280,7 +286,7 @@ def add_record_to_state_dict(engine: Any) -> None:
         optimizer = engine.basic_optimizer
         record = {
             "version": RECORD_VERSION,
-            "save": optimizer.host.save_id,
+            "save": host_of(optimizer).save_id,
             "order": order_of(optimizer),
             "row_order": row_order_of(optimizer),
         }

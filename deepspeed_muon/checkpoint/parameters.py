@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -280,7 +280,7 @@ def matching_views(
 
 
 class Host:
-    """The engine around an optimizer, which sets it as ``Muon.host`` when it binds the optimizer.
+    """The engine around an optimizer, made when the engine binds the optimizer; :func:`host_of` returns it.
 
     Attributes:
         parameters: See :func:`describe_parameters`; set again when parameters are unfrozen.
@@ -403,14 +403,22 @@ def optimizer_of(engine: Any) -> Muon:
             f"this engine's optimizer is {type(optimizer).__name__}, not deepspeed_muon.Muon: use DeepSpeed's own "
             f"checkpoints for it"
         )
-    if optimizer.host is None:
+    if optimizer not in _HOSTS:
         raise CheckpointError("the engine's optimizer holds no parameters")
     return optimizer
 
 
 def host_of(optimizer: Muon) -> Host:
     """Return the engine around an optimizer that is bound to one."""
-    return cast(Host, optimizer.host)
+    return _HOSTS[optimizer]
+
+
+def set_host(optimizer: Muon, host: Host) -> None:
+    """Set what :func:`host_of` returns."""
+    _HOSTS[optimizer] = host
+
+
+_HOSTS: weakref.WeakKeyDictionary[Muon, Host] = weakref.WeakKeyDictionary()
 
 
 def require_all_ranks(engine: Any) -> None:
@@ -428,15 +436,16 @@ def require_all_ranks(engine: Any) -> None:
             "DeepSpeed's own save_checkpoint does, and the others would not take part; save module.state_dict() and "
             "optimizer.state_dict() of each rank instead"
         )
-    host = getattr(optimizer, "host", None)
-    if getattr(host, "is_swapped", False):
+    host = _HOSTS.get(optimizer) if isinstance(optimizer, Muon) else None
+    if host is None:
+        return
+    if host.is_swapped:
         raise CheckpointError(
             "consolidated sets and universal checkpoints with NVMe offload: masters and momentum are on NVMe, where "
             "such checkpoints are neither read from nor written to. engine.save_checkpoint and load_checkpoint resume "
             "the run on the same ranks; offload to device cpu to change them"
         )
-    thread = getattr(host, "step_thread", None)
-    if thread not in (None, threading.get_ident()):
+    if host.step_thread not in (None, threading.get_ident()):
         raise CheckpointError(
             "another thread takes the steps of this engine: save and restore in the thread that calls engine.step"
         )

@@ -95,14 +95,14 @@ def save_checkpoint(
     """
     # 1. the consolidated set, and the folder of the tag
     optimizer = engine.basic_optimizer
-    optimizer.host.require_restored()
+    host_of(optimizer).require_restored()
     folder = Path(save_dir or "", f"global_step{engine.global_steps}" if tag is None else str(tag))
     if optimizer.config.consolidate_on_save and save_dir:
         consolidate(engine, folder / CONSOLIDATED_FOLDER)
     # 2. the id of this save, from the first rank
     ((_, save_id),) = optimizer.ranks.collect([secrets.token_hex(8)], most=1, purpose="naming of a save")
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
-    optimizer.host.save_id = save_id
+    host_of(optimizer).save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
         if save_dir:
             # Where it cannot be made DeepSpeed's first rank raises, and the others wait for it.
@@ -112,7 +112,7 @@ def save_checkpoint(
     try:
         return original(save_dir, tag, client_state, *args, **kwargs)
     finally:
-        optimizer.host.save_id = None
+        host_of(optimizer).save_id = None
 
 
 def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:

@@ -25,8 +25,10 @@ from deepspeed_muon.checkpoint.parameters import (
     Host,
     collect,
     describe_parameters,
+    host_of,
     require_all_ranks,
     require_fp32,
+    set_host,
 )
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
@@ -349,7 +351,7 @@ def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **
             optimizer.routed = optimizer.routed.current()
         _bind_to_wrapper(engine, optimizer)
         slices = tensor_slices(engine, optimizer.routed.by_id)
-        optimizer.host.parameters = describe_parameters(optimizer.routes, slices)
+        host_of(optimizer).parameters = describe_parameters(optimizer.routes, slices)
         if unfrozen:
             announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
     return original(*args, **kwargs)
@@ -370,7 +372,7 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     # 3. who ends a step: the wrapper, where there is one
     optimizer.step_ends_outside = engine.optimizer is not optimizer
     # 4. what checkpoints need
-    optimizer.host = Host(engine, tensor_slices(engine, optimizer.routed.by_id), view_of)
+    set_host(optimizer, Host(engine, tensor_slices(engine, optimizer.routed.by_id), view_of))
     with raise_on_all_ranks(ranks=ranks):
         _require_consolidated(engine, optimizer.config)
     add_record_to_state_dict(engine)

@@ -18,6 +18,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import restore
+from deepspeed_muon.checkpoint.parameters import host_of
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import LISTS
@@ -84,8 +85,9 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
     """
     optimizer = engine.basic_optimizer
-    optimizer.host.require_restored()
-    optimizer.host.step_thread = threading.get_ident()
+    host = host_of(optimizer)
+    host.require_restored()
+    host.step_thread = threading.get_ident()
     optimizer.warn_of_equal_rates()
     optimizer.record_norms({})
     number, recorder = engine.global_steps + 1, optimizer.recorder
