@@ -191,8 +191,12 @@ class OwnedRows:
             wrong: Blocks that keep their stored state, ``(blocks,)`` bool on the device; ``None`` for none.
         """
         views = self._views(blocks)
+        joint = _stacked_view(views)
+        if joint is not None and wrong is not None:  # the usual case takes one launch
+            torch.where(wrong.unsqueeze(1), joint, new, out=joint)
+            return
         if wrong is not None:
-            new = torch.where(wrong.unsqueeze(1), self.stored(blocks), new)
+            new = torch.where(wrong.unsqueeze(1), torch.stack(views), new)
         torch._foreach_copy_(views, list(new.unbind()))
 
     def _views(self, blocks: Sequence[tuple[PlanIndex, int]]) -> list[Tensor]:
