@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from numbers import Number
 from typing import Any, Protocol
 
 import torch
@@ -137,9 +136,7 @@ class Muon(torch.optim.Optimizer):
                 f"between Muons: weight_decay, momentum, nesterov, ns_schedule (torch's ns_coefficients), ns_steps, "
                 f"adjust_lr_fn; eps is AdamW's here"
             )
-        # Dion's Muon has its mesh of devices where the others have the rate.
-        second = "lr" if lr is None or isinstance(lr, (Number, str, Tensor)) else "distributed_mesh"
-        values: dict[str, object] = {**settings, second: lr}
+        values: dict[str, object] = {**settings, "lr": lr}
         config = MuonConfig.from_params(values)
         rates = {key: rate for key in RATE_KEYS if isinstance(rate := values.get(key), Tensor)}
         self._initialize(

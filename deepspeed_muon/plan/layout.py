@@ -105,7 +105,7 @@ class MatrixLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this is one shard of a matrix that several ranks orthogonalise together."""
+        """Whether this is one shard of a matrix, which one of the ranks that have the others gathers."""
         return self.shards is not None and self.shards.dim is not None
 
     @property

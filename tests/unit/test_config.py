@@ -67,7 +67,7 @@ def test_precedence_of_rates() -> None:
         (
             (object(),),
             {"mu": 0.9},
-            "'mu' is an argument of another Muon; write momentum\n.*'distributed_mesh'",
+            "'mu' is an argument of another Muon; write momentum",
         ),
         ((), {"ns_coefficients": (1, 2, 3), "eps": 1e-7}, "ns_schedule: .*eps is AdamW's"),
         ((), {"epsilon": 1e-8}, "write eps, which is AdamW's"),
