@@ -33,11 +33,8 @@ def kernels_of(kernels: Kernels, device: str = "cuda") -> dict[str, Callable[[],
         "unpack_apply": lambda: cases.unpack_apply(kernels, lengths, offsets[:2], half, inputs),
         "divide_transposed": lambda: cases.divide_transposed(kernels, (2, 70, 41), 1, half, inputs),
     }
-    for name in ("sm80", "sm90"):
-        if kernels.available(name) == OK:
-            calls[f"sym_gemm {name}"] = lambda name=name: cases.sym_gemm(
-                kernels, name, (2, 264, 200), torch.float16, inputs
-            )
+    if kernels.available() == OK:
+        calls["sym_gemm"] = lambda: cases.sym_gemm(kernels, (2, 264, 200), torch.float16, inputs)
     return calls
 
 

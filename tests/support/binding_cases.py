@@ -85,8 +85,8 @@ def iterations(binding: Binding) -> None:
 def devices(binding: Binding) -> None:
     """What is asked and launched is of the tensors' device, whichever one is the current one."""
     binding.bench.configure(major=9, second_major=8)
-    assert [binding.sym_gemm_kernel(index) for index in (0, 1)] == ["sm90", "sm80"]
-    binding.bench.configure(major=7, second_major=9)
+    assert binding.sym_gemm_kernel(0) == "sm90" and "device" in binding.sym_gemm_kernel(1)
+    binding.bench.configure(major=8, second_major=9)
     assert "device" in binding.sym_gemm_kernel(0) and binding.sym_gemm_kernel(1) == "sm90"
     assert binding.flat_passes_missing(0) == binding.flat_passes_missing(1) == ""
     table, rates = torch.tensor([(0, 0, 0, 0, 8, 0)]), torch.tensor([(0.5, 1.0)], dtype=torch.float64)
@@ -109,7 +109,7 @@ def devices(binding: Binding) -> None:
 CASES = (flat_passes, products, quotients, iterations, devices)
 
 
-def every_case(binding: Binding, _: str = "") -> None:
+def every_case(binding: Binding) -> None:
     """Run all cases."""
     for case in CASES:
         case(binding)

@@ -57,9 +57,7 @@ def check_product(
     assert float(excess) <= 1, f"{float(excess):.3g} times the bound"
 
 
-def sym_gemm(
-    kernels: Kernels, kernel: str, shape: tuple[int, int, int], dtype: torch.dtype, inputs: Inputs
-) -> None:
+def sym_gemm(kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype, inputs: Inputs) -> None:
     """Products with and without c, of inputs whose product is symmetric up to what is mirrored.
 
     The rows and the matrices of b lie at other distances than those of a.
@@ -70,42 +68,42 @@ def sym_gemm(
     c = lower_mirrored(inputs(batch, m, m, dtype=dtype))
     for with_c, alpha, beta, diag in SCALARS:
         added, d = c if with_c else None, torch.full_like(c, torch.nan)
-        assert kernels.sym_gemm(kernel, a, b, added, d, alpha=alpha, beta=beta, diag=diag) == OK
+        assert kernels.sym_gemm(a, b, added, d, alpha=alpha, beta=beta, diag=diag) == OK
         check_product(d, a, b, added, alpha, beta, diag)
 
 
-def nothing_outside_is_written(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
+def nothing_outside_is_written(kernels: Kernels, inputs: Inputs) -> None:
     """A product into the middle of a wider tensor, of operands that are views."""
     wide = torch.full((3, 280, 296), 7.0, dtype=torch.float16, device=inputs.device)
     a = inputs(3, 280, 400, dtype=torch.float16)[:, 8:272, 16:]
     d = wide[:, 8:272, 16:280]
-    assert kernels.sym_gemm(kernel, a, a, None, d) == OK
+    assert kernels.sym_gemm(a, a, None, d) == OK
     check_product(d.contiguous(), a, a, None, 1.0, 0.0, 0.0)
     d.fill_(7.0)
     assert bool((wide == 7.0).all())
 
 
-def what_is_refused(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
+def what_is_refused(kernels: Kernels, inputs: Inputs) -> None:
     """A shape, the address of each operand and a dtype that a kernel cannot take."""
     d = torch.empty(1, 128, 128, dtype=torch.float16, device=inputs.device)
     a = inputs(1, 128, 68, dtype=torch.float16)
-    assert kernels.sym_gemm(kernel, a, a, None, d) == SHAPE
+    assert kernels.sym_gemm(a, a, None, d) == SHAPE
     a = inputs(1, 128, 64, dtype=torch.float16)
     off = inputs(1, 128, 144, dtype=torch.float16)[:, :, 4:]
-    assert kernels.sym_gemm(kernel, off[:, :, :64], a, d, d) == MISALIGNED
-    assert kernels.sym_gemm(kernel, a, off[:, :, :64], d, d) == MISALIGNED
-    assert kernels.sym_gemm(kernel, a, a, off[:, :, :128], d, beta=1.0) == MISALIGNED
-    assert kernels.sym_gemm(kernel, a, a, d, off[:, :, :128]) == MISALIGNED
+    assert kernels.sym_gemm(off[:, :, :64], a, d, d) == MISALIGNED
+    assert kernels.sym_gemm(a, off[:, :, :64], d, d) == MISALIGNED
+    assert kernels.sym_gemm(a, a, off[:, :, :128], d, beta=1.0) == MISALIGNED
+    assert kernels.sym_gemm(a, a, d, off[:, :, :128]) == MISALIGNED
     a = inputs(1, 128, 64)
-    assert kernels.sym_gemm(kernel, a, a, None, d) == DTYPE
+    assert kernels.sym_gemm(a, a, None, d) == DTYPE
 
 
-def c_may_be_the_output(kernels: Kernels, kernel: str, inputs: Inputs) -> None:
+def c_may_be_the_output(kernels: Kernels, inputs: Inputs) -> None:
     """A product that is added to what is in the output."""
     a = inputs(2, 648, 256, dtype=torch.bfloat16)
     c = lower_mirrored(inputs(2, 648, 648, dtype=torch.bfloat16))
     d = c.clone()
-    assert kernels.sym_gemm(kernel, a, a, d, d, alpha=0.5, beta=2.0) == OK
+    assert kernels.sym_gemm(a, a, d, d, alpha=0.5, beta=2.0) == OK
     check_product(d, a, a, c, 0.5, 2.0, 0.0)
 
 

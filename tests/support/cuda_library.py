@@ -130,12 +130,11 @@ class Kernels:
         self.library.muon_momentum_pack.argtypes = [pointer, int64, int32, int32, int32, pointer]
         self.library.muon_unpack_apply.argtypes = [pointer, int64, int32, int32, pointer]
         self.library.muon_divide_transposed.argtypes = [ctypes.POINTER(DivideTransposed), pointer]
-        for name in ("", "_sm80", "_sm90"):
-            getattr(self.library, f"muon_sym_gemm{name}").argtypes = [ctypes.POINTER(SymGemm), pointer]
+        self.library.muon_sym_gemm.argtypes = [ctypes.POINTER(SymGemm), pointer]
 
-    def available(self, kernel: str) -> int:
-        """Status of ``sm80`` or ``sm90`` on the current device."""
-        return int(getattr(self.library, f"muon_sym_gemm_{kernel}_available")())
+    def available(self) -> int:
+        """Status of the symmetric product on the current device."""
+        return int(self.library.muon_sym_gemm_available())
 
     def name(self, status: int) -> str:
         """Return a status in words."""
@@ -143,7 +142,6 @@ class Kernels:
 
     def sym_gemm(
         self,
-        kernel: str,
         a: Tensor,
         b: Tensor,
         c: Tensor | None,
@@ -153,10 +151,9 @@ class Kernels:
         beta: float = 0.0,
         diag: float = 0.0,
     ) -> int:
-        """Run ``sm80`` or ``sm90`` into ``d``, all of three dimensions."""
+        """Run the symmetric product into ``d``, all of three dimensions."""
         problem = problem_of(a, b, c, d, alpha=alpha, beta=beta, diag=diag)
-        launcher = getattr(self.library, f"muon_sym_gemm_{kernel}")
-        return self._checked(launcher(ctypes.byref(problem), stream()))
+        return self._checked(self.library.muon_sym_gemm(ctypes.byref(problem), stream()))
 
     def momentum_pack(self, fragments: Sequence[Fragment], *, nesterov: bool) -> int:
         """Run one call over fragments of ``(momentum, gradient, out)``, each with its decay."""
@@ -224,12 +221,12 @@ def stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0
 
 
-def product_of(kernels: Kernels, kernel: str) -> Callable[..., Tensor]:
-    """``product(a, b, c, alpha=, beta=, diag=)`` through a kernel, into a new tensor."""
+def product_of(kernels: Kernels) -> Callable[..., Tensor]:
+    """``product(a, b, c, alpha=, beta=, diag=)`` through the kernel, into a new tensor."""
 
     def product(a: Tensor, b: Tensor, c: Tensor | None = None, **scalars: float) -> Tensor:
         d = torch.empty(a.shape[0], a.shape[1], a.shape[1], dtype=a.dtype, device=a.device)
-        status = kernels.sym_gemm(kernel, a, b, c, d, **scalars)
+        status = kernels.sym_gemm(a, b, c, d, **scalars)
         assert status == OK, kernels.name(status)
         return d
 

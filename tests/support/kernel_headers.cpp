@@ -76,24 +76,6 @@ void fragment_map(int row0, int row_step, int col0, int blocks_m, int blocks_n, 
   }
 }
 
-int sm80_block_k() { return kSm80BlockK; }
-int sm80_chunk(int row, int chunk) { return sm80_operand_chunk(row, chunk); }
-
-// out[lane] = byte offset that the lane gives to ldmatrix.
-void sm80_a_addresses(int row, int step, int32_t* out) {
-  for (int lane = 0; lane < 32; ++lane) {
-    const ChunkCoord at = sm80_a_source(row, step, lane);
-    *out++ = sm80_operand_chunk(at.row, at.chunk);
-  }
-}
-
-void sm80_b_addresses(int row, int step, int32_t* out) {
-  for (int lane = 0; lane < 32; ++lane) {
-    const ChunkCoord at = sm80_b_source(row, step, lane);
-    *out++ = sm80_operand_chunk(at.row, at.chunk);
-  }
-}
-
 // (head, vectors, singles), then the positions of the single elements.
 void flat_plan(const uint64_t* addresses, const int* bytes, int64_t n, int64_t* out) {
   const FlatSplit split =

@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -43,25 +42,8 @@ def build(folder: Path) -> ctypes.CDLL:
     return library
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How a kernel divides a tile among its warps: one entry of ``warps`` is a warp's (row0, col0).
-
-    Attributes:
-        name: Architecture.
-        warps: First row and column of every warp of a team.
-        row_step: Rows between the 16 x 8 blocks of a warp, one below the other.
-        blocks: 16 x 8 blocks of a warp, down and to the right.
-    """
-
-    name: str
-    warps: tuple[tuple[int, int], ...]
-    row_step: int
-    blocks: tuple[int, int]
-
-
-SM80 = Shape("sm80", tuple((64 * (w // 4), 32 * (w % 4)) for w in range(8)), 16, (4, 4))
-SM90 = Shape("sm90", tuple((16 * w, 0) for w in range(4)), 64, (2, 16))
+WARPS, ROW_STEP, DOWN, RIGHT = 4, 64, 2, 16
+"""Of a consumer of the symmetric product: its warps, 16 rows apart, and the 16 x 8 blocks of one, down and right."""
 
 
 class Maps:
@@ -84,17 +66,13 @@ class Maps:
         """``(total, 3)``: batch, row and column of every tile in the order of the work counter."""
         return self._fill("schedule_tiles", self.library.schedule_total(m, batch), 3, arguments=(m, batch))
 
-    def fragments(self, shape: Shape) -> np.ndarray:
+    def fragments(self) -> np.ndarray:
         """``(warp, lane, i, half, j, 4)``: row, column, the kernel's byte offset, the offset by definition."""
-        down, right = shape.blocks
+        shape = (32, DOWN, 2, RIGHT, 4)
         return np.stack(
             [
-                self._fill(
-                    "fragment_map",
-                    *(32, down, 2, right, 4),
-                    arguments=(row0, shape.row_step, col0, down, right),
-                )
-                for row0, col0 in shape.warps
+                self._fill("fragment_map", *shape, arguments=(16 * warp, ROW_STEP, 0, DOWN, RIGHT))
+                for warp in range(WARPS)
             ]
         )
 
@@ -139,9 +117,8 @@ def test_tiles_in_flight_need_few_panels(maps: Maps) -> None:
     assert max(panels) <= 45 and np.median(panels) <= 28
 
 
-@pytest.mark.parametrize("shape", [SM80, SM90], ids=lambda shape: shape.name)
-def test_fragments_cover_the_tile_without_bank_conflicts(maps: Maps, shape: Shape) -> None:
-    fragments = maps.fragments(shape)
+def test_fragments_cover_the_tile_without_bank_conflicts(maps: Maps) -> None:
+    fragments = maps.fragments()
     rows, cols, offsets, definition = (fragments[..., i] for i in range(4))
     assert np.array_equal(offsets, definition)
     assert sorted(zip(rows.ravel(), cols.ravel(), strict=True)) == [
@@ -170,16 +147,6 @@ def test_mirrored_copy(maps: Maps) -> None:
         stored = lanes[:, 3] * maps.chunks + lanes[:, 4]
         assert set(stored ^ 1) == set(stored)
     assert (seen == 1).all()
-
-
-@pytest.mark.parametrize("step", [0, 1])
-def test_sm80_operands_have_no_bank_conflicts(maps: Maps, step: int) -> None:
-    addresses = np.empty(32, dtype=np.int32)
-    for row in range(0, maps.tile, 16):
-        for addresses_of in (maps.library.sm80_a_addresses, maps.library.sm80_b_addresses):
-            addresses_of(row, step, addresses.ctypes.data_as(ctypes.c_void_p))
-            for phase in addresses.reshape(-1, 8):
-                assert banks_used(phase, 16).max() == 1
 
 
 def flat_plan(maps: Maps, addresses: Sequence[int], widths: Sequence[int], n: int, out: np.ndarray) -> None:

@@ -60,18 +60,17 @@ def test_sym_gemm_refuses(bench: Bench, change: dict[str, int], status: int) -> 
     wrong = problem()
     for name, value in change.items():
         setattr(wrong, name, value)
-    for kernel, major in {"": 9, "_sm80": 8, "_sm90": 9}.items():
-        bench.configure(major=major)
-        assert getattr(bench.library, f"muon_sym_gemm{kernel}")(ctypes.byref(wrong), 0) == status, kernel
+    bench.configure()
+    assert bench.library.muon_sym_gemm(ctypes.byref(wrong), 0) == status
     assert bench.name(status) not in ("ok", "unknown status")
 
 
 def test_strides_of_a_single_matrix_do_not_matter(bench: Bench) -> None:
-    bench.configure(major=8)
+    bench.configure()
     a, d = (torch.zeros(1, 128, k, dtype=torch.float16) for k in (64, 128))
     single = problem_of(a, a, None, d, alpha=1.0, beta=0.0, diag=0.0)
     single.stride_a = single.stride_b = single.stride_d = 3
-    assert bench.library.muon_sym_gemm_sm80(ctypes.byref(single), 0) == OK
+    assert bench.library.muon_sym_gemm(ctypes.byref(single), 0) == OK
 
 
 def test_flat_passes_refuse(bench: Bench) -> None:
@@ -143,6 +142,5 @@ def test_divide_transposed_refuses(bench: Bench, change: dict[str, int], status:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_what_nvcc_builds_says_so(tmp_path: Path) -> None:
     kernels = Kernels(build(tmp_path, ("90a",)))
-    for kernel in ("sm80", "sm90"):
-        assert kernels.available(kernel) > 0  # a cudaError_t
-        assert kernels.name(kernels.available(kernel)) != "unknown status"
+    assert kernels.available() > 0  # a cudaError_t
+    assert kernels.name(kernels.available()) != "unknown status"

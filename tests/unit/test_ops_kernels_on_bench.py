@@ -32,45 +32,38 @@ pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str
 
 # Fewer k than a stage, one tile, tiles that end in the middle, several tiles for a block, and many k.
 SHAPES = [(1, 8, 8), (1, 128, 64), (1, 136, 72), (2, 264, 200), (3, 512, 8), (1, 384, 1016)]
-MAJOR = {"sm80": 8, "sm90": 9}
 
 
 # Both dtypes, every way in which asynchronous work ends, one and several multiprocessors.
 WAYS = [(torch.float16, ANY_TIME, 3), (torch.bfloat16, LATE, 1), (torch.float16, EARLY, 1)]
 
 
-@pytest.mark.parametrize(("kernel", "shape", "way"), pairwise(product(MAJOR, SHAPES, range(len(WAYS)))))
-def test_sym_gemm(bench: Bench, kernel: str, shape: tuple[int, int, int], way: int) -> None:
+@pytest.mark.parametrize(("shape", "way"), pairwise(product(SHAPES, range(len(WAYS)))))
+def test_sym_gemm(bench: Bench, shape: tuple[int, int, int], way: int) -> None:
     dtype, mode, processors = WAYS[way]
-    bench.configure(processors=processors, major=MAJOR[kernel], mode=mode, seed=100 * way + 1)
-    cases.sym_gemm(bench, kernel, shape, dtype, Inputs("cpu", way))
+    bench.configure(processors=processors, mode=mode, seed=100 * way + 1)
+    cases.sym_gemm(bench, shape, dtype, Inputs("cpu", way))
 
 
-@pytest.mark.parametrize("kernel", MAJOR)
 @pytest.mark.parametrize("case", [cases.nothing_outside_is_written, cases.c_may_be_the_output])
-def test_operands_that_are_views_or_the_output(
-    bench: Bench, kernel: str, case: Callable[[Bench, str, Inputs], None]
-) -> None:
-    bench.configure(major=MAJOR[kernel], processors=2)
-    case(bench, kernel, Inputs("cpu"))
+def test_operands_that_are_views_or_the_output(bench: Bench, case: Callable[[Bench, Inputs], None]) -> None:
+    bench.configure(processors=2)
+    case(bench, Inputs("cpu"))
 
 
 def test_what_the_sanitizers_run(bench: Bench) -> None:
     bench.configure(major=9, processors=2)
     calls = sanitized.kernels_of(bench, "cpu")
-    assert {"sym_gemm sm80", "sym_gemm sm90", "momentum_pack_int8", "divide_transposed"} <= calls.keys()
+    assert {"sym_gemm", "momentum_pack_int8", "divide_transposed"} <= calls.keys()
     for call in calls.values():
         call()
 
 
-@pytest.mark.parametrize("kernel", MAJOR)
-def test_what_is_refused(bench: Bench, kernel: str) -> None:
-    bench.configure(major=MAJOR[kernel])
-    cases.what_is_refused(bench, kernel, Inputs("cpu"))
-    bench.configure(major=7)
-    assert bench.available(kernel) == DEVICE
-    bench.configure(major=10)
-    assert bench.available("sm90") == DEVICE and bench.available("sm80") == OK
+def test_what_is_refused(bench: Bench) -> None:
+    refusals(bench)
+    for major in (8, 10):
+        bench.configure(major=major)
+        assert bench.available() == DEVICE
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -168,7 +161,7 @@ def test_divide_transposed(bench: Bench, shape: tuple[int, int, int], step: int,
     cases.divide_transposed(bench, shape, step, dtypes, Inputs("cpu"))
 
 
-def unaligned_arrays(kernels: Bench, _: str = "") -> None:
+def unaligned_arrays(kernels: Bench) -> None:
     """Arrays of float32 of which one is not on a boundary of its elements."""
     data = torch.zeros(3, 16)
     kernels.configure()
@@ -191,7 +184,7 @@ SIDE = 1 << 16
 TILES = SIDE // 128 * (SIDE // 128 + 1) // 2
 
 
-def beyond_2_31(kernels: Bench, kernel: str) -> None:
+def beyond_2_31(kernels: Bench) -> None:
     """The last tiles of two matrices of 2^32 elements each: rows, columns and matrices begin behind 2^31."""
     a, c, d = (far(2, SIDE, SIDE, dtype=torch.float16) for _ in range(3))
     a = a[:, :, :72]
@@ -199,29 +192,25 @@ def beyond_2_31(kernels: Bench, kernel: str) -> None:
     a[1, -256:] = inputs(256, 72, dtype=torch.float16)
     c[1, -256:, -256:] = cases.lower_mirrored(inputs(256, 256, dtype=torch.float16))
     # A block for each tile, of which two run: on the diagonal and left of it.
-    kernels.configure(processors=2 * TILES, major=MAJOR[kernel], blocks=(2 * TILES - 2, 2))
-    assert kernels.sym_gemm(kernel, a, a, c, d, alpha=0.5, beta=2.0) == OK
+    kernels.configure(processors=2 * TILES, blocks=(2 * TILES - 2, 2))
+    assert kernels.sym_gemm(a, a, c, d, alpha=0.5, beta=2.0) == OK
     exact = 0.5 * a[1, -128:].double() @ a[1, -256:].double().mT + 2.0 * c[1, -128:, -256:].double()
     for found in (d[1, -128:, -256:], d[1, -256:, -128:].mT):
         close(found.double(), exact, rtol=2.0**-10, atol=1e-3)
 
 
-def more_tiles_than_2_31(kernels: Bench, kernel: str) -> None:
+def more_tiles_than_2_31(kernels: Bench) -> None:
     """A block whose second and last tile is that of the last of 20,000 equal matrices."""
     a, d = far(1, SIDE, 64, dtype=torch.float16), far(1, SIDE, SIDE, dtype=torch.float16)
     a[0, -128:] = Inputs("cpu")(128, 64, dtype=torch.float16)
     grid, tiles = (1 << 31) - 1, 20000 * TILES
-    kernels.configure(processors=grid, major=MAJOR[kernel], blocks=(tiles - 1 - grid, 1))
-    assert (
-        kernels.sym_gemm(
-            kernel, *(each.expand(20000, -1, -1) for each in (a, a)), None, d.expand(20000, -1, -1)
-        )
-        == OK
-    )
+    kernels.configure(processors=grid, blocks=(tiles - 1 - grid, 1))
+    matrices = a.expand(20000, -1, -1)
+    assert kernels.sym_gemm(matrices, matrices, None, d.expand(20000, -1, -1)) == OK
     cases.check_product(d[:, -128:, -128:].contiguous(), a[:, -128:], a[:, -128:], None, 1.0, 0.0, 0.0)
 
 
-def transposed_beyond_2_31(kernels: Bench, _: str = "") -> None:
+def transposed_beyond_2_31(kernels: Bench) -> None:
     """The last square of two matrices of more than 2^31 elements each."""
     rows, cols = (1 << 16) + 40, (1 << 15) + 8
     x, out = far(2, rows, cols, dtype=BF16), far(2, cols, rows, dtype=FP16)
@@ -233,7 +222,7 @@ def transposed_beyond_2_31(kernels: Bench, _: str = "") -> None:
     assert torch.equal(out[1:, -8:, -8:], (x[1:, -8:, -8:].mT / norms[1:]).to(FP16))
 
 
-def long_fragments(kernels: Bench, _: str = "") -> None:
+def long_fragments(kernels: Bench) -> None:
     """The last tile of fragments of more than 2^31 elements."""
     n = (1 << 31) + 8192
     momentum, grad, out = far(n, dtype=FP32), far(n, dtype=BF16), far(n, dtype=BF16)
@@ -251,7 +240,7 @@ def long_fragments(kernels: Bench, _: str = "") -> None:
     torch.testing.assert_close(momentum[-4096:], 0.5 * lerped - 0.25 * direction)
 
 
-def long_fragments_of_codes(kernels: Bench, _: str = "") -> None:
+def long_fragments_of_codes(kernels: Bench) -> None:
     """The last tile of a fragment of more than 2^31 elements in 8 bits."""
     n = (1 << 31) + 8192
     codes, scales, grad, out = (
@@ -279,39 +268,36 @@ def test_c_that_is_not_used_may_hold_anything(bench: Bench) -> None:
     a = Inputs("cpu")(1, 136, 64, dtype=torch.float16)
     c = torch.full((1, 136, 136), torch.nan, dtype=torch.float16)
     d = torch.empty_like(c)
-    assert bench.sym_gemm("sm90", a, a, c, d, beta=0.0) == OK
+    assert bench.sym_gemm(a, a, c, d, beta=0.0) == OK
     assert d.isfinite().all()
 
 
 def test_only_the_lower_triangle_of_c_is_read(bench: Bench) -> None:
-    bench.configure(major=8)
+    bench.configure()
     inputs = Inputs("cpu")
     a = inputs(1, 264, 64, dtype=torch.bfloat16)
     c = cases.lower_mirrored(inputs(1, 264, 264, dtype=torch.bfloat16))
     first, second = torch.empty_like(c), torch.empty_like(c)
-    assert bench.sym_gemm("sm80", a, a, c, first, beta=1.5) == OK
-    assert bench.sym_gemm("sm80", a, a, c.tril() + 1000 * torch.ones_like(c).triu(1), second, beta=1.5) == OK
+    assert bench.sym_gemm(a, a, c, first, beta=1.5) == OK
+    assert bench.sym_gemm(a, a, c.tril() + 1000 * torch.ones_like(c).triu(1), second, beta=1.5) == OK
     assert torch.equal(first.view(torch.int16), second.view(torch.int16))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "kind"),
+    ("dtype", "kind"),
     [
-        ("sm90", torch.float16, "gaussian"),
-        ("sm80", torch.bfloat16, "gaussian"),
-        ("sm80", torch.float16, "low-rank"),
-        ("sm90", torch.bfloat16, "ill-conditioned"),
-        ("sm90", torch.float16, "tiny"),
-        ("sm80", torch.bfloat16, "huge"),
+        (torch.bfloat16, "gaussian"),
+        (torch.float16, "low-rank"),
+        (torch.bfloat16, "ill-conditioned"),
+        (torch.float16, "tiny"),
+        (torch.bfloat16, "huge"),
     ],
     ids=str,
 )
-def test_as_the_products_of_gram_newton_schulz(
-    bench: Bench, kernel: str, dtype: torch.dtype, kind: str
-) -> None:
-    bench.configure(major=MAJOR[kernel], processors=2)
+def test_as_the_products_of_gram_newton_schulz(bench: Bench, dtype: torch.dtype, kind: str) -> None:
+    bench.configure(processors=2)
     x = matrix(kind, 136, 344)
-    result = gram(x.unsqueeze(0), dtype, product_of(bench, kernel))[0].double()
+    result = gram(x.unsqueeze(0), dtype, product_of(bench))[0].double()
     expected = newton_schulz(x, QUINTIC)
     error = float((result - expected).norm() / expected.norm())
     within(error, iteration_limit(x, dtype), "orthogonalised")
@@ -319,23 +305,21 @@ def test_as_the_products_of_gram_newton_schulz(
     assert abs(largest / right - 1) <= 0.05
 
 
-def products(kernels: Bench, kernel: str) -> None:
+def products(kernels: Bench) -> None:
     """Products of two matrices of six tiles, in twelve orders of everything that may be in any order."""
     for seed in range(12):
-        kernels.configure(
-            processors=1, major=MAJOR[kernel], mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1
-        )
-        cases.sym_gemm(kernels, kernel, (2, 264, 520), torch.float16, Inputs("cpu", seed))
+        kernels.configure(processors=1, mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1)
+        cases.sym_gemm(kernels, (2, 264, 520), torch.float16, Inputs("cpu", seed))
 
 
-def turned(kernels: Bench, _: str) -> None:
+def turned(kernels: Bench) -> None:
     """Two matrices of some squares each, by one block and by several."""
     for processors in (1, 3):
         kernels.configure(processors=processors)
         cases.divide_transposed(kernels, (2, 130, 70), 1, (FP32, BF16), Inputs("cpu"))
 
 
-def whole_sectors(kernels: Bench, _: str) -> None:
+def whole_sectors(kernels: Bench) -> None:
     """A warp that turns a matrix reads and writes whole sectors of 32 bytes: each byte once."""
     x, out = Inputs("cpu")(2, 96, 64, dtype=FP32), torch.empty(2, 64, 96, dtype=BF16)
     kernels.configure()
@@ -344,7 +328,7 @@ def whole_sectors(kernels: Bench, _: str) -> None:
     assert kernels.library.bench_sectors() == (x.nbytes + out.nbytes) // 32
 
 
-def passes(kernels: Bench, _: str) -> None:
+def passes(kernels: Bench) -> None:
     """The flat passes, with each array unaligned in turn."""
     kernels.configure(processors=2)
     lengths = cases.fragment_lengths(max(FLAT_ROWS.values()))
@@ -356,10 +340,10 @@ def passes(kernels: Bench, _: str) -> None:
         cases.momentum_pack_int8(kernels, reference, coded, offsets, (FP32, BF16), True, Inputs("cpu"))
 
 
-def refusals(kernels: Bench, kernel: str) -> None:
+def refusals(kernels: Bench) -> None:
     """What a kernel must refuse."""
-    kernels.configure(major=MAJOR[kernel])
-    cases.what_is_refused(kernels, kernel, Inputs("cpu"))
+    kernels.configure()
+    cases.what_is_refused(kernels, Inputs("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -373,18 +357,13 @@ def test_the_binding(binding: Binding, case: Callable[[Binding], None]) -> None:
 
 
 TABLES = planted("planted_kernel_defects.toml")
-FINDERS: dict[str, Callable[[Any, str], None]] = {
+FINDERS: dict[str, Callable[[Any], None]] = {
     finder.__name__: finder
     for finder in (
         products, passes, turned, whole_sectors, refusals, unaligned_arrays, beyond_2_31, more_tiles_than_2_31,
         transposed_beyond_2_31, long_fragments, long_fragments_of_codes, binding_cases.every_case,
     )
 }  # fmt: skip
-
-
-def finder_of(defect: dict[str, str]) -> tuple[str, str]:
-    """Return the name of the function that finds a defect, and the kernel that it runs."""
-    return defect.get("found_by", "products"), defect["source"].removeprefix("sym_gemm_")
 
 
 @pytest.mark.parametrize("late", TABLES["late"], ids=lambda each: each["harm"])
@@ -394,12 +373,12 @@ def test_small_products_do_not_find_what_the_self_test_must(
     small, large = product_shapes(132)
     broken = cuda_bench.build(tmp_path, {late["old"]: late["new"]}, beside=bench.folder, only=late["source"])
     broken.configure(processors=132)
-    cases.sym_gemm(broken, "sm90", small, torch.float16, Inputs("cpu"))
+    cases.sym_gemm(broken, small, torch.float16, Inputs("cpu"))
     # As many tiles for each block as the large one has, and as many blocks of k.
     batch, _, k = large
     broken.configure(processors=1)
     with pytest.raises(AssertionError):
-        cases.sym_gemm(broken, "sm90", (batch * 55 // 132, 128, k), torch.float16, Inputs("cpu"))
+        cases.sym_gemm(broken, (batch * 55 // 132, 128, k), torch.float16, Inputs("cpu"))
 
 
 ALWAYS_PLANTED = {
@@ -407,7 +386,6 @@ ALWAYS_PLANTED = {
     "elements behind a row are read",
     "the old scale of a cut block is read where those of the others are",
     "half of a stage's bytes are waited for",
-    "a copy too few is waited for",
     "any address of c is taken",
     "the copy engine's distance of matrices in 32 bits",
     "the output is taken by the number of the momentum",
@@ -423,7 +401,6 @@ ALWAYS_PLANTED = {
     ],
 )
 def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[str, str]) -> None:
-    found_by, kernel = finder_of(defect)
     mutation = {defect["old"]: defect["new"]}
     broken = (
         cuda_bench.build_binding(tmp_path, bench, mutation)
@@ -431,17 +408,13 @@ def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[st
         else cuda_bench.build(tmp_path, mutation, beside=bench.folder, only=defect["source"])
     )
     with pytest.raises(AssertionError):
-        FINDERS[found_by](broken, kernel)
+        FINDERS[defect.get("found_by", "products")](broken)
 
 
 @pytest.mark.parametrize(
-    ("found_by", "kernel"),
+    "finder",
     # The others are what the tests above run.
-    dict.fromkeys(
-        each
-        for each in map(finder_of, TABLES["defect"])
-        if each[0] not in ("products", "passes", "refusals", "every_case")
-    ),
+    [name for name in FINDERS if name not in ("products", "passes", "refusals", "every_case")],
 )
-def test_what_finds_a_defect_passes_without_it(bench: Bench, found_by: str, kernel: str) -> None:
-    FINDERS[found_by](bench, kernel)
+def test_what_finds_a_defect_passes_without_it(bench: Bench, finder: str) -> None:
+    FINDERS[finder](bench)

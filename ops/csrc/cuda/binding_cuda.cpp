@@ -197,12 +197,11 @@ void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tenso
   }
 }
 
-// What sym_gemm's own kernel would be on a device: "sm90", "sm80", or why there is none.
+// What sym_gemm's own kernel would be on a device: "sm90", or why there is none.
 std::string sym_gemm_kernel(int64_t device) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  if (muon_sym_gemm_sm90_available() == MUON_OK) return "sm90";
-  const int status = muon_sym_gemm_sm80_available();
-  return status == MUON_OK ? "sm80" : muon_status_name(status);
+  const int status = muon_sym_gemm_available();
+  return status == MUON_OK ? "sm90" : muon_status_name(status);
 }
 
 // Why the flat passes cannot run on a device; empty if they can.

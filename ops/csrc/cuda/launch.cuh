@@ -15,7 +15,7 @@ namespace muon {
 
 MUON_HOST_DEVICE bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// What is the same for both symmetric GEMM kernels: pointers, sizes and the 16-byte grid that every access relies on.
+// Of the symmetric GEMM kernel: pointers, sizes and the 16-byte grid that every access relies on.
 inline int check_sym_gemm(const MuonSymGemm& p) {
   if (p.batch < 0 || p.m < 0 || p.k < 0) return MUON_BAD_ARGUMENT;
   if (p.dtype != MUON_FLOAT16 && p.dtype != MUON_BFLOAT16) return MUON_DTYPE_UNSUPPORTED;

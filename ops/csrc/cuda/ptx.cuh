@@ -31,13 +31,6 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // ---- shared memory ----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&value)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
-               : "r"(address)
-               : "memory");
-}
-
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&value)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])

@@ -1,6 +1,6 @@
 // What happens to a finished accumulator tile: scale, add c and the diagonal, round, store the tile and its mirror.
 //
-// Shared by both symmetric GEMM kernels. A team of `threads` threads owns the accumulators of one kTile x kTile tile
+// A team of `threads` threads owns the accumulators of one kTile x kTile tile
 // and a staging buffer of kStageBytes in shared memory in which the tile is turned.
 #pragma once
 

@@ -188,7 +188,7 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
 }  // namespace
 }  // namespace muon
 
-extern "C" int muon_sym_gemm_sm90_available(void) {
+extern "C" int muon_sym_gemm_available(void) {
   int major = 0;
   int minor = 0;
   int status = muon::device_attribute(cudaDevAttrComputeCapabilityMajor, &major);
@@ -200,10 +200,10 @@ extern "C" int muon_sym_gemm_sm90_available(void) {
   return muon::prepare(muon::sym_gemm_sm90_kernel<__half>, muon::kThreads, muon::kSharedBytes).status;
 }
 
-extern "C" int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream) {
+extern "C" int muon_sym_gemm(const MuonSymGemm* problem, muon_stream_t stream) {
   if (problem == nullptr) return MUON_BAD_ARGUMENT;
   int status = muon::check_sym_gemm(*problem);
-  if (status == MUON_OK) status = muon_sym_gemm_sm90_available();
+  if (status == MUON_OK) status = muon_sym_gemm_available();
   if (status != MUON_OK) return status;
   return problem->dtype == MUON_FLOAT16 ? muon::launch<__half>(*problem, stream)
                                         : muon::launch<__nv_bfloat16>(*problem, stream);

@@ -48,14 +48,11 @@ typedef struct MuonSymGemm {
   int32_t dtype;
 } MuonSymGemm;
 
-// The kernels, and the choice where the caller has none: sm90 where the device and the build have it, else sm80.
+// With wgmma and TMA, for compute capability 9.0 alone.
 int muon_sym_gemm(const MuonSymGemm* problem, muon_stream_t stream);
-int muon_sym_gemm_sm90(const MuonSymGemm* problem, muon_stream_t stream);  // wgmma + TMA, compute capability 9.0
-int muon_sym_gemm_sm80(const MuonSymGemm* problem, muon_stream_t stream);  // mma.sync, compute capability >= 8.0
 
 // What the launchers would answer, without launching: MUON_OK or a negative code or a cudaError_t.
-int muon_sym_gemm_sm90_available(void);
-int muon_sym_gemm_sm80_available(void);
+int muon_sym_gemm_available(void);
 int muon_flat_passes_available(void);
 
 // A fragment of momentum_pack: `n` elements each of three arrays, none of which overlaps another. What follows `nesterov` is

@@ -1,4 +1,4 @@
-// Shared-memory layouts and the element that every lane holds, for both symmetric GEMM kernels.
+// Shared-memory layouts and the element that every lane holds, for the symmetric GEMM kernel.
 //
 // Everything is in 16-byte chunks of eight 2-byte elements, the unit of cp.async, ldmatrix and the wide stores, and is
 // swizzled so that each such access of a warp touches every bank equally often. Integer arithmetic only; compiled by
@@ -34,7 +34,7 @@ MUON_HOST_DEVICE int staged_element(int row, int col) {
 }
 
 // The accumulator of one warp: 16 x 8 blocks, of which a lane holds rows `lane / 4` and 8 more, columns 2 (lane % 4) and
-// the next. mma.sync and wgmma agree on it (PTX ISA, "Matrix Fragments for mma.m16n8k16", "wgmma D fragment").
+// the next (PTX ISA, "wgmma D fragment").
 MUON_HOST_DEVICE int fragment_row(int lane, int half) { return lane / 4 + 8 * half; }
 MUON_HOST_DEVICE int fragment_col(int lane) { return 2 * (lane % 4); }
 
@@ -88,29 +88,6 @@ MUON_HOST_DEVICE DiagonalSource diagonal_source(int row, int chunk) {
 MUON_HOST_DEVICE uint32_t diagonal_mask(int row, int word) {
   const int last = row % kChunk - 2 * word;  // of the two elements, how far the diagonal is from the first
   return last >= 1 ? 0xFFFFFFFFu : last == 0 ? 0x0000FFFFu : 0u;
-}
-
-// ---- operands of the mma.sync kernel: kTile rows of 32 elements, 64 bytes a row ---------------------------------
-
-constexpr int kSm80BlockK = 32;
-constexpr int kSm80RowChunks = kSm80BlockK / kChunk;
-constexpr int kSm80OperandBytes = kTile * kSm80BlockK * 2;
-
-// Two rows share the 32 banks, so the chunk is exchanged with a value that changes every second row.
-MUON_HOST_DEVICE int sm80_operand_chunk(int row, int chunk) {
-  return row * (kSm80BlockK * 2) + ((chunk ^ ((row >> 1) & 3)) << 4);
-}
-
-// The chunk that lane `lane` names in the ldmatrix.x4 of A: a 16 x 16 block at (row, 16 step). Matrices in the order of
-// the mma's a0..a3: rows 0-7, rows 8-15, then the same for the second half of k.
-MUON_HOST_DEVICE ChunkCoord sm80_a_source(int row, int step, int lane) {
-  return {row + lane % 16, 2 * step + lane / 16};
-}
-
-// The same for B, two 8-column blocks at once: 16 rows of B (columns of the product) at (row, 16 step). Matrices in the
-// order b0, b1 of the first block, then b0, b1 of the second.
-MUON_HOST_DEVICE ChunkCoord sm80_b_source(int row, int step, int lane) {
-  return {row + lane % 8 + 8 * (lane / 16), 2 * step + (lane / 8) % 2};
 }
 
 // ---- operands of the wgmma kernel: kTile rows of 64 elements in TMA's 128-byte swizzle --------------------------

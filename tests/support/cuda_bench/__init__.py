@@ -1,6 +1,6 @@
 """Runs the real ``.cu`` files of ``ops/csrc/cuda`` on a CPU: g++ compiles them against the machine in this folder.
 
-Only launches and the text of one instruction are replaced, and the two headers of PTX instructions. ``machine.h`` says
+Only launches are replaced, and the two headers of PTX instructions. ``machine.h`` says
 what is checked. What it cannot show: the memory model of a GPU, the rounding inside of a tensor core, and time.
 
 The binding to torch (:func:`build_binding`) runs on tensors of the CPU; ``c10/cuda`` stands for torch's guards and
@@ -98,12 +98,10 @@ class Bench(Kernels):
         if blocks is not None:
             self.library.bench_blocks(*blocks)
 
-    def sym_gemm(
-        self, kernel: str, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, **scalars: float
-    ) -> int:
-        """Run a kernel, which may access its operands and no other memory."""
+    def sym_gemm(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, **scalars: float) -> int:
+        """Run the kernel, which may access its operands and no other memory."""
         with self._only([a, b] if c is None else [a, b, c], [d]):
-            return super().sym_gemm(kernel, a, b, c, d, **scalars)
+            return super().sym_gemm(a, b, c, d, **scalars)
 
     def momentum_pack(self, fragments: Sequence[Fragment], **options: Any) -> int:
         """Run the pass; what it takes in vectors lies in the fragments."""
@@ -317,7 +315,7 @@ def _equal(source: Path, folder: Path, beside: Path) -> bool:
 
 
 def _translated(folder: Path, mutation: Mapping[str, str]) -> list[Path]:
-    """Write the sources with launches and ``mma.sync`` as calls of the machine; return those to compile."""
+    """Write the sources with launches as calls of the machine; return those to compile."""
     unused = set(mutation)
     sources: list[Path] = []
     for folder_name, pattern in (("include", "*.h"), ("cuda", "*.cu"), ("cuda", "*.cuh")):
@@ -346,11 +344,5 @@ def _translate(text: str) -> str:
         r"(\w+(?:<T>)?)<<<([^>]*?), stream>>>\(", r"bench::start(muon::shared, \2, stream, \1, ", text
     )
     assert count == launches
-    text = re.sub(
-        r'asm volatile\(\s*"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\..*?"r"\(b1\)\);',
-        lambda match: f"bench::multiply_16x8x16(d, a, b0, b1, {str(match[1] == 'f16').lower()});",
-        text,
-        flags=re.DOTALL,
-    )
     assert "asm volatile" not in text
     return text

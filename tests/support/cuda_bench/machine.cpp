@@ -588,7 +588,7 @@ void store_shared(uint32_t address, const void* value, int bytes) {
   note_write(address, bytes);
 }
 
-void load_matrices(uint32_t (&value)[4], uint32_t address, bool transposed) {
+void load_matrices(uint32_t (&value)[4], uint32_t address) {
   struct Argument {
     uint32_t* value;
     uint32_t address;
@@ -596,7 +596,7 @@ void load_matrices(uint32_t (&value)[4], uint32_t address, bool transposed) {
   if (address % 16) fail("an ldmatrix that is not aligned");
   at(address, 16);
   note_read(address, 16);
-  together(transposed ? "ldmatrix.trans" : "ldmatrix", &mine, [&](Warp& warp) {
+  together("ldmatrix.trans", &mine, [&](Warp& warp) {
     // Lane 8 i + r has the address of row r of matrix i.
     uint16_t matrices[4][8][8];
     for (int lane = 0; lane < kWarp; ++lane) {
@@ -606,8 +606,8 @@ void load_matrices(uint32_t (&value)[4], uint32_t address, bool transposed) {
     for (int lane = 0; lane < kWarp; ++lane) {
       for (int i = 0; i < 4; ++i) {
         const int row = lane / 4, col = 2 * (lane % 4);
-        const uint16_t low = transposed ? matrices[i][col][row] : matrices[i][row][col];
-        const uint16_t high = transposed ? matrices[i][col + 1][row] : matrices[i][row][col + 1];
+        const uint16_t low = matrices[i][col][row];
+        const uint16_t high = matrices[i][col + 1][row];
         static_cast<Argument*>(warp.arguments[lane])->value[i] = low | static_cast<uint32_t>(high) << 16;
       }
     }
@@ -655,37 +655,6 @@ void barrier_sync(int id, int count) {
   meeting.present.clear();
   ++meeting.generation;
   let_others_run(4);
-}
-
-void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool half) {
-  struct Argument {
-    float* d;
-    const uint32_t* a;
-    uint32_t b[2];
-  } mine{d, a, {b0, b1}};
-  together(half ? "mma.f16" : "mma.bf16", &mine, [half](Warp& warp) {
-    float a[16][16], b[8][16], sums[16][8];
-    const auto part = [half](uint32_t word, int which) { return to_float(static_cast<uint16_t>(word >> 16 * which), half); };
-    for (int lane = 0; lane < kWarp; ++lane) {
-      const auto& each = *static_cast<Argument*>(warp.arguments[lane]);
-      const int row = lane / 4, col = 2 * (lane % 4);
-      for (int which = 0; which < 2; ++which) {
-        for (int r = 0; r < 4; ++r) a[row + 8 * (r % 2)][col + which + 8 * (r / 2)] = part(each.a[r], which);
-        for (int r = 0; r < 2; ++r) b[row][col + which + 8 * r] = part(each.b[r], which);
-      }
-      for (int e = 0; e < 4; ++e) sums[row + 8 * (e / 2)][col + e % 2] = each.d[e];
-    }
-    for (int row = 0; row < 16; ++row) {
-      for (int n = 0; n < 8; ++n) {
-        for (int k = 0; k < 16; ++k) sums[row][n] += a[row][k] * b[n][k];
-      }
-    }
-    for (int lane = 0; lane < kWarp; ++lane) {
-      for (int e = 0; e < 4; ++e) {
-        static_cast<Argument*>(warp.arguments[lane])->d[e] = sums[lane / 4 + 8 * (e / 2)][2 * (lane % 4) + e % 2];
-      }
-    }
-  });
 }
 
 uint32_t exchange(uint32_t value, int distance) {

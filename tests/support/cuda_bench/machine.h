@@ -40,7 +40,7 @@ void touch(const void* address, int bytes, bool written);
 uint32_t shared_address(const void* pointer);
 void load_shared(uint32_t address, void* value, int bytes);
 void store_shared(uint32_t address, const void* value, int bytes);
-void load_matrices(uint32_t (&value)[4], uint32_t address, bool transposed);
+void load_matrices(uint32_t (&value)[4], uint32_t address);  // transposed
 
 void copy_async(uint32_t target, const void* source, bool valid);
 void copy_commit();
@@ -51,9 +51,6 @@ uint32_t exchange(uint32_t value, int distance);
 
 // `count` threads of the block meet at barrier `id`; 0 for all of them.
 void barrier_sync(int id, int count);
-
-// d += a b^T of one warp: 16 x 8 elements, 16 of k.
-void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool half);
 
 // Hopper.
 void phase_init(uint32_t barrier, uint32_t arrivals);

@@ -16,8 +16,7 @@ inline void cp_async_wait() {
   bench::copy_wait(pending);
 }
 
-inline void ldmatrix_x4(uint32_t (&value)[4], uint32_t address) { bench::load_matrices(value, address, false); }
-inline void ldmatrix_x4_trans(uint32_t (&value)[4], uint32_t address) { bench::load_matrices(value, address, true); }
+inline void ldmatrix_x4_trans(uint32_t (&value)[4], uint32_t address) { bench::load_matrices(value, address); }
 inline void store_global_16(void* target, uint4 value) {
   bench::touch(target, 16, true);
   std::memcpy(target, &value, sizeof(value));

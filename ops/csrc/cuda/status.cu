@@ -1,10 +1,7 @@
-// Choice of the symmetric GEMM kernel, and the words for status codes.
-#include "launch.cuh"
+// Words for status codes.
+#include <cuda_runtime.h>
 
-extern "C" int muon_sym_gemm(const MuonSymGemm* problem, muon_stream_t stream) {
-  return muon_sym_gemm_sm90_available() == MUON_OK ? muon_sym_gemm_sm90(problem, stream)
-                                                   : muon_sym_gemm_sm80(problem, stream);
-}
+#include "../include/muon_cuda.h"
 
 extern "C" const char* muon_status_name(int status) {
   switch (status) {
