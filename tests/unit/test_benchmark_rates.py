@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import rates
-from benchmarks.variants import RAW, Results
+from benchmarks import rates, transfer, transfer_report
+from benchmarks.variants import RAW, Results, read_rows
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
 from deepspeed_muon.tools.size_laws import MEASURED
 
 RESULTS = Results(RAW)
-
-
-def test_the_page_is_that_of_the_runs() -> None:
-    assert rates.PAGE.read_text() == "\n".join(rates.page(RESULTS)) + "\n"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measured.md"
 
 
 def test_the_exponent_of_the_width_is_the_fitted_one() -> None:
@@ -57,7 +55,7 @@ def test_the_printed_costs_are_those_of_the_table() -> None:
 
 
 def test_the_page_quotes_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "measured.md").read_text()
+    page = PAGE.read_text()
     for optimizer in ("muon", "match_rms_adamw", "spectral"):
         mean, error = rates.exponent(RESULTS, optimizer)
         costs = [
@@ -69,7 +67,35 @@ def test_the_page_quotes_the_table() -> None:
         assert row in page.replace(" nats |", " |").replace(" nats,", ","), row
 
 
-def test_a_parabola_is_found_again() -> None:
-    line = [(octave, 0.1 * (octave - 0.3) ** 2) for octave in (-2.0, -1.0, 0.0, 1.0, 2.0)]
-    assert rates.optimum(line) == pytest.approx((0.3, 0.0))
-    assert rates.cost(line, 1.3) == pytest.approx(0.1) and rates.cost(line, -1.7) == pytest.approx(0.4)
+NAMES = {"muon": "original", "match_rms_adamw": "match_rms_adamw", "normuon": "normuon"}
+"""Rule of the study to its name in ``rates`` and in docs/measured.md."""
+
+
+@pytest.mark.parametrize("rule", NAMES)
+def test_what_rates_and_its_page_say_of_the_law_is_what_the_runs_show(rule: str) -> None:
+    worst = transfer_report.worst(read_rows(RAW) | read_rows(transfer.RAW), rule)
+    said = (
+        f"cost at most {worst.printed[0]:.3f} nats in {worst.cells} cells that chose no constant, the kept rate "
+        f"{worst.tuned[0]:.3f}"
+    )
+    assert said in MEASURED[NAMES[rule]].costs
+    page = PAGE.read_text()
+    row = re.search(rf"^\| `{NAMES[rule]}` \| {worst.cells} \| .*", page, re.M)
+    costs = [f"{cost:.3f} ({error:.3f})" for cost, error in (worst.printed, worst.tuned)]
+    assert row and all(cost in row[0] for cost in costs), costs
+    assert "no" not in worst.verdicts, "the bound is missed by more than two standard errors"
+    if rule in ("muon", "normuon"):
+        assert worst.printed[0] < transfer_report.BOUND
+
+
+@pytest.mark.parametrize("rule", [*NAMES, "spectral"])
+def test_the_measured_ranges_of_a_rule_are_those_of_its_cells(rule: str) -> None:
+    cells = transfer_report.fits_of(read_rows(RAW) | read_rows(transfer.RAW), rule)
+    sizes = {
+        "width": [cell.dim for cell in cells],
+        "depth": [cell.layers for cell in cells],
+        "tokens": [cell.steps * cell.tokens for cell in cells],
+        "batch": [cell.tokens for cell in cells],
+    }
+    ranges = MEASURED[NAMES.get(rule, rule)].ranges
+    assert ranges == {size: (min(values), max(values)) for size, values in sizes.items()}

@@ -68,24 +68,6 @@ def literal(node: ast.AST) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def test_the_ratios_of_time_are_ranges_over_the_table() -> None:
-    table = (ROOT / "benchmarks" / "results" / "optimizer_step-epyc-2cores.md").read_text()
-    page = (ROOT / "docs" / "measured.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "M | " in line]
-
-    def span(model: str, accumulation: str, optimizer: str) -> str:
-        run = [model, accumulation, optimizer]
-        sharded = [row for row in rows if row[1] != "0" and row[2] != "1"]
-        ratios = sorted(row[6] for row in sharded if [row[0], row[3], row[4]] == run)
-        return f"{ratios[0]} to {ratios[-1]}"
-
-    spans = [span("60M", "1", "DeepSpeed AdamW")]
-    for accumulation in ("1", "4"):
-        for optimizer in ("DeepSpeed Muon, standard", "DeepSpeed Muon, gram", "DeepSpeed AdamW"):
-            spans.append(span("5M", accumulation, optimizer))
-    assert not [text for text in spans if text not in page]
-
-
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "study.json").read_text())
 
 
@@ -108,21 +90,6 @@ def test_quoted_losses_are_those_of_the_study() -> None:
         assert quoted[page] <= measured | variants, page
         cells = re.split(r"[|\n]", text)
         assert not [cell for cell in cells if re.search(r"loss.*\b[1-9]\.\d{3,4}\b(?! ±)", cell)], page
-
-
-def test_the_study_is_the_demos() -> None:
-    """The demo trains what the study trained, with its best rates, which do not lie at the end of their ranges."""
-    trained = {"steps": study.demo.STEPS, "config": study.demo.CONFIG.name, **study.demo.MODEL}
-    assert trained.items() <= ROWS["setting"].items()
-    for optimizer in study.GRIDS:
-        tried = study.trials(ROWS["rows"], optimizer)
-        assert len(study.losses(ROWS["rows"], optimizer)) == len(study.SEEDS)
-        for key, rate in tried[0]["rates"].items():
-            if key != "weight_decay":
-                values = [row["rates"][key] for row in tried]
-                assert min(values) < rate < max(values), (optimizer, key)
-        if optimizer != study.UNCLIPPED:
-            assert study.demo.RATES[optimizer] == tried[0]["rates"]
 
 
 def test_the_page_of_the_package_names_what_it_exports() -> None:

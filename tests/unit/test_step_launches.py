@@ -28,7 +28,6 @@ from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.check import ResultCheck
-from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
 from deepspeed_muon.tools.model_shapes import load_model
@@ -97,20 +96,18 @@ def launches_of(name: str, tensors: list[Tensor]) -> int:
 
 
 def bound_of(
-    model: str, ranks: int, rank: int, launches: Launches, variant: str, sets: int, **params: Any
+    model: str, ranks: int, rank: int, launches: Launches, variant: str, **params: Any
 ) -> BoundSteps:
     """Return the step sets of one rank at ZeRO 3, on the meta device and in bf16; messages and passes only count."""
     config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant, **params})
     routes = [each for each in route_parameters(load_model(model), config) if each.algorithm == "muon"]
-    step_sets = []
-    for index in range(sets):
-        layouts, offset = [], 0
-        for route in routes[index::sets]:
-            shard = -(-route.numel // ranks)
-            layouts.append(route.layout(index, sharded_placement(offset, route.numel, shard)))
-            offset += shard
-        partition = Partition(index, torch.empty(offset, device=META), True)
-        step_sets.append(StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16))
+    layouts, offset = [], 0
+    for route in routes:
+        shard = -(-route.numel // ranks)
+        layouts.append(route.layout(0, sharded_placement(offset, route.numel, shard)))
+        offset += shard
+    partition = Partition(0, torch.empty(offset, device=META), True)
+    step_set = StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16)
     iterate = launches.during("iteration", orthogonalize)
 
     def count_call(*args: Any, **kwargs: Any) -> Tensor:
@@ -119,34 +116,28 @@ def bound_of(
         return found
 
     counts, recorder, buffers = SentCounts(), StepRecorder(every=100, check=True), ExchangeBuffers(META)
-    bound = BoundSteps(
-        [
-            StepContext(
-                number, step_set, config, META, count_call, counts, recorder, buffers, StatePolicy(), True
-            )
-            for number, step_set in enumerate(step_sets)
-        ]
+    context = StepContext(
+        0, step_set, config, META, count_call, counts, recorder, buffers, StatePolicy(), True
     )
+    bound = BoundSteps([context])
 
     def count_pass(*args: Any) -> None:
         launches.counts["passes"] += -(-len(args[-2]) // FRAGMENTS)
 
-    for runner in bound.runners:
-        runner._passes = FlatPasses("counted", count_pass, count_pass, count_pass)
+    bound.runners[0]._passes = FlatPasses("counted", count_pass, count_pass, count_pass)
     return bound
 
 
-def counted(
-    model: str, ranks: int, variant: str = "muon", sets: int = 1, **params: Any
-) -> tuple[list[StepRunner], Launches]:
-    """Return the runners of the rank that owns most matrices, and what its third step launches."""
+def counted(model: str, ranks: int, variant: str = "muon", **params: Any) -> tuple[StepRunner, Launches]:
+    """Return the runner of the rank that owns most matrices, and what its third step launches."""
     launches = Launches()
-    owners = Counter(bound_of(model, ranks, 0, launches, variant, sets, **params).runners[0].plan.owners)
-    bound = bound_of(model, ranks, owners.most_common(1)[0][0], launches, variant, sets, **params)
+    owners = Counter(bound_of(model, ranks, 0, launches, variant, **params).runners[0].plan.owners)
+    bound = bound_of(model, ranks, owners.most_common(1)[0][0], launches, variant, **params)
     group = {**MuonConfig(variant=variant).group_defaults("muon"), "lr": 0.02}
-    partitions = [runner.step_set.partitions[0].tensor for runner in bound.runners]
-    state: dict[Tensor, dict[str, Any]] = {partition: {} for partition in partitions}
-    grads = {index: torch.empty_like(partition) for index, partition in enumerate(partitions)}
+    (runner,) = bound.runners
+    partition = runner.step_set.partitions[0].tensor
+    state: dict[Tensor, dict[str, Any]] = {partition: {}}
+    grad = torch.empty_like(partition)
 
     def send(*_: Any) -> list[Any]:
         launches.counts["all-to-all"] += 1
@@ -157,31 +148,27 @@ def counted(
         return tensor
 
     settle = launches.during("check", ResultCheck.settle)
-    scale_rows = launches.during("formula", OwnedRows.scale_rows)
     with (
-        mock.patch.object(OwnedRows, "scale_rows", lambda *args, **kwargs: scale_rows(*args, **kwargs)),
         mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
         mock.patch("deepspeed_muon.step.gradient_status.all_reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
-        for _ in range(
-            3
-        ):  # the first step makes the momentum, the second copies the positions of its verdicts
+        # The first step makes the momentum, the second copies the positions of its verdicts.
+        for _ in range(3):
             launches.counts.clear()
             launches.waits = launches.calls = 0
             with launches:
                 exchange = launches.during("flags", bound.exchange_flags)
-                exchange({index: [grad] for index, grad in grads.items()})
-                for index, runner in enumerate(bound.runners):
-                    report = bound.gradient_status[runner].report()
-                    runner.run(report.active, {index: grads[index]}, {index: group}, state)
-    return bound.runners, launches
+                exchange({0: [grad]})
+                report = bound.gradient_status[runner].report()
+                runner.run(report.active, {0: grad}, {0: group}, state)
+    return runner, launches
 
 
 def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
     """Llama-7b on 64 ranks: a rank holds fragments of all 224 matrices, and owns four of them."""
-    (runner,), launches = counted("llama-7b", 64)
+    runner, launches = counted("llama-7b", 64)
     assert (len(runner.plan.matrices), max(Counter(runner.plan.owners).values())) == (224, 4)
     assert launches.waits == 1, "the host waits for the flags of the gradients alone"
     assert launches.counts["all-to-all"] == 2 * len(runner.plan.chunks)
@@ -190,22 +177,7 @@ def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
     assert launches.counts["passes"] <= 12 and with_graphs <= 79 and launches.counts.total() <= 147
 
 
-def test_step_sets_read_their_flags_together() -> None:
-    """ZeRO 3 has as many sub-groups as sub_group_size makes."""
-    runners, launches = counted("llama-7b", 64, sets=3)
-    assert len(runners) == 3 and launches.waits == 1
-
-
 @pytest.mark.parametrize(("variant", "most"), [("muon_eq", 159), ("normuon", 203)])
 def test_variants_wait_as_rarely_as_muon(variant: str, most: int) -> None:
     _, launches = counted("llama-7b", 64, variant)
     assert launches.waits == 1 and launches.counts.total() <= most
-
-
-def test_row_state_takes_one_launch_a_batch() -> None:
-    """It writes new rows over the old ones. NorMuon's formula takes 13; the host waits no more often."""
-    (_, muon), (_, normuon) = (counted("llama-7b", 64, variant) for variant in ("muon", "normuon"))
-    assert normuon.waits == muon.waits == 1 and normuon.calls == muon.calls
-    assert normuon.counts["all-to-all"] == muon.counts["all-to-all"]
-    assert normuon.counts["formula"] == 13 * normuon.calls
-    assert normuon.counts.total() - normuon.counts["formula"] == muon.counts.total() + normuon.calls

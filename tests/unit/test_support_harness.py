@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.harness import CommandFailed, RankPool, RanksFailed, run_command, run_ranks
-from tests.support.hygiene import SHM_DIR, remove_shm, remove_stale_locks, shm_files, stale_locks
+from tests.support.hygiene import shm_files
 from tests.support.thinning import full
 
 Pools = Callable[[int], RankPool]
@@ -40,29 +39,9 @@ def sleep_on(rank: int, world_size: int, *, bad: int, seconds: float) -> int:
     return rank
 
 
-def spoil_state(rank: int, world_size: int) -> float:
-    drawn = torch.rand(()).item()
-    os.environ["SPOILED"] = "1"
-    os.chdir("/")
-    torch.set_default_dtype(torch.float64)
-    torch.set_grad_enabled(False)
-    dist.new_group(list(range(world_size)))
-    return drawn
-
-
-def read_state(rank: int, world_size: int) -> list[object]:
-    groups = len(torch.distributed.distributed_c10d._world.pg_map)
-    return ["SPOILED" in os.environ, os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled(), groups]
-
-
 def one_collective_too_many(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.all_reduce(torch.ones(1), async_op=True)
-
-
-def environment(rank: int, world_size: int) -> dict[str, str | None]:
-    names = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "EXTRA")
-    return {name: os.environ.get(name) for name in names} | {"backend": dist.get_backend()}
 
 
 def shm_op_is_on(rank: int, world_size: int) -> bool:
@@ -105,31 +84,9 @@ def test_a_hang_is_ended_and_its_stack_is_shown(ranks: Pools) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_call_cannot_see_the_one_before(ranks: Pools) -> None:
-    pool = ranks(2)
-    clean = pool.run(read_state)
-    first = pool.run(spoil_state)
-    assert pool.run(read_state) == clean
-    assert pool.run(spoil_state) == first  # seeded alike
-
-
 def test_an_unmatched_collective_fails_the_call_that_issued_it(ranks: Pools) -> None:
     with pytest.raises(RanksFailed, match=r"clean-up after .*one_collective_too_many"):
         ranks(2).run(one_collective_too_many, timeout=4.0)
-
-
-def test_environment_of_a_rank(ranks: Pools) -> None:
-    forked = ranks(2).run(environment)
-    own_interpreter = run_ranks(environment, 1, env={"EXTRA": "yes"})
-    for results, extra in ((forked, None), (own_interpreter, "yes")):
-        for rank, result in enumerate(results):
-            assert (result["DS_ACCELERATOR"], result["OMP_NUM_THREADS"], result["backend"]) == (
-                "cpu",
-                "1",
-                "gloo",
-            )
-            assert result["RANK"] == result["LOCAL_RANK"] == str(rank) and result["EXTRA"] == extra
-            assert (result["WORLD_SIZE"], result["MASTER_ADDR"]) == (str(len(results)), "127.0.0.1")
 
 
 @pytest.mark.compat
@@ -145,38 +102,6 @@ def test_run_command_returns_and_reports_output() -> None:
     assert done.stdout == "cpu\n"
     with pytest.raises(CommandFailed, match=r"(?s)ended with code 3.*some words"):
         run_command([sys.executable, "-c", "print('some words'); raise SystemExit(3)"])
-
-
-def test_run_command_kills_what_it_started() -> None:
-    script = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-        "print(child.pid, flush=True); time.sleep(600)"
-    )
-    with pytest.raises(CommandFailed, match="did not end within 2 s") as caught:
-        run_command([sys.executable, "-c", script], timeout=2.0)
-    assert not alive(int(str(caught.value).split()[-1]))
-
-
-def test_a_file_in_use_is_not_removed() -> None:
-    name = f"torch_{os.getpid()}_harness_test"
-    path = SHM_DIR / name
-    with open(path, "wb"):
-        assert remove_shm([name]) == []
-    assert path.exists()
-    assert remove_shm([name]) == [name]
-    assert not path.exists()
-
-
-def test_only_stale_locks_are_removed(tmp_path: Path) -> None:
-    for op in ("held", "stale"):
-        (tmp_path / op).mkdir()
-    stale = tmp_path / "stale" / "lock"
-    stale.touch()
-    with open(tmp_path / "held" / "lock", "w"):
-        assert stale_locks(tmp_path) == [stale]
-        assert remove_stale_locks(tmp_path) == [stale]
-    assert (tmp_path / "held" / "lock").exists()
 
 
 def alive(pid: int) -> bool:
