@@ -1,7 +1,6 @@
 // The index arithmetic of the CUDA kernels behind a C interface, for tests/unit/test_ops_kernel_indices.py.
 //
 // Functions fill arrays that the caller has allocated; an element is what one call of the header's function gives.
-#include "code_blocks.h"
 #include "flat_split.h"
 #include "sym_layout.h"
 #include "sym_schedule.h"
@@ -11,11 +10,8 @@ using namespace muon;
 extern "C" {
 
 int constant_tile() { return kTile; }
-int constant_group_rows() { return kGroupRows; }
-int constant_stage_bytes() { return kStageBytes; }
 int constant_mirror_steps() { return kMirrorSteps; }
 int constant_flat_vector() { return kFlatVector; }
-int constant_flat_tile() { return kFlatTile; }
 
 int64_t schedule_total(int m, int batch) { return TileSchedule(m, batch).total; }
 
@@ -31,16 +27,6 @@ void schedule_tiles(int m, int batch, int32_t* out) {
 }
 
 int triangle_row_of(int64_t index) { return triangle_row(index); }
-
-// out[index] = (row, chunk, byte offset) for the straight copy.
-void straight_map(int32_t* out) {
-  for (int index = 0; index < kTile * kTileChunks; ++index) {
-    const ChunkCoord at = straight_chunk(index);
-    *out++ = at.row;
-    *out++ = at.chunk;
-    *out++ = staged_chunk(at.row, at.chunk);
-  }
-}
 
 // out[step][lane] = (source row, source chunk, source byte offset, target row, target chunk).
 void mirror_map(int32_t* out) {
@@ -85,22 +71,5 @@ void flat_plan(const uint64_t* addresses, const int* bytes, int64_t n, int64_t* 
   *out++ = split.singles(n);
   for (int64_t index = 0; index < split.singles(n); ++index) *out++ = split.single(index);
 }
-
-int constant_code_block() { return kCodeBlock; }
-
-// For each block of a fragment of `n` elements: first element and the end. Returns their number.
-int64_t code_blocks(int64_t before, int64_t n, int64_t* out) {
-  const CodeBlocks blocks{nullptr, before};
-  for (int64_t block = 0; block < blocks.count(n); ++block) {
-    *out++ = blocks.begin(block);
-    *out++ = blocks.end(block, n);
-  }
-  return blocks.count(n);
-}
-
-float scale_of_codes(uint32_t largest) { return code_scale(largest); }
-int code_of_quotient(float quotient) { return code_of(quotient); }
-
-int fragment_of_tile(const int64_t* firsts, int count, int64_t tile) { return fragment_of(firsts, count, tile); }
 
 }  // extern "C"

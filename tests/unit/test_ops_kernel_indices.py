@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -12,9 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-from deepspeed_muon.ops.torch_operators import BLOCK, block_scales, to_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "ops" / "csrc" / "include"
@@ -34,11 +30,6 @@ def build(folder: Path) -> ctypes.CDLL:
     library.schedule_total.restype = ctypes.c_int64
     library.triangle_row_of.argtypes = [ctypes.c_int64]
     library.flat_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    library.code_blocks.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    library.code_blocks.restype = ctypes.c_int64
-    library.scale_of_codes.argtypes, library.scale_of_codes.restype = [ctypes.c_uint32], ctypes.c_float
-    library.code_of_quotient.argtypes = [ctypes.c_float]
-    library.fragment_of_tile.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
     return library
 
 
@@ -54,7 +45,6 @@ class Maps:
         self.tile = library.constant_tile()
         self.chunks = self.tile // 8
         self.mirror_steps = library.constant_mirror_steps()
-        self.straight = self._fill("straight_map", self.tile * self.chunks, 3)
         self.mirror = self._fill("mirror_map", self.mirror_steps, 32, 5)
 
     def _fill(self, name: str, *shape: int, arguments: tuple[int, ...] = ()) -> np.ndarray:
@@ -110,13 +100,6 @@ def test_persistent_blocks_share_the_work_evenly(maps: Maps, blocks: int) -> Non
             assert {(z, y, x) for z in range(batch) for y in range(rows) for x in range(y + 1)} == set(dealt)
 
 
-def test_tiles_in_flight_need_few_panels(maps: Maps) -> None:
-    # What the bands are for: of 132 consecutive tiles of m = 8192, 8 rows and 17 columns, plus the seam of two bands.
-    work = maps.schedule(8192, 1)
-    panels = [len(set(w[:, 1]) | set(w[:, 2])) for w in (work[i : i + 132] for i in range(0, len(work), 132))]
-    assert max(panels) <= 45 and np.median(panels) <= 28
-
-
 def test_fragments_cover_the_tile_without_bank_conflicts(maps: Maps) -> None:
     fragments = maps.fragments()
     rows, cols, offsets, definition = (fragments[..., i] for i in range(4))
@@ -128,12 +111,6 @@ def test_fragments_cover_the_tile_without_bank_conflicts(maps: Maps) -> None:
     # One access of a warp: all lanes, one (i, half, j); 4 bytes each in 32 different banks.
     per_access = np.moveaxis(offsets, 1, -1).reshape(-1, 32)
     assert all(banks_used(access, 4).max() == 1 for access in per_access)
-
-
-def test_straight_copy_has_no_bank_conflicts(maps: Maps) -> None:
-    # 16-byte accesses go in phases of eight lanes.
-    for phase in maps.straight[:, 2].reshape(-1, 8):
-        assert banks_used(phase, 16).max() == 1
 
 
 def test_mirrored_copy(maps: Maps) -> None:
@@ -171,40 +148,3 @@ def test_flat_split_covers_every_element_once(maps: Maps, widths: tuple[int, int
                 vectorised += 1
                 assert all((each + width * head) % 16 == 0 for each, width in zip(past, widths, strict=True))
     assert vectorised >= 20
-
-
-def test_an_aligned_shard_is_all_vectors(maps: Maps) -> None:
-    out = np.empty(16, dtype=np.int64)
-    flat_plan(maps, (0, 0, 0), (4, 4, 2), 1 << 20, out)
-    assert out[:3].tolist() == [0, math.ceil((1 << 20) / 8), 0]
-
-
-def test_every_tile_belongs_to_its_fragment(maps: Maps) -> None:
-    """Also where fragments without tiles lie between, and for more tiles than 32 bits count."""
-    assert maps.library.constant_flat_tile() % maps.library.constant_flat_vector() == 0
-    for tiles in ([1], [3, 1, 2], [2, 0, 0, 3], [1] * 72, [1 << 40, 1, 1 << 33]):
-        firsts = np.array([0, *np.cumsum(tiles)[:-1]], dtype=np.int64)
-        for number, (first, count) in enumerate(zip(firsts.tolist(), tiles, strict=True)):
-            for tile in {first, first + count // 2, first + count - 1} if count else ():
-                assert maps.library.fragment_of_tile(firsts.ctypes.data, len(tiles), tile) == number
-
-
-@pytest.mark.parametrize("before", [0, 1, 100, 255])
-def test_every_element_is_in_its_block_of_codes(maps: Maps, before: int) -> None:
-    block = maps.library.constant_code_block()
-    assert block == BLOCK and maps.library.constant_flat_tile() % block == 0
-    for n in (1, 2, 155, 156, 157, 255, 256, 257, 512, 1000):
-        bounds = np.zeros((10, 2), dtype=np.int64)
-        count = maps.library.code_blocks(before, n, bounds.ctypes.data)
-        elements = [(number, index) for number in range(count) for index in range(*bounds[number])]
-        assert elements == [((before + index) // block, index) for index in range(n)]
-
-
-def test_codes_and_their_scales_are_those_of_the_quantizer(maps: Maps) -> None:
-    largest = torch.cat((torch.logspace(-45, 38, 999), torch.tensor([0.0, 127 * 2.0**-126, math.inf])))
-    found = [maps.library.scale_of_codes(bits) for bits in largest.view(torch.int32).tolist()]
-    assert found == block_scales(largest).tolist()
-    assert math.isnan(maps.library.scale_of_codes(0x7FC00000))
-    quotients = torch.cat((torch.linspace(-127, 127, 2033), torch.arange(-127, 127) + 0.5))
-    codes = [maps.library.code_of_quotient(each) for each in quotients.tolist()]
-    assert codes == to_codes(quotients, torch.ones(1)).tolist()

@@ -12,9 +12,7 @@
 #include <deque>
 #include <map>
 #include <random>
-#include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -248,18 +246,6 @@ struct Warp {
 };
 std::vector<Warp> warps;
 
-constexpr int kWarpgroup = 128;
-constexpr int kRegisters = 64 * 1024;  // of a multiprocessor
-
-struct Warpgroup {
-  int registers = 0;  // a thread
-  int wanted = 0;
-  int arrived = 0;
-  uint64_t generation = 0;
-};
-std::vector<Warpgroup> warpgroups;
-int free_registers = 0;  // of the block, beyond those of its warpgroups
-
 // All lanes of a warp come here; the last one carries the operation out for all of them.
 template <typename Execute>
 void together(const char* operation, void* argument, Execute execute) {
@@ -447,9 +433,6 @@ void start_block(unsigned threads) {
   meetings.clear();
   box_copies.clear();
   warps.assign(threads / kWarp, {});
-  // What the compiler gives a kernel of one block a multiprocessor.
-  warpgroups.assign((threads + kWarpgroup - 1) / kWarpgroup, {std::min(248, kRegisters / static_cast<int>(threads) / 8 * 8)});
-  free_registers = 0;
   copies.assign(threads, {});
   seen.assign(threads, Times(threads, 0));
   now.assign(threads, 1);
@@ -527,11 +510,6 @@ void fail(const char* what) {
   for (;;) leave();
 }
 
-// The sectors of 32 bytes that each access of a warp touches. An access is the n-th of each of its lanes.
-static bool counts_sectors = false;
-static std::map<std::pair<unsigned, unsigned>, int> accesses;                 // of a block's thread
-static std::set<std::tuple<unsigned, unsigned, int, uintptr_t>> sectors;      // of a block, warp and access
-
 void allow_shared(const void* handle, size_t bytes) { shared_limits[handle] = bytes; }
 
 void touch(const void* address, int bytes, bool written) {
@@ -541,9 +519,6 @@ void touch(const void* address, int bytes, bool written) {
   const auto stack = reinterpret_cast<uintptr_t>(stacks[current]);
   if (place - stack < kStackBytes) return;
   if (!in_an_operand(address, bytes, written)) fail(kOutside);
-  if (!counts_sectors) return;
-  const int access = accesses[{block_index.x, thread_index.x}]++;
-  sectors.emplace(block_index.x, thread_index.x / kWarp, access, place / 32);
 }
 
 void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes, cudaStream_t stream,
@@ -707,24 +682,6 @@ void copy_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int x, 
   box_copies.push_back(copy);
 }
 
-void set_registers(int count, bool more) {
-  if (count % 8 || count < 24 || count > 256) fail("setmaxnreg takes multiples of 8 from 24 to 256");
-  Warpgroup& mine = warpgroups[current / kWarpgroup];
-  if (mine.arrived == 0) mine.wanted = count;
-  if (mine.wanted != count) fail("warps of a warpgroup disagree on their registers");
-  if (more ? count < mine.registers : count > mine.registers) fail("setmaxnreg in the wrong direction");
-  if (++mine.arrived < kWarpgroup) {
-    wait_until([&mine, before = mine.generation] { return mine.generation != before; });
-    return;
-  }
-  const int needed = (count - mine.registers) * kWarpgroup;
-  wait_until([needed] { return free_registers >= needed; });
-  free_registers -= needed;
-  mine.registers = count;
-  mine.arrived = 0;
-  ++mine.generation;
-}
-
 void group_fence() {
   together("wgmma.fence", nullptr, [](Warp& warp) { warp.fenced = true; });
 }
@@ -843,17 +800,6 @@ void bench_operand(const void* base, int64_t row, int64_t rows, int64_t matrices
                              written != 0});
 }
 void bench_forget() { bench::operands.clear(); }
-
-// Counts sectors of global memory from now on, or returns how many there were.
-void bench_count_sectors() {
-  bench::counts_sectors = true;
-  bench::accesses.clear();
-  bench::sectors.clear();
-}
-uint64_t bench_sectors() {
-  bench::counts_sectors = false;
-  return bench::sectors.size();
-}
 
 // What went wrong in the launches since; empty if nothing did.
 const char* bench_error() { return bench::error.c_str(); }

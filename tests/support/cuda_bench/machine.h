@@ -4,7 +4,7 @@
 // the tensor core's products. Whatever is asynchronous ends early or late, as the mode says. Every mistake that hardware
 // would answer with a wrong number in silence ends the launch with a message here: an address outside of shared memory, a
 // barrier that too many arrive at or that the copy engine was not told of, an access to global memory outside of the
-// operands or off its 16 bytes, more shared memory or registers than a block was given, lanes of a warp that disagree,
+// operands or off its 16 bytes, more shared memory than a block was given, lanes of a warp that disagree,
 // copies in flight at the end, and a word of shared memory that one thread writes and another one reads, or writes,
 // without a barrier in between.
 #pragma once
@@ -59,8 +59,6 @@ void phase_init_fence();
 void phase_arrive(uint32_t barrier, uint32_t bytes);
 void phase_wait(uint32_t barrier, uint32_t parity);
 void copy_box(uint32_t target, const CUtensorMap_st* map, uint32_t barrier, int x, int y, int z);
-// setmaxnreg: by all four warps of a warpgroup, out of what the block got at its launch.
-void set_registers(int count, bool more);
 void group_fence();
 void group_commit();
 void group_wait(int pending);

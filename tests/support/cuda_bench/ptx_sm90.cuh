@@ -19,13 +19,9 @@ inline void tensor_copy_3d(uint32_t target, const CUtensorMap* map, uint32_t bar
 }
 
 template <int registers>
-inline void more_registers() {
-  bench::set_registers(registers, true);
-}
+inline void more_registers() {}
 template <int registers>
-inline void fewer_registers() {
-  bench::set_registers(registers, false);
-}
+inline void fewer_registers() {}
 
 inline void wgmma_fence() { bench::group_fence(); }
 inline void wgmma_commit() { bench::group_commit(); }
