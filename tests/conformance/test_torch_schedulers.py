@@ -75,22 +75,24 @@ def test_rates_and_a_saved_run(name: str) -> None:
         theirs = torch.optim.SGD(
             [{k: v if k != "params" else [v[0][1]] for k, v in g.items()} for g in groups()], momentum=0.9
         )
-        mine, expected = SCHEDULERS[name](ours), SCHEDULERS[name](theirs)
+        schedule, expected = SCHEDULERS[name](ours), SCHEDULERS[name](theirs)
         for step in range(4):
-            assert advance(ours, mine, step) == pytest.approx(advance(theirs, expected, step)), step
+            assert advance(ours, schedule, step) == pytest.approx(advance(theirs, expected, step)), step
         again = Muon(groups())
         resumed = SCHEDULERS[name](again)
-        for own, kept in zip(again.param_groups, ours.param_groups, strict=True):
-            for to, source in zip(own["params"], kept["params"], strict=True):
+        for group, reference in zip(again.param_groups, ours.param_groups, strict=True):
+            for to, source in zip(group["params"], reference["params"], strict=True):
                 to.data.copy_(source.data)
         again.load_state_dict(copy.deepcopy(ours.state_dict()))
-        resumed.load_state_dict(copy.deepcopy(mine.state_dict()))
+        resumed.load_state_dict(copy.deepcopy(schedule.state_dict()))
         for step in range(4, 8):
             rates = advance(again, resumed, step)
-            assert rates == advance(ours, mine, step) == pytest.approx(advance(theirs, expected, step)), step
-    for own, kept in zip(again.param_groups, ours.param_groups, strict=True):
-        assert own["momentum"] == kept["momentum"] and own["betas"] == kept["betas"]
-        assert all(torch.equal(a, b) for a, b in zip(own["params"], kept["params"], strict=True))
+            assert rates == advance(ours, schedule, step) == pytest.approx(advance(theirs, expected, step)), (
+                step
+            )
+    for group, reference in zip(again.param_groups, ours.param_groups, strict=True):
+        assert group["momentum"] == reference["momentum"] and group["betas"] == reference["betas"]
+        assert all(torch.equal(a, b) for a, b in zip(group["params"], reference["params"], strict=True))
 
 
 def test_the_list_is_torchs() -> None:
@@ -172,14 +174,14 @@ def under_deepspeed(rank: int, world_size: int, *, stage: int) -> list[list[floa
     config = training.ds_config(stage, extra={"scheduler": {"type": "OneCycle", "params": params}})
     engine = training.make_engine(config, "single")
     groups = deepspeed_muon.muon_optimizer(engine).param_groups
-    found = []
+    settings = []
     for step in range(3):
         training.run_step(engine, step, rank, world_size, 1)
-        found.append([group["momentum"] if group["use_muon"] else group["betas"][0] for group in groups])
-    return found
+        settings.append([group["momentum"] if group["use_muon"] else group["betas"][0] for group in groups])
+    return settings
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeeds_one_cycle_cycles_both_halves(ranks: Any, stage: int) -> None:
-    for found in ranks(2).run(under_deepspeed, stage=stage):
-        assert all(muon == adamw for muon, adamw in found) and len({muon for muon, _ in found}) == 3
+    for result in ranks(2).run(under_deepspeed, stage=stage):
+        assert all(muon == adamw for muon, adamw in result) and len({muon for muon, _ in result}) == 3

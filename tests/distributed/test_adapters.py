@@ -70,8 +70,8 @@ def quantize(layers: nn.ModuleList) -> None:
     import bitsandbytes
 
     for layer in layers:
-        for part in (layer.self_attn, layer.mlp):
-            for name, linear in list(part.named_children()):
+        for block in (layer.self_attn, layer.mlp):
+            for name, linear in list(block.named_children()):
                 if isinstance(linear, nn.Linear):
                     sizes, kind = (linear.in_features, linear.out_features), {"quant_type": "nf4"}
                     narrow = bitsandbytes.nn.Linear4bit(
@@ -80,7 +80,7 @@ def quantize(layers: nn.ModuleList) -> None:
                     narrow.weight = bitsandbytes.nn.Params4bit(
                         linear.weight.data, requires_grad=False, module=narrow, **kind
                     )
-                    setattr(part, name, narrow.to("cpu"))
+                    setattr(block, name, narrow.to("cpu"))
 
 
 def batch(step: int, micro: int) -> tuple[Tensor, Tensor]:
@@ -137,8 +137,8 @@ def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None
     if kind == "experts":
         pytest.importorskip("peft", "0.17", "peft 0.17 has target_parameters")
         pytest.importorskip("transformers", "5.0", "transformers 5 has stacked experts")
-    found = ranks(2).run(train, stage=stage, kind=kind)[0]
-    routes = {name: route for name, route in found["routes"].items() if route[0] != "frozen"}
+    result = ranks(2).run(train, stage=stage, kind=kind)[0]
+    routes = {name: route for name, route in result["routes"].items() if route[0] != "frozen"}
     muon = [name for name, (algorithm, _) in routes.items() if algorithm == "muon"]
     hidden = [name for name in routes if "lm_head" not in name]
     assert muon == [name for name in hidden if "lora_B" in name and "experts" not in name] and muon
@@ -148,5 +148,5 @@ def test_adapters_match_the_reference(ranks: Any, stage: int, kind: str) -> None
     assert ("lora_magnitude_vector" in " ".join(routes)) == (kind == "dora")
 
     start, end, paths = ranks(1).run(reference, kind=kind, muon=muon, micros=2)[0]
-    assert end.keys() == found["params"].keys() == routes.keys()
-    compare_paths(found["params"], start, end, Limits(paths=paths))
+    assert end.keys() == result["params"].keys() == routes.keys()
+    compare_paths(result["params"], start, end, Limits(paths=paths))

@@ -66,12 +66,12 @@ def load(
         "restore": lambda: restore(engine, f"{folder}/set"),
         WAYS[1]: lambda: engine.load_checkpoint(folder),
     }
-    found = []
-    for way in ways:
-        error, changes = attempted(engine, calls[way])
-        found.append({**report(engine), "error": error, "unchanged": not changes})
+    refusals = []
+    for option in ways:
+        error, changes = attempted(engine, calls[option])
+        refusals.append({**report(engine), "error": error, "unchanged": not changes})
     training.run_step(engine, 1, rank, world_size, 1)
-    return found
+    return refusals
 
 
 CHANGES = [
@@ -93,16 +93,16 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path, stage: int) -> Non
     """On every rank, before anything is changed, with what to do."""
     for how in ("", "frozen", "frozen embedding"):
         ranks(2).run(save, how=how, stage=stage, folder=str(tmp_path / how))
-    for saved, now, told in CHANGES:
+    for saved, now, message in CHANGES:
         for results in ranks(2).run(load, how=now, stage=stage, folder=str(tmp_path / saved), ways=WAYS):
-            for said, result in zip((told, told.partition(" (")[0]), results, strict=True):
+            for said, result in zip((message, message.partition(" (")[0]), results, strict=True):
                 assert said in result["error"], result["error"]
                 assert "Make the model as the saved run did" in result["error"], result["error"]
                 assert result["unchanged"]
             # From stage 2 on DeepSpeed ends in a KeyError where a parameter was not frozen and is now.
             left = stage >= 2 and "but not in the optimizer" in results[1]["error"]
-            way = "zero_to_fp32.py extracts" if left else "load_optimizer_states=False"
-            assert way in results[1]["error"], results[1]["error"]
+            remedy = "zero_to_fp32.py extracts" if left else "load_optimizer_states=False"
+            assert remedy in results[1]["error"], results[1]["error"]
 
 
 @pytest.mark.parametrize("stage", [1, full(3)])

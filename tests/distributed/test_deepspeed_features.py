@@ -294,23 +294,23 @@ def unknown_wrappers(rank: int, world_size: int, *, stage: int) -> list[str]:
         (stage3, "DeepSpeedZeroOptimizer_Stage3") if stage == 3 else (stage_1_and_2, "DeepSpeedZeroOptimizer")
     )
     owner = module if stage == 3 else deepspeed.runtime.engine  # where the engine takes the class from
-    known: Any = getattr(module, name)
-    make = known.__init__
+    wrapper_class: Any = getattr(module, name)
+    make = wrapper_class.__init__
 
-    class ReflowOptimizer(known):  # type: ignore[misc]
+    class ReflowOptimizer(wrapper_class):  # type: ignore[misc]
         pass
 
     def without_two(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         del self.micro_step_id, self.averaged_gradients
 
-    found = []
+    refusals = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, ReflowOptimizer)
-        found.append(refusal(rank, world_size, stage=stage, change={}))
+        refusals.append(refusal(rank, world_size, stage=stage, change={}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known, "__init__", without_two)
-        found.append(refusal(rank, world_size, stage=stage, change={}))
+        patch.setattr(wrapper_class, "__init__", without_two)
+        refusals.append(refusal(rank, world_size, stage=stage, change={}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             supported,
@@ -319,8 +319,8 @@ def unknown_wrappers(rank: int, world_size: int, *, stage: int) -> list[str]:
         )
         offload = {"device": "cpu", "buffer_count": 3}
         change = {"zero": {"offload_optimizer": offload, "sub_group_size": 10_000}}
-        found.append(refusal(rank, world_size, stage=stage, change=change))
-    return found
+        refusals.append(refusal(rank, world_size, stage=stage, change=change))
+    return refusals
 
 
 @pytest.mark.compat

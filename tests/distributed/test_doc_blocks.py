@@ -63,12 +63,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 def objects(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects of a block."""
-    found, decoder = [], json.JSONDecoder()
+    values, decoder = [], json.JSONDecoder()
     while text := text.strip():
         value, end = decoder.raw_decode(text)
-        found.append(value)
+        values.append(value)
         text = text[end:]
-    return found
+    return values
 
 
 def without_auto(value: Any) -> Any:
@@ -126,24 +126,29 @@ def check(texts: list[list[str]]) -> None:
     deepspeed_muon.consolidate(engine, "runs/converted")
     for language, text in texts:
         if language == "json":
-            for given in objects(text):
+            for namespace in objects(text):
                 engine.destroy()
-                engine = engine_of(completed(given))
+                engine = engine_of(completed(namespace))
             continue
         tree = ast.parse(text)
         if ELSEWHERE & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
             continue
-        given = {
+        namespace = {
             "deepspeed": deepspeed,
             "deepspeed_muon": deepspeed_muon,
             "torch": torch,
             "nn": nn,
             "pytest": pytest,
         }
-        given |= {"engine": engine, "model": model(page), "optimizer": engine.basic_optimizer, "rate": 0.01}
+        namespace |= {
+            "engine": engine,
+            "model": model(page),
+            "optimizer": engine.basic_optimizer,
+            "rate": 0.01,
+        }
         # The blocks that follow need the process group, which a whole script destroys at its end.
         with mock.patch.object(torch.distributed, "destroy_process_group"):
-            exec(compile(tree, "block", "exec"), {"__name__": "block", **given})
+            exec(compile(tree, "block", "exec"), {"__name__": "block", **namespace})
     engine.destroy()
 
 

@@ -128,8 +128,8 @@ def left_out(rank: int, world_size: int, *, stage: int) -> Any:
     config = ds_config(stage, params=params, zero={"sub_group_size": 500} if stage == 3 else {})
     model = build("toy", exact=False)
     matrix = model.get_parameter("blocks.1.up.weight")
-    others = [param for param in model.parameters() if param is not matrix]
-    groups = [{"params": others}, {"params": [matrix], "muon_lr": 0.01}]
+    remaining = [param for param in model.parameters() if param is not matrix]
+    groups = [{"params": remaining}, {"params": [matrix], "muon_lr": 0.01}]
     engine = training.initialize(model, config, model_parameters=groups)
     handle = matrix.register_hook(lambda grad: grad * 1e9)
     training.run_step(engine, 0, rank, world_size, 1)
@@ -182,7 +182,7 @@ def test_every_rank_names_the_parameter(
     ranks: Any, stage: int, how: str, client: str, said: list[str]
 ) -> None:
     for message in ranks(2).run(try_model, stage=stage, how=how, client=client, timeout=60):
-        assert all(part in message for part in [*said, "ranks [0]", "ranks [1]"]), message
+        assert all(words in message for words in [*said, "ranks [0]", "ranks [1]"]), message
         assert message.count("\n") <= 21
 
 

@@ -391,9 +391,9 @@ def test_accelerate_loop(ranks: Any, stage: int, tmp_path: Path) -> None:
     uninterrupted = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=False)[0]
     assert uninterrupted["groups"] == [["muon", 0.1], ["adamw", 0.1], ["adamw", 0.0]]
     assert len(uninterrupted["losses"]) == 2 * STEPS
-    for number, (muon, decayed, other) in enumerate(uninterrupted["rates"]):
+    for number, (muon, decayed, undecayed) in enumerate(uninterrupted["rates"]):
         assert muon == pytest.approx(RATES["muon_lr"] / (1 + number // 2))
-        assert decayed == other == pytest.approx(RATES["learning_rate"] / (1 + number // 2))
+        assert decayed == undecayed == pytest.approx(RATES["learning_rate"] / (1 + number // 2))
     rest = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=True)[0]
     assert rest["losses"] == uninterrupted["losses"][2 * SAVED_AT :]
     for name, value in uninterrupted["params"].items():

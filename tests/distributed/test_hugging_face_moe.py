@@ -113,7 +113,7 @@ def reference(family: str, listed: bool, world: int, trained: str) -> tuple[Any,
         for name, param in model.named_parameters():
             # A gradient of zero is none: an expert whose only token is the last one has no part in the loss.
             param.grad = total[name] if name in total and total[name].any() else None
-        apart |= len({frozenset(each) for each in used}) == world
+        apart |= len({frozenset(experts) for experts in used}) == world
         norms.append(oracle.update(model))
     assert apart, "in some step every rank uses other experts than the others"
     return start, {name: param.detach() for name, param in model.named_parameters()}, norms
@@ -121,15 +121,15 @@ def reference(family: str, listed: bool, world: int, trained: str) -> tuple[Any,
 
 def experts_with_a_gradient(model: Any, family: str) -> set[tuple[int, int]]:
     """Return the layer and number of each expert that the last backward pass reached."""
-    found = set()
+    reached = set()
     for layer, block in enumerate(blocks_of(model, family)):
         if isinstance(block.experts, torch.nn.ModuleList):
             grads = [expert.down_proj.weight.grad for expert in block.experts]
         else:
             grads = block.experts.down_proj.grad
             grads = [] if grads is None else grads
-        found |= {(layer, number) for number, grad in enumerate(grads) if grad is not None and grad.any()}
-    return found
+        reached |= {(layer, number) for number, grad in enumerate(grads) if grad is not None and grad.any()}
+    return reached
 
 
 def compare(results: list[Any], family: str, listed: bool, trained: str = "") -> None:

@@ -93,16 +93,16 @@ def config_types(rank: int, world_size: int) -> list[str]:
 
     deepspeed_muon.register()
     deepspeed_muon.register()
-    found = [optimizer_of(kind) for kind in ("Muon", "muon", "MUON")]
+    classes = [optimizer_of(kind) for kind in ("Muon", "muon", "MUON")]
     deepspeed_muon.unregister()
     deepspeed_muon.unregister()
     assert not deepspeed_muon.is_registered()
     try:
-        found.append(optimizer_of("Muon"))
+        classes.append(optimizer_of("Muon"))
     finally:
         deepspeed_muon.register()
-    found.append(optimizer_of("muon"))
-    return found
+    classes.append(optimizer_of("muon"))
+    return classes
 
 
 def test_registration(ranks: Any) -> None:
@@ -189,18 +189,18 @@ def test_rates_that_nobody_chose_are_told(ranks: Any) -> None:
     """Without warmup_max_lr DeepSpeed's schedules go to 0.001; an AdamW rate under 'original' hardly moves a matrix."""
     pool = ranks(2)
     both = {"muon_lr": 0.02, "adam_lr": 3e-4}
-    first, other = pool.run(warned_of_rates, params=both, scheduler={})
-    assert not other, "rank 0 speaks for all"
+    first, second = pool.run(warned_of_rates, params=both, scheduler={})
+    assert not second, "rank 0 speaks for all"
     assert len(first) == 1 and "adam_lr 1.5e-05 instead of 0.0003. Set warmup_max_lr to 0.02" in first[0]
     assert "muon_lr 0.001 instead of 0.02" in first[0]
     first, _ = pool.run(warned_of_rates, params={"lr": 3e-4}, scheduler={"warmup_max_lr": 3e-4})
     assert len(first) == 1 and "set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr" in first[0]
-    first, other = pool.run(warned_of_rates, params={"muon_lr": 0.02}, scheduler={"warmup_max_lr": 0.02})
-    assert len(first) == 1 and "has its default, 0.0003: set adam_lr" in first[0] and not other
+    first, second = pool.run(warned_of_rates, params={"muon_lr": 0.02}, scheduler={"warmup_max_lr": 0.02})
+    assert len(first) == 1 and "has its default, 0.0003: set adam_lr" in first[0] and not second
     one = {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}
     narrower = {**one, "tuned_width": 8}
-    first, other = pool.run(warned_of_rates, params=narrower, scheduler={"warmup_max_lr": 3e-4})
-    assert len(first) == 1 and "at width 8 (tuned_width) and this model's is 16" in first[0] and not other
+    first, second = pool.run(warned_of_rates, params=narrower, scheduler={"warmup_max_lr": 3e-4})
+    assert len(first) == 1 and "at width 8 (tuned_width) and this model's is 16" in first[0] and not second
     for params, peak in ((both, 0.02), ({**one, "tuned_width": 16}, 3e-4)):
         assert pool.run(warned_of_rates, params=params, scheduler={"warmup_max_lr": peak}) == [[], []]
 
@@ -232,12 +232,12 @@ def keep_group_settings(rank: int, world_size: int, *, stage: int) -> Any:
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0, "lr": 0.5, "name": "vectors"},
     ]
     engine = training.initialize(model, training.ds_config(stage), model_parameters=groups)
-    found = [
+    settings = [
         [g["algorithm"], float(g["lr"]), float(g["weight_decay"]), g.get("name", "")]
         for g in deepspeed_muon.muon_optimizer(engine).param_groups
     ]
     training.run_step(engine, 0, rank, world_size, 1)
-    return found
+    return settings
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -32,8 +32,10 @@ def usage(rank: int, world_size: int) -> dict[str, int]:
         pages = int(file.read().split()[1])
     return {
         "memory": pages * os.sysconf("SC_PAGE_SIZE"),
-        "tensors": sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()),
-        "engines": sum(issubclass(type(found), deepspeed.DeepSpeedEngine) for found in gc.get_objects()),
+        "tensors": sum(issubclass(type(instance), torch.Tensor) for instance in gc.get_objects()),
+        "engines": sum(
+            issubclass(type(instance), deepspeed.DeepSpeedEngine) for instance in gc.get_objects()
+        ),
         "groups": len(torch.distributed.distributed_c10d._world.pg_map),
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
@@ -42,7 +44,7 @@ def usage(rank: int, world_size: int) -> dict[str, int]:
 
 def train(rank: int, world_size: int, *, engines: int, destroy: bool = True) -> list[dict[str, int]]:
     """Make and destroy engines one after the other; return what this process holds after every fourth."""
-    found = []
+    counts = []
     for number in range(engines):
         offload = training.OFFLOAD if number % 8 > 4 else {}
         config = training.ds_config(number % 4, zero=offload)
@@ -56,8 +58,8 @@ def train(rank: int, world_size: int, *, engines: int, destroy: bool = True) -> 
             engine.destroy()
         del engine, model
         if number % 4 == 3:
-            found.append(usage(rank, world_size))
-    return found
+            counts.append(usage(rank, world_size))
+    return counts
 
 
 def test_engines_of_ours_leave_nothing() -> None:
@@ -98,21 +100,21 @@ def reached(start: list[Any], watched: dict[str, Any]) -> list[str]:
 
     What belongs to modules and classes is left out: it lives as long as the program.
     """
-    names = {id(each): name for name, each in watched.items()}
+    names = {id(referent): name for name, referent in watched.items()}
     shared = {id(vars(module)) for module in list(sys.modules.values())}
     seen: set[int] = set()
-    found: set[str] = set()
+    names_reached: set[str] = set()
     waiting = list(start)
     while waiting:
-        for each in gc.get_referents(waiting.pop()):
-            if id(each) in seen or id(each) in shared or isinstance(each, (ModuleType, type)):
+        for referent in gc.get_referents(waiting.pop()):
+            if id(referent) in seen or id(referent) in shared or isinstance(referent, (ModuleType, type)):
                 continue
-            seen.add(id(each))
-            if id(each) in names:
-                found.add(names[id(each)])
+            seen.add(id(referent))
+            if id(referent) in names:
+                names_reached.add(names[id(referent)])
             else:
-                waiting.append(each)
-    return sorted(found)
+                waiting.append(referent)
+    return sorted(names_reached)
 
 
 def ties(rank: int, world_size: int, *, stage: int, precision: str) -> dict[str, Any]:

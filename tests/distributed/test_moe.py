@@ -150,8 +150,8 @@ def test_ways_of_passing_the_parameters(ranks: Any, groups: str, stage: int) -> 
     """The caller's expert groups, groups without a name, and a client optimizer that knows nothing of experts."""
     results = ranks(2).run(train, stage=stage, ep_size=2, groups=groups)
     compare(results, 2, 0.0)
-    found = {tuple(group) for group in results[0]["groups"]}
-    assert found == {("muon", False), ("adamw", False), ("muon", True), ("adamw", True)}
+    kinds = {tuple(group) for group in results[0]["groups"]}
+    assert kinds == {("muon", False), ("adamw", False), ("muon", True), ("adamw", True)}
     # Of groups with an algorithm it was the number among DeepSpeed's divided groups.
     assert groups != "unnamed" or set(results[0]["caller_groups"]) == {0, 1}
 
@@ -258,9 +258,9 @@ def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str) 
 
 @pytest.mark.parametrize("stage", [full(1), 2])
 def test_resume_is_bit_identical(ranks: Any, stage: int, tmp_path: Path) -> None:
-    whole = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole")
+    uninterrupted = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="whole")
     rest = ranks(4).run(resumed, stage=stage, folder=str(tmp_path), phase="rest")
-    for first, second in zip(whole, rest, strict=True):
+    for first, second in zip(uninterrupted, rest, strict=True):
         training.assert_same_bits(second, first)
 
 
@@ -269,7 +269,7 @@ def test_int8_momentum(ranks: Any, stage: int, ep_size: int) -> None:
     results = ranks(4).run(train, ep_size=ep_size, stage=stage, params={"momentum_dtype": "int8"})
     start, end, _ = reference(4, 0.0, int8_cuts=cuts_in(*results))
     for result in results:
-        errors = sorted(relative(each, end[name], start[name]) for name, each in result["params"].items())
+        errors = sorted(relative(value, end[name], start[name]) for name, value in result["params"].items())
         # See test_precision: some scales and some codes are rounded to the other side.
         within(errors[len(errors) // 2], 1e-4, "median of paths")
         within(errors[-1], 3e-2, "path")

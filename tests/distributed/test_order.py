@@ -71,25 +71,27 @@ def reference(micro_batches: int) -> tuple[Any, Any, list[float]]:
 def test_same_update_and_no_more_bytes(ranks: Any, stage: int, world: int, precision: str) -> None:
     run = ranks(world).run
     balanced = run(train_in_order, stage=stage, round_robin=False, precision=precision)
-    other = run(train_in_order, stage=stage, round_robin=True, precision=precision)
-    assert balanced[0]["places"] != other[0]["places"]
-    assert sorted(balanced[0]["places"]) == sorted(other[0]["places"])
-    assert balanced[0]["routes"] == other[0]["routes"]
+    round_robin = run(train_in_order, stage=stage, round_robin=True, precision=precision)
+    assert balanced[0]["places"] != round_robin[0]["places"]
+    assert sorted(balanced[0]["places"]) == sorted(round_robin[0]["places"])
+    assert balanced[0]["routes"] == round_robin[0]["routes"]
     if world == 2:
         # DeepSpeed gives the model's matrices to the ranks in turn.
         matrices = [
-            name for name, _ in build("toy", **MODEL).named_parameters() if name in other[0]["places"]
+            name for name, _ in build("toy", **MODEL).named_parameters() if name in round_robin[0]["places"]
         ]
-        assert other[0]["places"] == [*matrices[::2], *matrices[1::2]]
-    for results in (balanced, other):
+        assert round_robin[0]["places"] == [*matrices[::2], *matrices[1::2]]
+    for results in (balanced, round_robin):
         assert [result["sent"] for result in results] == results[0]["reported"]
-    assert sum(r["sent"] for r in balanced) <= sum(r["sent"] for r in other) * (0.5 if world == 4 else 1.0)
-    assert balanced[0]["busiest"] <= max(other[0]["busiest"] + 1e-9, 1.05)
+    assert sum(r["sent"] for r in balanced) <= sum(r["sent"] for r in round_robin) * (
+        0.5 if world == 4 else 1.0
+    )
+    assert balanced[0]["busiest"] <= max(round_robin[0]["busiest"] + 1e-9, 1.05)
     start = {name: param.detach() for name, param in build("toy", **MODEL).named_parameters()}
     # In fp32 the orders differ by the rounding of the gradient norm, which clipping brings into every direction. In
     # bf16 that makes single elements round to the other neighbour, which is 2^-8 away, in each of three steps.
     allowed = limits(reference, world).paths
-    for name, expected in other[0]["params"].items():
+    for name, expected in round_robin[0]["params"].items():
         # Each is within the limit of the reference.
         limit = 2 * allowed[name] if precision == "fp32" else 0.05
         within(relative(balanced[0]["params"][name], expected, start[name]), limit, f"path of {name}")

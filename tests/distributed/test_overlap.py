@@ -137,13 +137,13 @@ def test_overlap_with_several_calls_of_the_inner_step(ranks: Any, stage: int, wo
     plain, late = (
         ranks(world).run(across_calls, stage=stage, bf16=bf16, overlap=overlap) for overlap in (False, True)
     )
-    for one, other in zip(plain, late, strict=True):
-        assert other["muon sets"] >= 2
+    for one, overlapped in zip(plain, late, strict=True):
+        assert overlapped["muon sets"] >= 2
         # Some are kept by DeepSpeed.
-        assert other["kept gradients"] == one["kept gradients"]
-        for name, master in other["masters"].items():
+        assert overlapped["kept gradients"] == one["kept gradients"]
+        for name, master in overlapped["masters"].items():
             assert torch.equal(master, one["masters"][name]), name
-            weight = other["weights"][name]
+            weight = overlapped["weights"][name]
             assert torch.equal(weight.double(), master.to(weight.dtype).double()), name
 
 
@@ -154,7 +154,7 @@ def test_a_set_is_updated_when_the_next_one_is_skipped(ranks: Any, stage: int, l
         ranks(2).run(across_calls, stage=stage, bf16=False, overlap=overlap, lose=lose)
         for overlap in (False, True)
     )
-    for one, other in zip(plain, late, strict=True):
-        for name, master in other["masters"].items():
+    for one, overlapped in zip(plain, late, strict=True):
+        for name, master in overlapped["masters"].items():
             assert torch.equal(master, one["masters"][name]) and torch.isfinite(master).all(), name
-            assert torch.equal(other["weights"][name].double(), master), name
+            assert torch.equal(overlapped["weights"][name].double(), master), name

@@ -24,14 +24,14 @@ from tests.support.thinning import full
 
 def merged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the stages' shares of the model together, and check that copies of a parameter are the same bits."""
-    whole: dict[str, Any] = {"params": {}, "momentum": {}, "routes": {}}
+    total: dict[str, Any] = {"params": {}, "momentum": {}, "routes": {}}
     for result in results:
-        for key, found in whole.items():
+        for key, values in total.items():
             for name, value in result[key].items():
-                if name in found and isinstance(value, Tensor):
-                    assert torch.equal(found[name], value), name
-                found[name] = value
-    return [{**result, **whole} for result in results]
+                if name in values and isinstance(value, Tensor):
+                    assert torch.equal(values[name], value), name
+                values[name] = value
+    return [{**result, **total} for result in results]
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def resumed(rank: int, world_size: int, *, folder: str, how: str, rest: bool) ->
 
 @pytest.mark.parametrize("how", ["deepspeed", "consolidated"])
 def test_pipeline_resumes_bit_by_bit(ranks: Any, how: str, tmp_path: Path) -> None:
-    whole = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=False)
+    uninterrupted = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=False)
     rest = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=True)
-    for before, after in zip(whole, rest, strict=True):
+    for before, after in zip(uninterrupted, rest, strict=True):
         training.assert_same_bits(after, before)
 
 

@@ -55,9 +55,9 @@ HEADS = {"matrices": {"*": {"heads": "config"}}}
 )
 def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params: dict[str, Any]) -> None:
     """Experts and heads that lie whole on a rank stay there; the planner counts the same."""
-    found = ranks(world).run(count_a_step, stage=stage, method="standard", kind=kind, params=params)
-    assert found[0]["pieces"] > len(found[0]["owners"][0]), "something is in pieces"
-    for result in found:
+    results = ranks(world).run(count_a_step, stage=stage, method="standard", kind=kind, params=params)
+    assert results[0]["pieces"] > len(results[0]["owners"][0]), "something is in pieces"
+    for result in results:
         assert_as_predicted(result, "owners", "flops", "exchange")
 
 
@@ -70,27 +70,27 @@ def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params:
 def test_memory_is_what_is_kept(ranks: Any, stage: int, world: int, optimizer: str) -> None:
     """Of a decoder whose partitions need no padding and cut no block of 256 elements."""
     count = "benchmarks.state_memory:count_bytes"
-    for found in ranks(world).run(count, model="tiny", stage=stage, optimizer=optimizer):
-        predicted = found.pop("plan")
+    for result in ranks(world).run(count, model="tiny", stage=stage, optimizer=optimizer):
+        predicted = result.pop("plan")
         for role in ("weights", "master_weights", "gradients", "gradient_copy", "momentum", "moments"):
             # Views of gradients, which keep them whole: at stage 2 those of a matrix at either end of a partition.
             cut = 2 * 2 * 176 * 64 if role == "gradients" and stage == 2 else 0
-            assert 0 <= found[role] - predicted[role] <= cut, (role, found, predicted)
-        assert found["exchange_buffers"] <= predicted["exchange_buffers"]
+            assert 0 <= result[role] - predicted[role] <= cut, (role, result, predicted)
+        assert result["exchange_buffers"] <= predicted["exchange_buffers"]
 
 
 def call_collectives(rank: int, world_size: int) -> dict[str, float]:
-    own, each = torch.ones(100), torch.ones(100 * world_size)
+    local, gathered = torch.ones(100), torch.ones(100 * world_size)
     # The names of torch 2.13 and newer, which torch.distributed's older functions call.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     with counted() as counts:
-        all_gather(each, own)
-        reduce_scatter(own, each)
-        all_gather(each, own, async_op=True).wait()
-        dist.all_reduce(own)
-        dist.all_reduce(own[:16])
-        dist.all_to_all_single(each, each.clone())
+        all_gather(gathered, local)
+        reduce_scatter(local, gathered)
+        all_gather(gathered, local, async_op=True).wait()
+        dist.all_reduce(local)
+        dist.all_reduce(local[:16])
+        dist.all_to_all_single(gathered, gathered.clone())
     return counts.sent
 
 

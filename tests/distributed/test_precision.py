@@ -111,9 +111,9 @@ def test_bf16_momentum_matches_the_rounding_reference(ranks: Any, stage: int, ze
     # An element whose fp32 and float64 values (1e-7 apart) lie on two sides of a tie of bf16 (2^-8 apart) is rounded
     # to different neighbours: in 12,000 roundings less than one on average. Where it happens that matrix is off by 2^-8
     # of one element, enlarged in its small directions; all others agree as in fp32.
-    *others, worst = sorted(errors, key=errors.__getitem__)
+    *rest, worst = sorted(errors, key=errors.__getitem__)
     allowed = limits(reference, "toy", 2, 0.5).paths
-    all_within({name: errors[name] for name in others}, allowed, "path of")
+    all_within({name: errors[name] for name in rest}, allowed, "path of")
     within(errors[worst], 1e-2, f"path of {worst}")
     all_within(
         {name: relative(result["momentum"][name], momentum[name]) for name in momentum}, 2**-8, "momentum of"
@@ -174,8 +174,12 @@ def resumed(
             consolidate(engine, f"{folder}/consolidated")
     optimizer = deepspeed_muon.muon_optimizer(engine)
     report = training.outcome(engine)
-    kept = (own["momentum_buffer"] for own in optimizer.state.values() if "momentum_buffer" in own)
-    report["kept"] = {str(number): each for number, each in enumerate(kept)}
+    buffers = (
+        param_state["momentum_buffer"]
+        for param_state in optimizer.state.values()
+        if "momentum_buffer" in param_state
+    )
+    report["kept"] = {str(number): buffer for number, buffer in enumerate(buffers)}
     report["dtypes"] = dtypes_of(optimizer)
     return report
 
@@ -202,11 +206,11 @@ def test_resume_keeps_the_dtypes_bit_for_bit(
     ranks: Any, tmp_path: Path, stage: int, settings: dict[str, Any]
 ) -> None:
     arguments = {"stage": stage, "folder": str(tmp_path), "settings": settings}
-    whole = ranks(2).run(resumed, phase="whole", **arguments)[0]
+    uninterrupted = ranks(2).run(resumed, phase="whole", **arguments)[0]
     for phase in ("rest", "restored"):
         rest = ranks(2).run(resumed, phase=phase, **arguments)[0]
-        assert whole["dtypes"] == rest["dtypes"]
-        training.assert_same_bits(rest, whole, "params", "momentum", "exp_avg", "exp_avg_sq", "kept")
+        assert uninterrupted["dtypes"] == rest["dtypes"]
+        training.assert_same_bits(rest, uninterrupted, "params", "momentum", "exp_avg", "exp_avg_sq", "kept")
 
 
 MOMENTUM = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -231,9 +235,9 @@ def test_variants_in_half_precision(ranks: Any, variant: str, stage: int, stored
     assert result["masters"] == ["torch.bfloat16" if STORED[stored] else "torch.float32"]
     # What a variant keeps for each row stays in fp32.
     row_state = VARIANTS[variant].state
-    kept = [] if row_state is None else [f"{row_state.key} float32"]
+    entries = [] if row_state is None else [f"{row_state.key} float32"]
     dtype = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}[momentum]
-    assert {*kept, f"momentum_buffer {dtype}"} <= {*result["dtypes"]}
+    assert {*entries, f"momentum_buffer {dtype}"} <= {*result["dtypes"]}
     arithmetic = replace(BF16_MODEL, momentum=MOMENTUM[momentum])
     if STORED[stored]:
         arithmetic = replace(arithmetic, masters=torch.bfloat16)

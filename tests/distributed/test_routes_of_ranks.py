@@ -48,8 +48,8 @@ def routes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     for partitioned in (False, True):
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=partitioned):
             model = Model()
-        found = Muon(model).routes
-        results.append([(r.name, r.shape, r.algorithm, r.reason, r.transposed, r.certain) for r in found])
+        of_model = Muon(model).routes
+        results.append([(r.name, r.shape, r.algorithm, r.reason, r.transposed, r.certain) for r in of_model])
     return results[0], results[1]
 
 

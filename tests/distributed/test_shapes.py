@@ -36,8 +36,8 @@ def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, z
     compare(results, "fused", world, 0.5)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["fused"])
     for result in results:  # kernels are chosen before the first step, for what runs and for nothing else
-        prepared, ran, known = result["shapes"]
-        assert prepared == ran == known
+        prepared, ran, expected_shapes = result["shapes"]
+        assert prepared == ran == expected_shapes
     assert any(result["shapes"][0] for result in results)
 
 

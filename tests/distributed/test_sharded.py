@@ -35,7 +35,7 @@ def settings(dtype: str = "fp32", method: str = "gram") -> NsSettings:
 def cases(world_size: int, dtype: str, method: str, count: int) -> list[dict[str, Any]]:
     """Draw shapes, spectra, cuts and batches from a fixed seed: every shape and both sides come up, some often."""
     draw = random.Random(f"{world_size} {dtype} {method}")
-    found = []
+    results = []
     for number in range(count):
         rows, cols = SHAPES[number % len(SHAPES)]
         dim = -2 if (number // len(SHAPES)) % 2 else -1
@@ -46,8 +46,8 @@ def cases(world_size: int, dtype: str, method: str, count: int) -> list[dict[str
         # unsharded iteration errs by 0.6 there: nothing to compare.
         kinds = [kind for kind in KINDS if kind != "low-rank" or dtype == "fp32" or min(rows, cols) >= 64]
         kinds = [draw.choice(kinds) for _ in range(draw.choice([1, 1, 3]))]
-        found.append({"shape": [rows, cols], "dim": dim, "sizes": sizes, "kinds": kinds})
-    return found
+        results.append({"shape": [rows, cols], "dim": dim, "sizes": sizes, "kinds": kinds})
+    return results
 
 
 def batch_of(case: dict[str, Any]) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_shards_give_the_whole_matrix_s_result(ranks: Any, world: int, dtype: st
 def subgroup_and_counts(rank: int, world_size: int) -> dict[str, Any]:
     """Two groups of two ranks work on different matrices at once; count the all-reduces."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = groups[rank // 2]
+    subgroup = groups[rank // 2]
     full = matrix("gaussian", 12 + rank // 2, 40)
     calls: list[int] = []
     original = dist.all_reduce
@@ -115,7 +115,7 @@ def subgroup_and_counts(rank: int, world_size: int) -> dict[str, Any]:
 
     shard = full.chunk(2, dim=1)[rank % 2]
     with mock.patch.object(sharded.dist, "all_reduce", counting):
-        result = orthogonalize_sharded(shard, group=mine, shard_dim=1, settings=settings())
+        result = orthogonalize_sharded(shard, group=subgroup, shard_dim=1, settings=settings())
     expected = orthogonalize(full, settings=settings()).chunk(2, dim=1)[rank % 2]
     outside = refusal(
         lambda: orthogonalize_sharded(full, group=groups[1 - rank // 2], shard_dim=0, settings=settings())

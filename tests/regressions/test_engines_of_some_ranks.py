@@ -33,10 +33,10 @@ def two_engines(
     """Train one engine on each part of the ranks, from other weights; ranks in no part do nothing."""
     mpu = SomeRanks(*parts)
     report: dict[str, Any] = {}
-    for number, part in enumerate(parts):
-        if rank in part:
+    for number, members in enumerate(parts):
+        if rank in members:
             engine = engine_of(mpu, training.ds_config(stage, clipping=0.5, params=params), seed=number)
-            training.train_steps(engine, 3, part.index(rank), len(part))
+            training.train_steps(engine, 3, members.index(rank), len(members))
             weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
             measured = deepspeed_muon.health(engine).get("matrices", {})
             report = {"part": number, "weights": weights, "health": len(measured)}
@@ -57,12 +57,12 @@ def test_it_trains_as_if_it_were_the_program(ranks: Any, stage: int, parts: list
     """Health is sampled over its ranks; weights are those of a program of as many ranks, bit for bit."""
     params = {"health": 1}
     results = ranks(3).run(two_engines, stage=stage, parts=parts, params=params)
-    for number, part in enumerate(parts):
-        if len(part) == 1:
+    for number, members in enumerate(parts):
+        if len(members) == 1:
             continue  # the pool of one rank would cost seconds
-        everybody = {"stage": stage, "parts": [list(range(len(part)))], "params": params}
-        expected = ranks(len(part)).run(two_engines, **everybody)[0]
-        for rank in part:
+        everybody = {"stage": stage, "parts": [list(range(len(members)))], "params": params}
+        expected = ranks(len(members)).run(two_engines, **everybody)[0]
+        for rank in members:
             assert results[rank]["part"] == number and results[rank]["health"] > 0
             training.assert_same_bits(results[rank], expected, "weights")
 
@@ -128,8 +128,8 @@ def mixed(rank: int, world_size: int, *, stage: int, wait: float) -> Any:
 @pytest.mark.parametrize("stage", [0, full(3)])
 def test_another_optimizer_on_one_rank_ends_by_the_timeout(ranks: Any, stage: int) -> None:
     """Ranks of type Muon name those that did not come; the AdamW rank sees what DeepSpeed makes of their absence."""
-    *ours, other = ranks(3).run(mixed, stage=stage, wait=4.0, timeout=60)
+    *ours, adamw = ranks(3).run(mixed, stage=stage, wait=4.0, timeout=60)
     for message in ours:
         assert "ranks [2] did not start an engine with this optimizer within 4 s" in message
         assert "optimizer.type" in message
-    assert other == "the process group's own time-out"
+    assert adamw == "the process group's own time-out"

@@ -91,14 +91,14 @@ def test_files_of_more_ranks_than_saved_are_refused(ranks: Any, tmp_path: Path) 
 
 def save_two_runs(rank: int, world_size: int, *, folder: str, stage: int, precision: str) -> list[float]:
     """Save two runs, at the same step and tag; return what their client state is when it is loaded."""
-    found = []
+    results = []
     for seed in (0, 1):
         engine = engine_for(stage, seed=seed, precision=precision)
         train_step(engine, seed, rank, world_size)
         engine.save_checkpoint(f"{folder}/{seed}", tag="t", client_state={"seed": seed})
-        found.append(engine.load_checkpoint(f"{folder}/{seed}")[1])
-    assert [state.pop("seed") for state in found] == [0, 1]
-    assert not any("muon" in key for state in found for key in state)
+        results.append(engine.load_checkpoint(f"{folder}/{seed}")[1])
+    assert [state.pop("seed") for state in results] == [0, 1]
+    assert not any("muon" in key for state in results for key in state)
     return []
 
 

@@ -71,7 +71,7 @@ def test_the_same_bits_as_contiguous_ones(variant: dict[str, Any]) -> None:
     """In place: whoever holds the memory of a parameter sees the update."""
     ours, theirs = model(LAYOUTS), model({})
     pointers = {name: (p.data_ptr(), p.stride()) for name, p in ours.named_parameters()}
-    first, second = (Muon(each, **SETTINGS, **variant) for each in (ours, theirs))
+    first, second = (Muon(net, **SETTINGS, **variant) for net in (ours, theirs))
     for step in range(3):
         set_gradients(ours, step, strided=step != 1)
         set_gradients(theirs, step, strided=False)
@@ -99,8 +99,8 @@ def test_state_with_other_strides_is_loaded() -> None:
             for key, value in saved["state"][index].items()
         }
     second.load_state_dict(saved)
-    for each, optimizer in ((ours, first), (theirs, second)):
-        set_gradients(each, 1, strided=True)
+    for net, optimizer in ((ours, first), (theirs, second)):
+        set_gradients(net, 1, strided=True)
         optimizer.step()
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
@@ -157,8 +157,8 @@ def updated(view: Any, backend: str, *, contiguous: bool) -> list[Tensor]:
 @pytest.mark.parametrize("backend", [pytest.param("ops", marks=pytest.mark.native), "torch"])
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_without_deepspeed(view: str, backend: str) -> None:
-    found, expected = (updated(VIEWS[view], backend, contiguous=kept) for kept in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    strided, expected = (updated(VIEWS[view], backend, contiguous=contiguous) for contiguous in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(strided, expected, strict=True))
 
 
 def train(rank: int, world_size: int, *, backend: str, view: str) -> dict[str, Tensor]:
@@ -175,6 +175,6 @@ def train(rank: int, world_size: int, *, backend: str, view: str) -> dict[str, T
 
 @pytest.mark.parametrize("backend", [pytest.param("ops", marks=pytest.mark.native), "torch"])
 def test_at_stage_0(ranks: Any, backend: str) -> None:
-    expected, *others = (ranks(2).run(train, backend=backend, view=view)[0] for view in ("", "t", "[::2]"))
-    for masters in others:
+    expected, *strided = (ranks(2).run(train, backend=backend, view=view)[0] for view in ("", "t", "[::2]"))
+    for masters in strided:
         assert all(torch.equal(masters[name], expected[name]) for name in expected)

@@ -44,23 +44,23 @@ def run_engine(rank: int, *, stage: int, kind: str) -> dict[str, Any]:
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
     moe = kind.startswith("moe")
     model: nn.Module = build_deepspeed(2, rank) if moe else build("toy", exact=False)
-    given: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    arguments: dict[str, Any] = {"model_parameters": list(model.parameters())}
     optimizer: dict[str, Any] | None = None
     if kind in ("adamw", "moe"):
         optimizer = ADAMW
     elif kind == "moe groups":
         # Without names, which DeepSpeed asks for where there are experts.
         optimizer = ADAMW
-        given["model_parameters"] = [{"params": list(model.parameters())}]
+        arguments["model_parameters"] = [{"params": list(model.parameters())}]
     elif kind == "its muon":
         optimizer = ITS_MUON
     elif kind == "client":
-        given = {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+        arguments = {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
     elif kind == "callable":
-        given["optimizer"] = lambda params: torch.optim.AdamW(params, lr=1e-3)
+        arguments["optimizer"] = lambda params: torch.optim.AdamW(params, lr=1e-3)
     with process_group_calls() as calls:
         try:
-            engine, *_ = deepspeed.initialize(model=model, config=config_of(stage, optimizer), **given)
+            engine, *_ = deepspeed.initialize(model=model, config=config_of(stage, optimizer), **arguments)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}", "calls": described(calls)}
         losses = []

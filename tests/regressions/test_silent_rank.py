@@ -132,5 +132,5 @@ def timeouts(rank: int, world_size: int) -> list[float]:
 
 def test_collectives_of_others_keep_their_time_out(ranks: Any) -> None:
     """A group has the default group's time-out while collectives of ours run, and its own again afterwards."""
-    for found in ranks(2).run(timeouts):
-        assert found == [7200.0, 1800.0, 7200.0, 7200.0]
+    for result in ranks(2).run(timeouts):
+        assert result == [7200.0, 1800.0, 7200.0, 7200.0]

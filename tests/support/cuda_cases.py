@@ -120,28 +120,28 @@ class Around:
     """Fragments one after the other in a larger tensor, each ``offset`` elements behind a 16-byte boundary."""
 
     def __init__(self, lengths: Sequence[int], offset: int, dtype: torch.dtype, inputs: Inputs) -> None:
-        ends = list(accumulate(-(-(offset + each) // 16) * 16 + 16 for each in lengths))
+        ends = list(accumulate(-(-(offset + length) // 16) * 16 + 16 for length in lengths))
         # Room behind the last one for what a wrong kernel writes.
-        self.whole = inputs(ends[-1] + 3 * 4096, dtype=dtype)
-        self.before = self.whole.clone()
+        self.buffer = inputs(ends[-1] + 3 * 4096, dtype=dtype)
+        self.before = self.buffer.clone()
         starts = [start + offset for start in [0, *ends[:-1]]]
-        self.places = [slice(start, start + each) for start, each in zip(starts, lengths, strict=True)]
-        self.parts = [self.whole[place] for place in self.places]
+        self.slices = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        self.fragments = [self.buffer[fragment] for fragment in self.slices]
 
     def old(self, number: int) -> Tensor:
         """Return what a fragment held at first, in float64."""
-        return self.before[self.places[number]].double()
+        return self.before[self.slices[number]].double()
 
     def alone(self, number: int) -> Tensor:
         """Return what a fragment held at first, in a tensor of its own: from a 16-byte boundary on."""
-        return self.before[self.places[number]].clone()
+        return self.before[self.slices[number]].clone()
 
     def assert_rest_unchanged(self) -> None:
         """Check that nothing outside of the fragments was written."""
-        rest = torch.ones_like(self.whole, dtype=torch.bool)
-        for place in self.places:
-            rest[place] = False
-        assert torch.equal(self.whole[rest], self.before[rest])
+        rest = torch.ones_like(self.buffer, dtype=torch.bool)
+        for fragment in self.slices:
+            rest[fragment] = False
+        assert torch.equal(self.buffer[rest], self.before[rest])
 
 
 def momentum_pack(
@@ -155,21 +155,24 @@ def momentum_pack(
     """The momentum pass on fragments that begin at ``offsets``: the bits of each alone; what lies around them stays."""
     arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
     decays = [0.95 - 0.5 * (number % 2) for number in range(len(lengths))]
-    parts = zip(*(each.parts for each in arrays), strict=True)
-    assert kernels.momentum_pack(list(zip(parts, decays, strict=True)), nesterov=nesterov) == OK
+    fragments = zip(*(array.fragments for array in arrays), strict=True)
+    assert kernels.momentum_pack(list(zip(fragments, decays, strict=True)), nesterov=nesterov) == OK
     for number, decay in enumerate(decays):
         momentum, grad = arrays[0].old(number), arrays[1].old(number)
         size = momentum.abs() + grad.abs()
         momentum += (1 - decay) * (grad - momentum)
         direction = grad + decay * (momentum - grad) if nesterov else momentum
-        _assert_close(arrays[0].parts[number], momentum, size)
-        _assert_close(arrays[2].parts[number], direction, size)
-        assert torch.equal(arrays[1].parts[number].double(), grad)
-        alone = [each.alone(number) for each in arrays]
+        _assert_close(arrays[0].fragments[number], momentum, size)
+        _assert_close(arrays[2].fragments[number], direction, size)
+        assert torch.equal(arrays[1].fragments[number].double(), grad)
+        alone = [array.alone(number) for array in arrays]
         assert kernels.momentum_pack([(alone, decay)], nesterov=nesterov) == OK
-        assert all(torch.equal(each.parts[number], own) for each, own in zip(arrays, alone, strict=True))
-    for each in arrays:
-        each.assert_rest_unchanged()
+        assert all(
+            torch.equal(array.fragments[number], expected)
+            for array, expected in zip(arrays, alone, strict=True)
+        )
+    for array in arrays:
+        array.assert_rest_unchanged()
 
 
 CODE_BLOCK = 256
@@ -183,12 +186,12 @@ class Coded:
         self.before = [0 if n == 0 else (0, 3, 0, 255, 131)[number % 5] for number, n in enumerate(lengths)]
         counts = [-(-(before + n) // CODE_BLOCK) for before, n in zip(self.before, lengths, strict=True)]
         self.scales = Around(counts, 1, torch.float32, inputs)
-        for scales in self.scales.parts:
+        for scales in self.scales.fragments:
             scales.abs_()
 
     def blocks(self) -> list[Blocks]:
         """Return what the launcher takes of each fragment."""
-        return list(zip(self.before, self.scales.parts, strict=True))
+        return list(zip(self.before, self.scales.fragments, strict=True))
 
 
 def momentum_pack_int8(
@@ -215,7 +218,7 @@ def momentum_pack_int8(
     arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, kinds, strict=True)]
     coded = Coded(lengths, inputs)
     # In turn: as they are, a block that is zero, one too small for a scale, and one that is not finite.
-    for number, (codes, grad) in enumerate(zip(arrays[0].parts, arrays[1].parts, strict=True)):
+    for number, (codes, grad) in enumerate(zip(arrays[0].fragments, arrays[1].fragments, strict=True)):
         block = slice(0, CODE_BLOCK - coded.before[number])
         if number % 7 in (1, 4):
             codes[block] = 0
@@ -226,24 +229,27 @@ def momentum_pack_int8(
     # Products with powers of two are exact, so the bits do not depend on fused multiply-adds, which some builds of
     # torch and some processors do not have. There is a formula for each half of the unit interval.
     decays = [0.25 if number % 2 else 0.875 for number in range(len(lengths))]
-    codes, grads, outs, scales = ([x.cpu().clone() for x in each.parts] for each in (*arrays, coded.scales))
+    codes, grads, outs, scales = (
+        [x.cpu().clone() for x in array.fragments] for array in (*arrays, coded.scales)
+    )
     table = torch.tensor([(i, 0, i, 0, n, i) for i, n in enumerate(lengths)])
     rates = torch.tensor([(decay, float(nesterov)) for decay in decays], dtype=torch.float64)
     blocks = torch.tensor([(before, 0) for before in coded.before])
     run(codes, scales, grads, outs, table, rates, blocks)
     fragments = [
-        (parts, decay) for *parts, decay in zip(*(each.parts for each in arrays), decays, strict=True)
+        (tensors, decay)
+        for *tensors, decay in zip(*(array.fragments for array in arrays), decays, strict=True)
     ]
     assert kernels.momentum_pack_int8(fragments, coded.blocks(), nesterov=nesterov) == OK
-    for found, expected in ((arrays[0], codes), (arrays[1], grads), (arrays[2], outs)):
-        for part, other in zip(found.parts, expected, strict=True):
-            assert torch.equal(part.isnan().cpu(), other.isnan())
+    for array, references in ((arrays[0], codes), (arrays[1], grads), (arrays[2], outs)):
+        for fragment, reference in zip(array.fragments, references, strict=True):
+            assert torch.equal(fragment.isnan().cpu(), reference.isnan())
             # Subnormal products are rounded.
-            difference = part.cpu().nan_to_num().double() - other.nan_to_num().double()
+            difference = fragment.cpu().nan_to_num().double() - reference.nan_to_num().double()
             assert bool((difference.abs() <= 2.0**-148).all())
-        found.assert_rest_unchanged()
-    for part, other in zip(coded.scales.parts, scales, strict=True):
-        torch.testing.assert_close(part.cpu(), other, rtol=0, atol=0, equal_nan=True)
+        array.assert_rest_unchanged()
+    for fragment, reference in zip(coded.scales.fragments, scales, strict=True):
+        torch.testing.assert_close(fragment.cpu(), reference, rtol=0, atol=0, equal_nan=True)
     coded.scales.assert_rest_unchanged()
 
 
@@ -257,20 +263,20 @@ def unpack_apply(
     """The pass that applies updates, as :func:`momentum_pack`; with rates on the device the same to the last bit."""
     arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
     decays = [0.998 - 0.5 * (number % 2) for number in range(len(lengths))]
-    parts = zip(*(each.parts for each in arrays), strict=True)
-    assert kernels.unpack_apply(list(zip(parts, decays, strict=True)), lr_scale=0.02) == OK
+    fragments = zip(*(array.fragments for array in arrays), strict=True)
+    assert kernels.unpack_apply(list(zip(fragments, decays, strict=True)), lr_scale=0.02) == OK
     for number, decay in enumerate(decays):
         param, update = arrays[0].old(number), arrays[1].old(number)
-        _assert_close(arrays[0].parts[number], decay * param - 0.02 * update, param.abs() + update.abs())
-        alone = [each.alone(number) for each in arrays]
+        _assert_close(arrays[0].fragments[number], decay * param - 0.02 * update, param.abs() + update.abs())
+        alone = [array.alone(number) for array in arrays]
         assert kernels.unpack_apply([(alone, decay)], lr_scale=0.02) == OK
-        assert torch.equal(arrays[0].parts[number], alone[0])
-    copies = [[each.alone(number) for each in arrays] for number in range(len(lengths))]
+        assert torch.equal(arrays[0].fragments[number], alone[0])
+    copies = [[array.alone(number) for array in arrays] for number in range(len(lengths))]
     rates = torch.tensor([(0.02, decay) for decay in decays], device=inputs.device)
     assert kernels.unpack_apply([(copy, 0.0) for copy in copies], rates=rates) == OK
-    for part, (param, _) in zip(arrays[0].parts, copies, strict=True):
-        assert torch.equal(part, param)
-    assert torch.equal(arrays[1].whole, arrays[1].before)
+    for fragment, (param, _) in zip(arrays[0].fragments, copies, strict=True):
+        assert torch.equal(fragment, param)
+    assert torch.equal(arrays[1].buffer, arrays[1].before)
     arrays[0].assert_rest_unchanged()
 
 
@@ -285,12 +291,12 @@ def divide_transposed(
     batch, rows, cols = shape
     x = inputs(batch, rows + 3, step * cols + 5, dtype=dtypes[0])[:, 1:-2, 3 : 3 + step * cols : step]
     norms = 0.5 + inputs(batch, 1, 1).abs()
-    whole = torch.full((x.numel() + 4096,), 7.0, dtype=dtypes[1], device=inputs.device)
-    out = whole[2048:-2048].view(batch, cols, rows)
+    buffer = torch.full((x.numel() + 4096,), 7.0, dtype=dtypes[1], device=inputs.device)
+    out = buffer[2048:-2048].view(batch, cols, rows)
     assert kernels.divide_transposed(x, norms, out) == OK
     assert torch.equal(out, (x.mT / norms).to(dtypes[1]))
     out.fill_(7.0)
-    assert bool((whole == 7.0).all())
+    assert bool((buffer == 7.0).all())
 
 
 def _assert_close(actual: Tensor, expected: Tensor, size: Tensor) -> None:

@@ -58,7 +58,9 @@ def build(folder: Path, architectures: tuple[str, ...]) -> Path:
     """Compile all CUDA sources for ``architectures`` (such as ``90a``) and link them into one library."""
     nvcc = find_nvcc()
     assert nvcc is not None
-    targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
+    targets = [
+        f"-gencode=arch=compute_{architecture},code=sm_{architecture}" for architecture in architectures
+    ]
     flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", *targets]
 
     def compile_one(source: Path) -> Path:
@@ -117,7 +119,7 @@ class DivideTransposed(ctypes.Structure):
 
 def pointers(tensors: Sequence[Tensor]) -> list[int]:
     """Return the addresses of a fragment's tensors, then their length."""
-    return [*(each.data_ptr() for each in tensors), tensors[0].numel()]
+    return [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()]
 
 
 class Kernels:
@@ -157,7 +159,7 @@ class Kernels:
 
     def momentum_pack(self, fragments: Sequence[Fragment], *, nesterov: bool) -> int:
         """Run one call over fragments of ``(momentum, gradient, out)``, each with its decay."""
-        rows = [(*pointers(each), decay, nesterov) for each, decay in fragments]
+        rows = [(*pointers(tensors), decay, nesterov) for tensors, decay in fragments]
         return self._pass(self.library.muon_momentum_pack, PackRow, rows, fragments)
 
     def momentum_pack_int8(
@@ -165,8 +167,8 @@ class Kernels:
     ) -> int:
         """Run one call over fragments of ``(codes, gradient, out)``, each with its decay and its blocks."""
         rows = [
-            (*pointers(each), decay, nesterov, before, scales.data_ptr())
-            for (each, decay), (before, scales) in zip(fragments, blocks, strict=True)
+            (*pointers(tensors), decay, nesterov, before, scales.data_ptr())
+            for (tensors, decay), (before, scales) in zip(fragments, blocks, strict=True)
         ]
         return self._pass(self.library.muon_momentum_pack, PackRow, rows, fragments)
 
@@ -186,15 +188,15 @@ class Kernels:
 
     def divide_transposed(self, x: Tensor, norms: Tensor, out: Tensor) -> int:
         """Run the pass over (batch, rows, cols); ``out`` is contiguous."""
-        addresses = [each.data_ptr() for each in (x, norms, out)]
+        addresses = [tensor.data_ptr() for tensor in (x, norms, out)]
         problem = DivideTransposed(*addresses, *x.shape, *x.stride(), DTYPES[x.dtype], DTYPES[out.dtype])
         return self._checked(self.library.muon_divide_transposed(ctypes.byref(problem), stream()))
 
     def _pass(
         self, call: Any, row: Any, rows: Sequence[tuple[Any, ...]], fragments: Sequence[Fragment]
     ) -> int:
-        table = (row * len(rows))(*(row(*each) for each in rows))
-        dtypes = [DTYPES[each.dtype] for each in fragments[0][0]]
+        table = (row * len(rows))(*(row(*fields) for fields in rows))
+        dtypes = [DTYPES[tensor.dtype] for tensor in fragments[0][0]]
         return self._checked(call(table, len(rows), *dtypes, stream()))
 
     def _checked(self, status: int) -> int:

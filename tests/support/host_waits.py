@@ -130,11 +130,11 @@ class HostWaits(TorchFunctionMode):
 
 def tensors_of(*objects: Any) -> list[Tensor]:
     """Return the tensors in objects of DeepSpeed: in their attributes, and in the lists and dictionaries of these."""
-    found = []
+    tensors = []
     for attribute in (value for thing in objects for value in vars(thing).values()):
         for leaf in tree_leaves(attribute):
-            found += [leaf] if isinstance(leaf, Tensor) else []
-    return found
+            tensors += [leaf] if isinstance(leaf, Tensor) else []
+    return tensors
 
 
 def count_waits(

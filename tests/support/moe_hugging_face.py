@@ -208,7 +208,7 @@ def muon_names(family: str, *, listed: bool) -> dict[str, bool]:
                 names = [f"{facts['block']}.experts.{n}.{name}.weight" for n in range(EXPERTS)]
             else:
                 names = [f"{facts['block']}.experts.{name}"]
-            is_stack.update({prefix + each: not listed for each in names})
+            is_stack.update({prefix + stem: not listed for stem in names})
     return is_stack
 
 

@@ -17,27 +17,27 @@ from tests.support.training import refusal
 def tensors_of(engine: Any) -> dict[str, Tensor]:
     """Copy the module's weights, the fp32 masters and all optimizer state that this rank holds."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, param in engine.module.named_parameters():
-        found[f"weight {name}"] = param.data
-        found[f"partition of weight {name}"] = getattr(param, "ds_tensor", param).data
+        tensors[f"weight {name}"] = param.data
+        tensors[f"partition of weight {name}"] = getattr(param, "ds_tensor", param).data
     for runner in optimizer.runners:
         for partition in runner.step_set.partitions:
-            found[f"master {partition.index}"] = partition.tensor.data
+            tensors[f"master {partition.index}"] = partition.tensor.data
             for key, value in optimizer.state.get(partition.tensor, {}).items():
-                found[f"{key} {partition.index}"] = torch.as_tensor(value)
-    return {name: value.clone() for name, value in found.items()}
+                tensors[f"{key} {partition.index}"] = torch.as_tensor(value)
+    return {name: value.clone() for name, value in tensors.items()}
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     """Name the tensors that are not bit-identical, or came or went."""
-    found = [f"{name} came or went" for name in before.keys() ^ after.keys()]
+    names = [f"{name} came or went" for name in before.keys() ^ after.keys()]
     for name in before.keys() & after.keys():
         same = before[name].shape == after[name].shape and torch.equal(
             before[name].reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)
         )
-        found += [] if same else [name]
-    return found
+        names += [] if same else [name]
+    return names
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Name what is not bit-identical in two snapshots of one engine."""
-    found = [
+    names = [
         f"{key}: {before['facts'].get(key)} -> {after['facts'].get(key)}"
         for key in before["facts"].keys() | after["facts"].keys()
         if before["facts"].get(key) != after["facts"].get(key)
     ]
-    return found + changed(before["tensors"], after["tensors"])
+    return names + changed(before["tensors"], after["tensors"])
 
 
 def attempted(engine: Any, load: Callable[[], object]) -> tuple[str, list[str]]:

@@ -46,13 +46,13 @@ def triples(cases: Iterable[Any]) -> list[Any]:
 def _thinned(cases: Iterable[Any], size: int) -> list[Any]:
     """Return the cases, tuples or ``pytest.param``, as the latter; their marks stay."""
     params = [case if hasattr(case, "marks") else pytest.param(*case) for case in cases]
-    parts = [_combinations(param.values, size) for param in params]
-    missing = set().union(*parts)
+    of_params = [_combinations(param.values, size) for param in params]
+    missing = set().union(*of_params)
     core_numbers = set()
     while missing:
-        best = max(range(len(params)), key=lambda number: len(parts[number] & missing))
+        best = max(range(len(params)), key=lambda number: len(of_params[number] & missing))
         core_numbers.add(best)
-        missing -= parts[best]
+        missing -= of_params[best]
     return [
         param
         if number in core_numbers
@@ -62,4 +62,4 @@ def _thinned(cases: Iterable[Any], size: int) -> list[Any]:
 
 
 def _combinations(case: tuple[Any, ...], size: int) -> set[_Values]:
-    return set(combinations(((place, repr(value)) for place, value in enumerate(case)), size))
+    return set(combinations(((position, repr(value)) for position, value in enumerate(case)), size))

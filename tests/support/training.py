@@ -146,7 +146,7 @@ def decoded(runner: Any, optimizer: Any, index: int, tensor: Tensor | None) -> T
     """Return the entry of the state of a partition; of momentum in 8 bits the values that it stands for."""
     if tensor is None or tensor.dtype != torch.int8:
         return tensor
-    (bound,) = (each for each in runner.step_set.partitions if each.index == index)
+    (bound,) = (partition for partition in runner.step_set.partitions if partition.index == index)
     state = optimizer.state[bound.tensor]
     values: Tensor = runner.int8_blocks[index].decode_all(tensor.view(-1), state["momentum_scale"])
     return values
@@ -158,7 +158,7 @@ def assemble(engine: Any, read: Any) -> dict[str, Tensor]:
     full: dict[str, Tensor] = {}
     for runner in optimizer.runners:
         tensors = {p.index: read(optimizer, p.tensor) for p in runner.step_set.partitions}
-        tensors |= {index: decoded(runner, optimizer, index, each) for index, each in tensors.items()}
+        tensors |= {index: decoded(runner, optimizer, index, codes) for index, codes in tensors.items()}
         for layout in (*runner.step_set.matrices, *runner.step_set.adamw_parameters):
             tensor = tensors[layout.partition]
             if tensor is None:
@@ -217,9 +217,9 @@ def assert_same_int8_momentum(
     for name, tensor in expected[key].items():
         cuts = {cut // 256 for cut in actual["cuts"][name] + expected["cuts"][name] if cut % 256}
         pairs = zip(actual[key][name].view(-1).split(256), tensor.view(-1).split(256), strict=True)
-        for number, (block, other) in enumerate(pairs):
-            limit = float(other.abs().max()) / 127 * 0.51 if number in cuts else 0.0
-            assert float((block - other).abs().max()) <= limit, (name, number)
+        for number, (block, reference) in enumerate(pairs):
+            limit = float(reference.abs().max()) / 127 * 0.51 if number in cuts else 0.0
+            assert float((block - reference).abs().max()) <= limit, (name, number)
         cut_blocks += len(cuts)
     assert cut_blocks, "no block is cut"
 

@@ -35,7 +35,10 @@ def mend_bf16() -> None:
     dot, cast = builder.create_dot, builder.cast_impl
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (cast(self, each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b))
+        a, b = (
+            cast(self, operand, tl.float32) if operand.dtype.scalar == tl.bfloat16 else operand
+            for operand in (a, b)
+        )
         return dot(self, a, b, *rest)
 
     def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
@@ -85,10 +88,10 @@ def product_faults(
 def iteration_faults(rows: int, cols: int, method: str, dtype: torch.dtype) -> list[str]:
     coefficients = resolve_schedule("quintic")
     x = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(0))
-    expected = torch.stack([newton_schulz(each, coefficients) for each in x])
+    expected = torch.stack([newton_schulz(matrix, coefficients) for matrix in x])
     settings = NsSettings(coefficients, method, dtype)  # type: ignore[arg-type]
     error = error_of(orthogonalize(x, settings=settings, products=products_of(triton_sym.sym_gemm)), expected)
-    limit = max(iteration_limit(each, dtype, [method]) for each in x)
+    limit = max(iteration_limit(matrix, dtype, [method]) for matrix in x)
     return (
         []
         if error <= limit

@@ -91,7 +91,9 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
         out: Tensor, send: Tensor, out_splits: list[int], send_splits: list[int], **options: Any
     ) -> Any:
         sent = send.view(torch.float32).clone()
-        all_to_alls.append([part.clone() for part in sent.split([nbytes // 4 for nbytes in send_splits])])
+        all_to_alls.append(
+            [message.clone() for message in sent.split([nbytes // 4 for nbytes in send_splits])]
+        )
         return all_to_all_single(out, send, out_splits, send_splits, **options)
 
     engine.backward(engine())
@@ -134,8 +136,8 @@ def carried(values: Tensor, matrices: dict[str, Tensor], candidates: dict[str, F
     while position < len(values):
         for fragment in candidates.values():
             expected = matrices[fragment.name].flatten()[fragment.start : fragment.stop]
-            part = values[position : position + len(expected)]
-            if len(part) == len(expected) and torch.cosine_similarity(part, expected, dim=0) > 0.9999:
+            elements = values[position : position + len(expected)]
+            if len(elements) == len(expected) and torch.cosine_similarity(elements, expected, dim=0) > 0.9999:
                 fragments.append(fragment)
                 position += len(expected)
                 break
@@ -155,11 +157,11 @@ def messages(results: list[dict[str, Any]]) -> list[list[list[list[Fragment]]]]:
             [
                 [
                     carried(
-                        part, gradients() if gathers else changes, stored[sender if gathers else receiver]
+                        message, gradients() if gathers else changes, stored[sender if gathers else receiver]
                     )
-                    for receiver, part in enumerate(parts)
+                    for receiver, message in enumerate(by_receiver_of)
                 ]
-                for sender, parts in enumerate(by_sender)
+                for sender, by_receiver_of in enumerate(by_sender)
             ]
         )
     return sent

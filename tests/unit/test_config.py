@@ -86,10 +86,10 @@ def test_arguments_of_other_muons_name_our_key(arguments: Any, keywords: dict[st
 def test_schedules() -> None:
     assert len(MuonConfig.from_params({"ns_steps": 9}).coefficients()) == 9
     assert len(MuonConfig.from_params({"ns_schedule": "deepseekv4"}).coefficients()) == 10
-    own = [[3.4445, -4.7750, 2.0315]] * 6
-    assert len(MuonConfig.from_params({"ns_schedule": own}).coefficients()) == 6
+    rows = [[3.4445, -4.7750, 2.0315]] * 6
+    assert len(MuonConfig.from_params({"ns_schedule": rows}).coefficients()) == 6
     with pytest.raises(ConfigError):
-        MuonConfig.from_params({"ns_schedule": own, "ns_steps": 5})
+        MuonConfig.from_params({"ns_schedule": rows, "ns_steps": 5})
 
 
 def test_wire_dtype() -> None:
@@ -103,7 +103,7 @@ def test_wire_dtype() -> None:
 def test_what_ranks_compare_is_canonical() -> None:
     first = MuonConfig.from_params({"lr": 0.1, "momentum": 0.9})
     second = MuonConfig.from_params({"momentum": 0.9, "lr": 0.1})
-    texts = [each.model_dump_json() for each in (first, second, MuonConfig.from_params({"lr": 0.1}))]
+    texts = [config.model_dump_json() for config in (first, second, MuonConfig.from_params({"lr": 0.1}))]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -171,9 +171,9 @@ def test_type_checkers_know_every_key(tmp_path: Path) -> None:
     options = ["--follow-imports=skip", "--cache-dir=/dev/null", "--config-file="]
     modules = ("config/__init__", "config/keywords", "config/settings", "optimizer")
     files = [str(ROOT / "deepspeed_muon" / f"{module}.py") for module in modules]
-    found = mypy.run([*options, str(program), *files])[0]
-    assert re.findall(r"program\.py:(\d): error", found) == ["5", "6", "7"], found
-    assert 'Unexpected keyword argument "mun_lr" for "Muon"; did you mean "muon_lr"?' in found
+    printed = mypy.run([*options, str(program), *files])[0]
+    assert re.findall(r"program\.py:(\d): error", printed) == ["5", "6", "7"], printed
+    assert 'Unexpected keyword argument "mun_lr" for "Muon"; did you mean "muon_lr"?' in printed
 
 
 def test_a_subclass_has_its_own_signature() -> None:

@@ -21,8 +21,8 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 def links(page: Path) -> list[str]:
     """Return the relative links of a page, without what follows ``#``."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
-    found = (target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose))
-    return [target for target in found if target and "://" not in target]
+    targets = (target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose))
+    return [target for target in targets if target and "://" not in target]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -48,9 +48,9 @@ def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> Non
     # DeepSpeed's and torch's
     foreign = ("Either train_batch_size", "Expected 3 lr_lambdas", "FutureWarning", "deepspeed_shm_comm")
     ours = [message for message in messages if not message.startswith(foreign)]
-    parts = {part.strip(" ;?") for message in ours for part in message.split("...")} - {""}
+    phrases = {phrase.strip(" ;?") for message in ours for phrase in message.split("...")} - {""}
     assert len(messages) >= 17
-    assert not {part for part in parts if not any(part in text for text in said)}
+    assert not {phrase for phrase in phrases if not any(phrase in text for text in said)}
 
 
 def test_the_files_that_the_architecture_page_names_exist() -> None:
@@ -64,7 +64,7 @@ def test_the_files_that_the_architecture_page_names_exist() -> None:
 def literal(node: ast.AST) -> str:
     """Return the constant text of a string, without what is filled in."""
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+        return "".join(piece.value for piece in node.values if isinstance(piece, ast.Constant))
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 

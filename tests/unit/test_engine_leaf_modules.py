@@ -23,8 +23,8 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         self.seen.append(hidden.requires_grad)
-        found: Tensor = self.experts[0](hidden)
-        return found
+        output: Tensor = self.experts[0](hidden)
+        return output
 
 
 class Model(nn.Module):

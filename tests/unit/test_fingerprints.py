@@ -64,9 +64,9 @@ def test_the_table_has_every_function_of_the_installed_release() -> None:
     release = table["releases"].index(deepspeed.__version__.partition("+")[0])
     for owner, name in followed:
         row = table["functions"][fingerprints.name_of(owner, name)]
-        known = [digest for first, digest in row.items() if table["releases"].index(first) <= release]
-        assert fingerprints.digest_of(owner, name) in known, name
-    names = {fingerprints.name_of(*each) for each in followed}
+        digests = [digest for first, digest in row.items() if table["releases"].index(first) <= release]
+        assert fingerprints.digest_of(owner, name) in digests, name
+    names = {fingerprints.name_of(*function) for function in followed}
     for hook in (*HOOKS, *ENGINE_HOOKS):
         owners = [hook.owner] if hook in HOOKS else hook.classes()
         assert {f"{owner.__name__}.{hook.attribute}" for owner in owners} <= names

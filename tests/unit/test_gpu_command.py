@@ -29,7 +29,7 @@ def test_without_a_gpu_it_says_how_to_walk_it(tmp_path: Path) -> None:
 def test_all_programs_are_there(gpu: ModuleType, tmp_path: Path) -> None:
     """Every step names a script, a module or a selection of tests of this repository, also those for a GPU alone."""
     for steps in gpu.steps_of(tmp_path).values():
-        for command in (each for step in steps for each in (step.command, step.dry) if each):
+        for command in (words for step in steps for words in (step.command, step.dry) if words):
             assert command[0] in (gpu.PYTHON, "compute-sanitizer")
             for word in command:
                 is_path = word.endswith(".py") and "/" in word
@@ -45,7 +45,9 @@ def test_a_dry_run_reaches_its_page(tmp_path: Path) -> None:
     (page,) = tmp_path.glob("gpu-dry-run-*.md")
     rows = re.findall(r"^\| (?:check|time|train|sanitize).*", page.read_text(), re.MULTILINE)
     outcomes = [row.split(" | ")[2] for row in rows]
-    assert len(outcomes) > 20 and all(each.startswith(("ok", "left out: needs a GPU")) for each in outcomes)
+    assert len(outcomes) > 20 and all(
+        outcome.startswith(("ok", "left out: needs a GPU")) for outcome in outcomes
+    )
     results = json.loads(page.with_suffix(".json").read_text())["results"]
     assert results.keys() == {"flat", "sym_gemm", "iteration", "optimizer_step", "losses-350M"}
     ours, adam, *theirs = results["losses-350M"]["rows"]

@@ -19,38 +19,38 @@ BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 
 def private_accesses(tree: ast.AST) -> list[tuple[int, str]]:
     """Return line and text of every private attribute of an object in ``OBJECTS`` that a module touches."""
-    found = []
+    accesses = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             target, name = node.value, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
-            target, what = node.args[:2]
-            name = what.value if isinstance(what, ast.Constant) else ""
+            target, attribute = node.args[:2]
+            name = attribute.value if isinstance(attribute, ast.Constant) else ""
         else:
             continue
         private = name.startswith("_") and not name.endswith("__")
         last = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
         if private and last.lstrip("_") in OBJECTS:
-            found.append((node.lineno, ast.unparse(node)))
-    return found
+            accesses.append((node.lineno, ast.unparse(node)))
+    return accesses
 
 
 def test_private_attributes_of_deepspeed_are_touched_in_engine_alone() -> None:
-    found = [
+    accesses = [
         f"{path.relative_to(REPOSITORY)}:{line}: {text}"
         for folder in (PACKAGE, REPOSITORY / "ops")
         for path in sorted(folder.rglob("*.py"))
         if PACKAGE / "engine" not in path.parents
         for line, text in private_accesses(ast.parse(path.read_text()))
     ]
-    assert not found, "\n".join(found)
+    assert not accesses, "\n".join(accesses)
 
 
 def test_the_check_sees_every_way_to_reach_a_private_attribute() -> None:
     touches = ["self.engine._config", "wrapper._load = 1", "getattr(zero, '_step')"]
-    others = ["engine.step()", "self._engine.x", "engine.__dict__", "mine._step"]
-    found = private_accesses(ast.parse("\n".join(touches + others)))
-    assert sorted(line for line, _ in found) == [1, 2, 3]
+    allowed = ["engine.step()", "self._engine.x", "engine.__dict__", "mine._step"]
+    accesses = private_accesses(ast.parse("\n".join(touches + allowed)))
+    assert sorted(line for line, _ in accesses) == [1, 2, 3]
 
 
 def test_the_package_imports_no_tool() -> None:

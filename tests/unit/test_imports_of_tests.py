@@ -21,10 +21,10 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_no_module_imports_from_a_test_module() -> None:
-    found = [
+    faults = [
         f"{path.relative_to(TESTS)} imports {name}"
         for path in sorted(TESTS.rglob("*.py"))
         for name in imported(path)
-        if name.startswith("tests.") and any(part.startswith("test_") for part in name.split("."))
+        if name.startswith("tests.") and any(folder.startswith("test_") for folder in name.split("."))
     ]
-    assert not found, found
+    assert not faults, faults

@@ -65,14 +65,14 @@ def test_what_everybody_should_see_is_always_said(ranks: Any, shown: bool) -> No
 def start(rank: int, world_size: int) -> tuple[str, list[bool]]:
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         engine = training.make_engine(training.ds_config(2))
-    found = [deepspeed_muon.is_active(engine), deepspeed_muon.is_active(object())]
-    return stderr.getvalue(), found
+    active = [deepspeed_muon.is_active(engine), deepspeed_muon.is_active(object())]
+    return stderr.getvalue(), active
 
 
 def test_an_engine_says_in_one_line_that_this_muon_runs(ranks: Any) -> None:
-    for rank, (stderr, found) in enumerate(ranks(2).run(start)):
+    for rank, (stderr, active) in enumerate(ranks(2).run(start)):
         said = [line for line in stderr.splitlines() if line.startswith("deepspeed_muon")]
-        assert len(said) == (rank == 0) and found == [True, False]
+        assert len(said) == (rank == 0) and active == [True, False]
         if said:
             assert f"deepspeed_muon {deepspeed_muon.__version__}: Muon for 8 tensors (" in said[0]
             assert "AdamW for" in said[0] and "kernels: " in said[0]

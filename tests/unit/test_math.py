@@ -129,9 +129,9 @@ def test_polar_express_is_the_authors_implementation(steps: int) -> None:
     for a, b, c in (first, *resolve_schedule("polar_express", steps)[1:]):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    found = newton_schulz(gradient, resolve_schedule("polar_express", steps))
+    result = newton_schulz(gradient, resolve_schedule("polar_express", steps))
     # 1e-7 beside a norm of about 90.
-    assert float((found - x).norm() / x.norm()) < 1e-8
+    assert float((result - x).norm() / x.norm()) < 1e-8
 
 
 def test_restarts_never_come_after_the_last_step() -> None:
@@ -159,13 +159,13 @@ def test_scale_rules() -> None:
 def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
     buf, grad = torch.randn(100), torch.randn(100)
     expected = 0.9 * buf.double() + 0.1 * grad.double()
-    kept = grad.clone()
+    grad_before = grad.clone()
     out = torch.empty(100, dtype=dtype)
     momentum_pack(momentum_pack_, buf, grad, out, 0.9, nesterov)
     close(buf.double(), expected, rtol=1e-5, atol=1e-6)
     direction = 0.1 * grad.double() + 0.9 * expected if nesterov else expected
     close(out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3)
-    assert torch.equal(grad, kept), "at stage 0 the gradient is the caller's"
+    assert torch.equal(grad, grad_before), "at stage 0 the gradient is the caller's"
 
 
 def test_apply() -> None:

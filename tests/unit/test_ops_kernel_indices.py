@@ -138,7 +138,7 @@ def test_flat_split_covers_every_element_once(maps: Maps, widths: tuple[int, int
     vectorised = 0
     for n in [*range(24), 100, 1001]:
         for past in product(*(range(0, 16, width) for width in widths)):
-            flat_plan(maps, [4096 + each for each in past], widths, n, out)
+            flat_plan(maps, [4096 + offset for offset in past], widths, n, out)
             head, vectors, singles = out[:3].tolist()
             elements = set(out[3 : 3 + singles].tolist())
             assert len(elements) == singles
@@ -146,5 +146,7 @@ def test_flat_split_covers_every_element_once(maps: Maps, widths: tuple[int, int
             assert elements == set(range(n)) and singles + vectors * vector == n
             if vectors:
                 vectorised += 1
-                assert all((each + width * head) % 16 == 0 for each, width in zip(past, widths, strict=True))
+                assert all(
+                    (offset + width * head) % 16 == 0 for offset, width in zip(past, widths, strict=True)
+                )
     assert vectorised >= 20

@@ -252,8 +252,8 @@ def beyond_2_31(kernels: Bench) -> None:
     kernels.configure(processors=2 * TILES, blocks=(2 * TILES - 2, 2))
     assert kernels.sym_gemm(a, a, c, d, alpha=0.5, beta=2.0) == OK
     exact = 0.5 * a[1, -128:].double() @ a[1, -256:].double().mT + 2.0 * c[1, -128:, -256:].double()
-    for found in (d[1, -128:, -256:], d[1, -256:, -128:].mT):
-        close(found.double(), exact, rtol=2.0**-10, atol=1e-3)
+    for tiles in (d[1, -128:, -256:], d[1, -256:, -128:].mT):
+        close(tiles.double(), exact, rtol=2.0**-10, atol=1e-3)
 
 
 def more_tiles_than_2_31(kernels: Bench) -> None:
@@ -396,8 +396,10 @@ ALWAYS_PLANTED = {
 @pytest.mark.parametrize(
     "defect",
     [
-        pytest.param(each, id=each["harm"], marks=() if each["harm"] in ALWAYS_PLANTED else pytest.mark.full)
-        for each in DEFECTS
+        pytest.param(
+            defect, id=defect["harm"], marks=() if defect["harm"] in ALWAYS_PLANTED else pytest.mark.full
+        )
+        for defect in DEFECTS
     ],
 )
 def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[str, str]) -> None:

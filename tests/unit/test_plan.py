@@ -77,11 +77,11 @@ def test_what_one_rank_sends_another_receives_in_the_same_order(
         assert len({(c.gathers, c.scatters, c.matrices) for c in chunks}) == 1
         for a in range(world):
             for b in range(world):
-                held, owned = (
+                stored, owned = (
                     elements(chunks[a].fragment_buffer, b, world),
                     elements(chunks[b].owner_buffer, a, world, copies=chunks[b].copies),
                 )
-                assert held == owned or (a == b and not held and chunks[b].copies)
+                assert stored == owned or (a == b and not stored and chunks[b].copies)
 
 
 @settings(max_examples=100)
@@ -114,10 +114,10 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             assert sorted(i for _, i in arrives) == ([] if stays else list(range(matrix.numel)))
         for rank in range(world):
             sent = (segment for c in per_rank[rank].chunks for segment in c.fragment_buffer.segments)
-            found = [(s.matrix_offset, s.shape[2]) for number, s in sent if number == index]
-            place = matrix.placement.fragment_on(rank)
-            absent = not place or stays or (rank == owner and matrix.replicated)
-            assert found == ([] if absent else [(place.matrix_offset, place.numel)])
+            segments = [(s.matrix_offset, s.shape[2]) for number, s in sent if number == index]
+            fragment = matrix.placement.fragment_on(rank)
+            absent = not fragment or stays or (rank == owner and matrix.replicated)
+            assert segments == ([] if absent else [(fragment.matrix_offset, fragment.numel)])
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1
 
 
@@ -170,9 +170,9 @@ def test_all_ranks_work_in_every_chunk() -> None:
     layouts = sharded_layouts(([(64, 64)] * 4 + [(172, 64)] * 3) * 32, 8)
     plan = plans(layouts, 8, chunk=172 * 64)[0]
     total, serial = [0.0] * 8, 0.0
-    for part in plan.chunks:
+    for chunk in plan.chunks:
         load = [0.0] * 8
-        for index in part.matrices:
+        for index in chunk.matrices:
             load[plan.owners[index]] += matrix_flops(layouts[index])
         serial += max(load)
         total = [a + b for a, b in zip(total, load, strict=True)]
@@ -205,13 +205,15 @@ def test_incomplete_layouts_are_refused() -> None:
 
 
 def test_blocks_add_up() -> None:
-    whole = sharded_placement(0, 96, 96)
-    heads = MatrixLayout("q", 12, 8, 0, whole, row_blocks=(4, 4, 4))
+    placement = sharded_placement(0, 96, 96)
+    heads = MatrixLayout("q", 12, 8, 0, placement, row_blocks=(4, 4, 4))
     assert heads.block_shape == (4, 8) and heads.equal_blocks == 3
-    grouped = MatrixLayout("qkv", 12, 8, 0, whole, row_blocks=(8, 2, 2))
+    grouped = MatrixLayout("qkv", 12, 8, 0, placement, row_blocks=(8, 2, 2))
     assert grouped.equal_blocks is None
     assert matrix_flops(grouped) == orthogonalize_flops(8, 8) + 2 * orthogonalize_flops(2, 8)
-    columns = MatrixLayout("c_attn", 12, 8, 0, whole, row_blocks=(6, 6), col_blocks=(5, 3), transposed=True)
+    columns = MatrixLayout(
+        "c_attn", 12, 8, 0, placement, row_blocks=(6, 6), col_blocks=(5, 3), transposed=True
+    )
     assert columns.block_shapes == ((6, 5), (6, 3), (6, 5), (6, 3)) and columns.first_cols == (0, 5)
     narrower = replace(columns, row_blocks=(), col_blocks=())
     assert narrower.block_shapes == ((12, 8),)
@@ -219,9 +221,9 @@ def test_blocks_add_up() -> None:
     assert same == columns and hash(same) == hash(columns) and same.block_shapes == columns.block_shapes
     assert columns.equal_blocks is None and columns.layer_shape(6, 5) == (5, 6)
     with pytest.raises(ValueError, match=r"blocks .5, 5. x .8,. do not add up"):
-        MatrixLayout("q", 12, 8, 0, whole, row_blocks=(5, 5))
+        MatrixLayout("q", 12, 8, 0, placement, row_blocks=(5, 5))
     with pytest.raises(ValueError, match=r"blocks .12,. x .8, 0. do not add up"):
-        MatrixLayout("q", 12, 8, 0, whole, col_blocks=(8, 0))
+        MatrixLayout("q", 12, 8, 0, placement, col_blocks=(8, 0))
 
 
 def test_stacks_are_cut_where_blocks_lie_whole() -> None:
@@ -265,25 +267,27 @@ def test_runs_of_blocks_are_the_stack(
     blocks: int, rows: int, cols: int, before: int, world: int, kind: str, limit: float
 ) -> None:
     dims = [(1, before)] * bool(before) + [(blocks * rows, cols)]
-    whole = replace(MAKERS[kind](dims, world)[-1], row_blocks=(rows,) * blocks)
-    parts = split_stack(whole, cost=float(blocks), limit=limit)
-    assert [part.first_row for part in parts] == [sum(p.rows for p in parts[:i]) for i in range(len(parts))]
-    assert sum(len(part.block_shapes) for part in parts) == blocks
-    assert all(part.block_shape == (rows, cols) == whole.block_shape for part in parts)
-    found = sorted(
-        (f.rank, f.partition_offset + i, part.first_row * cols + f.matrix_offset + i)
-        for part in parts
-        for f in fragments_of(part.placement)
+    stack = replace(MAKERS[kind](dims, world)[-1], row_blocks=(rows,) * blocks)
+    pieces = split_stack(stack, cost=float(blocks), limit=limit)
+    assert [piece.first_row for piece in pieces] == [
+        sum(p.rows for p in pieces[:i]) for i in range(len(pieces))
+    ]
+    assert sum(len(piece.block_shapes) for piece in pieces) == blocks
+    assert all(piece.block_shape == (rows, cols) == stack.block_shape for piece in pieces)
+    elements = sorted(
+        (f.rank, f.partition_offset + i, piece.first_row * cols + f.matrix_offset + i)
+        for piece in pieces
+        for f in fragments_of(piece.placement)
         for i in range(f.numel)
     )
-    assert found == sorted(
+    assert elements == sorted(
         (f.rank, f.partition_offset + i, f.matrix_offset + i)
-        for f in fragments_of(whole.placement)
+        for f in fragments_of(stack.placement)
         for i in range(f.numel)
     )
     # A run that lies whole somewhere never moves; one that does not is small, or one block.
-    for part in parts if len(parts) > 1 else []:
-        assert part.placement.only_rank is not None or len(part.block_shapes) <= max(1, limit)
+    for piece in pieces if len(pieces) > 1 else []:
+        assert piece.placement.only_rank is not None or len(piece.block_shapes) <= max(1, limit)
         if kind != "replicated":
-            holders = [part.placement.rank_of(element) for element in range(part.numel)]
-            assert holders == [f.rank for f in fragments_of(part.placement) for _ in range(f.numel)]
+            holders = [piece.placement.rank_of(element) for element in range(piece.numel)]
+            assert holders == [f.rank for f in fragments_of(piece.placement) for _ in range(f.numel)]

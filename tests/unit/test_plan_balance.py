@@ -69,20 +69,20 @@ def owners_by_definition(costs: list[float], placements: list[Placement], load: 
     """Return the owners as the docstring of plan/owners.py says, with a loop over all ranks."""
     world, owners = len(load), [-1] * len(costs)
     holders = [{f.rank: f.numel for f in fragments_of(placement)} for placement in placements]
-    alone = [index for index, held in enumerate(holders) if len(held) == 1]
+    alone = [index for index, ranks_of in enumerate(holders) if len(ranks_of) == 1]
     for index in alone:
         (owners[index],) = holders[index]
         load[owners[index]] += costs[index]
 
     def ends(index: int) -> dict[int, float]:
         """Return the ranks that may own a matrix, and when each would begin with it."""
-        held, numel = holders[index], placements[index].numel
-        if placements[index].replicated or len(held) >= max(3, (world + 1) // 2):
+        ranks_of, numel = holders[index], placements[index].numel
+        if placements[index].replicated or len(ranks_of) >= max(3, (world + 1) // 2):
             return dict(enumerate(load))
         return {
-            rank: load[rank] + FLOPS_PER_MOVED_ELEMENT * (numel - held.get(rank, 0))
+            rank: load[rank] + FLOPS_PER_MOVED_ELEMENT * (numel - ranks_of.get(rank, 0))
             for rank in range(world)
-            if rank in held or 2 * max(held.values()) < numel
+            if rank in ranks_of or 2 * max(ranks_of.values()) < numel
         }
 
     order = sorted(set(range(len(costs))) - set(alone), key=lambda index: (-costs[index], index))
@@ -119,7 +119,7 @@ def test_owners_are_those_of_the_definition(
 ) -> None:
     placements = [layout.placement for layout in MAKERS[kind](dims, world)]
     costs = [1e5 * rows * cols for rows, cols in dims]
-    load = np.array([1e7 * each for each in before[:world]])
+    load = np.array([1e7 * gigaflops for gigaflops in before[:world]])
     again = load.tolist()
     assert assign_owners(costs, placements, load=load) == owners_by_definition(costs, placements, again)
     assert load.tolist() == again

@@ -36,7 +36,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.living = {key: kept for key, kept in self.living.items() if not kept[0].expired()}
+        self.living = {key: entry for key, entry in self.living.items() if not entry[0].expired()}
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -94,8 +94,8 @@ def test_overlap_is_given_up_above_a_gibibyte(plan_of: PlanOf) -> None:
 def test_the_largest_chunk(count: int, bound: int, largest: int) -> None:
     """Four ranks own sixteen matrices each; one that is larger than the bound travels alone."""
     matrices = [Route(f"{number}", (64, 64), "muon", "") for number in range(count)]
-    found = exchange_of(matrices, PlanSettings(4, config=MuonConfig(exchange_chunk_numel=bound)))
-    assert found.largest_chunk == largest
+    exchange = exchange_of(matrices, PlanSettings(4, config=MuonConfig(exchange_chunk_numel=bound)))
+    assert exchange.largest_chunk == largest
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_state_with_momentum_in_8_bits_over_adamws(plan_of: PlanOf, model: str, 
 def test_dtypes_of_a_deepspeed_configuration(plan_of: PlanOf, tmp_path: Path) -> None:
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     path = tmp_path / "ds_config.json"
-    found = {}
+    dtypes = {}
     for name, section in (("fp32", {"enabled": True}), ("bf16", bf16)):
         path.write_text(json.dumps({"optimizer": {"type": "Muon", "params": {}}, "bf16": section}))
         for stage in (2, 3):
             plan = plan_of("llama-7b", "--params", str(path), "--stage", str(stage))
-            found[name, stage] = plan["step"]["muon"]["memory"]
+            dtypes[name, stage] = plan["step"]["muon"]["memory"]
     for stage in (2, 3):
-        fp32, half = found["fp32", stage], found["bf16", stage]
-        for part in ("master_weights", "momentum", "moments", "gradient_copy"):
-            assert half[part] == 0.5 * fp32[part] > 0
+        fp32, half = dtypes["fp32", stage], dtypes["bf16", stage]
+        for field in ("master_weights", "momentum", "moments", "gradient_copy"):
+            assert half[field] == 0.5 * fp32[field] > 0
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [(8, False), (64, True)])

@@ -86,5 +86,5 @@ def test_kimi_k2_on_1024_ranks(separate: bool, balance: float) -> None:
 def test_layers_that_divide_evenly_move_nothing() -> None:
     dims = [(8, 8), (16, 8), (8, 16)] * 4
     routes = [Route(f"{n}", (r, c), "muon", "") for n, (r, c) in enumerate(dims)]
-    found = exchange_of(routes, PlanSettings(4, 1))
-    assert found.sent_matrices == 0 and found.balance == 1.0
+    exchange = exchange_of(routes, PlanSettings(4, 1))
+    assert exchange.sent_matrices == 0 and exchange.balance == 1.0

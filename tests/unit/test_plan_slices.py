@@ -23,22 +23,22 @@ def slices(draw: st.DrawFn) -> TensorSlice:
 
 def reference(part: TensorSlice) -> list[int]:
     """Return the whole tensor's element for each of the part's elements."""
-    whole = torch.arange(math.prod(part.shape)).view(part.shape)
-    cut = torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
+    numbers = torch.arange(math.prod(part.shape)).view(part.shape)
+    cut = torch.cat([numbers.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
     assert tuple(cut.shape) == part.local_shape
     return [int(number) for number in cut.reshape(-1)]
 
 
 def shown(part: TensorSlice, start: int, stop: int) -> dict[int, int]:
     """Return the whole element of each of the part's elements by their runs, none of which is there twice."""
-    found: dict[int, int] = {}
+    elements: dict[int, int] = {}
     for run in part.strided_ranges(start, stop):
         for number in range(run.count):
             for element in range(run.numel):
-                own = run.local_offset + number * run.local_stride + element
-                assert own not in found
-                found[own] = run.full_offset + number * run.full_stride + element
-    return found
+                position = run.local_offset + number * run.local_stride + element
+                assert position not in elements
+                elements[position] = run.full_offset + number * run.full_stride + element
+    return elements
 
 
 @given(slices(), st.data())
@@ -46,7 +46,7 @@ def test_runs_are_those_of_the_reference(part: TensorSlice, data: st.DataObject)
     expected = reference(part)
     stop = data.draw(st.integers(0, len(expected)))
     start = data.draw(st.integers(0, stop))
-    assert shown(part, start, stop) == {own: expected[own] for own in range(start, stop)}
+    assert shown(part, start, stop) == {position: expected[position] for position in range(start, stop)}
     assert len(list(part.strided_ranges(start, stop))) <= 3 * len(part.ranges), (
         "runs do not grow with the rows"
     )
@@ -55,21 +55,21 @@ def test_runs_are_those_of_the_reference(part: TensorSlice, data: st.DataObject)
 @given(slices(), st.data())
 def test_elements_of_a_range_of_the_whole_tensor(part: TensorSlice, data: st.DataObject) -> None:
     element = data.draw(st.integers(0, math.prod(part.shape)))
-    assert part.local_elements_before(element) == sum(each < element for each in reference(part))
+    assert part.local_elements_before(element) == sum(index < element for index in reference(part))
 
 
 def test_slices_of_fused_parts_add_up() -> None:
-    parts = [
+    slices = [
         TensorSlice("w", (4, 18), 1, ((start, start + 3), (start + 9, start + 12))) for start in (0, 3, 6)
     ]
     assert (
-        cover_tensor(parts)
-        and cover_tensor([*parts, parts[0]])
-        and not cover_tensor(parts[:2])
-        and not cover_tensor(parts[::2])
+        cover_tensor(slices)
+        and cover_tensor([*slices, slices[0]])
+        and not cover_tensor(slices[:2])
+        and not cover_tensor(slices[::2])
     )
-    assert not cover_tensor([full_slice("w", (4, 18)), *parts])
-    assert parts[1].scaled(12) == TensorSlice("w", (36,), 0, ((6, 12), (24, 30)))
+    assert not cover_tensor([full_slice("w", (4, 18)), *slices])
+    assert slices[1].scaled(12) == TensorSlice("w", (36,), 0, ((6, 12), (24, 30)))
     assert full_slice("w", ()).is_full and full_slice("w", ()).local_elements_before(1) == 1
 
 

@@ -11,9 +11,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "regressions"
 
 def test_the_table_names_the_tests_that_are_there() -> None:
     named = re.findall(r"`([\w/.]*test_\w+\.py)(?:::(\w+))?`", (FOLDER / "README.md").read_text())
-    for place, function in named:
-        tree = ast.parse((FOLDER / place).read_text())
+    for file, function in named:
+        tree = ast.parse((FOLDER / file).read_text())
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert not function or function in functions, f"{place}::{function}"
-    unnamed = {path.name for path in FOLDER.glob("test_*.py")} - {place for place, _ in named}
+        assert not function or function in functions, f"{file}::{function}"
+    unnamed = {path.name for path in FOLDER.glob("test_*.py")} - {file for file, _ in named}
     assert not unnamed, f"README.md says of no bug that {sorted(unnamed)} tests it"

@@ -55,14 +55,14 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [
-            each for each in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+            tensor for tensor in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
         ]
         name = func.overloadpacket.__name__
         if name in ("is_pinned", "_pin_memory"):  # without an accelerator torch cannot answer
             return False if name == "is_pinned" else args[0]
         if name == "_to_copy" and {args[0].device, kwargs.get("device")} == {META, torch.device("cpu")}:
             self.waits += not kwargs.get("non_blocking")
-        elif not any(each.device == META for each in tensors):
+        elif not any(tensor.device == META for tensor in tensors):
             return func(*args, **kwargs)
         if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
             self.counts[self.part] += 1
@@ -89,7 +89,7 @@ class Launches(TorchDispatchMode):
 def launches_of(name: str, tensors: list[Tensor]) -> int:
     """Return the kernels of one operation of torch."""
     if name == "_foreach_norm":
-        return -(-sum(-(-each.numel() // 65536) for each in tensors) // 320) + 1
+        return -(-sum(-(-tensor.numel() // 65536) for tensor in tensors) // 320) + 1
     if name in ("cat", "stack"):
         return -(-len(tensors) // 128)
     return 1
@@ -112,8 +112,8 @@ def bound_of(
 
     def count_call(*args: Any, **kwargs: Any) -> Tensor:
         launches.calls += 1
-        found: Tensor = iterate(*args, **kwargs)
-        return found
+        result: Tensor = iterate(*args, **kwargs)
+        return result
 
     counts, recorder, buffers = SentCounts(), StepRecorder(every=100, check=True), ExchangeBuffers(META)
     context = StepContext(

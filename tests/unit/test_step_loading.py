@@ -72,10 +72,10 @@ def keller(momentum: list[torch.Tensor], **more: Any) -> dict[str, Any]:
 @TORCH_MUON
 def test_torchs_muon_goes_on() -> None:
     """The next updates are those of a run that was ours from the beginning, and the settings are torch's."""
-    theirs, ours, whole = model(), model(), model()
+    theirs, ours, uninterrupted = model(), model(), model()
     saver = torch.optim.Muon(matrices(theirs), lr=0.05, weight_decay=0.0, momentum=0.9)
     steps(matrices(theirs), saver, range(3))
-    loader, uncut = muon_of(ours), muon_of(whole, lr=0.05, momentum=0.9)
+    loader, uncut = muon_of(ours), muon_of(uninterrupted, lr=0.05, momentum=0.9)
     saved = saver.state_dict()
     before = copy.deepcopy(saved)
     loader.load_state_dict(saved)
@@ -83,8 +83,11 @@ def test_torchs_muon_goes_on() -> None:
     (group,) = loader.param_groups
     assert (group["lr"], group["momentum"], group["adjust_lr_fn"]) == (0.05, 0.9, "original")
     assert group["eps"] == 1e-10 and "ns_steps" not in group
-    steps(matrices(whole), uncut, range(3))
-    expected, actual = steps(matrices(whole), uncut, range(3, 5)), steps(matrices(ours), loader, range(3, 5))
+    steps(matrices(uninterrupted), uncut, range(3))
+    expected, actual = (
+        steps(matrices(uninterrupted), uncut, range(3, 5)),
+        steps(matrices(ours), loader, range(3, 5)),
+    )
     # The same fp32 mean by lerp and by ours: an ulp or two, which five steps of the iteration multiply by up to
     # 3.4445 ** 5 for the smallest singular values.
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -101,13 +104,13 @@ def test_torchs_muon_with_another_iteration_is_refused() -> None:
 
 
 def test_keller_jordans_muon_goes_on() -> None:
-    whole, ours = model(), model()
-    uncut, loader = muon_of(whole), muon_of(ours, lr=0.5)
-    steps(matrices(whole), uncut, range(3))
+    uninterrupted, ours = model(), model()
+    uncut, loader = muon_of(uninterrupted), muon_of(ours, lr=0.5)
+    steps(matrices(uninterrupted), uncut, range(3))
     loader.load_state_dict(
-        keller([uncut.state[param]["momentum_buffer"].clone() for param in matrices(whole)])
+        keller([uncut.state[param]["momentum_buffer"].clone() for param in matrices(uninterrupted)])
     )
-    expected = steps(matrices(whole), uncut, range(3, 5))
+    expected = steps(matrices(uninterrupted), uncut, range(3, 5))
     actual = steps(matrices(ours), loader, range(3, 5))
     # The weights differ, so the sum rounds differently: one ulp of weights below 0.5.
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
@@ -305,9 +308,9 @@ def test_what_schedulers_write_is_loaded() -> None:
     torch.optim.lr_scheduler.OneCycleLR(optimizer, [g["lr"] for g in optimizer.param_groups], total_steps=5)
     saved = optimizer.state_dict()
     saved["param_groups"][0].update(max_momentum=0.9, base_momentum=0.8, swa_lr=0.1, tag="body")
-    other = Muon(model(), lr=0.02)
-    other.load_state_dict(saved)
-    assert other.param_groups[0].items() >= {"max_momentum": 0.9, "tag": "body", "min_lr": 8e-08}.items()
+    fresh = Muon(model(), lr=0.02)
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0].items() >= {"max_momentum": 0.9, "tag": "body", "min_lr": 8e-08}.items()
 
 
 def test_a_hook_that_changes_the_state_is_followed() -> None:
@@ -332,7 +335,7 @@ def test_8_bit_momentum_before_the_first_gradient_loads() -> None:
     net = model()
     optimizer = muon_of(net, momentum_dtype="int8")
     optimizer.step()
-    other = muon_of(net, momentum_dtype="int8")
-    other.load_state_dict(optimizer.state_dict())
-    moved = steps(matrices(net), other, range(1))
+    fresh = muon_of(net, momentum_dtype="int8")
+    fresh.load_state_dict(optimizer.state_dict())
+    moved = steps(matrices(net), fresh, range(1))
     assert all(bool(change.any()) for change in moved)

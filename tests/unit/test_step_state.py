@@ -74,21 +74,21 @@ def test_adam_kernels(kernel: str, decoupled: bool, master: torch.dtype, moments
     # Adam's L2 term is decay as a term of the gradient.
     reference.step({"param": weight}, {"param": grad.double() if decoupled else grad + 0.1 * weight})
     run([(param, grad, exp_avg, exp_avg_sq)], settings=step)
-    for found, exact in zip((param, exp_avg, exp_avg_sq), (weight, *state.values()), strict=True):
+    for tensor, exact in zip((param, exp_avg, exp_avg_sq), (weight, *state.values()), strict=True):
         # Half a unit for the one rounding into the stored dtype, a few fp32 units for the arithmetic; a parameter is
         # off by a few fp32 units of the update too, whose quotient is at most 30 here.
-        bound = exact.abs() * (0.51 * torch.finfo(found.dtype).eps + 1e-6) + 1e-6
-        assert ((found.double() - exact).abs() <= bound).all()
+        bound = exact.abs() * (0.51 * torch.finfo(tensor.dtype).eps + 1e-6) + 1e-6
+        assert ((tensor.double() - exact).abs() <= bound).all()
 
 
 def test_state_dict_keeps_the_dtypes() -> None:
     """Torch casts state to the parameter's dtype when it loads: bf16 momentum would come back as fp32."""
-    model, other = build("toy"), build("toy", seed=1)
-    optimizer, fresh = (Muon(m, lr=0.02, momentum_dtype="bf16") for m in (model, other))
+    model, fresh_model = build("toy"), build("toy", seed=1)
+    optimizer, fresh = (Muon(m, lr=0.02, momentum_dtype="bf16") for m in (model, fresh_model))
     train_alone(model, optimizer, 2)
     fresh.load_state_dict(optimizer.state_dict())
-    for own, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
-        for key, value in own.items():
+    for saved_state, loaded in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        for key, value in saved_state.items():
             if isinstance(value, torch.Tensor):
                 assert loaded[key].dtype == value.dtype and torch.equal(loaded[key], value), key
     assert state_bytes(optimizer.state) == state_bytes(fresh.state)

@@ -21,9 +21,9 @@ from tests.support.comparisons import close
 def plan_of(rows: int, count: int, ranks: int = 1) -> ExchangePlan:
     """Plan equal matrices of 8 columns that lie one after the other, each cut evenly over the ranks."""
     numel = 8 * rows
-    part = numel // ranks
+    shard = numel // ranks
     matrices = [
-        MatrixLayout(f"matrix {number}", rows, 8, 0, sharded_placement(number * part, numel, part))
+        MatrixLayout(f"matrix {number}", rows, 8, 0, sharded_placement(number * shard, numel, shard))
         for number in range(count)
     ]
     return build_exchange_plan(matrices, [0] * count, rank=0, world_size=ranks, chunk_numel=1 << 20)
@@ -129,9 +129,9 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     directions = torch.zeros(96)
     pack(table, step, directions, torch.empty(0))
     apply(step.active_fragments(table.pack_table), step, [directions])
-    for each, changed in ((momentum, 1.0), (param, 0.0)):
-        assert (each[:32] == changed).all() and (each[64:] == changed).all()
-        assert (each[32:64] == 1.0 - changed).all()
+    for tensor, changed in ((momentum, 1.0), (param, 0.0)):
+        assert (tensor[:32] == changed).all() and (tensor[64:] == changed).all()
+        assert (tensor[32:64] == 1.0 - changed).all()
 
 
 # A stack of blocks went through the iteration in one batch, however large it was.
@@ -144,14 +144,14 @@ def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, 
     optimizer = Muon([("layers.0.experts.up", weight)], muon_lr=1.0, ns_dtype="fp32", ns_backend="torch")
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
     optimizer._bind_to_parameters()
-    whole = optimizer.runners[0]._strategy
-    original, shapes = whole._orthogonalize, []
+    strategy = optimizer.runners[0]._strategy
+    original, shapes = strategy._orthogonalize, []
 
     def noting(x: torch.Tensor, **settings: Any) -> torch.Tensor:
         shapes.append(tuple(x.shape))
         return original(x, **settings)
 
-    whole._orthogonalize = noting
+    strategy._orthogonalize = noting
     optimizer.step()
     return weight.detach().clone(), shapes
 
@@ -169,15 +169,15 @@ def test_stacks_with_room_between_them_run_together() -> None:
     """Two stacks of 182 elements, each at a multiple of 32: one step as if each were alone."""
     torch.manual_seed(0)
     start, gradients = torch.randn(2, 2, 7, 13), torch.randn(2, 2, 7, 13)
-    together, alone = ([nn.Parameter(each.clone()) for each in start] for _ in range(2))
+    together, alone = ([nn.Parameter(param_start.clone()) for param_start in start] for _ in range(2))
     names = ("up.experts.weight", "down.experts.weight")
     optimizers = [Muon(zip(names, together, strict=True), lr=0.02, ns_dtype="fp32")]
-    optimizers += [Muon([(names[0], each)], lr=0.02, ns_dtype="fp32") for each in alone]
+    optimizers += [Muon([(names[0], param_start)], lr=0.02, ns_dtype="fp32") for param_start in alone]
     for params in (together, alone):
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient.clone()
     for optimizer in optimizers:
         optimizer.step()
-    for param, other in zip(together, alone, strict=True):
+    for param, reference in zip(together, alone, strict=True):
         # Batches of other sizes round differently; five steps in fp32.
-        close(param, other, rtol=0, atol=1e-5)
+        close(param, reference, rtol=0, atol=1e-5)

@@ -43,9 +43,9 @@ def test_what_fails() -> None:
             within(error, limit, "a number")
     with pytest.raises(AssertionError, match=r"second: 2, where 1 is allowed(.|\n)*first: 0.1 of 1"):
         all_within({"first": 0.1, "second": 2.0}, 1.0)
-    for other in (1.1, math.nan, math.inf):
+    for value in (1.1, math.nan, math.inf):
         with pytest.raises(AssertionError):
-            close(torch.tensor([other]), torch.tensor([1.0]), rtol=1e-6, atol=0)
+            close(torch.tensor([value]), torch.tensor([1.0]), rtol=1e-6, atol=0)
 
 
 SUITE = """

@@ -103,8 +103,10 @@ class _WhenImported:
         change = CHANGES.get(name)
         if change is None:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(
+            (candidate for each in finders if (candidate := each.find_spec(name, path, target))), None
+        )
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
