@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -11,6 +12,12 @@ import torch
 from torch import nn
 
 from deepspeed_muon import ConfigError, Muon
+from deepspeed_muon.variants import VARIANTS
+from tests.support.contract import backward, compare_paths, train_reference
+from tests.support.kernels import forced_dtype
+from tests.support.models import MATRICES, build
+from tests.support.oracle import Oracle, matrices_of
+from tests.support.rounding import limits
 
 WARMUP = {"from": 0.5, "steps": 4}
 RISING = [0.5, 0.6, 0.7, 0.8, 0.9, 0.9]
@@ -91,3 +98,29 @@ def test_groups_have_their_own_momentum() -> None:
         ConfigError, match=r"from: 0\.5 must be below momentum, which is 0\.4 .* a param group"
     ):
         Muon([{**group, "momentum": 0.4}], **settings)
+
+
+SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": forced_dtype()}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matches_the_reference(nesterov: bool, variant: str) -> None:
+    """With ``update_scale``, too."""
+    ours = build("toy")
+    given: dict[str, Any] = {**SETTINGS, "variant": variant, "nesterov": nesterov, "update_scale": 0.3}
+    optimizer = Muon(ours, momentum_warmup=WARMUP, **given)
+    for step in range(6):
+        backward(ours, step, 1)
+        optimizer.step()
+    start, end, _ = reference(nesterov, variant)
+    params = {name: param.detach() for name, param in ours.named_parameters()}
+    compare_paths(params, start, end, limits(reference, nesterov, variant))
+
+
+@functools.lru_cache
+def reference(nesterov: bool, variant: str) -> tuple[Any, Any, list[float]]:
+    settings: dict[str, Any] = {"nesterov": nesterov, "variant": variant, "update_scale": 0.3}
+    oracle = Oracle(matrices_of(MATRICES["toy"]), momentum_warmup=WARMUP, **settings)
+    return train_reference(build("toy"), oracle, 1, 6)
