@@ -107,8 +107,8 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
 
 
 def test_pieces_at_unequal_distances_are_not_joined() -> None:
-    def copy(matrix: int, place: int, numel: int = 4) -> Segment:
-        return Segment.of(8 * matrix, numel, place)._replace(matrix_strides=(8, numel, 1))
+    def copy(matrix: int, offset: int, numel: int = 4) -> Segment:
+        return Segment.of(8 * matrix, numel, offset)._replace(matrix_strides=(8, numel, 1))
 
     first = copy(0, 0)
     two = first.joined(copy(1, 6), 8)
