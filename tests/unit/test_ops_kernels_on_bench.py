@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from deepspeed_muon.ops.dispatch import flat_passes
-from deepspeed_muon.ops.self_test import product_shapes
 from deepspeed_muon.reference import newton_schulz
 from tests.gpu import sanitized
 from tests.support import binding_cases, cuda_bench
