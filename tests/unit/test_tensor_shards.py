@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from deepspeed_muon.config.settings import MuonConfig
@@ -48,7 +49,7 @@ def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
         assert each.placement.rank_of(0) == start // 64
     whole = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), shards=TensorShards(0, (8, 8)))
     assert split_shard(whole) == [whole]
-    iteration = MuonConfig().ns_settings()
+    iteration = MuonConfig().ns_settings(torch.device("cpu"))
     assert len(assign([matrix], iteration, np.zeros(2), divisor=32).matrices) == 3
     with pytest.raises(ConfigError, match=r"qkv: .* after 64 elements, .* multiple of 256"):
         assign([matrix], iteration, np.zeros(2), divisor=256)
