@@ -39,21 +39,25 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
         # transformers' experts with interleaved gate and up projections (gpt-oss)
         interleaved = getattr(module, "is_concatenated", True) is False
         stack, product = 0, ""
-        claims: list[Claim] = []
-        # The type of the module does not decide: read the number of experts, then the bias beside the weight.
-        if len(shape) > 1 and kind in ("weight", "bare", "experts"):
-            if len(shape) == 2 and _in_experts(path):  # (experts * rows, cols)
-                stack = _stack(module, shape)
-                transposed = name in _STACKED_DOWN if stack else transposed
-                product = f"{stack} experts in one matrix" if stack else ""
-            elif (side := _side_of_bias(name, shape, vectors)) is not None:
+        claims: tuple[Claim, ...] = ()
+        if len(shape) == 2 and kind in ("weight", "bare", "experts") and _in_experts(path):
+            stack = _stack(module, shape)  # (experts * rows, cols)
+            transposed = name in _STACKED_DOWN if stack else transposed
+            product = f"{stack} experts in one matrix" if stack else ""
+        elif len(shape) == 2 and kind in ("linear", "weight", "bare") and transposed is None:
+            # Outputs and inputs by the attributes of the module, else by the bias, else as torch stores them.
+            sides = getattr(module, "out_features", None), getattr(module, "in_features", None)
+            side = _side_of_bias(name, shape, vectors)
+            if shape[0] != shape[1] and shape in (sides, sides[::-1]):
+                transposed = shape != sides
+            elif side is not None:
                 transposed = side == 1
-                product = f"has a bias for its {shape[side]} outputs"
-        elif len(shape) > 1 and kind in ("embedding", "norm"):
-            article = "an embedding" if kind == "embedding" else "a norm"
-            reason = "weight of an embedding module" if kind == "embedding" else f"gain of {article}"
-            claims.append(Claim(kind, reason))
-        yield param, Layer(kind, transposed, interleaved, stack, product), tuple(claims)
+            product = "" if side is None else f"has a bias for its {shape[side]} outputs"
+        if len(shape) > 1 and kind == "embedding":
+            claims = (Claim("embedding", "weight of an embedding module"),)
+        elif len(shape) > 1 and kind == "norm":
+            claims = (Claim("norm", "gain of a norm"),)
+        yield param, Layer(kind, transposed, interleaved, stack, product), claims
 
 
 def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -20,7 +20,8 @@ Meaning = Literal[
     "input",  # the first layer behind an input that is not tokens
     "head",  # an output head wherever it is in the model
     "top-level head",  # an output head outside blocks only
-    "block",  # a component inside which no "top-level head" is a head
+    "only head",  # the same, if no other head is certain
+    "block",  # a component inside which only a "head" is a head
     "router",
     "router beside experts",
     "relative positions",  # a table of relative positions, in any kind of module
@@ -66,17 +67,17 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry("head", r"shared_head", "DeepSeek's layers that predict further tokens"),
     NameEntry("head", r"to_logits", "x-transformers"),
     NameEntry("head", r"(all_)?final_layer(\.[\d-]+)?\.linear", "facebookresearch/DiT and its successors"),
-    NameEntry("head", r"aux\d\.fc2|mlm_layer\.conv2", "torchvision's GoogLeNet, diffusers' UViT"),
+    NameEntry("head", r"mlm_layer\.conv2", "diffusers' UViT"),
+    NameEntry("head", r"decoder_dict\.\w+", "LXMERT", certain=False),
     NameEntry("top-level head", r"logits|logits_dense|logits_proj|.*_logits", "Dia, XLNet, torchvision"),
     NameEntry("top-level head", r"score|qa_outputs|predictions", "transformers"),
     NameEntry("top-level head", r"(?!pre).*classifiers?|classification_heads?", "transformers"),
     NameEntry("top-level head", r"output_projection|output_layer", "fairseq, ChatGLM, Megatron"),
-    NameEntry(
-        "top-level head", r"generator|decoder|last_linear", "programs of PyTorch's tutorials", certain=False
-    ),
+    NameEntry("only head", r"generator|decoder|last_linear", "PyTorch's tutorials", certain=False),
     NameEntry("top-level head", r".*(bbox|class)_embed", "Deformable DETR and its successors"),
-    NameEntry("top-level head", r"output|heads?|fc|ff_out", "Llama, torchvision, timm, OLMo", certain=False),
-    NameEntry("top-level head", r"proj_out|conv_out", "diffusers", certain=False),
+    NameEntry("top-level head", r"heads?", "timm", certain=False),
+    NameEntry("only head", r"output|fc|ff_out", "Llama, torchvision, OLMo", certain=False),
+    NameEntry("only head", r"proj_out|conv_out", "diffusers", certain=False),
     NameEntry("top-level head", r"predict_\w+|feat_out", "DecisionTransformer, SpeechT5", certain=False),
     NameEntry(
         "top-level head",

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from deepspeed_muon.plan.layout import TensorShards
-from deepspeed_muon.routing.ends import ModelEnds, end_claims
+from deepspeed_muon.routing.algorithm import Structure, claims_of_model
 from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter
-from deepspeed_muon.routing.experts import Mixtures
 from deepspeed_muon.routing.layers import call_quietly, read_layers
-from deepspeed_muon.routing.names import bare_name, holder_path, match_name, plain_name
 from deepspeed_muon.routing.route import Rule
 from deepspeed_muon.routing.shapes import attention_shapes, true_shape
 
 __all__ = [
     "NamedParameter",
-    "joint_claims",
     "is_divided",
     "is_pipeline",
     "model_parameters_by_name",
@@ -68,9 +65,11 @@ def model_parameters_by_name(
         )
         for key, param in params.items()
     ]
-    # 3. what all of them imply together: the ends of the model, experts and their routers
+    # 3. what all of them imply together
     pipeline = is_pipeline(model)
-    joint = joint_claims(members, ModelEnds.read(model, is_complete=not pipeline))
+    # A list of modules alone has no order, and a stage of a pipeline not all layers.
+    is_ordered = not pipeline and not isinstance(model, (nn.ModuleList, nn.ModuleDict))
+    joint = claims_of_model(members, Structure.read(model, is_ordered=is_ordered))
     if pipeline:
         reasons: dict[Rule, str] = {
             "head": "output head of the model",
@@ -84,47 +83,6 @@ def model_parameters_by_name(
         id(member.param): replace(member, claims=(*member.claims, *joint.get(id(member.param), ())))
         for member in members
     }
-
-
-def joint_claims(members: Sequence[NamedParameter], ends: ModelEnds) -> dict[int, list[Claim]]:
-    """Return ``id(parameter)`` to the claims that need the names and shapes of all parameters together.
-
-    Args:
-        members: All parameters, in the model's order.
-        ends: The ends that the modules identify; empty if only names are available.
-    """
-    claims = end_claims(members, ends)
-    mixtures = Mixtures.read(members)
-    for member in members:
-        if len(member.full_shape) < 2:
-            continue
-        claims_of_member = claims.setdefault(id(member.param), [])
-        if (router := mixtures.router(member)) is not None:
-            claims_of_member.append(router)
-        claims_of_member += _name_claims(member)
-    return claims
-
-
-def _name_claims(member: NamedParameter) -> Iterator[Claim]:
-    """Yield the claims of tables, biases and adapters, which only their names identify."""
-    for name in member.names:
-        plain = plain_name(name)
-        last = bare_name(name)
-        holder = holder_path(name).rpartition(".")[2]
-        if member.kind in (None, "bare", "experts") and last != "weight" and match_name(last, "no product"):
-            yield Claim("no_product", f"not the weight of a product ({last.lower()})")
-        # LayoutLM and T5 have tables of relative positions in linear layers and embeddings.
-        if table := next((text for text in (last, holder) if match_name(text, "relative positions")), None):
-            yield Claim("no_product", f"not the weight of a product ({table.lower()})")
-        if len(member.full_shape) == 2 and match_name(plain.rpartition(".")[2], "bias"):
-            yield Claim("bias", "biases")
-        components = [text for text in name.lower().split(".") if text not in ("weight", "bias", "default")]
-        # Some patterns span two components ("lora.down").
-        spans = [*components, *(".".join(components[i : i + 2]) for i in range(len(components) - 1))]
-        if any(match_name(span, "LoRA A") for span in spans):
-            yield Claim("adapter", "matrix A of a LoRA adapter")
-        elif any(match_name(span, "adapter") for span in spans):
-            yield Claim("adapter", "an adapter other than LoRA")
 
 
 _EXPERTS_LORA = "LoRA of stacked experts, whose matrices alternate in one tensor"

@@ -20,11 +20,10 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import MatricesConfig
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.ends import ModelEnds
+from deepspeed_muon.routing.algorithm import Structure, claims_of_model, decide
 from deepspeed_muon.routing.evidence import Claim, NamedParameter
-from deepspeed_muon.routing.names import bare_name, match_name, matches, plain_name
-from deepspeed_muon.routing.parameters import joint_claims
-from deepspeed_muon.routing.route import Algorithm, MatrixKind, Route, Rule, rows_of
+from deepspeed_muon.routing.names import matches, plain_name
+from deepspeed_muon.routing.route import Algorithm, MatrixKind, Route, rows_of
 from deepspeed_muon.routing.shapes import (
     check_heads,
     leaf_name,
@@ -35,7 +34,7 @@ from deepspeed_muon.routing.shapes import (
 
 # Kinds of layers whose weight is (out, in / groups, *kernel), or transposed (in, out / groups, *kernel).
 _FILTERS = ("convolution", "grouped convolution", "transposed convolution")
-# The user is warned of matrices with at least this many elements that AdamW updates because of a guess.
+# The user is warned of weights with at least this many elements whose algorithm is a guess.
 _LARGE = 65_536
 _DEFAULTS = MuonConfig()
 _TRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -72,7 +71,7 @@ def route_parameters(
         _refuse_untrainable(member)
     # Without modules there are only the claims of names and shapes.
     if any(member.layer is None for member in parameters):
-        by_name = joint_claims(parameters, ModelEnds())
+        by_name = claims_of_model(parameters, Structure())
         parameters = [
             member
             if member.layer is not None
@@ -132,24 +131,19 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
 
 
 def warn_of_large_guesses(routes: Sequence[Route]) -> None:
-    """Warn of large matrices that AdamW updates because of a guess."""
-    large = [
-        route
-        for route in routes
-        if route.algorithm == "adamw"
-        and not route.certain
-        and route.numel >= _LARGE
-        and min(route.shape[-2:]) >= 16  # narrower ones are tables or per-head vectors, and rarely matrices
-        and route.rule in ("shape", "no_product")
-    ]
-    if not large:
+    """Warn of large weights whose algorithm is a guess, the largest first."""
+    rows = rows_of([route for route in routes if not route.certain and route.numel >= _LARGE])
+    if not rows:
         return
-    rows = rows_of(large)
-    shown = "; ".join(f"{row['name']} {row['shape']} ({row['reason']})" for row in rows[:5])
+    rows.sort(key=lambda row: row["elements"], reverse=True)
+    shown = "; ".join(
+        f"{row['name']} {row['shape']} to {'Muon' if row['algorithm'] == 'muon' else 'AdamW'} ({row['reason']})"
+        for row in rows[:5]
+    )
     warn(
-        "deepspeed_muon: %s to AdamW because of a guess: %s%s. Name them in 'include' if they are matrices or stacks "
-        "of matrices, in 'exclude' if not",
-        f"{len(large)} large parameters go" if len(large) > 1 else "a large parameter goes",
+        "deepspeed_muon: the algorithm of %s is a guess: %s%s. Name those that Muon should train in 'include', the "
+        "others in 'exclude'",
+        "a large weight" if sum(row["tensors"] for row in rows) == 1 else "large weights",
         shown,
         "; ..." if len(rows) > 5 else "",
     )
@@ -350,26 +344,6 @@ def _is_experts(member: NamedParameter) -> bool:
     return member.kind == "experts" or any("experts" in plain_name(name).split(".") for name in member.names)
 
 
-# The precedence of the rules that claim a parameter. ``hidden`` applies if no rule before it does.
-_ORDER: tuple[Rule, ...] = (
-    "norm",
-    "embedding",
-    "head",
-    "tied",
-    "bias",
-    "no_product",
-    "router",
-    "input",
-    "adapter",
-    "hidden",
-)
-_REASONS = {
-    "matrix": "hidden matrix",
-    "convolution": "filters of a convolution",
-    "experts": "hidden matrices",
-}
-
-
 def _decide(
     member: NamedParameter,
     kind: MatrixKind | None,
@@ -393,66 +367,4 @@ def _decide(
         and 1 not in member.full_shape
     ):
         return "muon", Claim("include", "a pattern of matrices says so")
-    shape = member.full_shape
-    if kind is None:
-        return "adamw", _not_a_matrix(member, shape)
-    if 1 in (shape[-2:] if kind == "experts" else (shape[0], math.prod(shape[1:]))):
-        return "adamw", Claim("shape", "a matrix with a side of 1, which is a vector")
-    # The claims of modules, shapes and names, by precedence.
-    claims = sorted(member.claims, key=lambda claim: _ORDER.index(claim.rule))
-    if claims and claims[0].rule != "hidden":
-        return "adamw", claims[0]
-    if claims:
-        return "muon", claims[0]
-    if len(shape) == 2 and member.names and member.kind in (None, "bare", "experts"):
-        claim = _bare_matrix(member)
-        return ("muon" if claim.rule == "hidden" else "adamw"), claim
-    # Nothing claims it for AdamW, so it is Muon's. How certain is it that this is a hidden matrix?
-    if member.layer is None:
-        return "muon", Claim(
-            "hidden", _REASONS[kind] + (" by name" if member.names else " by shape"), certain=False
-        )
-    if kind == "matrix" and member.kind == "weight" and not member.layer.product:
-        return "muon", Claim("hidden", "hidden matrix, by the name weight alone", certain=False)
-    return "muon", Claim("hidden", _REASONS[kind])
-
-
-def _not_a_matrix(member: NamedParameter, shape: tuple[int, ...]) -> Claim:
-    """Return the claim of a parameter that cannot be read as a matrix."""
-    if member.kind == "LoRA of experts":
-        return Claim("adapter", "LoRA of stacked experts, whose matrices alternate in one tensor")
-    if member.kind in _FILTERS and member.kind != "convolution":
-        return Claim("shape", f"filters of a {member.kind}")
-    reasons = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
-    if len(shape) < 3 or min(shape) == 0:
-        return Claim("shape", reasons.get(len(shape), "an empty tensor"))
-    claims = sorted(member.claims, key=lambda claim: _ORDER.index(claim.rule))
-    reason = f"{len(shape)}-dimensional, not a matrix"
-    # A table that is broadcast over the batch has a first dimension of 1.
-    is_not_stack = 1 in shape or any(match_name(bare_name(name), "bias") for name in member.names)
-    if claims and claims[0].rule != "hidden" and (claims[0].certain or not is_not_stack):
-        return claims[0]
-    if is_not_stack:
-        return Claim("shape", reason)
-    return Claim("shape", f"{reason} unless 'include' or 'matrices' says so", certain=False)
-
-
-def _bare_matrix(member: NamedParameter) -> Claim:
-    """Return the claim of a 2-dimensional parameter that is not a layer's ``weight``.
-
-    Unless a bias, its name or a setting says that it is a weight, it counts as a table, for AdamW.
-    """
-    if member.layer is not None and member.layer.product:
-        return Claim("hidden", f"hidden matrix: {member.layer.product}")
-    # Without modules, "weight" is the name that nearly all layers give to their matrix.
-    if member.layer is None and any(name.rpartition(".")[2] == "weight" for name in member.names):
-        return Claim("hidden", "hidden matrix by name", certain=False)
-    last = next((bare_name(name) for name in member.names), "")
-    if any(match_name(component, "LoRA B") for component in member.names[0].lower().split(".")):
-        return Claim("hidden", "matrix B of a LoRA adapter")
-    if any("experts" in plain_name(name).split(".") for name in member.names):
-        reason = "perhaps several experts in one matrix; their number is unknown"
-        return Claim("no_product", reason, certain=False)
-    if match_name(last, "weight"):
-        return Claim("hidden", f"hidden matrix by name ({last})", certain=False)
-    return Claim("no_product", "a bare parameter: 'include' makes it Muon's", certain=False)
+    return decide(member, kind)

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.routing.ends import ModelEnds
+from deepspeed_muon.routing.algorithm import Structure, claims_of_model
 from deepspeed_muon.routing.evidence import Layer, NamedParameter
-from deepspeed_muon.routing.parameters import joint_claims
 from deepspeed_muon.routing.route import Route, Rule
 from deepspeed_muon.routing.rules import route_parameters
 
@@ -72,7 +71,7 @@ def route_saved(
         )
         for name, shape in shapes.items()
     ]
-    claims = joint_claims(members, ModelEnds())
+    claims = claims_of_model(members, Structure())
     members = [replace(member, claims=tuple(claims.get(id(member.param), ()))) for member in members]
     route_of = {}
     for route in route_parameters(members, MuonConfig(include=tuple(include), exclude=tuple(exclude))):

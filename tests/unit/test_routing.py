@@ -151,31 +151,6 @@ def test_of_a_head_with_several_matrices_the_last_one_makes_the_outputs() -> Non
     assert [routed.algorithm for routed in route_parameters(members)] == ["muon", "muon", "adamw"]
 
 
-class WithTask(nn.Module):
-    """The layout of a Hugging Face model: a base, and what a task adds."""
-
-    base_model_prefix = "encoder"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(64, 4)
-        self.projector = nn.Linear(64, 32)
-        self.relationship = nn.Linear(64, 2)
-
-
-@pytest.mark.parametrize(
-    ("model", "algorithms"),
-    [
-        (WithTask(), ["muon", "muon", "adamw"]),
-        (nn.Sequential(nn.Linear(8, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 4))), ["muon", "adamw"]),
-        (nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 16)), ["muon", "muon"]),
-    ],
-)
-def test_a_last_projection_to_few_outputs_is_a_head(model: nn.Module, algorithms: list[str]) -> None:
-    routes = route_parameters(list(model_parameters_by_name(model).values()))
-    assert [route.algorithm for route in routes if len(route.shape) == 2] == algorithms
-
-
 def test_a_narrow_matrix_can_be_included() -> None:
     (routed,) = Muon([("mix.weight", nn.Parameter(torch.zeros(1, 9)))], include=["mix.*"]).routes
     assert routed.algorithm == "muon" and routed.matrix_shape == (1, 9)

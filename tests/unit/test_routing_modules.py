@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -183,7 +184,7 @@ def test_routers_have_an_output_for_each_expert() -> None:
 
     mixtures = {
         "gate.layer": Tree(gate=Tree(layer=Linear(64, 4)), experts=experts()),
-        "choose": Tree(choose=Linear(64, 4), shared_expert=Linear(64, 4), experts=experts()),
+        "choose": Tree(choose=Linear(64, 4), shared_expert=Linear(64, 64), experts=experts()),
         "gate": Tree(gate=Linear(64, 4), w1=parameter(4, 64, 64)),
     }
     for name, mixture in mixtures.items():
@@ -250,10 +251,8 @@ def test_stacks_by_other_names(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "deepspeed_muon"):
         route = routes(model)["qkv_w"]
     assert (route.algorithm, route.certain) == ("adamw", False)
-    (warning,) = (
-        record.getMessage() for record in caplog.records if "because of a guess" in record.getMessage()
-    )
-    assert "qkv_w [3, 192, 192]" in warning and "position" not in warning
+    (warning,) = (record.getMessage() for record in caplog.records if "is a guess" in record.getMessage())
+    assert "qkv_w [3, 192, 192] to AdamW" in warning and "position" not in warning
     for settings in ({"include": ["qkv_w"]}, {"matrices": {"qkv_w": {"transposed": False}}}):
         route = routes(model, **settings)["qkv_w"]
         assert (route.algorithm, route.row_blocks, route.matrix_shape) == ("muon", (192,) * 3, (576, 192))
@@ -266,8 +265,9 @@ def test_first_convolutions_and_hidden_embedders() -> None:
     model = Tree(
         stem=nn.Conv2d(3, 16, 3),
         downsample=nn.Conv2d(16, 32, 2),
-        squeeze=nn.Conv2d(4, 16, 1),
-        patch_embed=Tree(proj=Linear(48, 64), after=Linear(64, 32)),
+        squeeze=nn.Conv2d(32, 4, 1),
+        excite=nn.Conv2d(4, 32, 1),
+        patch_embed=Tree(proj=Linear(48, 64), after=Linear(64, 64)),
         time_embed=nn.Sequential(Linear(64, 128), nn.SiLU(), Linear(128, 64)),
         condition_embedding=Tree(linear=Linear(64, 128)),
         lm_head=Linear(64, 100),
@@ -280,17 +280,77 @@ def test_first_convolutions_and_hidden_embedders() -> None:
     }
 
 
-def test_channels_that_a_configuration_names() -> None:
-    model = Tree(
-        proj_in=Linear(16, 64),
-        text_in=Linear(32, 64),
-        norm_out=Tree(linear=Linear(64, 128)),
-        last=Linear(64, 64),
-    )
-    model.config = type("Config", (), {"in_channels": 16, "out_channels": 16, "patch_size": 2})()
-    found = algorithms(model)
-    assert found["proj_in.weight"] == found["last.weight"] == "adamw"
-    assert found["text_in.weight"] == found["norm_out.linear.weight"] == "muon"
+class GraphLayer(nn.Module):
+    """Stores its weight as input x output, which its attributes or its bias show."""
+
+    def __init__(self, inputs: int, outputs: int, *, attributes: bool) -> None:
+        super().__init__()
+        self.weight = parameter(inputs, outputs)
+        if attributes:
+            self.in_features, self.out_features = inputs, outputs
+        else:
+            self.bias = parameter(outputs)
+
+
+@pytest.mark.parametrize("attributes", [True, False])
+def test_attributes_or_the_bias_say_which_dimension_is_the_output(attributes: bool) -> None:
+    route = routes(Tree(conv1=GraphLayer(1433, 16, attributes=attributes), conv2=Linear(16, 7)))[
+        "conv1.weight"
+    ]
+    assert (route.algorithm, route.transposed) == ("muon", True)
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(Linear(*pair) for pair in itertools.pairwise(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        # the README's example
+        (nn.Sequential(nn.Embedding(256, 64), Linear(64, 64), nn.GELU(), Linear(64, 256)), {"3": True}),
+        (Tree(convs=nn.Sequential(nn.Conv2d(16, 32, 3)), fc=mlp(256, 128, 10)), {"fc.1": True}),
+        (Tree(encoder=mlp(784, 256, 32), decoder=mlp(32, 256, 784)), {"decoder.1": False}),
+        (Tree(critic=mlp(376, 256, 3), actor=mlp(376, 256, 17)), {"actor.1": True, "critic.1": False}),
+        (Tree(conv1=Tree(lin=Linear(1433, 64)), conv2=Tree(lin=Linear(64, 7))), {"conv2.lin": True}),
+        (Tree(a=nn.Conv2d(16, 64, 5), b=nn.Conv2d(64, 9, 3)), {"b": True}),
+        (
+            Tree(fc1=Linear(376, 256), mean=Linear(256, 17), log_std=Linear(256, 17)),
+            dict.fromkeys(("mean", "log_std"), True),
+        ),
+        (
+            Tree(body=mlp(64, 64, 64), out=Linear(64, 8), time=Linear(128, 64), mix=Linear(64, 64)),
+            {"out": False},
+        ),
+        # a vocabulary, and a table of positions with more rows
+        (
+            Tree(
+                chars=nn.Embedding(65, 256),
+                positions=nn.Embedding(1024, 256),
+                up=Linear(256, 1024),
+                down=Linear(1024, 256),
+                out=Linear(256, 65),
+            ),
+            {"out": True},
+        ),
+        (Tree(fc=Linear(100, 64), mix=Linear(128, 128), head=Linear(128, 10)), {"head": True}),
+    ],
+)
+def test_the_last_layers_of_a_model_are_heads(model: nn.Module, heads: dict[str, bool]) -> None:
+    result = {name: route for name, route in routes(model).items() if route.rule == "head"}
+    assert {name.removesuffix(".weight"): route.certain for name, route in result.items()} == heads
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, parametrizations.weight_norm])
+def test_a_first_convolution_of_any_kernel(wrap: Any) -> None:
+    for kernel in (1, 3):
+        model = Tree(
+            stem=wrap(nn.Conv2d(3, 16, kernel)), body=wrap(nn.Conv2d(16, 16, 3)), lm_head=Linear(16, 9)
+        )
+        found = {
+            name.split(".")[0]: algorithm for name, algorithm in algorithms(model).items() if "0" not in name
+        }
+        assert found == {"stem": "adamw", "body": "muon", "lm_head": "adamw"}
 
 
 def test_guesses_are_counted_and_marked() -> None:

@@ -24,8 +24,8 @@ def routes(model: nn.Module, **settings: Any) -> dict[str, Route]:
     return {route.name: route for route in Muon(model, **settings).routes}
 
 
-class Named(nn.Module):
-    """Linear layers with names, under a configuration."""
+class Named(nn.ModuleDict):
+    """Linear layers with names, under a configuration, in no order: none is the last."""
 
     def __init__(self, config: Any = None, **layers: tuple[int, int]) -> None:
         super().__init__()
@@ -216,11 +216,11 @@ def test_hugging_face_models() -> None:
 
 def test_heads_of_linear_attention() -> None:
     """The layer says its heads: the values have others than the keys, and none are those of the configuration."""
-    layer = nn.Module()
+    layer = nn.ModuleDict()
     layer.num_k_heads, layer.head_k_dim, layer.num_v_heads, layer.head_v_dim = 2, 4, 6, 3
     layer.q_proj, layer.k_proj, layer.v_proj = (nn.Linear(16, size, bias=False) for size in (8, 8, 18))
     layer.in_proj_qkv, layer.o_proj = nn.Linear(16, 34, bias=False), nn.Linear(18, 16, bias=False)
-    model = nn.Module()
+    model = nn.ModuleDict()
     model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=4, head_dim=2)
     model.linear_attn, model.q_proj = layer, nn.Linear(16, 8, bias=False)
     matrices = {"*": {"heads": "config"}, "*.in_proj_qkv.weight": {"split": "qkv"}}

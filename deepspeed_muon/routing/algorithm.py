@@ -1,0 +1,454 @@
+"""Decides between Muon and AdamW where no setting does: the rule, in five points.
+
+1. A module says what its weights are. AdamW updates embeddings, norms, convolutions that read the channels of data, and
+   the layers that ``get_input_embeddings()``, ``get_output_embeddings()`` and ``get_classifier()`` return.
+2. AdamW updates output heads: the last layer of the model and those in parallel with it, and layers with an output for
+   each row of a vocabulary.
+3. Names of one table (:mod:`deepspeed_muon.routing.names`) decide where 1 and 2 say nothing.
+4. Muon updates every other matrix of a layer.
+5. AdamW updates a bare two-dimensional parameter that nothing identifies.
+
+What rests on 3 or 5 is a guess, unless the name has only one meaning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from deepspeed_muon.routing.evidence import Claim, NamedParameter
+from deepspeed_muon.routing.experts import Mixtures
+from deepspeed_muon.routing.layers import call_quietly, direct_parameters
+from deepspeed_muon.routing.names import (
+    Meaning,
+    bare_name,
+    holder_path,
+    in_block,
+    match_name,
+    named_below,
+    plain_name,
+)
+from deepspeed_muon.routing.route import Algorithm, MatrixKind, Rule
+from deepspeed_muon.routing.shapes import true_shape
+
+# Images, latents and audio have at most this many channels; hidden layers have more.
+_MAX_DATA_CHANNELS = 4
+_FILTERS = ("convolution", "grouped convolution", "transposed convolution")
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# A layer with this many times fewer outputs than inputs is perhaps an output head.
+_FEW = 8
+# Tables of positions and of token types, which no layer has an output for.
+_NO_VOCABULARY = re.compile(r".*(pos|type|segment).*|wpe", re.IGNORECASE)
+# The precedence of the claims on a parameter. ``hidden`` applies if no rule before it does.
+_ORDER: tuple[Rule, ...] = (
+    *("norm", "embedding", "head", "tied", "bias", "no_product", "router", "input", "adapter", "hidden"),
+)
+_REASONS = {
+    "matrix": "hidden matrix",
+    "convolution": "filters of a convolution",
+    "experts": "hidden matrices",
+}
+
+
+@dataclass(slots=True)
+class Structure:
+    """What the modules of a model say together; parameters are given by ``id``.
+
+    Attributes:
+        embeddings: Weights of ``get_input_embeddings()``.
+        heads: Weights of ``get_output_embeddings()`` and ``get_classifier()``.
+        lists: Paths of ``nn.Sequential``, ``nn.ModuleList`` and ``nn.ModuleDict``.
+        is_ordered: Whether the parameters are those of a complete model in its order, so that the last one is its end;
+            not those of a pipeline stage, and not names without modules.
+    """
+
+    embeddings: set[int] = field(default_factory=set)
+    heads: set[int] = field(default_factory=set)
+    lists: set[str] = field(default_factory=set)
+    is_ordered: bool = False
+
+    @classmethod
+    def read(cls, model: nn.Module, *, is_ordered: bool) -> Structure:
+        """Read the accessors and containers of a model, or of one stage of a pipeline."""
+        structure = cls(is_ordered=is_ordered)
+        for path, module in model.named_modules():
+            if isinstance(module, _LISTS):
+                structure.lists.add(holder_path(path + ".weight"))
+            for accessor in ("get_output_embeddings", "get_classifier"):
+                for head in _modules_in(call_quietly(module, accessor)):
+                    # of a container (norm or dropout, then the projection) the last one
+                    structure.heads.update(_matrices_of(head)[-1:])
+            embedding = call_quietly(module, "get_input_embeddings")
+            # A patch embedding contains a single projection; an encoder is none.
+            if isinstance(embedding, nn.Module) and len(matrices := _matrices_of(embedding)) == 1:
+                structure.embeddings.update(matrices)
+        return structure
+
+
+def _modules_in(result: object) -> Iterator[nn.Module]:
+    """Yield the layers that an accessor returned: one, or several in a container."""
+    if isinstance(result, dict):
+        result = tuple(result.values())
+    if isinstance(result, (tuple, list, nn.ModuleList, nn.ModuleDict)):
+        for output in result.children() if isinstance(result, nn.Module) else result:
+            yield from _modules_in(output)
+    elif isinstance(result, nn.Module):
+        yield result
+
+
+def _matrices_of(module: nn.Module) -> list[int]:
+    """Return ``id`` of the matrices below a module; only the direct ones if it has such."""
+    direct = [id(param) for _, param in direct_parameters(module) if len(true_shape(param)) > 1]
+    return direct or [id(param) for param in module.parameters() if len(true_shape(param)) > 1]
+
+
+def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> dict[int, list[Claim]]:
+    """Return ``id(parameter)`` to the claims that need all parameters together.
+
+    Args:
+        members: All parameters of the model, in its order.
+        structure: What the modules say; empty if only names are known.
+    """
+    matrices = [member for member in members if _is_matrix(member)]
+    claims: dict[int, list[Claim]] = {
+        id(member.param): [*_embedding(member, structure), *_name_claims(member)] for member in members
+    }
+    mixtures = Mixtures.read(members)
+    for member in matrices:
+        if (router := mixtures.router(member)) is not None:
+            claims[id(member.param)].append(router)
+    for key, claim in (*_first_layers(matrices, structure), *_heads(matrices, structure)):
+        claims[key].append(claim)
+    return claims
+
+
+def _is_matrix(member: NamedParameter) -> bool:
+    """Return whether a weight reads several inputs; the magnitudes of weight norm do not."""
+    shape = member.full_shape
+    return len(shape) > 1 and math.prod(shape[1:]) != 1
+
+
+def _inputs(member: NamedParameter) -> int:
+    """Return how many features or channels a layer reads."""
+    return member.sides[0] if member.kind == "grouped convolution" else member.sides[1]
+
+
+def _components(member: NamedParameter) -> list[str]:
+    """Return the components of the path of a layer."""
+    return holder_path(member.name).split(".") if member.names else []
+
+
+def _in_attention(components: Sequence[str]) -> bool:
+    return any("attention" in component or "attn" in component for component in map(str.lower, components))
+
+
+# 1. What a module is
+
+
+def _embedding(member: NamedParameter, structure: Structure) -> Iterator[Claim]:
+    if len(member.full_shape) < 2:
+        return
+    if id(member.param) in structure.embeddings:
+        yield Claim("embedding", "weight of an embedding module")
+    # by name (point 3)
+    for components in (holder_path(name).split(".") for name in member.names):
+        for position, component in enumerate(components):
+            entry = match_name(component, "embedding", "input")
+            # "image_embed" may contain an entire encoder, so at most one named module may be below.
+            is_holder = entry is not None and named_below(components, position) <= 1
+            if (
+                entry
+                and is_holder
+                and member.kind in (None, "weight", "bare")
+                and not match_name(component, "head")
+            ):
+                yield Claim("embedding", f"embedding by name ({component.lower()})", entry.certain)
+
+
+def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator[tuple[int, Claim]]:
+    """Yield ``id`` and claim of the layers that read images, latents, audio or patches of them."""
+    outputs: set[int] = set()  # of the layers before
+    first_below: dict[str, int] = {}  # path of a module that is named like a first layer to its first weight
+    for member in matrices:
+        components, shape = _components(member), member.full_shape
+        if member.kind == "convolution":
+            # A convolution of one pixel may read what a layer before it squeezed into few channels.
+            is_data = shape[1] <= _MAX_DATA_CHANNELS and (math.prod(shape[2:]) > 1 or shape[1] not in outputs)
+            # Tacotron's location layer reads the channels of attention weights.
+            if is_data and not _in_attention(components):
+                yield (
+                    id(member.param),
+                    Claim("input", f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}"),
+                )
+            elif structure.is_ordered and member is matrices[0]:
+                yield (
+                    id(member.param),
+                    Claim("input", "first convolution, in the order of the modules", certain=False),
+                )
+        if member.kind in ("convolution", "linear"):
+            for position, component in enumerate(components):
+                entry = match_name(component, "input")
+                if entry and named_below(components, position) <= 1 and not in_block(components[:position]):
+                    # A patch embedding may have several layers ("patch_embed.conv.3"); all but the first are hidden.
+                    path = ".".join(components[: position + 1])
+                    if first_below.setdefault(path, id(member.param)) == id(member.param):
+                        yield (
+                            id(member.param),
+                            Claim("input", f"first layer by name ({component.lower()})", entry.certain),
+                        )
+        outputs.add(member.sides[0])
+
+
+# 2. Output heads
+
+
+def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator[tuple[int, Claim]]:
+    """Yield ``id`` and claim of the output heads."""
+    heads = {key: Claim("head", "output head of the model") for key in structure.heads}
+    named = _heads_by_name(matrices)
+    if structure.is_ordered:
+        outermost = _outermost(matrices, structure)
+        heads = {**_vocabulary_heads(matrices, outermost), **heads}
+        # The last layer counts where no other head is certain, a tied embedding among them.
+        certain = heads.keys() | {key for key, (claim, _) in named.items() if claim.certain}
+        certain |= {
+            id(member.param) for member in matrices if member.kind == "embedding" and len(member.names) > 1
+        }
+        heads = {**_last_layers(matrices, outermost, certain), **heads}
+    # 3. Names such as "fc" count only where no head is certain.
+    claims = [*heads.values(), *(claim for claim, _ in named.values())]
+    has_certain = any(claim.certain for claim in claims)
+    for key, (claim, meaning) in named.items():
+        if meaning != "only head" or not has_certain:
+            heads[key] = claim if key not in heads or claim.certain else heads[key]
+    # What adapts the layer of a head makes outputs, too: "lm_head.lora_B.default.weight".
+    paths = {
+        holder_path(member.name): heads[id(member.param)] for member in matrices if id(member.param) in heads
+    }
+    for member in matrices:
+        claim = heads.get(id(member.param)) or paths.get(holder_path(member.name))
+        if claim is not None:
+            yield id(member.param), claim
+
+
+def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> set[int]:
+    """Return ``id`` of the layers that may be output heads: outside of blocks, and no adapters or recurrent weights.
+
+    A block is a module with several matrices in a list. A layer of an ``nn.Sequential`` is in no block.
+    """
+    layers = [
+        member
+        for member in matrices
+        if member.kind in ("linear", "convolution", "weight")
+        and len(member.names) == 1
+        and plain_name(member.name).rpartition(".")[2] == "weight"
+        and "experts" not in _components(member)
+        and not _in_attention(_components(member))
+        and not any(claim.rule == "adapter" for claim in _name_claims(member))
+        and not _is_lora_b(member)
+    ]
+    blocks: dict[int, list[str]] = {}
+    for member in layers:
+        components = _components(member)
+        paths = [".".join(components[:length]) for length in range(len(components) + 1)]
+        blocks[id(member.param)] = [
+            path
+            for parent, path in itertools.pairwise(paths)
+            if parent in structure.lists and path not in structure.lists
+        ]
+    sizes = Counter(path for paths in blocks.values() for path in paths)
+    return {key for key, paths in blocks.items() if all(sizes[path] == 1 for path in paths)}
+
+
+def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: set[int]) -> dict[int, Claim]:
+    """Return the layers with an output for each row of an embedding that is no table of positions."""
+    rows = {
+        member.full_shape[0]
+        for member in matrices
+        if member.kind == "embedding"
+        and member.name.endswith("weight")
+        and not any(map(_NO_VOCABULARY.fullmatch, _components(member)))
+    }
+    # A number of features that layers read is the width of hidden layers.
+    rows -= {_inputs(member) for member in matrices if member.kind != "embedding"}
+    claim = Claim("head", "output head: an output for each row of an embedding")
+    return {id(m.param): claim for m in matrices if id(m.param) in outermost and m.sides[0] in rows}
+
+
+def _last_layers(
+    matrices: Sequence[NamedParameter], outermost: set[int], heads: set[int]
+) -> dict[int, Claim]:
+    """Return the last layer, those in parallel with it or with ``heads``, and others that look like an output."""
+    # 1. The ends of the model: layers whose outputs neither a later layer nor one inside a block reads.
+    layers = [member for member in matrices if member.kind not in ("embedding", "norm", "bare")]
+    read = {_inputs(member) for member in layers if id(member.param) not in outermost}
+    # A tied embedding is multiplied by, too.
+    read |= {member.sides[1] for member in matrices if len(member.names) > 1}
+    ends: list[NamedParameter] = []  # the last one first
+    for member in reversed(layers):
+        outputs, inputs = member.sides
+        if id(member.param) in outermost and outputs != inputs and outputs not in read:
+            ends.append(member)
+        read.add(inputs)
+    # 2. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
+    claims: dict[int, Claim] = {}
+    certain = [member for member in matrices if id(member.param) in heads]
+    if not certain and len(layers) > 1:
+        narrow = [member for member in ends if member.sides[0] < member.sides[1]]
+        last = next(iter(narrow or (member for member in ends if member is layers[-1])), None)
+        if last is not None:
+            is_wide = last.kind == "linear" and last.sides[0] not in read
+            is_certain = last is layers[-1] and (bool(narrow) or is_wide)
+            claims[id(last.param)] = Claim("head", "output head: the last layer", is_certain)
+            certain = narrow[:1]
+    # 3. Those in parallel: with the same outputs, or beside it with the same inputs. Others are guesses.
+    for member in ends:
+        outputs, inputs = member.sides
+        for head in certain:
+            is_beside = len(head.names) == 1 and _components(member)[:-1] == _components(head)[:-1]
+            if outputs == head.sides[0] or (outputs < inputs == head.sides[1] and is_beside):
+                is_certain = id(head.param) in heads or claims[id(head.param)].certain
+                claim = Claim("head", "output head: in parallel with the last layer", is_certain)
+                claims.setdefault(id(member.param), claim)
+        if _FEW * outputs <= inputs:
+            reason = "output head: few outputs, which no later layer reads"
+            claims.setdefault(id(member.param), Claim("head", reason, certain=False))
+    return claims
+
+
+# 3. Names
+
+
+def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim, Meaning]]:
+    """Return the layers that are named like output heads, or stand last below a module that is."""
+    claims: dict[int, tuple[Claim, Meaning]] = {}
+    # A tied embedding is multiplied by last.
+    later = {member.sides[1] for member in matrices if len(member.names) > 1}
+    for member in reversed(matrices):
+        outputs, inputs = member.sides
+        for name in member.names if member.kind in (None, "linear", "convolution", "weight", "bare") else ():
+            components = holder_path(name).split(".")
+            for position in range(len(components)):
+                if named_below(components, position) > 2:
+                    continue
+                # Some patterns span several components ("final_layer.linear"): the longest first.
+                spans = range(min(3, len(components) - position), 0, -1)
+                texts = [(".".join(components[position : position + n]), position + n - 1) for n in spans]
+                entry, end = next(
+                    ((entry, end) for text, end in texts if (entry := match_name(text, "head"))),
+                    (None, position),
+                )
+                if entry is None and not in_block(components[:position]):
+                    entry = match_name(components[position], "top-level head", "only head")
+                if entry is None or named_below(components, end) > 1:
+                    continue
+                is_direct = named_below(components, end) == 0
+                if entry.meaning == "only head" and not is_direct:
+                    continue  # a decoder of several modules is no projection
+                # A layer whose outputs a later one reads is hidden, and so is a square one ("lm_head.dense").
+                is_output = outputs not in later if outputs != inputs else is_direct and entry.certain
+                if is_output or (is_direct and entry.meaning == "head"):
+                    claim = Claim("head", f"output head by name ({components[end]})", entry.certain)
+                    claims.setdefault(id(member.param), (claim, entry.meaning))
+        later.add(_inputs(member))
+    return claims
+
+
+def _name_claims(member: NamedParameter) -> Iterator[Claim]:
+    """Yield the claims of tables, biases and adapters, which only their names identify."""
+    if len(member.full_shape) < 2:
+        return
+    for name in member.names:
+        plain, last = plain_name(name), bare_name(name)
+        holder = holder_path(name).rpartition(".")[2]
+        if member.kind in (None, "bare", "experts") and last != "weight" and match_name(last, "no product"):
+            yield Claim("no_product", f"not the weight of a product ({last.lower()})")
+        # LayoutLM and T5 have tables of relative positions in linear layers and embeddings.
+        if table := next((text for text in (last, holder) if match_name(text, "relative positions")), None):
+            yield Claim("no_product", f"not the weight of a product ({table.lower()})")
+        if len(member.full_shape) == 2 and match_name(plain.rpartition(".")[2], "bias"):
+            yield Claim("bias", "biases")
+        components = [text for text in name.lower().split(".") if text not in ("weight", "bias", "default")]
+        # Some patterns span two components ("lora.down").
+        spans = [*components, *(".".join(components[i : i + 2]) for i in range(len(components) - 1))]
+        if any(match_name(span, "LoRA A") for span in spans):
+            yield Claim("adapter", "matrix A of a LoRA adapter")
+        elif any(match_name(span, "adapter") for span in spans):
+            yield Claim("adapter", "an adapter other than LoRA")
+
+
+def _is_lora_b(member: NamedParameter) -> bool:
+    return any(match_name(text, "LoRA B") for name in member.names for text in name.lower().split("."))
+
+
+# 4. and 5. Every other matrix, and the order of the claims
+
+
+def decide(member: NamedParameter, kind: MatrixKind | None) -> tuple[Algorithm, Claim]:
+    """Return the algorithm of a parameter that no setting names, and the claim that decides it.
+
+    Args:
+        member: The parameter with all claims on it.
+        kind: How it can be read as a matrix; ``None`` if it cannot.
+    """
+    shape = member.full_shape
+    claims = sorted(member.claims, key=lambda claim: (not claim.certain, _ORDER.index(claim.rule)))
+    if kind is None:
+        return "adamw", _not_a_matrix(member, claims)
+    if 1 in (shape[-2:] if kind == "experts" else (shape[0], math.prod(shape[1:]))):
+        return "adamw", Claim("shape", "a matrix with a side of 1, which is a vector")
+    if claims:
+        return ("muon" if claims[0].rule == "hidden" else "adamw"), claims[0]
+    if len(shape) == 2 and member.names and member.kind in (None, "bare", "experts"):
+        claim = _bare_matrix(member)
+        return ("muon" if claim.rule == "hidden" else "adamw"), claim
+    if member.layer is None:
+        reason = _REASONS[kind] + (" by name" if member.names else " by shape")
+        return "muon", Claim("hidden", reason, certain=False)
+    if kind == "matrix" and member.kind == "weight" and not member.layer.product:
+        return "muon", Claim("hidden", "hidden matrix, by the name weight alone", certain=False)
+    return "muon", Claim("hidden", _REASONS[kind])
+
+
+def _not_a_matrix(member: NamedParameter, claims: Sequence[Claim]) -> Claim:
+    """Return the claim of a parameter that cannot be read as a matrix; its claims are in their order."""
+    shape = member.full_shape
+    if member.kind == "LoRA of experts":
+        return Claim("adapter", "LoRA of stacked experts, whose matrices alternate in one tensor")
+    if member.kind in _FILTERS and member.kind != "convolution":
+        return Claim("shape", f"filters of a {member.kind}")
+    reasons = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
+    if len(shape) < 3 or min(shape) == 0:
+        return Claim("shape", reasons.get(len(shape), "an empty tensor"))
+    reason = f"{len(shape)}-dimensional, not a matrix"
+    # A table that is broadcast over the batch has a first dimension of 1.
+    is_no_stack = 1 in shape or any(match_name(bare_name(name), "bias") for name in member.names)
+    if claims and claims[0].rule != "hidden" and (claims[0].certain or not is_no_stack):
+        return claims[0]
+    if is_no_stack:
+        return Claim("shape", reason)
+    return Claim("shape", f"{reason} unless 'include' or 'matrices' says so", certain=False)
+
+
+def _bare_matrix(member: NamedParameter) -> Claim:
+    """Return the claim of a 2-dimensional parameter that is not a layer's ``weight``."""
+    if member.layer is not None and member.layer.product:
+        return Claim("hidden", f"hidden matrix: {member.layer.product}")
+    # Without modules, "weight" is the name that nearly all layers give to their matrix.
+    if member.layer is None and any(name.rpartition(".")[2] == "weight" for name in member.names):
+        return Claim("hidden", "hidden matrix by name", certain=False)
+    if _is_lora_b(member):
+        return Claim("hidden", "matrix B of a LoRA adapter")
+    if any("experts" in plain_name(name).split(".") for name in member.names):
+        reason = "perhaps several experts in one matrix; their number is unknown"
+        return Claim("no_product", reason, certain=False)
+    last = bare_name(member.name)
+    if match_name(last, "weight"):
+        return Claim("hidden", f"hidden matrix by name ({last})", certain=False)
+    return Claim("no_product", "a bare parameter: 'include' makes it Muon's", certain=False)
