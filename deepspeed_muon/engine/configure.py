@@ -37,11 +37,11 @@ from deepspeed_muon.engine.offload import adopt
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.regroup import regroup
 from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
-from deepspeed_muon.engine.tensor_parallel import tensor_shards
 from deepspeed_muon.engine.topology import (
     model_facts,
     ranks_of,
     read_step_sets,
+    tensor_shards,
     tensor_slices,
 )
 from deepspeed_muon.engine.workarounds.experts import mark_moe_layers

@@ -32,11 +32,6 @@ LISTS = "_deepspeed_muon_lists"
 """Attribute of DeepSpeed's schedulers: names of the attributes where the client gave each group an entry of its own."""
 
 
-def takes_unfrozen(engine: DeepSpeedEngine) -> bool:
-    """Return whether parameters that are unfrozen later can be trained: at ZeRO 0 in fp32, where nothing is copied."""
-    return bool(engine.zero_optimization_stage() == 0 and engine.get_data_types()[0] == torch.float32)
-
-
 def regroup(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     """Divide the groups of an optimizer that is about to be wrapped, and let the client's scheduler follow.
 
@@ -50,7 +45,8 @@ def regroup(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     """
     if engine.zero_optimization_stage() == 3 and offload_device(engine, "offload_param") == "none":
         _refuse_several_dtypes(optimizer)
-    is_plain = takes_unfrozen(engine)
+    # At ZeRO 0 in fp32, where nothing is copied, parameters that are unfrozen later can be trained.
+    is_plain = engine.zero_optimization_stage() == 0 and engine.get_data_types()[0] == torch.float32
     groups = optimizer.param_groups
     divided = divide_again(
         optimizer.routed,

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import master_dtype, offload_device
-from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
+from deepspeed_muon.engine.topology import tensor_parallel_group
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon

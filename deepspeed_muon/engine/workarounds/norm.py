@@ -25,7 +25,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.tensor_parallel import tensor_parallel_group
+from deepspeed_muon.engine.topology import tensor_parallel_group
 from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView, View, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import expert_group_name
