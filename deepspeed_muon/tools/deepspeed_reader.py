@@ -6,7 +6,7 @@ list of DeepSpeed's own classes allowed. They are memory-mapped, so that memory 
 Every rank writes files of its own, so the files of several saves can be mixed in one folder. Ours carry a random id of
 their save, which is compared; for other optimizers the counts of steps are. Our files also have a record of the layout
 (:mod:`~deepspeed_muon.checkpoint.layout_record`). For those of AdamW and of DeepSpeed's Muon the layout is derived as
-ZeRO makes it, and :func:`~deepspeed_muon.routing.saved.route_saved` guesses the routes; every guess is reported.
+ZeRO makes it, and :func:`~deepspeed_muon.tools.saved_routes.route_saved` guesses the routes; every guess is reported.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from deepspeed_muon.checkpoint.parameters import PartitionedParameter, Transfer,
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, flat_placement, full_slice, sharded_placement
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.routing.saved import route_saved
 from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
+from deepspeed_muon.tools.saved_routes import route_saved
 
 
 class DeepSpeedFiles:
@@ -566,7 +566,7 @@ def settings_to_repeat(
 
     Args:
         algorithms: Algorithm of every parameter in the checkpoint, by name.
-        routes: What :func:`~deepspeed_muon.routing.saved.route_saved` returned with the same patterns.
+        routes: What :func:`~deepspeed_muon.tools.saved_routes.route_saved` returned with the same patterns.
         include: The patterns for Muon that were used.
         exclude: The patterns for AdamW that were used.
 
