@@ -32,12 +32,11 @@ from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.plan.layout import PartitionIndex, TensorShards
 from deepspeed_muon.routing.param_groups import (
-    EqualRates,
     ParamGroup,
     ParamsInput,
-    PortableRoutes,
     RoutedGroups,
     build_groups,
+    warn_of_equal_rates,
     warn_of_rates,
 )
 from deepspeed_muon.routing.route import Route
@@ -205,7 +204,8 @@ class Muon(torch.optim.Optimizer):
         self.step_ends_outside = False
         # For hooks only: a model that its optimizer refers to lives longer.
         self._model = model if any(getattr(config, key) is not None for key in STEP_HOOKS) else None
-        self._equal_rates = EqualRates()
+        # Whether the rates of Muon and AdamW were compared, as in the first step whose rates are not 0.
+        self._rates_compared = False
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
         # The runner of each step set, with its exchange plan; empty before the optimizer is bound.
@@ -359,8 +359,8 @@ class Muon(torch.optim.Optimizer):
             )
 
     def warn_of_equal_rates(self) -> None:
-        """Warn once if Muon and AdamW train a caller's group with one rate, although they were given different ones."""
-        self._equal_rates.warn(self.param_groups)
+        """Warn in the first step if Muon and AdamW train a caller's group with one rate and were given different ones."""
+        self._rates_compared = self._rates_compared or warn_of_equal_rates(self.param_groups)
 
     # Binding
 
@@ -509,15 +509,14 @@ class Muon(torch.optim.Optimizer):
                 "an optimizer that DeepSpeed manages cannot be copied or pickled, as its parameters are partitions; "
                 "save it with engine.save_checkpoint or deepspeed_muon.checkpoint.consolidate, or take its state_dict()"
             )
-        routes = PortableRoutes.of(self.routed, self.param_groups)
         # A copy of a bound optimizer would share its buffers; it binds itself in its first step.
-        return {**super().__getstate__(), "routes": routes, "config": self.config, "model": self._model}
+        return {**super().__getstate__(), "routed": self.routed, "config": self.config, "model": self._model}
 
     def __setstate__(self, state: StateDict) -> None:
         """Take the state of a copied or pickled optimizer."""
         state = dict(state)
-        routes: PortableRoutes = state.pop("routes")
-        self._reset(state.pop("config"), routes.routed(state["param_groups"]), state.pop("model"))
+        routed: RoutedGroups = state.pop("routed")
+        self._reset(state.pop("config"), routed.copied(state["param_groups"]), state.pop("model"))
         super().__setstate__(state)
 
     # For the engine

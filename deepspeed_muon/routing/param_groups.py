@@ -6,6 +6,7 @@ expert-parallel groups. The new groups have the settings of the caller's group, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -162,6 +163,17 @@ class RoutedGroups:
             )
         return replace(self, by_id=by_id)
 
+    def copied(self, groups: list[GroupSettings]) -> RoutedGroups:
+        """Return these routes for a copy of the optimizer with these groups, whose parameters have other ids."""
+        key_of = {key: id(member.param) for key, member in self.members.items()}
+        return replace(
+            self,
+            groups=groups,
+            members={key_of[key]: member for key, member in self.members.items()},
+            if_trained={key_of[key]: route for key, route in self.if_trained.items()},
+            by_id={key_of[key]: route for key, route in self.by_id.items()},
+        )
+
     def warn_of_missing_names(self) -> None:
         """Warn if parameters were routed without names or module types, where no engine provides the model."""
         if self.unnamed:
@@ -178,74 +190,28 @@ class RoutedGroups:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class PortableRoutes:
-    """The routes in a copied or pickled optimizer, by position, since the copies of parameters have other ids.
+def warn_of_equal_rates(groups: Sequence[GroupSettings]) -> bool:
+    """Warn of a schedule or program that writes one rate into groups that were given different ones.
 
-    Attributes:
-        entries: For each parameter: the parameter, or ``None`` if it is frozen and in no group, and so not copied; its
-            route; the route that it would have if it were trained, or ``None``.
-        rest: Everything of the routes that does not depend on ids.
+    Returns:
+        Whether the rates say so; those of a warm-up may all be 0 at first.
     """
-
-    entries: list[tuple[NamedParameter | None, Route, Route | None]]
-    rest: RoutedGroups
-
-    @classmethod
-    def of(cls, routed: RoutedGroups, groups: Sequence[GroupSettings]) -> PortableRoutes:
-        """Return the routes of an optimizer with these param groups."""
-        params = {id(param) for group in groups for param in group["params"]}
-        entries = [
-            (routed.members[key] if key in params else None, route, routed.if_trained.get(key))
-            for key, route in routed.by_id.items()
-        ]
-        return cls(entries, replace(routed, groups=[], members={}, if_trained={}, by_id={}))
-
-    def routed(self, groups: list[GroupSettings]) -> RoutedGroups:
-        """Return the routes of the copy with these param groups."""
-        routed = replace(self.rest, groups=groups, members={}, if_trained={}, by_id={})
-        for number, (member, route, if_trained) in enumerate(self.entries, 1):
-            # Parameters that the copy does not have get keys that are no object's id.
-            key = -number if member is None else id(member.param)
-            routed.by_id[key] = route
-            if member is not None:
-                routed.members[key] = member
-            if if_trained is not None:
-                routed.if_trained[key] = if_trained
-        return routed
-
-
-class EqualRates:
-    """Warns once of a schedule or program that writes one rate into groups that were given different ones."""
-
-    def __init__(self) -> None:
-        # Numbers of caller's groups whose rates were seen to differ, or of which the user was warned.
-        self._done: set[int] = set()
-
-    def warn(self, groups: Sequence[GroupSettings]) -> None:
-        """Warn if the Muon and AdamW halves of a caller's group have one rate now, and were given two."""
-        numbers = {group.get(CALLER_GROUP, 0) for group in groups}
-        for number in sorted(numbers - self._done):
-            halves = [group for group in groups if group.get(CALLER_GROUP, 0) == number]
-            rates = [group["lr"] for group in halves]
-            if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
-                continue  # the host would wait for the device
-            if float(rates[0]) == 0.0:
-                continue  # all of them are 0 at the start of a warm-up
-            if len(set(map(float, rates))) > 1:
-                self._done.add(
-                    number
-                )  # a schedule with different rates may end at one floor (eta_min, min_lr)
-            elif len({group["lr_ratio"] for group in halves}) > 1:
-                self._done = numbers
-                warn(
-                    "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, and were given two: a "
-                    "schedule or the program writes one number into both halves of the group. Give the schedule a "
-                    "list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the program writes by "
-                    "g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where it keeps the ratio",
-                    number,
-                    float(rates[0]),
-                )
+    if not any(float(group["lr"]) for group in groups):
+        return False
+    for number, halves in itertools.groupby(groups, key=lambda group: group.get(CALLER_GROUP, 0)):
+        rates = {(float(group["lr"]), group["lr_ratio"]) for group in halves}
+        (rate, *different) = {rate for rate, _ in rates}
+        if rate and not different and len(rates) > 1:
+            warn(
+                "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, and were given two: a "
+                "schedule or the program writes one number into both halves of the group. Give the schedule a "
+                "list, as in max_lr=[g['lr'] for g in optimizer.param_groups]; multiply what the program writes by "
+                "g['lr_ratio']; or write the schedule into the DeepSpeed configuration, where it keeps the ratio",
+                number,
+                rate,
+            )
+            break
+    return True
 
 
 def warn_of_rates(
