@@ -359,7 +359,7 @@ class Muon(torch.optim.Optimizer):
             )
 
     def warn_of_equal_rates(self) -> None:
-        """Warn in the first step if Muon and AdamW train a caller's group with one rate and were given different ones."""
+        """Warn in the first step if Muon and AdamW train a group of the caller with one rate and were given two."""
         self._rates_compared = self._rates_compared or warn_of_equal_rates(self.param_groups)
 
     # Binding

@@ -72,7 +72,6 @@ class NamedParameter:
         claims: The rules that apply by its module and its position in the model; meaningful with ``layer`` only.
         attention: The heads of the attention module around it, if a configuration gives them.
         shards: How tensor parallelism cuts it; ``None`` if it does not, or if that is unknown.
-        as_trained: Whether it is routed as if it were trained, although it is frozen.
     """
 
     names: tuple[str, ...]
@@ -81,12 +80,6 @@ class NamedParameter:
     claims: tuple[Claim, ...] = ()
     attention: AttentionShape | None = None
     shards: TensorShards | None = None
-    as_trained: bool = False
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether it is routed as a frozen parameter."""
-        return not (self.param.requires_grad or self.as_trained)
 
     @property
     def name(self) -> str:

@@ -23,14 +23,14 @@ from deepspeed_muon.config.settings import (
     refuse_misspelt_keys,
 )
 from deepspeed_muon.config.values import FOREIGN_KEYS, TORCH_OPTIONS, unknown_key_message
-from deepspeed_muon.errors import ConfigError, MuonError, RoutingError
+from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
 from deepspeed_muon.routing.route import Algorithm, Route, model_width, order_of_matrices
-from deepspeed_muon.routing.rules import route_parameters
+from deepspeed_muon.routing.rules import current_route, routes_if_trained
 from deepspeed_muon.routing.shapes import true_shape
 
 ParamsInput = nn.Module | Iterable[Tensor | tuple[str, Tensor] | GroupSettings]
@@ -146,17 +146,7 @@ class RoutedGroups:
         Raises:
             RoutingError: If no parameter is trainable, or one was unfrozen that cannot be trained.
         """
-        by_id = dict(self.by_id) if self.members.keys() <= self.by_id.keys() else {}
-        for key, member in self.members.items():
-            if not member.param.requires_grad:
-                by_id[key] = _frozen_route(member, self.if_trained.get(key))
-            elif key in self.if_trained:
-                by_id[key] = self.if_trained[key]
-            else:
-                raise RoutingError(
-                    f"parameter {member.name} of shape {list(true_shape(member.param))} was unfrozen after the "
-                    f"optimizer was made, and could not be routed then; make a new optimizer"
-                )
+        by_id = {key: current_route(member, self.if_trained.get(key)) for key, member in self.members.items()}
         if all(route.algorithm == "frozen" for route in by_id.values()):
             raise RoutingError(
                 f"none of the {len(by_id)} parameters is trainable: requires_grad is False for all of them"
@@ -324,17 +314,15 @@ def build_groups(
     # 2. Route all parameters, frozen ones as if they were trained.
     explicit = _explicit_algorithms((group.settings, group.members) for group in callers)
     partial = model is not None and is_divided(model)
-    if_trained = _route_as_trained(list(members.values()), config, explicit, partial=partial)
+    routes = routes_if_trained(list(members.values()), config, explicit=explicit, partial=partial)
+    if_trained = {key: route for key, route in zip(members, routes, strict=True) if route is not None}
     # 3. Divide the groups by algorithm.
     groups = [group for caller in callers for group in _divide(caller, if_trained, config, rates or {})]
     if not groups:
         raise RoutingError(
             f"none of the {len(members)} parameters is trainable: requires_grad is False for all of them"
         )
-    by_id = {
-        key: if_trained[key] if member.param.requires_grad else _frozen_route(member, if_trained.get(key))
-        for key, member in members.items()
-    }
+    by_id = {key: current_route(member, if_trained.get(key)) for key, member in members.items()}
     undecided = [member for key, member in members.items() if key not in explicit]
     return RoutedGroups(
         groups,
@@ -387,7 +375,8 @@ def route_again(
         (routed.callers[group[CALLER_GROUP]].settings, [members[id(param)] for param in group["params"]])
         for group in groups
     )
-    if_trained = _route_as_trained(list(members.values()), config, explicit, partial=is_divided(model))
+    routes = routes_if_trained(list(members.values()), config, explicit=explicit, partial=is_divided(model))
+    if_trained = {key: route for key, route in zip(members, routes, strict=True) if route is not None}
     again = replace(
         routed,
         by_id={},
@@ -586,58 +575,6 @@ def _explicit_algorithm(settings: GroupSettings) -> Algorithm | None:
     if algorithm is None and settings.get("use_muon") is not None:
         return "muon" if settings["use_muon"] else "adamw"
     return algorithm
-
-
-def _route_as_trained(
-    members: Sequence[NamedParameter],
-    config: MuonConfig,
-    explicit: Mapping[int, Algorithm],
-    *,
-    partial: bool,
-) -> dict[int, Route]:
-    """Return ``id(parameter)`` to the route of each parameter as if nothing were frozen.
-
-    Frozen ones that could not be trained are left out.
-
-    Raises:
-        RoutingError: As :func:`~deepspeed_muon.routing.rules.route_parameters`, about those that are not frozen.
-    """
-    # Integers and tensors made in inference mode can never require a gradient.
-    frozen = [
-        member
-        for member in members
-        if member.is_frozen and member.param.is_floating_point() and not member.param.is_inference()
-    ]
-
-    def attempt(as_trained: Sequence[NamedParameter], *, partial: bool) -> dict[int, Route]:
-        chosen = {id(member.param) for member in as_trained}
-        routed = [replace(member, as_trained=id(member.param) in chosen) for member in members]
-        routes = route_parameters(routed, config, explicit=explicit, partial=partial)
-        pairs = zip(members, routes, strict=True)
-        return {id(member.param): route for member, route in pairs if route.algorithm != "frozen"}
-
-    def attempt_in_halves(as_trained: Sequence[NamedParameter]) -> dict[int, Route]:
-        try:
-            return attempt(as_trained, partial=True)
-        except MuonError:
-            middle = len(as_trained) // 2
-            if middle == 0:
-                return {}
-            return attempt_in_halves(as_trained[:middle]) | attempt_in_halves(as_trained[middle:])
-
-    try:
-        # All at once. If that fails, halving finds the frozen parameters that cannot be trained.
-        return attempt(frozen, partial=partial)
-    except MuonError:
-        if not frozen:
-            raise
-    # Raises if the cause is a parameter that is not frozen.
-    return attempt((), partial=partial) | attempt_in_halves(frozen)
-
-
-def _frozen_route(member: NamedParameter, if_trained: Route | None) -> Route:
-    name = member.name if if_trained is None else if_trained.name
-    return Route(name, true_shape(member.param), "frozen", "requires_grad is False", rule="frozen")
 
 
 def _divide(

@@ -50,7 +50,24 @@ def route_parameters(
     """Decide the algorithm of every parameter.
 
     The first rule that applies decides: frozen; the caller's explicit choice; ``exclude``; ``include``; not a matrix; a
-    claim for AdamW (norm, embedding, output head, ...); otherwise Muon.
+    claim for AdamW (norm, embedding, output head, ...); otherwise Muon. The arguments are those of
+    :func:`routes_if_trained`.
+
+    Returns:
+        One route per parameter, in the same order.
+    """
+    routes = routes_if_trained(parameters, config, explicit=explicit, partial=partial)
+    return [current_route(member, route) for member, route in zip(parameters, routes, strict=True)]
+
+
+def routes_if_trained(
+    parameters: Sequence[NamedParameter],
+    config: MuonConfig | None = None,
+    *,
+    explicit: Mapping[int, Algorithm] | None = None,
+    partial: bool = False,
+) -> list[Route | None]:
+    """Decide the algorithm of every parameter as if none were frozen.
 
     Args:
         parameters: The parameters of all groups, in order.
@@ -60,15 +77,19 @@ def route_parameters(
             :func:`check_routes` is left to the caller, with the routes of all stages.
 
     Returns:
-        One route per parameter, in the same order.
+        One route per parameter, in the same order; ``None`` for frozen ones that cannot be trained.
 
     Raises:
-        RoutingError: If a pattern matches nothing, a parameter for Muon is not a matrix, a weight does not divide as
-            the settings say, a parameter cannot be trained, or no attention heads were found.
+        RoutingError: If a pattern matches nothing, no attention heads were found, or a parameter that is not frozen is
+            for Muon and no matrix, does not divide as the settings say, or cannot be trained.
     """
     config = config or _DEFAULTS
     for member in parameters:
-        _refuse_untrainable(member)
+        if is_lazy(member.param):
+            raise RoutingError(
+                f"parameter {', '.join(member.names) or '<unnamed>'} has no shape yet: run the model once, so that its "
+                f"lazy modules make their weights, before the optimizer is made"
+            )
     # Without modules there are only the claims of names and shapes.
     if any(member.layer is None for member in parameters):
         by_name = claims_of_model(parameters, Structure())
@@ -78,12 +99,40 @@ def route_parameters(
             else replace(member, claims=tuple(by_name.get(id(member.param), ())))
             for member in parameters
         ]
-    routes = [_route(member, config, explicit or {}) for member in parameters]
+    routes: list[Route | None] = []
+    for member in parameters:
+        try:
+            _refuse_untrainable(member)
+            routes.append(_route(member, config, explicit or {}))
+        except RoutingError:
+            if member.param.requires_grad:
+                raise
+            routes.append(None)
     if not partial:
-        check_routes(
-            [(member.names, route) for member, route in zip(parameters, routes, strict=True)], config
-        )
+        routed = zip(parameters, routes, strict=True)
+        check_routes([(member.names, route) for member, route in routed if route is not None], config)
     return routes
+
+
+def current_route(member: NamedParameter, if_trained: Route | None) -> Route:
+    """Return the route of a parameter by whether it is frozen now.
+
+    Args:
+        member: The parameter.
+        if_trained: Its route if it were trained; ``None`` if it cannot be.
+
+    Raises:
+        RoutingError: If it was unfrozen and cannot be trained.
+    """
+    shape = true_shape(member.param)
+    if not member.param.requires_grad:
+        return Route(member.name, shape, "frozen", "requires_grad is False", rule="frozen")
+    if if_trained is None:
+        raise RoutingError(
+            f"parameter {member.name} of shape {list(shape)} was unfrozen after the optimizer was made, and could not "
+            f"be routed then; make a new optimizer"
+        )
+    return if_trained
 
 
 def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConfig) -> None:
@@ -152,13 +201,6 @@ def warn_of_large_guesses(routes: Sequence[Route]) -> None:
 def _refuse_untrainable(member: NamedParameter) -> None:
     """Raise for a parameter that no step could update."""
     param = member.param
-    if is_lazy(param):
-        raise RoutingError(
-            f"parameter {', '.join(member.names) or '<unnamed>'} has no shape yet: run the model once, so that its "
-            f"lazy modules make their weights, before the optimizer is made"
-        )
-    if member.is_frozen:
-        return
     text = f"parameter {member.name} of shape {list(true_shape(param))}"
     if param.is_complex():
         raise RoutingError(
@@ -180,6 +222,8 @@ def _refuse_untrainable(member: NamedParameter) -> None:
         )
     if param.layout != torch.strided:
         raise RoutingError(f"{text} has the layout {param.layout}; only dense parameters can be trained here")
+    if param.is_inference():
+        raise RoutingError(f"{text} was made in inference mode, so that it never requires a gradient")
     if not param.is_leaf and not param.retains_grad:
         raise RoutingError(
             f"{text} is computed from other tensors, not a leaf: it has no gradient of its own"
@@ -214,7 +258,13 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
     if algorithm != "muon":
         return Route(member.name, shape, algorithm, claim.reason, rule=claim.rule, certain=claim.certain)
     if kind is None:
-        raise RoutingError(_no_matrix_message(member, shape, claim.reason))
+        remedy = "remove it from the pattern or group"
+        if member.layer is None and len(shape) > 2:
+            remedy = "if it is the weight of a convolution, pass the model, as deepspeed_muon.Muon(groups, model=model)"
+        raise RoutingError(
+            f"parameter {member.name} of shape {list(shape)} was sent to Muon ({claim.reason}) but Muon orthogonalises "
+            f"matrices, plain convolutions and stacks of matrices, none of them empty; {remedy}"
+        )
     # 2. How is it stored?
     transposed = kind != "convolution" and bool(
         (member.layer.transposed if member.layer is not None else None)
@@ -254,19 +304,6 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
         shards,
         claim.certain,
         stack,
-    )
-
-
-def _no_matrix_message(member: NamedParameter, shape: tuple[int, ...], reason: str) -> str:
-    text = f"parameter {member.name} of shape {list(shape)} was sent to Muon ({reason}) but "
-    if member.layer is None and len(shape) > 2 and min(shape) > 0:
-        return (
-            f"{text}nothing says whether it holds the filters of a convolution or a stack of matrices, or whether the "
-            f"convolution is in groups: pass the model, as deepspeed_muon.Muon(groups, model=model)"
-        )
-    return (
-        f"{text}Muon orthogonalises matrices, plain convolutions and stacks of matrices, none of them empty; remove it "
-        f"from the pattern or group"
     )
 
 
@@ -351,8 +388,6 @@ def _decide(
     explicit: Mapping[int, Algorithm],
 ) -> tuple[Algorithm, Claim]:
     """Return the algorithm and the claim that decides it."""
-    if member.is_frozen:
-        return "frozen", Claim("frozen", "requires_grad is False")
     if id(member.param) in explicit:
         return explicit[id(member.param)], Claim("group", "the caller's param group says so")
     if (pattern := _chosen(member, config, "exclude")) is not None:
