@@ -1,7 +1,7 @@
 """The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
 Gather sends every fragment of a matrix to its owner, which also sends its own fragment to itself; scatter sends the
-updates back. Of replicated matrices only the updates are sent: their owners broadcast them, each with its row state.
+updates back. Of replicated matrices only the updates are sent: their owners broadcast them.
 Chunks have a bounded size, which bounds the buffers. A chunk of matrices that no other rank holds has no all-to-all.
 
 A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
