@@ -464,6 +464,8 @@ def takes_settings(optimizer: _Class) -> _Class:
         key: getattr(hint, "__forward_arg__", hint) for key, hint in MuonKeywords.__annotations__.items()
     }
     hints["lr"] = "Tensor | float | None"
+    # A variant's setting is not there before scripts/settings_table.py has written it.
+    hints = dict.fromkeys(VARIANT_SETTINGS, "float") | hints
     # 1. The signature: the constructor's own parameters, then a keyword for each key.
     signature = inspect.signature(init)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -1,8 +1,8 @@
 """What a variant of Muon declares: its state, its settings, and the functions that make it another optimizer.
 
-A variant is a file of this folder with a :class:`Variant`, an entry in :data:`deepspeed_muon.variants.VARIANTS`, and a
-branch in :meth:`deepspeed_muon.reference.ReferenceMuon.update_of`, with which the tests compare it. This one keeps one
-number for each row, and shrinks the rows that have become smaller than it::
+A variant is a file of this folder with a :class:`Variant`, an entry in :data:`deepspeed_muon.variants.VARIANTS`, and,
+in :mod:`deepspeed_muon.reference`, with which the tests compare it, a branch of ``update_of`` and a field for each
+setting. This one keeps one number for each row, and shrinks the rows that have become smaller than it::
 
     def row_factors(blocks, state, settings):  # blocks: (batch, rows, cols), orthogonalised
         norms = torch.linalg.vector_norm(blocks, dim=-1, dtype=torch.float32)  # (batch, rows)
@@ -18,10 +18,10 @@ number for each row, and shrinks the rows that have become smaller than it::
         row_factors=row_factors,
     )
 
-An update may be at most about as large as an orthogonalised matrix: the check of every result leaves out what exceeds
-its bound (:mod:`deepspeed_muon.step.check`). State needs ``row_factors``; names of settings and keys of state
-belong to one variant each. The keys of the configuration and their documentation, the memory plan, checkpoints for any
-number of ranks and the tests of all these follow from the declaration.
+The norm of an update must stay between that of one singular direction and that of a whole orthogonalised matrix: the
+check of every result leaves out what does not (:func:`deepspeed_muon.monitoring.measure.norm_bounds`). Names of
+settings and keys of state belong to one variant each. The keys of the configuration, the memory plan and checkpoints
+for any number of ranks follow from the declaration; ``scripts/settings_table.py`` writes the settings into the docs.
 """
 
 from __future__ import annotations
@@ -98,3 +98,10 @@ class Variant:
     settings: tuple[Setting, ...] = ()
     before_iteration: BeforeIteration | None = None
     row_factors: RowFactors | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse state and settings that nothing would read."""
+        if self.row_factors is None and (self.state is not None or self.settings):
+            raise ValueError(
+                f"variant {self.name}: only row_factors reads state and settings, and it has none"
+            )

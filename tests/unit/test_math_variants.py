@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +25,8 @@ from deepspeed_muon.reference import ReferenceMuon
 from deepspeed_muon.variants import variant
 from deepspeed_muon.variants.normuon import MOMENTS, row_factors
 from tests.support.comparisons import close
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -208,7 +215,7 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
 
 def test_the_example_of_a_variant_runs() -> None:
     """A reader of ``variant.py`` can copy it."""
-    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nAn update may")[0]
+    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nThe norm of an update")[0]
     names = {"torch": torch, "Field": Field, **vars(variant)}
     exec(textwrap.dedent(example), names)
     declared = names["VARIANT"]
@@ -217,3 +224,30 @@ def test_the_example_of_a_variant_runs() -> None:
     factors, new = declared.row_factors(blocks, torch.zeros(2, 3), settings)
     close(factors, torch.ones(2, 3), rtol=1e-5, atol=0)  # in the first step every size is the largest so far
     close(new, blocks.square().mean(-1).sqrt(), rtol=1e-5, atol=0)
+
+
+def test_a_new_variant_with_a_setting_is_a_key_of_the_configuration(tmp_path: Path) -> None:
+    """The package is imported, and its table of settings written, before anything else names the setting."""
+    package = tmp_path / "deepspeed_muon"
+    shutil.copytree(REPOSITORY / "deepspeed_muon", package, ignore=shutil.ignore_patterns("__pycache__"))
+    example = (variant.__doc__ or "").partition("::\n\n")[2].partition("\n\nThe norm of an update")[0]
+    imports = "import torch\nfrom pydantic import Field\nfrom deepspeed_muon.variants.variant import *\n"
+    (package / "variants" / "peaks.py").write_text(imports + textwrap.dedent(example))
+    registry = package / "variants" / "__init__.py"
+    registry.write_text(
+        registry.read_text()
+        .replace("import muon, muon_eq, normuon", "import muon, muon_eq, normuon, peaks")
+        .replace("(muon, normuon, muon_eq)", "(muon, normuon, muon_eq, peaks)")
+    )
+    program = "import deepspeed_muon as d; print(d.MuonConfig(variant='peaks', peak_decay=0.5).peak_decay)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.strip().endswith("0.5"), run.stderr
+
+
+def test_settings_that_nothing_reads_are_refused() -> None:
+    setting = variant.Setting("decay", 0.5, Field(ge=0), "A setting.")
+    with pytest.raises(ValueError, match="only row_factors reads state and settings"):
+        variant.Variant("idle", settings=(setting,))
