@@ -237,8 +237,8 @@ def divide_into_chunks(
     """Divide the matrices into chunks, those that are never sent first.
 
     Every owner fills its share of a chunk up to ``bound`` elements, largest matrices first, so that the owners' shares
-    cost about the same. A bound on all of a chunk would let most ranks wait in a large model: a chunk would hold few
-    matrices, and few ranks would own any of them.
+    cost about the same. If the bound held for all owners together, most ranks of a large model would wait: a chunk
+    would hold few matrices, and few ranks would own any of them.
 
     Replicated matrices have chunks of their own, because only their updates are sent. Every rank receives each update
     completely, so there the bound holds for all owners together.

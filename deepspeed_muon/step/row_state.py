@@ -1,8 +1,8 @@
 """The row state of a variant in a step: one number for each output of a matrix, where the matrix is orthogonalised.
 
 The owner of a matrix stores the rows of all of it (:meth:`.Assignment.row_fragments`), so nothing is sent for them.
-Only of replicated matrices every rank has the rows, which one all-reduce copies from the owners after a step. The rows
-of a matrix that tensor parallelism cuts are stored by the owners of its shards.
+Only replicated matrices have their rows on every rank; one all-reduce copies them from the owners after a step. The
+owners of its shards store the rows of a matrix that tensor parallelism cuts.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RowStorage:
             for index, _ in self._copied:
                 rows[index].zero_()
             joint = all_reduce_tensor(
-                torch.cat([*copies.values()]), context.step_set.group, purpose="rows of NorMuon"
+                torch.cat([*copies.values()]), context.step_set.group, purpose="row state of the variant"
             )
             context.counts.count_exchange(self.sent_bytes)
             lengths = [len(vector) for vector in copies.values()]

@@ -2,7 +2,7 @@
 
 A thread of gloo that has finished a collective still has to release its tensors, and for that it asks for Python's
 lock. Before Python 3.14, a thread that asks after the interpreter has begun to shut down is ended in the middle of a
-destructor, and the process dies of it: "terminate called without an active exception", status -6
+destructor, and that kills the process: "terminate called without an active exception", status -6
 (https://github.com/pytorch/pytorch/issues/190489). This happens whatever the optimizer, also after a barrier and after
 ``destroy_process_group``, whose threads live on while anything refers to a group.
 """
@@ -21,7 +21,7 @@ _BETWEEN_LOOKS, _LONGEST_WAIT = 0.01, 5.0
 def wait_for_gloo() -> None:
     """Wait until no thread of gloo in this process has work left; called when the interpreter exits.
 
-    A thread that waits for a rank which is gone is asleep, so that it is not waited for.
+    A thread that waits for a dead rank is asleep, and is ignored.
     """
     end = time.monotonic() + _LONGEST_WAIT
     while any(_gloo_threads_running()) and time.monotonic() < end:
