@@ -6,7 +6,14 @@ from deepspeed_muon import Muon
 from deepspeed_muon.reference import ReferenceMuon
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+layers = (
+    torch.nn.Linear(32, 64),
+    torch.nn.Tanh(),
+    torch.nn.Linear(64, 64),
+    torch.nn.Tanh(),
+    torch.nn.Linear(64, 16),
+)
+model = torch.nn.Sequential(*layers)
 optimizer = Muon(model, variant="normuon", weight_decay=0.1, ns_dtype="fp32")
 matrices = {route.name: lambda weight: [weight] for route in optimizer.routes if route.algorithm == "muon"}
 reference = ReferenceMuon(matrices, variant="normuon", weight_decay=0.1)

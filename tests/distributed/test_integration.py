@@ -284,7 +284,7 @@ def test_groups_stay_what_they_are() -> None:
         optimizer.param_groups[0]["adjust_lr_fn"] = "spectrum"
     saved = optimizer.state_dict()
     saved["param_groups"].reverse()
-    said = "param group 0 of the state dict is of adamw and this optimizer's of muon"
+    said = "param group 0 of the state dict is of adamw, and this optimizer's of muon"
     with pytest.raises(RoutingError, match=said):
         optimizer.load_state_dict(saved)
 

@@ -12,7 +12,6 @@ from tests.support.harness import RankPool
 ALL = [case.name for case in program.CASES]
 # One for each placement and for each kind of state; those between them are also in the tests of engines.
 SOME = [
-    "shards, sums over blocks, bf16",
     "fragments, int8 momentum",
     "shards, row state, bf16",
     "replicas, row state",
