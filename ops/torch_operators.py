@@ -196,12 +196,9 @@ def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Te
         params: Flat weights of the partitions. Mutated.
         updates: Flat. Not mutated.
         table: As for :func:`momentum_pack_`, with ``params`` for ``bufs`` and ``updates`` for ``outs``.
-        rates: ``(matrices, 2)``: learning rate times the scale of the matrix, and the factor that decays the weights;
-            float64 on the CPU, or fp32 beside the weights, where the host waits for none of them.
+        rates: ``(matrices, 2)``, float64 on the CPU: learning rate times the scale of the matrix, and the factor that
+            decays the weights.
     """
-    if rates.dtype == torch.float32 or rates.device.type != "cpu":
-        _apply_by_rates_of_device(params, updates, table, rates)
-        return
     for (lr_scale, decay), rows in _with_equal_rates(table, rates):
         stored = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
         promoted = _promoted(stored)
@@ -213,31 +210,6 @@ def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Te
         )
         if promoted is not stored:
             torch._foreach_copy_(stored, promoted)
-
-
-def _apply_by_rates_of_device(
-    params: Sequence[Tensor], updates: Sequence[Tensor], table: Tensor, rates: Tensor
-) -> None:
-    # Zeros in place of the rates, whose values the host does not know: rows are grouped by number of elements alone.
-    for _, rows in _with_equal_rates(table, torch.zeros(rates.shape)):
-        stored = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
-        (weights,) = _promoted([torch.cat(stored)])  # flat, fp32
-        update = torch.cat([updates[row[2]].narrow(0, row[3], row[4]) for row in rows])
-        # Two vectors (fragments,) in one copy, then the rates of every element, (numel,).
-        numels, matrices = to_device(torch.tensor([row[4:] for row in rows]).T.contiguous(), rates.device)
-        lr_scales, decays = (
-            rate.to(weights.dtype).repeat_interleave(numels, output_size=len(weights))
-            for rate in rates.index_select(0, matrices).unbind(1)
-        )
-        weights.mul_(decays).addcmul_(lr_scales, update.to(weights.dtype), value=-1.0)
-        torch._foreach_copy_(stored, list(weights.split([row[4] for row in rows])))
-
-
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; the host does not wait for the copy, which is from pinned memory."""
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def cautious_apply_(

@@ -85,8 +85,7 @@ void momentum_pack_int8(
 
 void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tensor& table, const at::Tensor& rates) {
   const at::ArrayRef<FlatRow> rows = muon::flat_rows("unpack_apply_", table, params, updates);
-  const at::Tensor doubles = rates.scalar_type() == at::kFloat ? rates.to(at::kDouble) : rates;
-  const double* const rate = muon::flat_rates("unpack_apply_", doubles, rows);
+  const double* const rate = muon::flat_rates("unpack_apply_", rates, rows);
   for_fragments(rows, [&](const FlatRow& row, int64_t begin, int64_t end) {
     muon::cpu::unpack_apply(
         array(params[row.tensor], row.offset), array(updates[row.other], row.other_offset), begin, end,
@@ -156,8 +155,7 @@ TORCH_LIBRARY(deepspeed_muon, m) {
       " Tensor rates, Tensor blocks) -> ()");
   // (..., rows, cols) of float32, bfloat16 or float16 -> (...) of float32.
   m.def("frobenius_norms(Tensor x) -> Tensor");
-  // rates: learning rate times scale, and the factor of the weights; in float32 beside the weights, the host waits for
-  // none of them.
+  // rates: learning rate times scale, and the factor of the weights.
   m.def("unpack_apply_(Tensor(a!)[] params, Tensor[] updates, Tensor table, Tensor rates) -> ()");
   // fp32, one for each row of the table, of which the columns of the other tensor are those of the first; NaN if there is
   // one.

@@ -63,24 +63,17 @@ inline at::ArrayRef<FlatRow> flat_rows(
   return rows;
 }
 
-// The two rates of each matrix: `rates` is (matrices, 2) of `type` on `device`.
-inline void check_rates(
-    const char* op, const at::Tensor& rates, at::ArrayRef<FlatRow> rows, at::ScalarType type = at::kDouble,
-    at::Device device = at::kCPU) {
+// The two rates of each matrix, which the host reads: `rates` is (matrices, 2).
+inline const double* flat_rates(const char* op, const at::Tensor& rates, at::ArrayRef<FlatRow> rows) {
   TORCH_CHECK(
-      rates.dim() == 2 && rates.size(1) == 2 && rates.scalar_type() == type && rates.is_contiguous() &&
-          rates.device() == device,
-      op, ": the rates must be a contiguous ", type, " tensor (matrices, 2) on ", device, ", got ", rates.scalar_type(),
-      " ", rates.sizes(), " on ", rates.device());
+      rates.dim() == 2 && rates.size(1) == 2 && rates.scalar_type() == at::kDouble && rates.is_contiguous() &&
+          rates.device().is_cpu(),
+      op, ": the rates must be a contiguous float64 tensor (matrices, 2) on the CPU, got ", rates.scalar_type(), " ",
+      rates.sizes(), " on ", rates.device());
   for (const FlatRow& row : rows) {
     TORCH_CHECK(
         row.matrix >= 0 && row.matrix < rates.size(0), op, ": there are no rates of matrix ", row.matrix);
   }
-}
-
-// Those that the host reads.
-inline const double* flat_rates(const char* op, const at::Tensor& rates, at::ArrayRef<FlatRow> rows) {
-  check_rates(op, rates, rows);
   return rates.const_data_ptr<double>();
 }
 

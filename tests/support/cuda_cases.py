@@ -260,7 +260,7 @@ def unpack_apply(
     dtypes: tuple[torch.dtype, torch.dtype],
     inputs: Inputs,
 ) -> None:
-    """The pass that applies updates, as :func:`momentum_pack`; with rates on the device the same to the last bit."""
+    """The pass that applies updates, as :func:`momentum_pack`."""
     arrays = [Around(lengths, offset, dtype, inputs) for offset, dtype in zip(offsets, dtypes, strict=True)]
     decays = [0.998 - 0.5 * (number % 2) for number in range(len(lengths))]
     fragments = zip(*(array.fragments for array in arrays), strict=True)
@@ -271,11 +271,6 @@ def unpack_apply(
         alone = [array.alone(number) for array in arrays]
         assert kernels.unpack_apply([(alone, decay)], lr_scale=0.02) == OK
         assert torch.equal(arrays[0].fragments[number], alone[0])
-    copies = [[array.alone(number) for array in arrays] for number in range(len(lengths))]
-    rates = torch.tensor([(0.02, decay) for decay in decays], device=inputs.device)
-    assert kernels.unpack_apply([(copy, 0.0) for copy in copies], rates=rates) == OK
-    for fragment, (param, _) in zip(arrays[0].fragments, copies, strict=True):
-        assert torch.equal(fragment, param)
     assert torch.equal(arrays[1].buffer, arrays[1].before)
     arrays[0].assert_rest_unchanged()
 

@@ -26,7 +26,7 @@ OK, BAD_ARGUMENT, SHAPE, MISALIGNED, DTYPE, DEVICE, NOT_COMPILED, DRIVER = 0, -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """``enum MuonDtype``."""
 
-FLAT_ROWS = {"momentum_pack": 72, "momentum_pack_int8": 56, "unpack_apply": 85}
+FLAT_ROWS = {"momentum_pack": 72, "momentum_pack_int8": 56, "unpack_apply": 102}
 """Fragments of one launch of a flat pass: ``Fragments::kRows`` of ops/csrc/cuda/flat_passes.cu."""
 
 Fragment = tuple[Sequence[Tensor], float]
@@ -102,7 +102,6 @@ class ApplyRow(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("lr_scale", ctypes.c_double),
         ("decay", ctypes.c_double),
-        ("rates", ctypes.c_void_p),
     ]
 
 
@@ -172,18 +171,9 @@ class Kernels:
         ]
         return self._pass(self.library.muon_momentum_pack, PackRow, rows, fragments)
 
-    def unpack_apply(
-        self, fragments: Sequence[Fragment], *, lr_scale: float = 0.0, rates: Tensor | None = None
-    ) -> int:
-        """Run one call over fragments of ``(param, update)``, each with its decay.
-
-        ``rates``, ``(fragments, 2)`` on the device, replaces ``lr_scale`` and the decays.
-        """
-        addresses = [0] * len(fragments) if rates is None else [row.data_ptr() for row in rates]
-        rows = [
-            (*pointers(tensors), lr_scale, decay, address)
-            for (tensors, decay), address in zip(fragments, addresses, strict=True)
-        ]
+    def unpack_apply(self, fragments: Sequence[Fragment], *, lr_scale: float) -> int:
+        """Run one call over fragments of ``(param, update)``, each with its decay."""
+        rows = [(*pointers(tensors), lr_scale, decay) for tensors, decay in fragments]
         return self._pass(self.library.muon_unpack_apply, ApplyRow, rows, fragments)
 
     def divide_transposed(self, x: Tensor, norms: Tensor, out: Tensor) -> int:

@@ -2,8 +2,8 @@
 
 Which tensors a GPU would have is followed from call to call: parameters, gradients and partitions, all that is made
 with ``device=...``, and all that is computed from any of these. Of the functions of torch, those that return a number
-or a tensor whose shape depends on values wait, and so does every copy between the host and the device that is not
-``non_blocking`` from pinned memory: a tensor that is made of Python's numbers, an index on the host, ``cpu()``.
+or a tensor whose shape depends on values wait, and so does every copy between the host and the device: a tensor that is
+made of Python's numbers, an index on the host, ``cpu()``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class HostWaits(TorchFunctionMode):
         self.counts: Counter[tuple[str, str]] = Counter()
         # The storages, which are kept alive so that no other one gets their address.
         self._on_device: dict[int, Any] = {}
-        self._pinned: dict[int, Any] = {}
 
     def put(self, tensors: Iterable[Any]) -> None:
         """Count tensors as ones on the device."""
@@ -68,10 +67,6 @@ class HostWaits(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func)).removesuffix(".default")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name == "pin_memory":
-            pinned = args[0].clone()
-            self._pinned[pinned.untyped_storage()._cdata] = pinned.untyped_storage()
-            return pinned
         if name in ("__get__", "__set__", "untyped_storage") or not isinstance(func, Callable):
             return func(*args, **kwargs)
         is_on_device = [self._is_on_device(tensor) for tensor in tensors]
@@ -94,14 +89,11 @@ class HostWaits(TorchFunctionMode):
         """Return whether the host waits; ``some`` and ``all_on_device`` say where the arguments' tensors are."""
         if name == "repeat_interleave":
             repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
-            return some and isinstance(repeats, Tensor) and kwargs.get("output_size") is None
+            return some and isinstance(repeats, Tensor)
         if name in _READING:
             return some
-        if name in _MADE_OF_NUMBERS:
+        if name == "to" or name in _MADE_OF_NUMBERS:
             return names_device and not some
-        if name == "to":
-            is_asynchronous = kwargs.get("non_blocking") and self._is_pinned(args[0])
-            return names_device and not some and not is_asynchronous
         if name in ("copy_", "_foreach_copy_"):
             return some and not all_on_device
         if name in ("__getitem__", "__setitem__", "index_put_") and self._is_on_device(args[0]):
@@ -111,9 +103,6 @@ class HostWaits(TorchFunctionMode):
 
     def _is_on_device(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self._on_device
-
-    def _is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pinned
 
     def _count(self, name: str) -> None:
         """Count a wait for the project whose code calls torch."""

@@ -173,21 +173,13 @@ void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tenso
   constexpr const char* op = "unpack_apply_";
   const auto fragments = muon::flat_rows(op, table, params, updates);
   if (fragments.empty()) return;
-  const bool on_device = rates.scalar_type() == at::kFloat;
-  if (on_device) muon::check_rates(op, rates, fragments, at::kFloat, params[0].device());
-  const double* const rate = on_device ? nullptr : muon::flat_rates(op, rates, fragments);
+  const double* const rate = muon::flat_rates(op, rates, fragments);
   RowsOfDtypes<MuonApplyRow> found;
   for (const muon::FlatRow& fragment : fragments) {
     const at::Tensor &param = params[fragment.tensor], &update = updates[fragment.other];
-    MuonApplyRow row{
-        const_cast<char*>(pointer(param, fragment.offset)), pointer(update, fragment.other_offset), fragment.numel};
-    if (on_device) {
-      row.rates = rates.const_data_ptr<float>() + 2 * fragment.matrix;
-    } else {
-      row.lr_scale = rate[2 * fragment.matrix];
-      row.decay = rate[2 * fragment.matrix + 1];
-    }
-    found[{muon_dtype(param.scalar_type()), muon_dtype(update.scalar_type()), 0}].push_back(row);
+    found[{muon_dtype(param.scalar_type()), muon_dtype(update.scalar_type()), 0}].push_back(
+        {const_cast<char*>(pointer(param, fragment.offset)), pointer(update, fragment.other_offset), fragment.numel,
+         rate[2 * fragment.matrix], rate[2 * fragment.matrix + 1]});
   }
   const c10::cuda::CUDAGuard guard(params[0].device());
   for (const auto& [dtypes, rows] : found) {

@@ -113,12 +113,11 @@ struct ApplyFragment {
   void* param;
   const void* update;
   int64_t n;
-  const float* rates;  // on the device, or null
   float lr_scale;
   float decay;
 
   static ApplyFragment of(const MuonApplyRow& row) {
-    return {row.param, row.update, row.n, row.rates, static_cast<float>(row.lr_scale), static_cast<float>(row.decay)};
+    return {row.param, row.update, row.n, static_cast<float>(row.lr_scale), static_cast<float>(row.decay)};
   }
   int64_t tiles() const { return flat_tiles(n); }
 };
@@ -155,8 +154,8 @@ __device__ __forceinline__ float momentum_step(float& momentum, float grad, cons
   return fragment.nesterov ? lerp(grad, momentum, fragment.blend) : momentum;
 }
 
-__device__ __forceinline__ float apply_step(float param, float update, float lr_scale, float decay) {
-  return fmaf(-lr_scale, update, decay * param);
+__device__ __forceinline__ float apply_step(float param, float update, const ApplyFragment& fragment) {
+  return fmaf(-fragment.lr_scale, update, fragment.decay * param);
 }
 
 // Calls vector(i) for each group of kFlatVector elements of a tile that this thread takes, from element i on, and single(i)
@@ -208,8 +207,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t number = blockIdx.x; number < table.tiles; number += gridDim.x) {
     const Tile tile = tile_of(table, number);
     const ApplyFragment& fragment = table.rows[tile.row];
-    const float lr_scale = fragment.rates == nullptr ? fragment.lr_scale : fragment.rates[0];
-    const float decay = fragment.rates == nullptr ? fragment.decay : fragment.rates[1];
     Param* __restrict__ const param = static_cast<Param*>(fragment.param) + tile.begin;
     const Update* __restrict__ const update = static_cast<const Update*>(fragment.update) + tile.begin;
     const FlatSplit split = flat_split(flat_array(param), flat_array(param), flat_array(update), tile.n);
@@ -217,11 +214,11 @@ __global__ void __launch_bounds__(kThreads)
       Vector p = load_vector(param + at);
       const Vector u = load_vector(update + at);
 #pragma unroll
-      for (int i = 0; i < kFlatVector; ++i) p.value[i] = apply_step(p.value[i], u.value[i], lr_scale, decay);
+      for (int i = 0; i < kFlatVector; ++i) p.value[i] = apply_step(p.value[i], u.value[i], fragment);
       store_vector(param + at, p);
     };
     const auto single = [&](int64_t at) {
-      param[at] = from_float<Param>(apply_step(to_float(param[at]), to_float(update[at]), lr_scale, decay));
+      param[at] = from_float<Param>(apply_step(to_float(param[at]), to_float(update[at]), fragment));
     };
     walk(split, tile.n, vector, single);
   }
@@ -392,9 +389,8 @@ extern "C" int muon_unpack_apply(const MuonApplyRow* rows, int64_t count, int32_
   using namespace muon;
   if (!known_dtype(param_dtype) || !known_dtype(update_dtype)) return MUON_DTYPE_UNSUPPORTED;
   const int status = check_rows(rows, count, [&](const MuonApplyRow& row) {
-    const int first = check_array(row.param, param_dtype), second = check_array(row.update, update_dtype);
-    if (first != MUON_OK || second != MUON_OK) return first != MUON_OK ? first : second;
-    return row.rates == nullptr ? static_cast<int>(MUON_OK) : check_array(row.rates, MUON_FLOAT32);
+    const int first = check_array(row.param, param_dtype);
+    return first != MUON_OK ? first : check_array(row.update, update_dtype);
   });
   if (status != MUON_OK || count == 0) return status;
   return with_dtype(param_dtype, [&](auto param) {

@@ -75,15 +75,13 @@ typedef struct MuonPackRow {
 int muon_momentum_pack(const MuonPackRow* rows, int64_t count, int32_t momentum_dtype, int32_t grad_dtype,
                        int32_t out_dtype, muon_stream_t stream);
 
-// A fragment of unpack_apply: `n` elements each of two arrays. Where `rates` is not null, lr_scale and decay are read from
-// there, on the device: the host need not know them.
+// A fragment of unpack_apply: `n` elements each of two arrays.
 typedef struct MuonApplyRow {
   void* param;
   const void* update;
   int64_t n;
   double lr_scale;
   double decay;
-  const float* rates;
 } MuonApplyRow;
 
 // param <- decay * param - lr_scale * update, otherwise like muon_momentum_pack.
