@@ -1,8 +1,7 @@
 // The CUDA kernels as implementations of the schemas in binding.cpp.
 //
 // sym_gemm runs this project's kernel where it supports dtype, shape, alignment and device, and cuBLAS elsewhere; both
-// return the mirrored lower triangle. Which of them is faster is the caller's choice (ops/autotune.py), who asks
-// sym_gemm_kernel what would run.
+// return the mirrored lower triangle. sym_gemm_kernel says which one runs, for the rule of ops/dispatch.py.
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
@@ -196,18 +195,10 @@ std::string sym_gemm_kernel(int64_t device) {
   return status == MUON_OK ? "sm90" : muon_status_name(status);
 }
 
-// Why the flat passes cannot run on a device; empty if they can.
-std::string flat_passes_missing(int64_t device) {
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  const int status = muon_flat_passes_available();
-  return status == MUON_OK ? "" : muon_status_name(status);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
   m.def("sym_gemm_kernel(int device) -> str", &sym_gemm_kernel);
-  m.def("flat_passes_missing(int device) -> str", &flat_passes_missing);
 }
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {

@@ -353,10 +353,6 @@ int check_rows(const Row* rows, int64_t count, const Check& arrays_of) {
 }  // namespace
 }  // namespace muon
 
-extern "C" int muon_flat_passes_available(void) {
-  return muon::prepare(muon::unpack_apply_kernel<MUON_FLOAT32, MUON_FLOAT32>, muon::kThreads, 0).status;
-}
-
 extern "C" int muon_momentum_pack(const MuonPackRow* rows, int64_t count, int32_t momentum_dtype, int32_t grad_dtype,
                                   int32_t out_dtype, muon_stream_t stream) {
   using namespace muon;

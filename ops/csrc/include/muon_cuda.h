@@ -51,9 +51,8 @@ typedef struct MuonSymGemm {
 // With wgmma and TMA, for compute capability 9.0 alone.
 int muon_sym_gemm(const MuonSymGemm* problem, muon_stream_t stream);
 
-// What the launchers would answer, without launching: MUON_OK or a negative code or a cudaError_t.
+// What muon_sym_gemm would answer, without launching: MUON_OK or a negative code or a cudaError_t.
 int muon_sym_gemm_available(void);
-int muon_flat_passes_available(void);
 
 // A fragment of momentum_pack: `n` elements each of three arrays, none of which overlaps another. What follows `nesterov` is
 // of momentum in 8 bits alone: the fields of CodeBlocks in code_blocks.h.
