@@ -15,7 +15,6 @@
 
 #include "binding_checks.h"
 #include "cpu/flat.h"
-#include "generic.h"
 
 namespace {
 
@@ -168,9 +167,4 @@ TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
   m.impl("momentum_pack_int8_", &momentum_pack_int8);
   m.impl("unpack_apply_", &unpack_apply);
   m.impl("largest_magnitudes", &largest_magnitudes);
-}
-
-// Only products of the device: its sym_gemm is registered by binding_cuda.cpp where that is part of the build.
-TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
-  m.impl("orthogonalize", &muon::orthogonalize_by_products);
 }

@@ -52,6 +52,14 @@ def products(binding: Binding) -> None:
             check_product(*matrices, 1.5, 0.0 if added is None else -0.5, 2.0)
 
 
+def iteration(binding: Binding) -> None:
+    """The self-test's checks of the iteration: wide and tall matrices, both orders."""
+    binding.bench.configure(processors=3)
+    for dtype in (FP16, BF16):
+        for suffix, error, bound in TESTS["symmetric product"]["orthogonalize"](binding, "cpu", dtype):
+            assert error <= bound, f"orthogonalize {dtype}{suffix}: error {error}"
+
+
 def devices(binding: Binding) -> None:
     """What is asked and launched is of the tensors' device, whichever one is the current one."""
     binding.bench.configure(major=9, second_major=8)
@@ -75,7 +83,7 @@ def devices(binding: Binding) -> None:
         assert binding.bench.library.bench_set_device(0) == 1, "the current device is the one before"
 
 
-CASES = (flat_passes, products, devices)
+CASES = (flat_passes, products, iteration, devices)
 
 
 def every_case(binding: Binding) -> None:

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "../binding_checks.h"
-#include "../generic.h"
 #include "../include/muon_cuda.h"
+#include "iteration.h"
 
 namespace {
 
@@ -203,6 +203,7 @@ TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
   m.impl("sym_gemm", &sym_gemm);
+  m.impl("orthogonalize", &muon::orthogonalize);
   m.impl("divide_transposed", &divide_transposed);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);

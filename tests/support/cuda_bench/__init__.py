@@ -165,7 +165,7 @@ class Bench(Kernels):
 
 
 class Binding:
-    """The operators of ``binding_cuda.cpp`` and ``generic.cpp`` on tensors of the CPU, which count as on device 0."""
+    """The operators of ``binding_cuda.cpp`` and ``iteration.cpp`` on tensors of the CPU, which count as on device 0."""
 
     def __init__(self, bench: Bench, operators: Any) -> None:
         self.bench = bench
@@ -249,7 +249,7 @@ def build(
     return Bench(library)
 
 
-BINDING = ("generic", "binding_cuda")
+BINDING = ("iteration", "binding_cuda")
 """The sources of :func:`build_binding`."""
 
 
@@ -265,7 +265,7 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
         mutation: As for :func:`build`.
     """
     csrc, namespace = SOURCES.parent, f"muon_bench_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
-    text = (csrc / "generic.cpp").read_text() + (csrc / "cuda" / "binding_cuda.cpp").read_text()
+    text = "".join((csrc / "cuda" / f"{name}.cpp").read_text() for name in BINDING)
     for old, new in (mutation or {}).items():
         assert old in text, f"not in the sources: {old}"
         text = text.replace(old, new)
@@ -274,8 +274,7 @@ def build_binding(folder: Path, bench: Bench, mutation: Mapping[str, str] | None
     )
     for registration in registrations:
         if "deepspeed_muon, CPU" not in registration:
-            # Not those of functions of the CPU.
-            text += re.sub(r"^ *m\.def.*&muon::cpu.*\n", "", registration, flags=re.MULTILINE)
+            text += registration
     text = re.sub(r'(?<=\(|")deepspeed_muon(?=,|::)', namespace, text).replace(", CUDA, m)", ", CPU, m)")
     source, library = folder / "binding.cpp", folder / "libmuon_binding.so"
     if not library.exists():

@@ -1,4 +1,4 @@
-#include "generic.h"
+#include "iteration.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/baddbmm.h>
@@ -9,8 +9,15 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace muon {
+
+at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
+  at::Tensor result = at::empty(x.sizes(), x.options().dtype(dtype));
+  at::div_out(result, x, norms);
+  return result;
+}
 
 namespace {
 
@@ -37,15 +44,9 @@ at::Tensor oriented(const at::Tensor& q, const at::Tensor& x, bool tall) {
   return tall ? at::bmm(x.mT(), q) : at::bmm(q, x);
 }
 
-}  // namespace
-
-at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
-  at::Tensor result = at::empty(x.sizes(), x.options().dtype(dtype));
-  at::div_out(result, x, norms);
-  return result;
-}
-
-at::Tensor orthogonalize_generic(
+// x is (batch, rows, cols); returns the same shape, contiguous, in `dtype`. `restart` has an entry for each number of
+// completed steps.
+at::Tensor iterate(
     const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
     at::ScalarType dtype, double eps) {
   const bool tall = x.size(-2) > x.size(-1);
@@ -97,7 +98,9 @@ at::Tensor orthogonalize_generic(
   return oriented(q, w, tall);
 }
 
-at::Tensor orthogonalize_by_products(
+}  // namespace
+
+at::Tensor orthogonalize(
     const at::Tensor& x, at::ArrayRef<double> coefficients, std::string method, at::IntArrayRef restarts,
     at::ScalarType dtype, double eps) {
   TORCH_CHECK(x.dim() >= 2, "orthogonalize: needs (..., rows, cols), got shape ", x.sizes());
@@ -109,7 +112,7 @@ at::Tensor orthogonalize_by_products(
       "orthogonalize: coefficients must be flat (a, b, c) triples, got ", coefficients.size(), " numbers");
   TORCH_CHECK(
       method == "gram" || method == "standard", "orthogonalize: unknown method '", method,
-      "'; on this device there are standard and gram");
+      "'; there are standard and gram");
   TORCH_CHECK(eps > 0.0, "orthogonalize: eps must be positive, got ", eps);
   const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
   std::vector<bool> restart(steps + 1, false);
@@ -117,7 +120,7 @@ at::Tensor orthogonalize_by_products(
     TORCH_CHECK(0 < done && done < steps, "orthogonalize: a restart must come after step 1 to ", steps - 1, ", got ", done);
     restart[done] = true;
   }
-  // As on a CPU, the result is stored in the order of the input.
+  // The result is stored in the order of the input.
   const bool transposed = !x.is_contiguous() && x.mT().is_contiguous();
   const at::Tensor stored = transposed ? x.mT() : x;
   if (x.numel() == 0) {
@@ -126,7 +129,7 @@ at::Tensor orthogonalize_by_products(
   }
   const at::Tensor batch = stored.detach().reshape({-1, stored.size(-2), stored.size(-1)});
   const at::Tensor out =
-      orthogonalize_generic(batch, coefficients, method == "gram", restart, dtype, eps).view(stored.sizes());
+      iterate(batch, coefficients, method == "gram", restart, dtype, eps).view(stored.sizes());
   return transposed ? out.mT() : out;
 }
 
