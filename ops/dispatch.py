@@ -46,9 +46,6 @@ _MULTIPLE, _KERNELS_FROM = 8, 512
 # Up to this short side a CPU iterates faster in fp32, and rounds less.
 _FP32_UP_TO = 16
 
-# Dtypes of the native passes.
-_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -406,16 +403,6 @@ def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Call
         native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
         return native
     return torch_operators.frobenius_norms
-
-
-def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
-    """Run :func:`.torch_operators.largest_magnitudes` or its native version, which returns the same."""
-    native = builder.loaded() and all(
-        tensor.device.type == "cpu" and tensor.dtype in _NATIVE for tensor in tensors
-    )
-    run = builder.load().largest_magnitudes.default if native else torch_operators.largest_magnitudes
-    magnitudes: Tensor = run(tensors, table)  # (fragments,) fp32
-    return magnitudes
 
 
 def index_of(device: torch.device) -> int:

@@ -254,13 +254,6 @@ def _unpack_apply(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_
     yield "", _largest(errors), 2 * torch.finfo(dtype).eps
 
 
-def _largest_magnitudes(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    tensors = _flat(device, (dtype, dtype))
-    runs = operators.largest_magnitudes, torch_operators.largest_magnitudes
-    magnitudes, expected = (run(tensors, _fragments()) for run in runs)
-    yield "", _relative(magnitudes, expected), 0.0
-
-
 def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     """Compare directions, codes and scales after two steps, as :func:`_momentum_pack`."""
     table, errors = _fragments(), []
@@ -299,7 +292,6 @@ TESTS: dict[Component, dict[str, Callable[[Any, str, torch.dtype], Iterator[_Com
         "momentum_pack_int8_": _momentum_pack_int8,
         "unpack_apply_": _unpack_apply,
         "frobenius_norms": _frobenius_norms,
-        "largest_magnitudes": _largest_magnitudes,
     },
 }
 """The operators of a component."""

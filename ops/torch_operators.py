@@ -251,9 +251,10 @@ def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
         return torch.empty(0)
     # A GPU has a multi-tensor kernel for the norm; on a CPU it takes twenty times as long as minimum and maximum.
     if fragments[0].device.type == "cpu":
-        smallest = torch.stack([torch.amin(fragment) for fragment in fragments])
-        largest = torch.stack([torch.amax(fragment) for fragment in fragments])
-        return torch.maximum(smallest.abs(), largest.abs()).float()
+        extremes = torch.stack(
+            [torch.stack(torch.aminmax(fragment)) for fragment in fragments]
+        )  # (fragments, 2)
+        return extremes.abs().amax(1).float()
     return torch.stack(torch._foreach_norm(fragments, float("inf"))).float()
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops.dispatch import largest_magnitudes
+from deepspeed_muon.ops.torch_operators import largest_magnitudes
 from deepspeed_muon.plan.layout import PartitionIndex, SetIndex
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.tables import COLUMNS
@@ -174,7 +174,9 @@ class GradientStatus:
                     start = end
             first_tensor += len(numels)
         self._lengths, self._table = lengths, torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
-        self._parameter_of_row = self._table[:, -1].to(self._device)
+        self._parameter_of_row = torch.tensor(
+            [row[-1] for row in rows], dtype=torch.int64, device=self._device
+        )
         return self._table
 
 

@@ -7,9 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -92,21 +90,6 @@ void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tenso
   });
 }
 
-at::Tensor largest_magnitudes(at::TensorList tensors, const at::Tensor& table) {
-  const at::ArrayRef<FlatRow> rows = muon::flat_rows("largest_magnitudes", table, tensors, tensors);
-  std::vector<std::atomic<uint32_t>> largest(rows.size());
-  for_fragments(rows, [&](const FlatRow& row, int64_t begin, int64_t end) {
-    std::atomic<uint32_t>& own = largest[&row - rows.data()];
-    const uint32_t found = muon::cpu::largest_magnitude(array(tensors[row.tensor], row.offset), begin, end);
-    uint32_t before = own.load();
-    while (before < found && !own.compare_exchange_weak(before, found)) {
-    }
-  });
-  const at::Tensor out = at::empty({table.size(0)}, table.options().dtype(at::kFloat));
-  std::memcpy(out.data_ptr(), largest.data(), largest.size() * sizeof(uint32_t));
-  return out;
-}
-
 at::Tensor frobenius_norms(const at::Tensor& x) {
   muon::check_frobenius_norms(x);
   // The order of the elements does not matter: a batch of transposed matrices is read as it is stored.
@@ -156,9 +139,6 @@ TORCH_LIBRARY(deepspeed_muon, m) {
   m.def("frobenius_norms(Tensor x) -> Tensor");
   // rates: learning rate times scale, and the factor of the weights.
   m.def("unpack_apply_(Tensor(a!)[] params, Tensor[] updates, Tensor table, Tensor rates) -> ()");
-  // fp32, one for each row of the table, of which the columns of the other tensor are those of the first; NaN if there is
-  // one.
-  m.def("largest_magnitudes(Tensor[] tensors, Tensor table) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
@@ -166,5 +146,4 @@ TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);
   m.impl("unpack_apply_", &unpack_apply);
-  m.impl("largest_magnitudes", &largest_magnitudes);
 }

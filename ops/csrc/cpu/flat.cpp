@@ -129,7 +129,8 @@ MUON_INLINE void apply_loop(
   }
 }
 
-MUON_INLINE uint32_t largest_loop(const float* x, int64_t n, uint32_t largest) {
+MUON_INLINE uint32_t largest_loop(const float* x, int64_t n) {
+  uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) {
     uint32_t bits;
     std::memcpy(&bits, x + i, sizeof bits);
@@ -148,7 +149,7 @@ MUON_INLINE float code_block_loop(
   } else {
     momentum_loop<false>(b, g, o, n, momentum, rest);
   }
-  const float scale = code_scale(largest_loop(b, n, 0));
+  const float scale = code_scale(largest_loop(b, n));
   encode_loop(b, scale, codes, n);
   return scale;
 }
@@ -287,15 +288,6 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
       narrowed_##NAME(p, param, at, n);                                                                              \
     }                                                                                                                \
   }                                                                                                                  \
-  ATTRIBUTE uint32_t largest_##NAME(const Array& x, int64_t begin, int64_t end) {                                    \
-    alignas(64) float block[kBlock];                                                                                 \
-    uint32_t largest = 0;                                                                                            \
-    for (int64_t at = begin; at < end; at += kBlock) {                                                               \
-      const int64_t n = std::min(kBlock, end - at);                                                                  \
-      largest = largest_loop(widened_##NAME(x, at, n, block), n, largest);                                           \
-    }                                                                                                                \
-    return largest;                                                                                                  \
-  }                                                                                                                  \
   template <typename T>                                                                                              \
   ATTRIBUTE double squares_##NAME(const T* x, int64_t n) {                                                           \
     return squares_loop<T>(x, n);                                                                                    \
@@ -357,8 +349,6 @@ void unpack_apply(
     const Array& param, const Array& update, int64_t begin, int64_t end, double lr_scale, double decay) {
   MUON_CALL(apply, param, update, begin, end, static_cast<float>(lr_scale), static_cast<float>(decay));
 }
-
-uint32_t largest_magnitude(const Array& x, int64_t begin, int64_t end) { MUON_CALL(largest, x, begin, end); }
 
 double squared_norm(const void* x, Element type, int64_t begin, int64_t end) {
   const auto run = [&](const auto* v) -> double {

@@ -28,9 +28,6 @@ void momentum_pack_int8(
 void unpack_apply(
     const Array& param, const Array& update, int64_t begin, int64_t end, double lr_scale, double decay);
 
-// The bits of the largest magnitude in fp32; those of a NaN are larger than those of infinity.
-uint32_t largest_magnitude(const Array& x, int64_t begin, int64_t end);
-
 // Sum of squares, in fp32 within blocks and in fp64 over them; in fp64 throughout where squares leave fp32's range.
 double squared_norm(const void* x, Element type, int64_t begin, int64_t end);
 
