@@ -80,7 +80,7 @@ _ALLOWED = {
     "ns_schedule": "must be one of {} or a list of triples [a, b, c]".format(
         ", ".join(map(repr, get_args(NsScheduleName)))
     ),
-    "split": "must be 'qkv', 'gate_up', a list of whole sizes, or a list of at least 2 fractions between 0 and 1",
+    "split": "must be 'qkv', 'gate_up' or a list of whole sizes",
     "heads": "must be 'config', a whole number of at least 1, or a list of those",
     "include": "must be a list of name patterns",
     "exclude": "must be a list of name patterns",
@@ -221,7 +221,6 @@ Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
 ChunkNumel = Annotated[Integer, Field(ge=1, le=1 << 40)]
 Size = Annotated[Integer, Field(ge=1, strict=True)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
-Fractions = Annotated[list[Annotated[Number, Field(gt=0, lt=1)]], Field(min_length=2)]
 
 
 class _Section(BaseModel):
@@ -256,9 +255,9 @@ class MatricesConfig(_Section):
 
     key = "matrices"
 
-    split: Literal["qkv", "gate_up"] | Sizes | Fractions | None = Field(
+    split: Literal["qkv", "gate_up"] | Sizes | None = Field(
         default=None,
-        description="Sections of a fused projection: `qkv`, `gate_up`, sizes, or fractions of the output.",
+        description="Sections of a fused projection: `qkv`, `gate_up`, or sizes.",
     )
     heads: Literal["config"] | Size | Sizes | None = Field(
         default=None,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import TensorShards
 
-SplitRule = str | Sequence[int] | Sequence[float]
-"""Sizes of the parts, fractions of the output, or the word ``qkv`` or ``gate_up``."""
+SplitRule = str | Sequence[int]
+"""Sizes of the parts, or the word ``qkv`` or ``gate_up``."""
 
 # The attribute of AttentionShape with the heads of a projection, by the last component of its name. q_b_proj and
 # kv_b_proj are the up-projections of multi-head latent attention.
@@ -197,15 +197,7 @@ def split_output(
         raise RoutingError(
             f"{where} in which its parts are interleaved, so that no part is contiguous; leave it whole"
         )
-    if isinstance(rule, str):
-        sizes = _named_sizes(rule, where, name, output, attention)
-    elif all(isinstance(size, int) for size in rule):
-        sizes = tuple(int(size) for size in rule)
-    else:
-        # A fraction is written with a few digits: 0.3333 stands for a third.
-        sizes = tuple(round(fraction * output) for fraction in rule)
-        if any(abs(fraction * output - size) >= 0.5 for fraction, size in zip(rule, sizes, strict=True)):
-            sizes = ()
+    sizes = _named_sizes(rule, where, name, output, attention) if isinstance(rule, str) else tuple(rule)
     if sum(sizes) != output or min(sizes, default=0) < 1:
         raise RoutingError(f"{where}, which split {rule!r} does not divide (it gives {list(sizes)})")
     return sizes

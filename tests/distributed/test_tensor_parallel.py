@@ -76,7 +76,7 @@ def in_order(shards: Tensor, dim: int) -> Tensor:
 
 def test_autotp_cuts_each_part(ranks: Any) -> None:
     """The parts that its record tells of are orthogonalised apart, as ``split`` asks."""
-    halves = {"matrices": {"*.up.weight": {"split": [0.5, 0.5]}}}
+    halves = {"matrices": {"*.up.weight": {"split": "gate_up"}}}
     results = ranks(2).run(tensor_parallel.train, style="autotp-halves", params=halves)
     params = results[0]["params"]
     for name in MATRICES["even"] - {"mix.weight"}:

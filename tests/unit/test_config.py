@@ -207,7 +207,7 @@ FLAGS = ("nesterov", "adam_w_mode", "consolidate_on_save", "exchange_overlap")
 CHOICES = ("ns_method", "ns_dtype", "momentum_dtype", "adjust_lr_fn", "nonfinite_grad", "variant")
 
 MATRICES_OF = "matrices['a.*']"
-SPLITS = f"{MATRICES_OF}.split: must be 'qkv', 'gate_up', a list of whole"
+SPLITS = f"{MATRICES_OF}.split: must be 'qkv', 'gate_up' or a list of whole"
 HEADS = f"{MATRICES_OF}.heads: must be 'config', a whole number of at least 1"
 SCHEDULES = "ns_schedule: must be one of 'quintic'"
 
@@ -332,7 +332,7 @@ def test_each_bad_key_has_its_line() -> None:
             "betas": (0.9, np.float64(0.95)),
             "matrices": {"a": {"heads": np.int64(2)}},
         },
-        {"matrices": {"a": {"split": [0.5, 0.5], "heads": [4, 2]}, "b": {"split": "qkv", "heads": "config"}}},
+        {"matrices": {"a": {"split": [8, 4], "heads": [4, 2]}, "b": {"split": "qkv", "heads": "config"}}},
         {"matrices": {"c": {"split": [4, 4], "transposed": True}, "d": {}}},
         {"momentum_warmup": {"from": 0, "steps": 1.0}, "update_scale": 1e-6},
     ],
