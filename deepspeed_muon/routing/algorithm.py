@@ -41,8 +41,6 @@ from deepspeed_muon.routing.shapes import true_shape
 _MAX_DATA_CHANNELS = 4
 _FILTERS = ("convolution", "grouped convolution", "transposed convolution")
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# A layer with this many times fewer outputs than inputs is perhaps an output head.
-_FEW = 8
 # Tables of positions and of token types, which no layer has an output for.
 _NO_VOCABULARY = re.compile(r".*(pos|type|segment).*|wpe", re.IGNORECASE)
 # The precedence of the claims on a parameter. ``hidden`` applies if no rule before it does.
@@ -284,7 +282,7 @@ def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: set[int]) -
 def _last_layers(
     matrices: Sequence[NamedParameter], outermost: set[int], heads: set[int]
 ) -> dict[int, Claim]:
-    """Return the last layer, those in parallel with it or with ``heads``, and others that look like an output."""
+    """Return the last layer, and those in parallel with it or with ``heads``."""
     # 1. The ends of the model: layers whose outputs neither a later layer nor one inside a block reads.
     layers = [member for member in matrices if member.kind not in ("embedding", "norm", "bare")]
     read = {_inputs(member) for member in layers if id(member.param) not in outermost}
@@ -303,22 +301,22 @@ def _last_layers(
         narrow = [member for member in ends if member.sides[0] < member.sides[1]]
         last = next(iter(narrow or (member for member in ends if member is layers[-1])), None)
         if last is not None:
-            is_wide = last.kind == "linear" and last.sides[0] not in read
-            is_certain = last is layers[-1] and (bool(narrow) or is_wide)
+            is_unread = last.kind == "linear" and last.sides[0] not in read
+            is_certain = last is layers[-1] and (bool(narrow) or is_unread)
             claims[id(last.param)] = Claim("head", "output head: the last layer", is_certain)
             certain = narrow[:1]
-    # 3. Those in parallel: with the same outputs, or beside it with the same inputs. Others are guesses.
-    for member in ends:
+    # 3. Those in parallel: with the same outputs, or the same inputs beside it or, a guess, in a module of the same
+    # layers beside its own ("actor.2" and "critic.2").
+    for member, head in itertools.product(ends, certain):
         outputs, inputs = member.sides
-        for head in certain:
-            is_beside = len(head.names) == 1 and _components(member)[:-1] == _components(head)[:-1]
-            if outputs == head.sides[0] or (outputs < inputs == head.sides[1] and is_beside):
-                is_certain = id(head.param) in heads or claims[id(head.param)].certain
-                claim = Claim("head", "output head: in parallel with the last layer", is_certain)
-                claims.setdefault(id(member.param), claim)
-        if _FEW * outputs <= inputs:
-            reason = "output head: few outputs, which no later layer reads"
-            claims.setdefault(id(member.param), Claim("head", reason, certain=False))
+        components, components_of_head = _components(member), _components(head)
+        is_beside = len(head.names) == 1 and components[:-1] == components_of_head[:-1]
+        is_twin = components[1:] == components_of_head[1:]
+        if outputs == head.sides[0] or (outputs < inputs == head.sides[1] and (is_beside or is_twin)):
+            is_certain = id(head.param) in heads or claims[id(head.param)].certain
+            is_certain &= is_beside or outputs == head.sides[0]
+            claim = Claim("head", "output head: in parallel with the last layer", is_certain)
+            claims.setdefault(id(member.param), claim)
     return claims
 
 

@@ -70,7 +70,7 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry("head", r"mlm_layer\.conv2", "diffusers' UViT"),
     NameEntry("head", r"decoder_dict\.\w+", "LXMERT", certain=False),
     NameEntry("top-level head", r"logits|logits_dense|logits_proj|.*_logits", "Dia, XLNet, torchvision"),
-    NameEntry("top-level head", r"score|qa_outputs|predictions", "transformers"),
+    NameEntry("top-level head", r"score|qa_outputs|predictions|seq_relationship", "transformers"),
     NameEntry("top-level head", r"(?!pre).*classifiers?|classification_heads?", "transformers"),
     NameEntry("top-level head", r"output_projection|output_layer", "fairseq, ChatGLM, Megatron"),
     NameEntry("only head", r"generator|decoder|last_linear", "PyTorch's tutorials", certain=False),
@@ -78,7 +78,9 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry("top-level head", r"heads?", "timm", certain=False),
     NameEntry("only head", r"output|fc|ff_out", "Llama, torchvision, OLMo", certain=False),
     NameEntry("only head", r"proj_out|conv_out", "diffusers", certain=False),
-    NameEntry("top-level head", r"predict_\w+|feat_out", "DecisionTransformer, SpeechT5", certain=False),
+    NameEntry(
+        "top-level head", r"predict_\w+|feat_out|prob_out", "DecisionTransformer, SpeechT5", certain=False
+    ),
     NameEntry(
         "top-level head",
         r"(?!pre|.*multi_?head).*(_heads?|_predictors?|_outputs|_score|_pred)",
