@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +112,7 @@ class RoutedGroups:
         by_id: ``id(parameter)`` to its route, by what was frozen when the routes were made, in the caller's order.
         callers: The caller's groups, without their parameters.
         rates: As for :func:`build_groups`.
-        unnamed: Whether some parameter had no name, so that only its shape could decide.
-        untyped: Whether module types could have decided otherwise, and no model was given.
+        routed_by: What alone could decide, where module types could have decided otherwise and no model was given.
         partial: Whether the parameters are those of one stage of a pipeline.
     """
 
@@ -123,8 +122,7 @@ class RoutedGroups:
     by_id: dict[int, Route]
     callers: dict[int, CallerGroup]
     rates: Mapping[str, Tensor]
-    unnamed: bool
-    untyped: bool
+    routed_by: Literal["", "shape", "name and shape"]
     partial: bool = False
 
     @property
@@ -166,17 +164,12 @@ class RoutedGroups:
 
     def warn_of_missing_names(self) -> None:
         """Warn if parameters were routed without names or module types, where no engine provides the model."""
-        if self.unnamed:
+        if self.routed_by:
             warn(
-                "deepspeed_muon: parameters without names are routed by shape alone, so an embedding or output head "
-                "among them goes to Muon; pass the model or model.named_parameters()"
-            )
-        elif self.untyped:
-            warn(
-                "deepspeed_muon: parameters are routed by name and shape alone, since the types of their modules are "
-                "not known: an embedding or output head by another name goes to Muon, convolutions and stacked experts "
-                "may go to AdamW, and the weights of Conv1D are read as output x input; pass the model, or model=... "
-                "beside the parameters"
+                "deepspeed_muon: parameters are routed by %s alone, since the types of their modules are not known: an "
+                "embedding or output head may go to Muon, convolutions and stacked experts to AdamW, and the weights "
+                "of Conv1D are read as output x input; pass the model, or model=... beside the parameters",
+                self.routed_by,
             )
 
 
@@ -222,15 +215,15 @@ def warn_of_rates(
         given[algorithm].add((key, float(group["lr"])))
     # 2. One algorithm's rate is set, and the other trains at a default.
     ends = (("muon", "muon_lr"), ("adamw", "adam_lr"))
-    for (algorithm, key), (other, other_key) in (ends, ends[::-1]):
-        defaults = [rate for other_given, rate in given[other] if other_given is None]
+    for (algorithm, key), (second, second_key) in (ends, ends[::-1]):
+        defaults = [rate for set_key, rate in given[second] if set_key is None]
         if defaults and any(set_key == key for set_key, _ in given[algorithm]):
             warn(
                 "deepspeed_muon: %s is set alone, so what %s trains has its default, %g: set %s",
                 key,
-                "Muon" if other == "muon" else "AdamW",
+                "Muon" if second == "muon" else "AdamW",
                 defaults[0],
-                other_key,
+                second_key,
             )
     # 3. One rate is set for both, under a rule whose updates have not about the size of AdamW's at that rate.
     ratio = {"match_rms_adamw": 1.0, "spectral": 5.0}.get(config.adjust_lr_fn, 0.0) * config.update_scale
@@ -324,6 +317,7 @@ def build_groups(
         )
     by_id = {key: current_route(member, if_trained.get(key)) for key, member in members.items()}
     undecided = [member for key, member in members.items() if key not in explicit]
+    untyped = model is None and any(len(true_shape(member.param)) > 1 for member in undecided)
     return RoutedGroups(
         groups,
         members,
@@ -332,9 +326,8 @@ def build_groups(
         # Groups with the same number have the same settings, except for DeepSpeed's marks of experts.
         {group.number: CallerGroup(group.number, group.settings) for group in reversed(callers)},
         rates or {},
-        unnamed=any(not member.names for member in undecided),
-        untyped=model is None and any(len(true_shape(member.param)) > 1 for member in undecided),
-        partial=partial,
+        "" if not untyped else "name and shape" if all(member.names for member in undecided) else "shape",
+        partial,
     )
 
 
@@ -382,8 +375,7 @@ def route_again(
         by_id={},
         members=members,
         if_trained=if_trained,
-        unnamed=any(not member.names for key, member in members.items() if key not in explicit),
-        untyped=False,
+        routed_by="",
         partial=is_divided(model),
     )
     return again.current()
