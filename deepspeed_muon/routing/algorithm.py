@@ -230,9 +230,8 @@ def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator
         holder_path(member.name): heads[id(member.param)] for member in matrices if id(member.param) in heads
     }
     for member in matrices:
-        claim = heads.get(id(member.param)) or paths.get(holder_path(member.name))
-        if claim is not None:
-            yield id(member.param), claim
+        if head := heads.get(id(member.param)) or paths.get(holder_path(member.name)):
+            yield id(member.param), head
 
 
 def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> set[int]:
