@@ -440,10 +440,8 @@ class Muon(torch.optim.Optimizer):
             )
             for number, step_set in enumerate(step_sets)
         ]
-        before, self._bound = self._bound, BoundSteps(contexts)
+        self._bound = BoundSteps(contexts)
         self.runners = self._bound.runners
-        if before is not None:
-            self._bound.take_over(before)
         self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
         # 2. Kernels, and their CUDA graphs, whose memory is taken now and not in a step.
         with _without_autocast():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
-from deepspeed_muon.plan.layout import PartitionIndex, SetIndex
+from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.step.gradient_status import (
     FLAGS_PURPOSE,
@@ -73,18 +73,6 @@ class BoundSteps:
             for runner in self.runners
             for partition in runner.step_set.partitions
         }
-
-    def take_over(self, before: BoundSteps) -> None:
-        """Take over, when the optimizer is bound again, what is known of matrices whose updates were wrong."""
-        for runner in self.runners:
-            set_index = {matrix.name: SetIndex(n) for n, matrix in enumerate(runner.step_set.matrices)}
-            for predecessor in before.runners:
-                # A matrix that was frozen since then is in no step set.
-                names = [matrix.name for matrix in predecessor.step_set.matrices]
-                runner.check.take_over(
-                    predecessor.check,
-                    {SetIndex(n): set_index[name] for n, name in enumerate(names) if name in set_index},
-                )
 
     def current(
         self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()

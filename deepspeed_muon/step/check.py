@@ -6,9 +6,8 @@ of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +30,6 @@ from deepspeed_muon.step.row_state import OwnedRows
 
 Member = tuple[PlanIndex, int]
 """A matrix and the number of one of its blocks."""
-
-_Index = TypeVar("_Index", PlanIndex, SetIndex)
 
 LeftOut = tuple[list[SetIndex], Tensor]
 """Matrices, and a flag for each, on the device: whether its update was left out."""
@@ -67,14 +64,6 @@ class Result:
         self.updates = self.blocks
         if self.row_state is not None:
             self.updates, self.new_rows = self.row_state.scale_rows(self.members, self.blocks, self.dtype)
-
-
-def _renumbered(
-    verdicts: Sequence[tuple[list[_Index], Tensor]], new_index: Mapping[_Index, _Index]
-) -> list[tuple[list[_Index], Tensor]]:
-    """Return verdicts under the new indices of their matrices; those without one are dropped."""
-    pairs = [pair for indices, flags in verdicts for pair in zip(indices, flags.split(1), strict=True)]
-    return [([new_index[index]], flag) for index, flag in pairs if index in new_index]
 
 
 class ResultCheck:
@@ -201,26 +190,6 @@ class ResultCheck:
         pairs = zip(self._origin, self._matrices, strict=True) if positions else ()
         name_of = {position: matrix.name for position, matrix in pairs}
         return [name_of[position] for position in sorted(positions)]
-
-    def take_over(self, before: ResultCheck, new_index: Mapping[SetIndex, SetIndex]) -> None:
-        """Take over what a check of the optimizer's earlier step sets knows of matrices whose updates were wrong.
-
-        They stay in fp32, verdicts that no rank has read are read in the next step, and no warning comes twice.
-
-        Args:
-            before: The earlier check.
-            new_index: Index of each common matrix in the step set of ``before`` to that in this one's.
-        """
-        in_plan = {index: PlanIndex(number) for number, index in enumerate(self._origin)}
-        successor = {
-            PlanIndex(number): in_plan[new_index[index]]
-            for number, index in enumerate(before._origin)
-            if index in new_index and new_index[index] in in_plan
-        }
-        self._fp32_only.update(new_index[index] for index in before._fp32_only if index in new_index)
-        self._warned.update(successor[index] for index in before._warned if index in successor)
-        self.left_out += _renumbered(before.left_out, new_index)
-        self._uncounted += _renumbered(before._uncounted, successor)
 
     def _settle_on_device(self, result: Result) -> Tensor:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""

@@ -472,27 +472,6 @@ def test_one_rate_in_a_group_is_a_warning(
     assert warning in caplog.records[0].getMessage()
 
 
-def test_a_matrix_that_was_frozen_since_has_no_verdict_to_report() -> None:
-    """On an accelerator the verdicts of a step are read in the next one, which may have other matrices."""
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
-    model[0].requires_grad_(False)
-    optimizer = Muon(model, lr=0.02, include=["*"], ns_backend="torch")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(4, 8)).sum().square().backward()
-        optimizer.step()
-
-    step()
-    (runner,) = optimizer.runners
-    runner.check.left_out.append(([0, 1], torch.tensor([False, False])))
-    model[1].requires_grad_(False)
-    model[0].requires_grad_(True)
-    before = model[0].weight.detach().clone()
-    step()
-    assert not torch.equal(model[0].weight, before)
-
-
 @pytest.mark.parametrize("setting", [{"restore_from": "/a/set"}, {"consolidate_on_save": True}])
 def test_checkpoints_of_an_engine_need_one(setting: dict[str, Any]) -> None:
     """Without DeepSpeed both were ignored, and a run that was to go on began anew."""
