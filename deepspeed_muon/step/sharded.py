@@ -31,13 +31,13 @@ def orthogonalize_sharded(
     group: dist.ProcessGroup,
     shard_dim: int,
     settings: NsSettings,
-    shard_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Return this rank's shard of the approximate polar factor of every matrix in a batch of sharded matrices.
 
     The result is that of :func:`deepspeed_muon.orthogonalize` for the full matrices, up to rounding; no rank ever
-    holds a full matrix. Must be called by all ranks of ``group`` with equal settings. The shards follow each other in
-    the order of the group's ranks; they may be uneven, and empty on some ranks.
+    holds a full matrix. Must be called by all ranks of ``group`` with equal settings; they compare shapes and settings,
+    in two small collectives that wait for the device. The shards follow each other in the order of the group's ranks;
+    they may be uneven, and empty on some ranks.
 
     For one ``m x n`` matrix with ``m <= n`` on W ranks, a rank sends the norm of its shard, one number. The ranks
     all-reduce ``m x m`` elements in float32 at least: with ``gram`` at the start and at each restart (two or three
@@ -50,8 +50,6 @@ def orthogonalize_sharded(
             wrong update and no error.
         shard_dim: The sharded dimension of the matrix: -2 (rows) or -1 (columns); for a single matrix also 0 or 1.
         settings: Polynomial, method and dtype. ``gram`` runs for square matrices too.
-        shard_sizes: Length of every rank's shard along ``shard_dim``, if the ranks have agreed on all shapes before.
-            Without it they compare shapes and settings, in two small collectives that wait for the device.
 
     Returns:
         A new tensor of the shape of ``x``, in ``settings.dtype``.
@@ -60,7 +58,7 @@ def orthogonalize_sharded(
         ConfigError: If ``shard_dim`` is not a dimension of the matrix, or this rank is not in ``group``.
         RankDisagreementError: If the shards do not fit together, or another rank raised ``ConfigError``.
     """
-    dim, shard_sizes = _checked(x, group, shard_dim, settings, shard_sizes)
+    dim, shard_sizes = _compared(x, group, shard_dim, settings)
     world_size = len(shard_sizes)
     if world_size == 1:
         return orthogonalize(x, settings=settings)
@@ -86,39 +84,24 @@ def orthogonalize_sharded(
     return result.mT.contiguous() if dim == -2 else result
 
 
-def _checked(
-    x: Tensor,
-    group: dist.ProcessGroup,
-    shard_dim: int,
-    settings: NsSettings,
-    shard_sizes: Sequence[int] | None,
-) -> tuple[int, Sequence[int]]:
-    """Return the sharded dimension, counted from the end, and every rank's length along it.
-
-    Without ``shard_sizes`` the ranks compare their shards, and all raise if those do not fit.
-    """
+def _compared(
+    x: Tensor, group: dist.ProcessGroup, shard_dim: int, settings: NsSettings
+) -> tuple[int, list[int]]:
+    """Return the sharded dimension, counted from the end, and the ranks' lengths along it; all raise if shards differ."""
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "
             f"default group, and this rank must be a member of the one that is given"
         )
-    if shard_sizes is None:
-        ranks = Ranks.of([group])
-        with raise_on_all_ranks(ranks=ranks, purpose="comparison of shards") as facts:
-            dim = _matrix_dim(x, shard_dim)
-            facts.record("shard_dim", dim)
-            facts.record("matrices", x.shape[:-2].numel())
-            facts.record("length of the other side", x.shape[-3 - dim])
-            facts.record("settings", settings)
-        lengths = ranks.all_gather(x.shape[dim], purpose="comparison of shards")
-        return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
-    dim, rank, count = _matrix_dim(x, shard_dim), dist.get_rank(group), dist.get_world_size(group)
-    if len(shard_sizes) != count or shard_sizes[rank] != x.shape[dim]:
-        raise ConfigError(
-            f"shard_sizes {list(shard_sizes)} do not describe {count} ranks of which rank {rank} holds "
-            f"{x.shape[dim]} along dimension {dim}"
-        )
-    return dim, shard_sizes
+    ranks = Ranks.of([group])
+    with raise_on_all_ranks(ranks=ranks, purpose="comparison of shards") as facts:
+        dim = _matrix_dim(x, shard_dim)
+        facts.record("shard_dim", dim)
+        facts.record("matrices", x.shape[:-2].numel())
+        facts.record("length of the other side", x.shape[-3 - dim])
+        facts.record("settings", settings)
+    lengths = ranks.all_gather(x.shape[dim], purpose="comparison of shards")
+    return dim, [lengths[rank] for rank in dist.get_process_group_ranks(group)]
 
 
 def _matrix_dim(x: Tensor, shard_dim: int) -> int:
