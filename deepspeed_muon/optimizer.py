@@ -44,7 +44,7 @@ from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muo
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
 from deepspeed_muon.step.loading import read_state_dict
 from deepspeed_muon.step.runner import StepRunner
-from deepspeed_muon.step.state import follow_parameters
+from deepspeed_muon.step.state import converted
 from deepspeed_muon.step.step_set import StepContext, StepSet, step_set_of_parameters
 from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
@@ -367,9 +367,9 @@ class Muon(torch.optim.Optimizer):
     def _bind_to_parameters(self) -> None:
         """Bind to the parameters themselves, without DeepSpeed: at first, after a conversion, and after unfreezing."""
         # 1. Is the binding still valid?
-        converted = any(p.dtype != dtype or p.device != device for p, dtype, device in self._bound_as)
+        is_converted = any(p.dtype != dtype or p.device != device for p, dtype, device in self._bound_as)
         unfrozen = any(param.requires_grad and param.grad is not None for param in self._frozen)
-        if self._bound is not None and not converted and not unfrozen:
+        if self._bound is not None and not is_converted and not unfrozen:
             return
         params = [param for group in self.param_groups for param in group["params"]]
         if not {id(param) for param in params} <= self.routed.by_id.keys():
@@ -395,8 +395,9 @@ class Muon(torch.optim.Optimizer):
         self.bind([step_set], device=device)
         self._bound_as = [(param, param.dtype, param.device) for param in params]
         # model.half() and model.to(device) convert the parameters in place and leave the state behind.
-        if converted:
-            follow_parameters(self.state, self.state_policy)
+        if is_converted:
+            for param, entry in self.state.items():
+                entry.update(converted(entry, param, self.state_policy))
 
     def bind(
         self,
@@ -477,10 +478,12 @@ class Muon(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         # Under DeepSpeed the params of the groups are partitions, which have padding and no name.
         names = None if self.managed else {key: route.name for key, route in self.routed.by_id.items()}
-        loaded = read_state_dict(state_dict, self.param_groups, self.config, self.state_policy, names=names)
+        settings, state = read_state_dict(
+            state_dict, self.param_groups, self.config, self.state_policy, names=names
+        )
         # Not by torch's load_state_dict, which casts floating-point state to the dtype of the parameter.
-        self.state = defaultdict(dict, loaded.state)
-        self.param_groups = [ParamGroup(settings) for settings in loaded.settings]
+        self.state = defaultdict(dict, state)
+        self.param_groups = [ParamGroup(of_group) for of_group in settings]
         self.rates_of_step.clear()  # of the groups that were replaced
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

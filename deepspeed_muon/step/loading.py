@@ -14,9 +14,7 @@ Anything else that is missing or unknown is an error.
 from __future__ import annotations
 
 import copy
-import numbers
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,10 +29,9 @@ from deepspeed_muon.config.settings import (
 )
 from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
-from deepspeed_muon.logs import warn
 from deepspeed_muon.routing.param_groups import CALLER_GROUP
 from deepspeed_muon.step.int8 import SCALE_KEY
-from deepspeed_muon.step.state import STATE_TENSORS
+from deepspeed_muon.step.state import STATE_TENSORS, converted
 from deepspeed_muon.variants import ROW_STATE
 
 _FIXED = frozenset(("params", "param_names", "algorithm", "use_muon", CALLER_GROUP, "moe"))
@@ -54,19 +51,6 @@ _ALLOWED = {
 }
 
 
-@dataclass(slots=True)
-class LoadedState:
-    """The contents of a state dict, checked and converted to this optimizer's dtypes.
-
-    Attributes:
-        settings: The new settings of each param group.
-        state: The new state of each parameter that has one.
-    """
-
-    settings: list[GroupSettings]
-    state: dict[Tensor, StateDict]
-
-
 def read_state_dict(
     state_dict: StateDict,
     param_groups: Sequence[GroupSettings],
@@ -74,8 +58,10 @@ def read_state_dict(
     policy: StatePolicy,
     *,
     names: Mapping[int, str] | None,
-) -> LoadedState:
-    """Check a state dict, and return its contents as this optimizer loads them; no argument is mutated.
+) -> tuple[list[GroupSettings], dict[Tensor, StateDict]]:
+    """Check a state dict, and return the new settings of each group and state of each parameter that has one.
+
+    Nothing is mutated. The state is on the devices and in the dtypes of this optimizer.
 
     Args:
         state_dict: From ``state_dict()`` of this or of another optimizer.
@@ -85,7 +71,7 @@ def read_state_dict(
         names: ``id(parameter)`` to its name; ``None`` if the tensors in the groups are ZeRO's partitions.
 
     Raises:
-        CheckpointError: If the state is malformed, or that of a different kind of optimizer.
+        CheckpointError: If the state is that of a different kind of optimizer, or of other shapes.
         ConfigError: If a setting of a group is unknown, out of range, or contradicts the optimizer's.
         RoutingError: If the number, sizes or algorithms of the groups are not those of this optimizer.
     """
@@ -93,7 +79,6 @@ def read_state_dict(
     saved_groups, saved_state = _checked_form(state_dict, sizes)
     settings: list[GroupSettings] = []
     state: dict[Tensor, StateDict] = {}
-    conversions: set[str] = set()
     for number, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         where = f"param group {number} of the state dict"
         entries = [saved_state.get(key, {}) for key in saved["params"]]
@@ -105,57 +90,26 @@ def read_state_dict(
                 label = f"partition {position}" if names is None else f"parameter {names[id(param)]}"
                 shape = None if names is None else param.shape
                 _check_entry(f"{where}, {label}", entry, group["algorithm"], shape=shape)
-                state[param] = _converted(entry, param, policy, conversions)
-    for conversion in sorted(conversions):
-        warn("deepspeed_muon: the loaded momentum is converted from %s, as momentum_dtype says", conversion)
-    return LoadedState(settings, state)
+                state[param] = {**converted(entry, param, policy), "step": int(entry.get("step", 0))}
+    return settings, state
 
 
 def _checked_form(
     state_dict: object, sizes: Sequence[int]
 ) -> tuple[Sequence[GroupSettings], Mapping[int | str, StateDict]]:
-    """Return groups and state; raise unless they are dicts, and each entry of the state is that of one parameter.
-
-    Args:
-        state_dict: From ``state_dict()``.
-        sizes: The number of parameters in each of the optimizer's groups.
-    """
+    """Return groups and state; raise unless the groups have these ``sizes``."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
             f"a state dict of an optimizer has 'state' and 'param_groups', got {shown(state_dict)}"
         )
-    groups, state = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(groups, (list, tuple)) or not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"a state dict of an optimizer has a list 'param_groups' and a dict 'state', got {shown(groups)} and "
-            f"{shown(state)}"
-        )
-    for number, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
-            raise CheckpointError(
-                f"param group {number} of the state dict has no list 'params': {shown(group)}"
-            )
+    groups: Sequence[GroupSettings] = state_dict["param_groups"]
     if (saved_sizes := [len(group["params"]) for group in groups]) != sizes:
         raise RoutingError(
             f"the param groups of the loaded state dict have {saved_sizes} parameters, those of this optimizer {sizes} "
             f"(Muon and AdamW divide each group of the caller between them). Make the optimizer with the groups of the "
             f"saved one, and the same include and exclude"
         )
-    keys = [key for group in groups for key in group["params"]]
-    parameter_keys = set(keys)
-    if len(parameter_keys) < len(keys):
-        raise CheckpointError("the state dict lists a parameter in its param groups twice")
-    for key, entry in state.items():
-        if key not in parameter_keys:
-            raise CheckpointError(
-                f"the state dict has state of {shown(key)}, which is in none of its param groups: it is damaged, or "
-                f"was combined from several state dicts"
-            )
-        if not isinstance(entry, Mapping):
-            raise CheckpointError(
-                f"the state of {shown(key)} in the state dict is {shown(entry)}, not a dict"
-            )
-    return groups, state
+    return groups, state_dict["state"]
 
 
 def _check_kind(where: str, saved: GroupSettings, algorithm: str, state_keys: Set[object]) -> None:
@@ -245,17 +199,12 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
         refusal = f"its state has no {missing[0]!r}, which {algorithm} needs"
     elif unknown := [key for key in entry if key not in _ALLOWED[algorithm]]:
         refusal = f"its state has {unknown[0]!r}, which is none of {algorithm}'s"
-    elif not _is_count(entry.get("step", 0)):
-        refusal = f"'step' is {shown(entry['step'])}, expected a count of steps"
     for key, value in entry.items():
         if refusal or key == "step":
             continue
         # Only momentum may be int8, and then it is useless without its scales.
-        is_int8 = key == "momentum_buffer" and isinstance(value, Tensor) and value.dtype == torch.int8
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or is_int8):
-            kind = value.dtype if isinstance(value, Tensor) else shown(value)
-            refusal = f"{key!r} is {kind}, expected a tensor of floats"
-        elif key == "momentum_buffer" and is_int8 != (SCALE_KEY in entry):
+        is_int8 = value.dtype == torch.int8
+        if key == "momentum_buffer" and is_int8 != (SCALE_KEY in entry):
             refusal = f"{key!r} is {value.dtype} {'without' if is_int8 else 'with'} {SCALE_KEY!r}"
         elif shape is not None and key in STATE_TENSORS and value.shape != shape:
             refusal = f"{key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}"
@@ -263,32 +212,3 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
         raise CheckpointError(
             f"{label}: {refusal}; remove its entry from 'state', and it starts without state"
         )
-
-
-def _is_count(value: object) -> bool:
-    if isinstance(value, Tensor):
-        value = value.item() if value.numel() == 1 and not value.is_complex() else None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return False
-    return 0 <= float(value) < 1 << 53 and float(value).is_integer()  # larger floats do not count every step
-
-
-def _converted(entry: StateDict, param: Tensor, policy: StatePolicy, conversions: set[str]) -> StateDict:
-    """Return the state of a parameter on its device and in the dtypes of ``policy``.
-
-    The next step converts to and from int8 (:func:`.int8.convert_momentum`), which needs the layout; ``conversions``
-    collects these.
-    """
-    state: StateDict = {}
-    for key, value in entry.items():
-        if key == "step":
-            state[key] = int(value)
-        else:
-            # The dtypes of row state and scales do not depend on the policy.
-            dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
-            if torch.int8 in (dtype, value.dtype) and dtype != value.dtype:
-                conversions.add(f"{value.dtype} to {dtype}".replace("torch.", ""))
-                dtype = value.dtype
-            state[key] = value.to(device=param.device, dtype=dtype)
-    state.setdefault("step", 0)
-    return state

@@ -87,7 +87,7 @@ def orthogonalize_sharded(
 def _compared(
     x: Tensor, group: dist.ProcessGroup, shard_dim: int, settings: NsSettings
 ) -> tuple[int, list[int]]:
-    """Return the sharded dimension, counted from the end, and the ranks' lengths along it; all raise if shards differ."""
+    """Return the sharded dimension, counted from the end, and every rank's length along it; all may raise."""
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"orthogonalize_sharded needs the process group that shards the matrices, got {group!r}: there is no "

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
@@ -47,20 +48,21 @@ def state_of(partition: Partition, state: State, policy: StatePolicy) -> dict[st
     return entry
 
 
-def follow_parameters(state: State, policy: StatePolicy) -> None:
-    """Move the state to the devices of parameters that were moved, and cast it after parameters were converted.
+def converted(entry: StateDict, param: Tensor, policy: StatePolicy) -> StateDict:
+    """Return the state of a parameter on its device and in the dtypes of ``policy``.
 
-    Args:
-        state: ``optimizer.state``. Mutated.
-        policy: The dtypes. To and from int8 the next step converts (:func:`.int8.convert_momentum`).
+    To and from int8 the next step converts (:func:`.int8.convert_momentum`), which needs the layout.
     """
-    for param, entry in state.items():
-        for key, value in entry.items():
-            if isinstance(value, Tensor):
-                dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
-                if torch.int8 in (dtype, value.dtype):
-                    dtype = value.dtype
-                entry[key] = value.to(device=param.device, dtype=dtype)
+    state: StateDict = {}
+    for key, value in entry.items():
+        if isinstance(value, Tensor):
+            dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
+            if torch.int8 in (dtype, value.dtype):
+                dtype = value.dtype
+            state[key] = value.to(device=param.device, dtype=dtype)
+        else:
+            state[key] = value
+    return state
 
 
 def row_state_of(partition: Partition, state: State, variant: Variant, numel: int) -> Tensor | None:

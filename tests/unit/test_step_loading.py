@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -241,19 +240,8 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
     ),
     (in_state(0, exp_avg=torch.ones(8, 6)), CheckpointError, "has 'exp_avg', which is none of muon's"),
     (in_state(0, momentum_buffer=CUT_OUT), CheckpointError, r"shape \[6, 8\], and the parameter \[8, 6\]"),
-    (
-        in_state(0, momentum_buffer=None),
-        CheckpointError,
-        "'momentum_buffer' is None, expected a tensor of floats",
-    ),
     (in_state(0, momentum_buffer=INT8), CheckpointError, "without 'momentum_scale'"),
     (in_state(0, momentum_scale=torch.ones(1)), CheckpointError, "with 'momentum_scale'"),
-    (in_state(2, step=math.nan), CheckpointError, "'step' is nan, expected a count"),
-    (in_state(2, step=-1), CheckpointError, "'step' is -1, expected a count"),
-    (edited(lambda saved: saved["state"].update({9: {}})), CheckpointError, "state of 9, which is in none"),
-    (edited(lambda saved: saved["state"].update({0: [1]})), CheckpointError, "the state of 0 .* not a dict"),
-    (in_group(1, params=[2, 2]), CheckpointError, "twice"),
-    (edited(lambda saved: saved["param_groups"][1].pop("params")), CheckpointError, "has no list 'params'"),
     (edited(lambda saved: saved.pop("state")), CheckpointError, "has 'state' and 'param_groups'"),
     (lambda: None, CheckpointError, "has 'state' and 'param_groups'"),
     (
@@ -292,7 +280,7 @@ def test_a_sum_of_gradients_is_not_taken_for_a_mean() -> None:
 
 def test_errors_name_the_parameter() -> None:
     net = model()
-    optimizer = Muon(net, lr=0.02)
+    optimizer = Muon(net, lr=0.02, include=["2.weight"])
     steps([*net.parameters()], optimizer, range(1))
     saved = optimizer.state_dict()
     del saved["state"][1]["momentum_buffer"]
@@ -316,7 +304,7 @@ def test_what_schedulers_write_is_loaded() -> None:
 def test_a_hook_that_changes_the_state_is_followed() -> None:
     """What it returned was overwritten with what was passed, where dtypes differ."""
     net = model().bfloat16()
-    optimizer = Muon(net, lr=0.02)
+    optimizer = Muon(net, lr=0.02, include=["2.weight"])
     steps([*net.parameters()], optimizer, range(1))
 
     def zero(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
