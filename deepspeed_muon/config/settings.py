@@ -1,8 +1,8 @@
 """Every key of ``optimizer.params`` and of the constructor, with its type, default, check and documentation.
 
 The keys of DeepSpeed's own Muon have the same names, meanings and defaults, so that an existing configuration runs
-unchanged; ``torch_adam`` and ``per_head_muon`` are errors that say what to write instead. Unknown keys are errors,
-because a run that ignores a misspelt key has the wrong settings.
+unchanged, but for ``torch_adam`` and ``per_head_muon``, which do not exist. Unknown keys are errors, because a run that
+ignores a misspelt key has the wrong settings.
 
 A setting of the caller's param group overrides the key of one algorithm (``muon_lr``, ``adam_weight_decay``, ...),
 which overrides the shared key (``lr``, ``weight_decay``).

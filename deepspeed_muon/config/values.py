@@ -49,31 +49,19 @@ RENAMED = {
     "backend_steps": "ns_steps",
     "coefficient_type": "ns_schedule",
     "scale_mode": "adjust_lr_fn",
+    "adjust_lr": "adjust_lr_fn",
     "fp32_matmul_prec": "ns_dtype",
     "weight_decay_method": "weight_decay_mode",
     "use_decoupled_weight_decay": "weight_decay_mode",
+    "cautious_wd": "weight_decay_mode",
     "adamw_lr": "adam_lr",
     "adamw_betas": "betas",
     "adamw_eps": "eps",
+    "epsilon": "eps",
     "extra_scale_factor": "update_scale",
+    "per_head_muon": "matrices",
 }
-"""Arguments of the Muon of Dion, Megatron-LM (Emerging-Optimizers) and Keller Jordan, with this package's keys."""
-
-FOREIGN_KEYS = {
-    **{argument: f"write {key}" for argument, key in RENAMED.items()},
-    "epsilon": "write eps, which is AdamW's",
-    "newton_schulz_func": "ns_backend and ns_schedule choose the iteration",
-    "use_triton": "ns_backend chooses the kernels",
-    "use_syrk": "ns_backend chooses the kernels",
-    "adjust_lr": "write adjust_lr_fn: 'match_rms_adamw' is Dion's 'rms_norm', 'unit_rms_norm' its 'spectral_norm'",
-    "cautious_wd": "write weight_decay_mode: 'cautious'",
-    "distributed_mesh": "leave it out: DeepSpeed's process groups are used",
-    "pg_collection": "leave it out: DeepSpeed's process groups are used",
-    "per_head_muon": 'write "matrices": {"*": {"heads": "config"}}',
-    "torch_adam": "leave it out: DeepSpeed's native Adam runs on offloaded partitions, torch's on all others",
-    "adamw_params": "leave it out: one optimizer has all parameters, and include and exclude choose",
-}
-"""All arguments of other Muons, with what to do instead."""
+"""Arguments of the Muon of DeepSpeed, Dion, Megatron-LM (Emerging-Optimizers) and Keller Jordan, with the keys here."""
 
 # Keys whose value may have one of several types. Pydantic reports an error for each type; these texts replace them.
 _ALLOWED = {
@@ -106,8 +94,8 @@ def unknown_key_message(key: str, valid_keys: Iterable[str], where: str = "") ->
     where = f"{where}: " if where else ""
     if key in TORCH_OPTIONS:
         return f"{where}{key!r} is an option of torch's optimizers that this one does not have; {TORCH_OPTIONS[key]}"
-    if key in FOREIGN_KEYS:
-        return f"{where}{key!r} is an argument of another Muon; {FOREIGN_KEYS[key]}"
+    if key in RENAMED:
+        return f"{where}{key!r} is an argument of another Muon; write {RENAMED[key]}"
     names = sorted(valid_keys)
     similar = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
     hint = f"did you mean {similar[0]!r}?" if similar else f"known keys: {', '.join(names)}"

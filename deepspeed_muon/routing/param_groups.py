@@ -22,7 +22,7 @@ from deepspeed_muon.config.settings import (
     MuonConfig,
     refuse_misspelt_keys,
 )
-from deepspeed_muon.config.values import FOREIGN_KEYS, TORCH_OPTIONS, unknown_key_message
+from deepspeed_muon.config.values import RENAMED, TORCH_OPTIONS, unknown_key_message
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
@@ -622,7 +622,7 @@ def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
                 f"{group.where}: {key!r} applies to the whole optimizer, where it is {getattr(config, key)!r}: set it "
                 f"in optimizer.params, or as an argument of Muon, and not in a group"
             )
-        if key in FOREIGN_KEYS:
+        if key in RENAMED:
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
     refuse_misspelt_keys(group.settings, group.where, GROUP_KEYS)
     settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}

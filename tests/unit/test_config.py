@@ -70,7 +70,7 @@ def test_precedence_of_rates() -> None:
             "'mu' is an argument of another Muon; write momentum",
         ),
         ((), {"ns_coefficients": (1, 2, 3), "eps": 1e-7}, "ns_schedule: .*eps is AdamW's"),
-        ((), {"epsilon": 1e-8}, "write eps, which is AdamW's"),
+        ((), {"epsilon": 1e-8}, "another Muon; write eps"),
         (
             (),
             {"momentum_beta": 0.9, "num_ns_steps": 5, "scale_mode": "spectral"},
@@ -284,8 +284,8 @@ SENSELESS = [(params, f"optimizer.params.{said}") for params, said in SENSELESS]
     ({"moun_lr": 0.1, "momentm": 0.9}, "params: unknown key 'momentm'; did you mean 'momentum'?"),
     ({"zzz": 1}, "known keys: adam_lr"),
     ({"Lr": 0.1}, "did you mean 'lr'?"),
-    ({"per_head_muon": True}, "'per_head_muon' is an argument of another Muon; write \"matrices\": "),
-    ({"torch_adam": True}, "'torch_adam' is an argument of another Muon; leave it out"),
+    ({"per_head_muon": True}, "'per_head_muon' is an argument of another Muon; write matrices"),
+    ({"torch_adam": True}, "unknown key 'torch_adam'; "),
     ({"learning_rate": 0.1}, "write lr"),
     ({"lr": "auto"}, "only the Hugging Face integrations fill in"),
 ]

@@ -70,7 +70,7 @@ def test_settings_of_muon_stay_and_what_has_no_counterpart_is_left_out() -> None
     given = {"muon_lr": 0.1, "adam_lr": 1e-3, "tuned_width": 64}
     proposal = propose(muon({**given, "torch_adam": True, "momentum": None}))
     assert proposal.params == given and not proposal.reasons
-    assert len(proposal.notes) == 1 and proposal.notes[0].startswith("left out: 'torch_adam' is")
+    assert len(proposal.notes) == 1 and proposal.notes[0].startswith("left out: unknown key 'torch_adam'")
 
 
 @pytest.mark.parametrize(
