@@ -169,8 +169,8 @@ def measure(parameters: int, stage: int, world: int, rank: int) -> dict[str, flo
     before = resident_mb()
     start = time.process_time()
     step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
-    optimizer.bind(step_sets, device=torch.device("cpu"), ranks=Ranks.of([None]))
-    agree(optimizer.plan_facts(), ranks=optimizer.ranks)
+    optimizer._bind(step_sets, device=torch.device("cpu"), ranks=Ranks.of([None]))
+    agree(optimizer._plan_facts(), ranks=optimizer.ranks)
     found["bind_s"] = time.process_time() - start
     gc.collect()
     found["memory_mb"] = resident_mb() - before

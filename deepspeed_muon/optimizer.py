@@ -2,7 +2,7 @@
 
 It steps whatever tensors it is bound to. Without DeepSpeed these are the parameters themselves. Under DeepSpeed they
 are this rank's ZeRO partitions: flat fp32 tensors whose gradients are already reduced, unscaled and clipped, and
-``engine/`` passes :meth:`Muon.bind` a description of the fragments in them.
+``engine/`` passes :meth:`Muon._bind` a description of the fragments in them.
 
 :meth:`Muon.step` compares the gradients' status between the ranks and decides whether there is a step. The update of
 one step set is :meth:`StepRunner.run` in :mod:`deepspeed_muon.step.runner`.
@@ -217,7 +217,8 @@ class Muon(torch.optim.Optimizer):
 
     def __dir__(self) -> list[str]:
         """Offer to completion what programs use; the rest serves the engine and checkpoints."""
-        return [*dir(torch.optim.Optimizer), "defaults", "health", "param_groups", "routes", "state"]
+        public = ("adam_report", "health", "kernel_report", "routes")
+        return [*dir(torch.optim.Optimizer), "defaults", "param_groups", "state", *public]
 
     @property
     def routes(self) -> list[Route]:
@@ -281,10 +282,10 @@ class Muon(torch.optim.Optimizer):
 
     def _step_current_sets(self) -> None:
         """Update the step sets of which ZeRO left the partitions in the param groups: all of them without ZeRO."""
-        bound = self.bound_steps
+        bound = self._bound_steps
         # 1. What concerns the whole step. The engine calls the checks once for all calls of a step.
         if not self.managed:
-            self.warn_of_equal_rates()
+            self._warn_of_equal_rates()
         self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
         scale: Tensor | None = getattr(self, "grad_scale", None)
@@ -304,12 +305,12 @@ class Muon(torch.optim.Optimizer):
             divisor = 1.0 if scale is None else float(scale)
             unscaled = {key: norm / divisor for key, norm in zip(measured, norms, strict=True)}
             self._global_grad_norm = float(unscaled.pop("all"))
-            self.record_norms(unscaled)
+            self._record_norms(unscaled)
         reports = [bound.gradient_status[runner].report() for runner, *_ in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
         self.overflow = False
-        self.report_failed([name for report in reports for name in report.failed], "in the step before")
+        self._report_failed([name for report in reports for name in report.failed], "in the step before")
         nonfinite = [name for report in reports for name in report.nonfinite]
         if nonfinite:
             self._skip(nonfinite)
@@ -325,7 +326,7 @@ class Muon(torch.optim.Optimizer):
         # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
         if not self.managed:
             failed = [name for runner, *_ in current for name in runner.check.take_local_failures()]
-            self.report_failed(failed, "in this step")
+            self._report_failed(failed, "in this step")
 
     def _skip(self, nonfinite: Sequence[str]) -> None:
         """Skip the step, or raise, because of gradients that are not finite. All ranks get here together.
@@ -345,12 +346,12 @@ class Muon(torch.optim.Optimizer):
         group = self.runners[0].step_set.group
         warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)
 
-    def record_norms(self, norms: Mapping[str, Tensor]) -> None:
+    def _record_norms(self, norms: Mapping[str, Tensor]) -> None:
         """Record the norms of the step's raw gradients by algorithm, unless DeepSpeed mixes the algorithms up."""
         if self.norms_by_algorithm is not None:
             self.norms_by_algorithm = dict(norms)
 
-    def report_failed(self, names: Sequence[str], when: str) -> None:
+    def _report_failed(self, names: Sequence[str], when: str) -> None:
         """Raise ``NumericalError`` for matrices that got no update, if ``nonfinite_grad`` is ``error``."""
         if names and self.config.nonfinite_grad == "error":
             raise NumericalError(
@@ -358,7 +359,7 @@ class Muon(torch.optim.Optimizer):
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
 
-    def warn_of_equal_rates(self) -> None:
+    def _warn_of_equal_rates(self) -> None:
         """Warn in the first step if Muon and AdamW train a group of the caller with one rate and were given two."""
         self._rates_compared = self._rates_compared or warn_of_equal_rates(self.param_groups)
 
@@ -389,17 +390,17 @@ class Muon(torch.optim.Optimizer):
             )
         # 3. Every parameter is a partition of its own. Its number is that in a state dict, which counts frozen
         # parameters, too.
-        numbered = {PartitionIndex(n): param for n, param in enumerate(params) if self.is_trained(param)}
+        numbered = {PartitionIndex(n): param for n, param in enumerate(params) if self._is_trained(param)}
         step_set, device = step_set_of_parameters(params, numbered, self.routed.by_id)
-        self.attach_step_hook(self._model)
-        self.bind([step_set], device=device)
+        self._attach_step_hook(self._model)
+        self._bind([step_set], device=device)
         self._bound_as = [(param, param.dtype, param.device) for param in params]
         # model.half() and model.to(device) convert the parameters in place and leave the state behind.
         if is_converted:
             for param, entry in self.state.items():
                 entry.update(converted(entry, param, self.state_policy))
 
-    def bind(
+    def _bind(
         self,
         step_sets: Sequence[StepSet],
         *,
@@ -409,7 +410,7 @@ class Muon(torch.optim.Optimizer):
         """Bind the optimizer to the tensors that ``step()`` will update; nothing is sent.
 
         Makes the exchange plans and chooses kernels. Called once the ZeRO wrapper exists (without DeepSpeed in the
-        first step), and again when a parameter was unfrozen or converted. The engine compares :meth:`plan_facts`
+        first step), and again when a parameter was unfrozen or converted. The engine compares :meth:`_plan_facts`
         between the ranks.
 
         Args:
@@ -443,7 +444,7 @@ class Muon(torch.optim.Optimizer):
         ]
         self._bound = BoundSteps(contexts)
         self.runners = self._bound.runners
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not self.is_trained(p)]
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not self._is_trained(p)]
         # 2. Kernels, and their CUDA graphs, whose memory is taken now and not in a step.
         with _without_autocast():
             for runner in self.runners:
@@ -523,11 +524,11 @@ class Muon(torch.optim.Optimizer):
     # For the engine
 
     @property
-    def bound_steps(self) -> BoundSteps:
+    def _bound_steps(self) -> BoundSteps:
         """The bound step sets.
 
         Raises:
-            BindingError: Before :meth:`bind`.
+            BindingError: Before :meth:`_bind`.
         """
         if self._bound is None:
             raise BindingError("the optimizer is not bound to an engine yet")
@@ -538,44 +539,44 @@ class Muon(torch.optim.Optimizer):
         """Whether AdamW's moments are fp32; DeepSpeed asks this of the optimizer that it offloads."""
         return not self.state_policy.half_states
 
-    def is_trained(self, param: Tensor) -> bool:
+    def _is_trained(self, param: Tensor) -> bool:
         """Return whether a tensor of the param groups is updated; ``False`` if its route says frozen."""
         route = self.routed.by_id.get(id(param))
         return route is None or route.algorithm != "frozen"
 
     @property
-    def has_frozen(self) -> bool:
+    def _has_frozen(self) -> bool:
         """Whether the groups hold parameters that are frozen by their routes, and can be trained later."""
         return bool(self._frozen)
 
-    def unfrozen(self) -> list[str]:
+    def _unfrozen(self) -> list[str]:
         """Return the names of the parameters that were unfrozen since the optimizer was bound."""
         return [self.routed.by_id[id(param)].name for param in self._frozen if param.requires_grad]
 
-    def release_parameters(self) -> list[tuple[str, Tensor]]:
+    def _release_parameters(self) -> list[tuple[str, Tensor]]:
         """Drop the model's parameters, which ZeRO owns from now on; return name and tensor of the frozen ones."""
         frozen = self.routed.frozen()
         self.routed = replace(self.routed, groups=[], members={}, if_trained={})
         return frozen
 
-    def release_memory(self) -> None:
+    def _release_memory(self) -> None:
         """Free the communication buffers and CUDA graphs between two steps.
 
-        The next step allocates the buffers again; :meth:`capture_graphs` captures the graphs.
+        The next step allocates the buffers again; :meth:`_capture_graphs` captures the graphs.
         """
         if self._bound is not None:
             self.exchange_buffers.release()
         if self._orthogonalizer is not None:
             self._orthogonalizer.release()
 
-    def capture_graphs(self) -> None:
-        """Capture the CUDA graphs again that :meth:`release_memory` freed."""
+    def _capture_graphs(self) -> None:
+        """Capture the CUDA graphs again that :meth:`_release_memory` freed."""
         if self._orthogonalizer is not None and self._bound is not None:
             with _without_autocast():
                 self._orthogonalizer.capture(self.exchange_buffers.device)
 
-    def attach_step_hook(self, model: nn.Module | None) -> None:
-        """Make what a setting of :data:`STEP_HOOKS` asks for, before :meth:`bind`, unless it is made.
+    def _attach_step_hook(self, model: nn.Module | None) -> None:
+        """Make what a setting of :data:`STEP_HOOKS` asks for, before :meth:`_bind`, unless it is made.
 
         Args:
             model: The model that is trained; ``None`` if it is unknown.
@@ -587,9 +588,9 @@ class Muon(torch.optim.Optimizer):
             if self.after_step is None and getattr(self.config, key) is not None:
                 self.after_step = make(self, model)
 
-    def plan_facts(self) -> RankFacts:
+    def _plan_facts(self) -> RankFacts:
         """Return what this rank derived for the exchange, to be compared with the other ranks."""
-        facts = self.bound_steps.facts()
+        facts = self._bound_steps.facts()
         if self.after_step is not None:
             for scope in filter(None, [*facts]):
                 facts.record(f"what runs after a step on ranks {scope.name}", str(self.after_step), scope)

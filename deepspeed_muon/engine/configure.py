@@ -323,11 +323,11 @@ def _bind_to_wrapper(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     facts: RankFacts | None = None
     ranks = ranks_of(engine)
     try:
-        optimizer.attach_step_hook(engine.module)
+        optimizer._attach_step_hook(engine.module)
         require_attributes(engine.optimizer)
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
-        optimizer.bind(step_sets, device=_compute_device(), ranks=ranks)
-        facts = optimizer.plan_facts()
+        optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
+        facts = optimizer._plan_facts()
     except Exception as caught:
         error = caught
     agree(facts, error=error, ranks=ranks, purpose="comparison of plans")
@@ -339,7 +339,7 @@ def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **
     Must be called by all ranks. DeepSpeed's all-reduce would wait forever if the ranks had unfrozen different ones.
     """
     optimizer = engine.basic_optimizer
-    unfrozen = optimizer.unfrozen()
+    unfrozen = optimizer._unfrozen()
     (on_some_rank,) = optimizer.ranks.all_reduce(
         [bool(unfrozen)], "max", purpose="comparison of what was unfrozen"
     )
@@ -364,7 +364,7 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     _bind_to_wrapper(engine, optimizer)
     # 2. what the ranks have to know of each other
     # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.
-    (frozen,) = ranks.all_reduce([optimizer.has_frozen], "max", purpose="comparison of what is frozen")
+    (frozen,) = ranks.all_reduce([optimizer._has_frozen], "max", purpose="comparison of what is frozen")
     optimizer.frozen_on_some_rank = bool(frozen)
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)

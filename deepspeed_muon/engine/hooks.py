@@ -323,7 +323,7 @@ def hook_engine(engine: DeepSpeedEngine) -> None:
     is_wrapped = not isinstance(view, PlainView)
     if is_wrapped:
         wrapper._deepspeed_muon_memory = view.memory = Memory(
-            weakref.ref(engine), frozen=view.optimizer.release_parameters()
+            weakref.ref(engine), frozen=view.optimizer._release_parameters()
         )
     view.prepare()
     if isinstance(view, Zero3View) and view.swapper is not None:

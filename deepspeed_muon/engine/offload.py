@@ -105,7 +105,7 @@ def offload_states(original: Original, view: View, *args: object, **kwargs: obje
         return get_mapping_to_flat_buffer([param.ds_tensor for group in view.params for param in group])  # type: ignore[attr-defined]
 
     # Before the original, which returns free memory to the device at its end.
-    view.optimizer.release_memory()
+    view.optimizer._release_memory()
     with (
         mock.patch.object(fused_adam, "FusedAdam", type(view.optimizer)),
         mock.patch.object(stage3, "offload_adam_states", offload_optimizer_states),
@@ -124,7 +124,7 @@ def reload_states(original: Original, view: ZeroView, *args: object, **kwargs: o
     # Stage 3 would look for copies of FusedAdam's state.
     with mock.patch.object(stage3, "reload_adam_states", reload):
         original(*args, **kwargs)
-    view.optimizer.capture_graphs()
+    view.optimizer._capture_graphs()
 
 
 class CpuAdam:

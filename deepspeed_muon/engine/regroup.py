@@ -78,7 +78,7 @@ def _refuse_several_dtypes(optimizer: Muon) -> None:
 
 
 def _trained(optimizer: Muon) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if optimizer.is_trained(p)]
+    return [p for group in optimizer.param_groups for p in group["params"] if optimizer._is_trained(p)]
 
 
 def _follow(engine: DeepSpeedEngine, optimizer: Muon, origins: Sequence[int | None]) -> None:

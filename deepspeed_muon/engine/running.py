@@ -88,15 +88,15 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     host = host_of(optimizer)
     host.require_restored()
     host.step_thread = threading.get_ident()
-    optimizer.warn_of_equal_rates()
-    optimizer.record_norms({})
+    optimizer._warn_of_equal_rates()
+    optimizer._record_norms({})
     number, recorder = engine.global_steps + 1, optimizer.recorder
     skipped_before = engine.skipped_steps
     with (
         recorder.step(number, ranks=optimizer.ranks) as sample,
         contextlib.ExitStack() as waiting,
     ):
-        for group in optimizer.bound_steps.process_groups:
+        for group in optimizer._bound_steps.process_groups:
             # DeepSpeed's own collectives of the step are part of it: at stages 1 and 2 it gathers the weights.
             waiting.enter_context(phase(f"step {number}", group))
         result = original(*args, **kwargs)

@@ -67,7 +67,7 @@ def test_the_limit_clips_both_algorithms() -> None:
 def recorded(rank: int, world_size: int, *, of: str, **settings: Any) -> dict[str, Any]:
     """Run another rank function that reports ``norms``; put those by algorithm behind the norms of all gradients."""
     by_step: list[dict[str, float]] = []
-    record_norms = Muon.record_norms
+    record_norms = Muon._record_norms
 
     def record(optimizer: Muon, norms: dict[str, Tensor]) -> None:
         if norms:
@@ -77,7 +77,7 @@ def recorded(rank: int, world_size: int, *, of: str, **settings: Any) -> dict[st
         record_norms(optimizer, norms)
 
     module, _, function = of.partition(":")
-    with mock.patch.object(Muon, "record_norms", record):
+    with mock.patch.object(Muon, "_record_norms", record):
         result = getattr(importlib.import_module(module), function)(rank, world_size, **settings)
     if "norms" in result:
         result["norms"] += [norms.get(key, 0.0) for key in ("muon", "adamw") for norms in by_step]

@@ -141,12 +141,12 @@ def test_the_constructor_shows_every_key() -> None:
     assert "**settings" not in (Muon.__doc__ or "")
 
 
-def test_completion_offers_torchs_methods_and_two_of_this_one() -> None:
+def test_completion_offers_torchs_methods_and_four_of_this_one() -> None:
     offered = {name for name in dir(Muon(nn.Linear(4, 4))) if not name.startswith("_")}
     theirs = {
         name for name in dir(torch.optim.SGD([nn.Parameter(torch.zeros(1))])) if not name.startswith("_")
     }
-    assert offered == theirs | {"routes", "health"}
+    assert offered == theirs | {"routes", "health", "kernel_report", "adam_report"}
 
 
 def test_routes_and_health_take_an_optimizer() -> None:

@@ -147,7 +147,7 @@ def test_a_subclass_in_another_file_computes_eager_attention() -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=29, attn_implementation="eager", **sizes))
     model.model.layers[0].self_attn = OwnAttention(model.config, 0)
     optimizer = Muon(model, qk_clip={})
-    optimizer.attach_step_hook(model)
+    optimizer._attach_step_hook(model)
     tokens = torch.arange(12).view(2, 6)
     model.train()(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
@@ -257,13 +257,13 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
         model.model.layers[0].self_attn.q_proj.requires_grad_(False)
     optimizer = Muon(model, qk_clip={})
     with pytest.raises(ConfigError, match=text):
-        optimizer.attach_step_hook(model)
+        optimizer._attach_step_hook(model)
 
 
 def test_a_model_without_attention_is_refused() -> None:
     model = build("toy")
     with pytest.raises(ConfigError, match="no attention layer was found"):
-        Muon(model, qk_clip={}).attach_step_hook(model)
+        Muon(model, qk_clip={})._attach_step_hook(model)
 
 
 def test_recorders_go_with_the_last_optimizer() -> None:
@@ -275,7 +275,7 @@ def test_recorders_go_with_the_last_optimizer() -> None:
     held = dict(vars(layer))
     optimizers = [Muon(model, qk_clip={}) for _ in range(2)]
     for optimizer in optimizers:
-        optimizer.attach_step_hook(model)
+        optimizer._attach_step_hook(model)
     del optimizer
     while optimizers:
         assert model.config._attn_implementation == f"qk_clip_{before}" and vars(layer) != held
@@ -289,4 +289,4 @@ def test_projections_stored_as_input_x_output_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"self_attn\.c_attn is a Conv1D, whose weight is stored as input x output"
     ):
-        Muon(model, qk_clip={}).attach_step_hook(model)
+        Muon(model, qk_clip={})._attach_step_hook(model)

@@ -45,7 +45,7 @@ def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
     """
     optimizer = engine.basic_optimizer
     limit = engine.gradient_clipping()
-    optimizer.record_norms(measure_by_algorithm(engine))
+    optimizer._record_norms(measure_by_algorithm(engine))
     if (norm := _exact_norm(engine)) is not None:
         torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
         optimizer._global_grad_norm = norm
@@ -109,7 +109,7 @@ def unscale_and_clip_grads(
     engine: DeepSpeedEngine = view.memory.engine()
     applied = float(view.wrapper.loss_scale) if view.divides else 1.0
     norms = measure_by_algorithm(engine)
-    view.optimizer.record_norms({algorithm: norm / applied for algorithm, norm in norms.items()})
+    view.optimizer._record_norms({algorithm: norm / applied for algorithm, norm in norms.items()})
     # 1. The norm of all gradients.
     if engine.has_moe_layers or tensor_parallel_group(engine) is not None:
         pairs = [(model, master.grad) for (model,), master in zip(view.params, view.masters, strict=True)]
@@ -135,7 +135,7 @@ def grads_for_norm(
     """Return the gradients of the norm or of clipping, also of parameters that only other ranks used."""
     view.count_all_gradients()
     if not for_clipping:
-        view.optimizer.record_norms(measure_by_algorithm(view.memory.engine()))
+        view.optimizer._record_norms(measure_by_algorithm(view.memory.engine()))
     return original(for_clipping, *args, **kwargs)
 
 

@@ -169,7 +169,7 @@ class PlainView(View):
         super().__init__(optimizer, [[param] for param in params], params)
 
     def is_trained(self, index: int) -> bool:
-        return self.optimizer.is_trained(self.masters[index])
+        return self.optimizer._is_trained(self.masters[index])
 
 
 class HalfView(View):
