@@ -162,8 +162,8 @@ def test_any_range_of_a_fragment_decodes_alike(
 
 
 @pytest.mark.parametrize(("before", "after"), [("int8", "int8"), ("int8", "fp32"), ("bf16", "int8")])
-def test_state_dicts(before: str, after: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Codes stay as they are; to and from other dtypes the values go on, with one warning."""
+def test_state_dicts(before: str, after: str) -> None:
+    """Codes stay as they are; to and from other dtypes the values go on."""
     models = [build("toy"), build("toy", seed=1)]
     first, second = (
         Muon(model, lr=0.02, momentum_dtype=dtype)  # type: ignore[arg-type]
@@ -172,8 +172,6 @@ def test_state_dicts(before: str, after: str, caplog: pytest.LogCaptureFixture) 
     train_alone(models[0], first, 2)
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    told = [record for record in caplog.records if "momentum_dtype" in record.message]
-    assert len(told) == (before != after)
     if before == after:
         for own, loaded in zip(first.state.values(), second.state.values(), strict=True):
             for key in ("momentum_buffer", "momentum_scale"):
