@@ -142,7 +142,7 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
 
     def load_on_all_ranks(state_dict: dict[str, Any]) -> None:
         # A rank that raises alone would leave the others waiting in DeepSpeed's next collective.
-        with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
+        with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks), refusing("the optimizer state"):
             load_state_dict(state_dict)
 
     try:

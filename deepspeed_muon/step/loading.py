@@ -200,8 +200,14 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
     elif unknown := [key for key in entry if key not in _ALLOWED[algorithm]]:
         refusal = f"its state has {unknown[0]!r}, which is none of {algorithm}'s"
     for key, value in entry.items():
-        if refusal or key == "step":
+        if refusal:
+            break
+        if key == "step":
+            refusal = "" if _is_count(value) else f"'step' is {shown(value)}, expected a count of steps"
             continue
+        if not isinstance(value, Tensor):
+            refusal = f"{key!r} is {shown(value)}, expected a tensor"
+            break
         # Only momentum may be int8, and then it is useless without its scales.
         is_int8 = value.dtype == torch.int8
         if key == "momentum_buffer" and is_int8 != (SCALE_KEY in entry):
@@ -212,3 +218,12 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
         raise CheckpointError(
             f"{label}: {refusal}; remove its entry from 'state', and it starts without state"
         )
+
+
+def _is_count(value: object) -> bool:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    # Larger floats do not count every step; NaN is not in the range.
+    return 0 <= value < 1 << 53 and value == int(value)

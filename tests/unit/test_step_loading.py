@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -240,7 +241,10 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
     ),
     (in_state(0, exp_avg=torch.ones(8, 6)), CheckpointError, "has 'exp_avg', which is none of muon's"),
     (in_state(0, momentum_buffer=CUT_OUT), CheckpointError, r"shape \[6, 8\], and the parameter \[8, 6\]"),
+    (in_state(0, momentum_buffer=None), CheckpointError, "'momentum_buffer' is None, expected a tensor"),
     (in_state(0, momentum_buffer=INT8), CheckpointError, "without 'momentum_scale'"),
+    (in_state(2, step=math.nan), CheckpointError, "'step' is nan, expected a count"),
+    (in_state(2, step=-1), CheckpointError, "'step' is -1, expected a count"),
     (in_state(0, momentum_scale=torch.ones(1)), CheckpointError, "with 'momentum_scale'"),
     (edited(lambda saved: saved.pop("state")), CheckpointError, "has 'state' and 'param_groups'"),
     (lambda: None, CheckpointError, "has 'state' and 'param_groups'"),
