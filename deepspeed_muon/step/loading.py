@@ -14,6 +14,7 @@ Anything else that is missing or unknown is an error.
 from __future__ import annotations
 
 import copy
+import numbers
 from collections.abc import Mapping, Sequence, Set
 
 import torch
@@ -223,7 +224,7 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
 def _is_count(value: object) -> bool:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     # Larger floats do not count every step; NaN is not in the range.
-    return 0 <= value < 1 << 53 and value == int(value)
+    return 0 <= float(value) < 1 << 53 and float(value).is_integer()
