@@ -189,8 +189,6 @@ class Muon(torch.optim.Optimizer):
         # Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         self.overflow = False
         self.skipped_steps = 0
-        # The id of each param group to its rate in the last step, after which a schedule changed it.
-        self.rates_of_step: dict[int, float] = {}
         # Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it, and in a sampled step
         # behind it those by algorithm.
         self.measure_norms: Callable[[], dict[str, Tensor]] | None = None
@@ -286,7 +284,6 @@ class Muon(torch.optim.Optimizer):
         # 1. What concerns the whole step. The engine calls the checks once for all calls of a step.
         if not self.managed:
             self._warn_of_equal_rates()
-        self.rates_of_step |= {id(group): float(group["lr"]) for group in self.param_groups}
         # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
         scale: Tensor | None = getattr(self, "grad_scale", None)
         measured = {} if self.measure_norms is None else self.measure_norms()
@@ -485,7 +482,6 @@ class Muon(torch.optim.Optimizer):
         # Not by torch's load_state_dict, which casts floating-point state to the dtype of the parameter.
         self.state = defaultdict(dict, state)
         self.param_groups = [ParamGroup(of_group) for of_group in settings]
-        self.rates_of_step.clear()  # of the groups that were replaced
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -26,7 +26,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -88,9 +87,6 @@ def _configure_optimizer(
     if muon_of(engine) is not None:
         fingerprints.warn_of_unknown(followed_functions)
         hook_engine(engine)
-        if (trainer := running.trainer_callbacks()) is not None:
-            # The rate that the Trainer logs is Muon's alone.
-            _install(Hook(trainer, "on_log", running.log_in_trainer))
     return result
 
 
@@ -206,7 +202,8 @@ def register() -> None:
     ``import deepspeed_muon`` calls it. Calling it again does nothing. Existing engines keep their optimizer.
 
     Raises:
-        InstallationError: If this DeepSpeed is older than :data:`OLDEST`, or :func:`differences` finds some.
+        InstallationError: If this DeepSpeed is older than :data:`OLDEST`, or lacks a function that is replaced or
+            called.
     """
     if _INSTALLED:
         return
@@ -216,30 +213,26 @@ def register() -> None:
             f"gradients at ZeRO 2 with accumulation or fail in their all-gather, whatever the optimizer; "
             f"run `pip install 'deepspeed>={OLDEST}'`"
         )
-    if unknown := differences():
+    if missing := missing_functions():
         raise InstallationError(
-            f"DeepSpeed {deepspeed.__version__} differs from the tested releases, so Muon could train wrong: "
-            f"{'; '.join(unknown)}. Tested are {', '.join(fingerprints.table()['releases'])}: install one of them, or "
-            f"a newer deepspeed_muon"
+            f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}. Tested are "
+            f"{', '.join(fingerprints.table()['releases'])}: install one of them, or a newer deepspeed_muon"
         )
     for hook in HOOKS:
-        _install(hook)
+        original = getattr(hook.owner, hook.attribute)
+        replacement = _replacement(original, hook.function)
+        setattr(hook.owner, hook.attribute, replacement)
+        _INSTALLED[hook] = original, replacement
     # An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list.
     ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
 
 
-def _install(hook: Hook) -> None:
-    """Replace a function for the whole process; nothing if it is in place."""
-    if hook in _INSTALLED:
-        return
-    original = getattr(hook.owner, hook.attribute)
-
+def _replacement(original: Original, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def hooked(*args: object, **kwargs: object) -> Any:
-        return hook.function(original, *args, **kwargs)
+    def replacement(*args: object, **kwargs: object) -> Any:
+        return function(original, *args, **kwargs)
 
-    setattr(hook.owner, hook.attribute, hooked)
-    _INSTALLED[hook] = original, hooked
+    return replacement
 
 
 def unregister() -> None:
@@ -280,36 +273,11 @@ def followed_functions() -> list[fingerprints.Followed]:
     return [pair for pair in dict.fromkeys(followed) if inspect.isroutine(getattr(*pair, None))]
 
 
-def differences() -> list[str]:
-    """Return in what this DeepSpeed differs from what the replaced functions expect, a phrase for each difference.
-
-    A replacement takes the parameters that it names, and passes on others if it takes ``*args`` and ``**kwargs``. So
-    those that it names must be DeepSpeed's first ones. Parameters that it only passes on may be added, removed, moved.
-    """
-    replaced = replaced_functions()
-    called = [(owner, name) for owner, names in _CALLED for name in names]
-    needed = [*((owner, name) for owner, name, _ in replaced), *called]
-    phrases = [f"{owner.__name__} has no {name}" for owner, name in needed if not hasattr(owner, name)]
-    for owner, name, function in replaced:
-        if hasattr(owner, name):
-            phrases += _changed_parameters(owner, name, function)
-    return list(dict.fromkeys(phrases))
-
-
-def _changed_parameters(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> list[str]:
-    """Return one phrase if ``function`` cannot take what the function of DeepSpeed takes that it replaces."""
-    original = fingerprints.function_of(owner, name)
-    is_method = isinstance(owner, type)
-    taken = list(inspect.signature(original).parameters.values())[is_method:]
-    ours = list(inspect.signature(function).parameters.values())[1 + is_method :]
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken):
-        return []  # another library's replacement, which passes all of them on as well
-    named = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    names = [parameter.name for parameter in taken]
-    if names[: len(named)] == named and (names == named or len(named) < len(ours)):
-        return []
-    rest = ", ..." if len(named) < len(ours) else ""
-    return [f"{owner.__name__}.{name} takes ({', '.join(names)}), not ({', '.join(named)}{rest})"]
+def missing_functions() -> list[str]:
+    """Return the functions that are replaced or called, and that this DeepSpeed does not have."""
+    needed = [(owner, name) for owner, name, _ in replaced_functions()]
+    needed += [(owner, name) for owner, names in _CALLED for name in names]
+    return [f"{owner.__name__}.{name}" for owner, name in dict.fromkeys(needed) if not hasattr(owner, name)]
 
 
 def hook_engine(engine: DeepSpeedEngine) -> None:

@@ -1,14 +1,13 @@
-"""A running engine: its schedule, its steps, and the rates that it logs.
+"""A running engine: its schedule, its steps, and the rates that it writes to the monitor.
 
-Programs log one rate: DeepSpeed's monitor and ``transformers.Trainer`` that of the first group, which is Muon's, so the
-rate of embeddings, heads and vectors would be seen nowhere. Here both log both.
+DeepSpeed's monitor has the rate of the first group, which is Muon's; the rate of embeddings, heads and vectors would be
+seen nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -164,45 +163,9 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
     scheduler._last_lr = list(current)
 
 
-def rates(optimizer: Muon, *, of_step: bool = False) -> dict[str, float]:
-    """Return ``muon_lr`` and ``adam_lr``; where several groups have one algorithm, the first one's.
-
-    Args:
-        optimizer: The optimizer.
-        of_step: Whether to return those of the last step, which a schedule may have changed since.
-    """
+def rates(optimizer: Muon) -> dict[str, float]:
+    """Return ``muon_lr`` and ``adam_lr``; where several groups have one algorithm, the first one's."""
     rate_of: dict[str, float] = {}
     for group in optimizer.param_groups:
-        rate = float(group["lr"])
-        rate_of.setdefault(
-            _KEYS[group["algorithm"]], optimizer.rates_of_step.get(id(group), rate) if of_step else rate
-        )
+        rate_of.setdefault(_KEYS[group["algorithm"]], float(group["lr"]))
     return rate_of
-
-
-def trainer_callbacks() -> type | None:
-    """Return the class by which the Trainer of transformers logs, ``None`` if the program has not imported it."""
-    return getattr(sys.modules.get("transformers.trainer_callback"), "CallbackHandler", None)
-
-
-def log_in_trainer(
-    original: Original,
-    handler: object,
-    args: object,
-    state: Any,
-    control: object,
-    logs: dict[str, float],
-    *more: object,
-    **kwargs: object,
-) -> object:
-    """Add both rates to what the Trainer logs."""
-    # Inside the wrappers of Accelerate and of ZeRO.
-    optimizer: Any = getattr(handler, "optimizer", None)
-    while optimizer is not None and not isinstance(optimizer, Muon):
-        optimizer = getattr(optimizer, "optimizer", None)
-    if optimizer is not None and "learning_rate" in logs:
-        # The Trainer logs the rate before or after its schedule's step, as the schedule is its own or DeepSpeed's.
-        of_step = logs["learning_rate"] != float(optimizer.param_groups[0]["lr"])
-        for log in (logs, *state.log_history[-1:]):
-            log.update(rates(optimizer, of_step=of_step))
-    return original(handler, args, state, control, logs, *more, **kwargs)
