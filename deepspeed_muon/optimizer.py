@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: A module, or an iterable of parameters, of ``(name, parameter)`` pairs, or of param groups of either.
-            Frozen ones train once they are unfrozen, under ZeRO 1 to 3 only if that is before
+            Frozen ones train once they are unfrozen, with DeepSpeed only if that is before
             ``deepspeed.initialize``. Each group is divided into one for Muon and one for AdamW, which have its number
             under ``caller_group``.
         model: The module that ``params`` belongs to, if that is no module itself: its names and module types
@@ -194,8 +194,6 @@ class Muon(torch.optim.Optimizer):
         self.measure_norms: Callable[[], dict[str, Tensor]] | None = None
         # Norms of the raw gradients in the last step, of all ranks; None where DeepSpeed mixes the algorithms up.
         self.norms_by_algorithm: dict[str, Tensor] | None = {}
-        # Whether any rank has parameters that are frozen, and may be unfrozen later.
-        self.frozen_on_some_rank = False
         # What changes weights after their update; None without a setting of STEP_HOOKS.
         self.after_step: StepHook | None = None
         # Whether the engine says where a step ends, which is several calls of step().
@@ -540,17 +538,8 @@ class Muon(torch.optim.Optimizer):
         route = self.routed.by_id.get(id(param))
         return route is None or route.algorithm != "frozen"
 
-    @property
-    def _has_frozen(self) -> bool:
-        """Whether the groups hold parameters that are frozen by their routes, and can be trained later."""
-        return bool(self._frozen)
-
-    def _unfrozen(self) -> list[str]:
-        """Return the names of the parameters that were unfrozen since the optimizer was bound."""
-        return [self.routed.by_id[id(param)].name for param in self._frozen if param.requires_grad]
-
     def _release_parameters(self) -> list[tuple[str, Tensor]]:
-        """Drop the model's parameters, which ZeRO owns from now on; return name and tensor of the frozen ones."""
+        """Drop the model's parameters, which the engine has from now on; return name and tensor of the frozen ones."""
         frozen = self.routed.frozen()
         self.routed = replace(self.routed, groups=[], members={}, if_trained={})
         return frozen

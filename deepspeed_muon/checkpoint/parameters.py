@@ -283,7 +283,7 @@ class Host:
     """The engine around an optimizer, made when the engine binds the optimizer; :func:`host_of` returns it.
 
     Attributes:
-        parameters: See :func:`describe_parameters`; set again when parameters are unfrozen.
+        parameters: See :func:`describe_parameters`.
         step_thread: The thread that took the last step; ``None`` before the first one.
         is_swapped: Whether masters and momentum are on NVMe between steps.
         save_id: Random id of the running ``engine.save_checkpoint``, equal on all ranks; else ``None``.

@@ -19,13 +19,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import get_z3_leaf_modules
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.parameters import (
     Host,
     collect,
-    describe_parameters,
-    host_of,
     require_all_ranks,
     require_fp32,
     set_host,
@@ -44,7 +43,6 @@ from deepspeed_muon.engine.topology import (
     tensor_shards,
     tensor_slices,
 )
-from deepspeed_muon.engine.workarounds.experts import mark_moe_layers
 from deepspeed_muon.engine.zero.views import Zero12View, require_attributes, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
@@ -210,6 +208,8 @@ def _admitted(
             )
         _refuse_foreign(engine, optimizer)
         regroup(engine, optimizer)
+        for workaround in workarounds.NEEDED:
+            workaround.before_wrapping(engine)
         facts.update(_facts(engine, optimizer))
     except Exception as caught:
         error = caught
@@ -217,8 +217,6 @@ def _admitted(
     _agree(ranks_of(engine), RankFacts({Scope.of(engine.seq_data_parallel_group): facts}), error=error)
     # 3. prepare what DeepSpeed is about to wrap; wrapping undoes the replacements once it has
     adopt(engine, optimizer, wrapping)
-    for workaround in workarounds.NEEDED:
-        workaround.before_wrapping(engine)
     for param in engine.module.parameters():
         for tag in _TAGS:
             vars(param).pop(tag, None)
@@ -302,8 +300,9 @@ def _facts(engine: DeepSpeedEngine, optimizer: Muon) -> dict[str, str]:
     settings = config.model_dump(mode="json")
     facts = {f"optimizer.params.{key}": json.dumps(value) for key, value in settings.items()}
     facts["routes"] = format_routes(optimizer.routes)
-    leaves = mark_moe_layers(engine.module, called_only=engine.zero_optimization_stage() == 3)
-    facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(leaves)
+    leaves = get_z3_leaf_modules(engine.module)
+    names = (name for name, module in engine.module.named_modules() if module in leaves)
+    facts["leaf modules (set_z3_leaf_modules)"] = ", ".join(names)
     # Equal settings can mean different arithmetic on different machines.
     facts["ns_dtype on this machine"] = str(config.ns_settings(_compute_device()).dtype)
     facts.update(_sections(engine))
@@ -333,39 +332,12 @@ def _bind_to_wrapper(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     agree(facts, error=error, ranks=ranks, purpose="comparison of plans")
 
 
-def take_unfrozen(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
-    """Take parameters into the step that were unfrozen since the last one, before DeepSpeed reduces their gradients.
-
-    Must be called by all ranks. DeepSpeed's all-reduce would wait forever if the ranks had unfrozen different ones.
-    """
-    optimizer = engine.basic_optimizer
-    unfrozen = optimizer._unfrozen()
-    (on_some_rank,) = optimizer.ranks.all_reduce(
-        [bool(unfrozen)], "max", purpose="comparison of what was unfrozen"
-    )
-    if on_some_rank:
-        with raise_on_all_ranks(ranks=optimizer.ranks) as facts:
-            scope = Scope.of(engine.seq_data_parallel_group)
-            fact = "parameters unfrozen since the last step (requires_grad must be equal on all ranks)"
-            facts.record(fact, ", ".join(unfrozen) or "none", scope)
-            optimizer.routed = optimizer.routed.current()
-        _bind_to_wrapper(engine, optimizer)
-        slices = tensor_slices(engine, optimizer.routed.by_id)
-        host_of(optimizer).parameters = describe_parameters(optimizer.routes, slices)
-        if unfrozen:
-            announce("deepspeed_muon: now trained, too, since they were unfrozen: %s", listed(unfrozen, 5))
-    return original(*args, **kwargs)
-
-
 def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     """Bind to the wrapper, and give the optimizer what it needs to know of the engine."""
     # 1. the step sets and their plans
     ranks = ranks_of(engine)
     _bind_to_wrapper(engine, optimizer)
-    # 2. what the ranks have to know of each other
-    # The stages of a pipeline differ in what is frozen, and all of them enter the comparison of take_unfrozen.
-    (frozen,) = ranks.all_reduce([optimizer._has_frozen], "max", purpose="comparison of what is frozen")
-    optimizer.frozen_on_some_rank = bool(frozen)
+    # 2. the routes of all stages of a pipeline
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)
         _check_all_stages(optimizer, engine.seq_data_parallel_group, norm_by_group=by_group)

@@ -60,7 +60,6 @@ from deepspeed_muon.engine.zero.views import (
     WRAPPERS,
     Bf16View,
     Memory,
-    PlainView,
     View,
     Zero3View,
     Zero12View,
@@ -128,12 +127,6 @@ ENGINE_HOOKS = (
     # Samples of a step would not have all of it, the wait for other ranks would have no bound, and AdamW's rate would
     # not be in the monitor.
     Hook(DeepSpeedEngine, "_take_model_step", running.take_model_step),
-    # At ZeRO 0 in fp32 a parameter that is unfrozen later would get a gradient and no update. If the ranks unfroze
-    # different ones, DeepSpeed's all-reduce would wait forever.
-    Hook(
-        DeepSpeedEngine, "buffered_allreduce_fallback", configure.take_unfrozen,
-        lambda view: isinstance(view, PlainView) and view.optimizer.frozen_on_some_rank,
-    ),
     # Stage 3 moves the state of FusedAdam alone, and the exchange would keep its buffers on the device.
     Hook((ZeroView,), "offload_states", offload.offload_states),
     Hook((ZeroView,), "reload_states", offload.reload_states),
@@ -288,11 +281,9 @@ def hook_engine(engine: DeepSpeedEngine) -> None:
     """
     wrapper = engine.optimizer
     view = view_of(wrapper)
-    is_wrapped = not isinstance(view, PlainView)
-    if is_wrapped:
-        wrapper._deepspeed_muon_memory = view.memory = Memory(
-            weakref.ref(engine), frozen=view.optimizer._release_parameters()
-        )
+    wrapper._deepspeed_muon_memory = view.memory = Memory(
+        weakref.ref(engine), frozen=view.optimizer._release_parameters()
+    )
     view.prepare()
     if isinstance(view, Zero3View) and view.swapper is not None:
         nvme.replace_in_swapper(view)

@@ -75,7 +75,7 @@ class Workaround:
         test: Fails under :attr:`last` without the workaround.
         hooks: What is replaced. One that several workarounds have is installed once, and asks :attr:`is_needed`.
         calls: Private functions of DeepSpeed that are called and not replaced.
-        before_wrapping: Changes what an engine needs before DeepSpeed makes its wrapper.
+        before_wrapping: Changes this rank's model before the ranks compare what DeepSpeed is about to wrap.
         prepare: Changes a bound engine before the conditions of its hooks are asked.
     """
 

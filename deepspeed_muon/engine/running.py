@@ -20,9 +20,8 @@ from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.checkpoint.parameters import host_of
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.regroup import LISTS
-from deepspeed_muon.engine.zero.views import view_of
-from deepspeed_muon.logs import warn
+from deepspeed_muon.engine.zero.views import Memory, view_of
+from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.ranks import phase
@@ -88,6 +87,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     host.require_restored()
     host.step_thread = threading.get_ident()
     optimizer._warn_of_equal_rates()
+    _warn_of_unfrozen(view_of(engine.optimizer).memory)
     optimizer._record_norms({})
     number, recorder = engine.global_steps + 1, optimizer.recorder
     skipped_before = engine.skipped_steps
@@ -113,6 +113,18 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
             events += monitor_events(optimizer.health(), engine.global_samples)
         engine.monitor.write_events(events)
     return result
+
+
+def _warn_of_unfrozen(memory: Memory) -> None:
+    """Warn once of each parameter that was frozen when the engine was made and has a gradient now."""
+    names = [name for name, param in memory.frozen if param.requires_grad and param.grad is not None]
+    if names:
+        memory.frozen = [(name, param) for name, param in memory.frozen if name not in names]
+        warn(
+            "deepspeed_muon: parameters were unfrozen after deepspeed.initialize and do not train: %s. Unfreeze them "
+            "before deepspeed.initialize, or make a new engine",
+            listed(names, 5),
+        )
 
 
 def _grad_norms(optimizer: Muon) -> dict[str, float]:
@@ -146,8 +158,6 @@ def _keep_rate_ratios(scheduler: Any, optimizer: torch.optim.Optimizer, *, given
     ratios = [float(group["lr_ratio"]) for group in optimizer.param_groups]
     for attribute, key in keys.items():
         values = getattr(scheduler, attribute)
-        if attribute in getattr(scheduler, LISTS, ()):  # the client gave each group its own
-            continue
         # With warmup_max_lr null the scheduler has made a list of the groups' own rates.
         if len(set(values)) == 1 and not isinstance(given.get(key, 0.0), (list, tuple, type(None))):
             setattr(scheduler, attribute, [float(v) * ratio for v, ratio in zip(values, ratios, strict=True)])

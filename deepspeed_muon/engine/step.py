@@ -15,7 +15,6 @@ from torch import Tensor
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView
 from deepspeed_muon.errors import NumericalError
-from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.ranks import phase
 
@@ -29,8 +28,6 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
     """
     optimizer, wrapper, memory = view.optimizer, view.wrapper, view.memory
     stops_at_nonfinite = optimizer.config.nonfinite_grad == "error"
-    if memory.frozen:
-        _warn_of_unfrozen(view)
     skipped_before = optimizer.skipped_steps
     scale = float(wrapper.loss_scale) if isinstance(view, ZeroView) else 1.0
     memory.norms, memory.partition_norms = [], []
@@ -64,21 +61,6 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
             "DeepSpeed left weights and optimizer state unchanged"
         )
     return result
-
-
-def _warn_of_unfrozen(view: View) -> None:
-    """Warn once of each parameter that was frozen when the wrapper was made and has a gradient now."""
-    unfrozen = [name for name, param in view.memory.frozen if param.requires_grad and param.grad is not None]
-    if not unfrozen:
-        return
-    view.memory.frozen = [(name, param) for name, param in view.memory.frozen if name not in unfrozen]
-    warn(
-        "deepspeed_muon: parameters were unfrozen after deepspeed.initialize and do not train: %s. The wrapper "
-        "that deepspeed.initialize made (%s) has copies of what was trained then. Unfreeze them before "
-        "deepspeed.initialize, or make a new engine; at ZeRO 0 in fp32 they would train",
-        listed(unfrozen, 5),
-        type(view.wrapper).__name__,
-    )
 
 
 def _raise_for_failed_updates(optimizer: Muon) -> None:

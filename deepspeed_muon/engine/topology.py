@@ -138,8 +138,6 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
     # view.
     sets: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
     for index, params in enumerate(view.params):
-        if not view.is_trained(index):
-            continue
         group = view.group(index)
         if group is None:
             group, *_ = groups_of(params[0], data_parallel)

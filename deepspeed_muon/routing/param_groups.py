@@ -386,9 +386,8 @@ def divide_again(
     groups: Sequence[GroupSettings],
     config: MuonConfig,
     *,
-    keep_frozen: bool,
     by_dtype: bool,
-) -> list[tuple[GroupSettings, list[Tensor], int | None]]:
+) -> list[tuple[GroupSettings, list[Tensor]]]:
     """Divide the groups of an optimizer by its routes into groups that have parameters of one algorithm.
 
     A group that still has parameters is the same object, because schedulers refer to it. Nothing is changed yet.
@@ -397,14 +396,12 @@ def divide_again(
         routed: The routes.
         groups: The groups.
         config: The optimizer's settings.
-        keep_frozen: Whether frozen parameters remain in the groups.
         by_dtype: Whether parameters of different dtypes need different groups.
 
     Returns:
-        The groups, each with its new list of parameters, and the number of the group from which it has its settings,
-        ``None`` if from the caller's group.
+        The groups, each with its new list of parameters.
     """
-    divided: list[tuple[float, GroupSettings, list[Tensor], int | None]] = []
+    divided: list[tuple[float, GroupSettings, list[Tensor]]] = []
     for number, caller in routed.callers.items():
         # 1. Sort the parameters by what needs a group of its own.
         # position among all groups to each group that was made from this caller's group
@@ -419,7 +416,7 @@ def divide_again(
         for n, group in present.items():
             for param in group["params"]:
                 # Parameters that cannot be trained are frozen.
-                if id(param) in routed.if_trained and (keep_frozen or param.requires_grad):
+                if id(param) in routed.if_trained and param.requires_grad:
                     kind = routed.if_trained[id(param)].algorithm, expert_group_name(param)
                     fitting = n if kinds[n] == kind else next((m for m in kinds if kinds[m] == kind), None)
                     params_of.setdefault((*kind, param.dtype if by_dtype else None, fitting), []).append(
@@ -434,16 +431,16 @@ def divide_again(
                 # Where the dtype divides a group further, its first dtype keeps the object.
                 group = present[fitting] if fitting not in taken else ParamGroup(present[fitting])
                 taken.add(fitting)
-                position, origin = float(fitting), fitting
+                position = float(fitting)
             elif (similar := next((n for n in kinds if kinds[n][0] == algorithm), None)) is not None:
-                group, position, origin = ParamGroup(present[similar]), similar + 0.5, similar
+                group, position = ParamGroup(present[similar]), similar + 0.5
             else:
                 group = _make_group(caller, algorithm, config, routed.rates)  # type: ignore[arg-type]
-                position, origin = min(kinds) - 0.5 if algorithm == "muon" else max(kinds) + 0.5, None
+                position = min(kinds) - 0.5 if algorithm == "muon" else max(kinds) + 0.5
             if experts is not None and group.get("name") != experts:
                 group.update({"name": experts, "moe": True})
-            divided.append((position, group, params, origin))
-    return [entry for _, *entry in sorted(divided, key=lambda entry: entry[0])]  # type: ignore[misc]
+            divided.append((position, group, params))
+    return [(group, params) for _, group, params in sorted(divided, key=lambda entry: entry[0])]
 
 
 def expert_group_name(param: Tensor) -> str | None:

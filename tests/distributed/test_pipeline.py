@@ -189,21 +189,3 @@ def test_an_infinity_of_one_stage_is_known_to_all(ranks: Any, mode: str) -> None
         assert result["skipped"] == (mode == "skip")
         assert result["error"].startswith("NumericalError" if mode == "error" else "")
         assert bool(result["error"]) == (mode == "error")
-
-
-def frozen_embedding(rank: int, world_size: int) -> list[str]:
-    """Train two steps at stage 0 with the first stage's embedding frozen; return the routes of this rank's stage."""
-    pipeline, _ = make_pipeline("toy", 2)
-    for layer in pipeline.forward_funcs:
-        if isinstance(layer, Embed):
-            layer.weight.requires_grad_(False)
-    engine = training.initialize(pipeline, training.ds_config(0, accumulation=MICRO_BATCHES, clipping=0.5))
-    for step in range(2):
-        run_step(engine, step, 1)
-    return [route.algorithm for route in deepspeed_muon.routes(engine)]
-
-
-def test_what_one_stage_has_frozen_all_stages_compare(ranks: Any) -> None:
-    """One stage waited for the others in a comparison that these did not enter."""
-    first, last = ranks(2).run(frozen_embedding, timeout=60)
-    assert "frozen" in first and "frozen" not in last

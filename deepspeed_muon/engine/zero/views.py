@@ -61,7 +61,7 @@ class Memory:
         partition_norms: The norm of every partition's gradients over all ranks in the running step, times the loss
             scale; negative if it is not finite. Empty until DeepSpeed has computed them (ZeRO 1 to 3).
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
-        frozen: Name and tensor of the parameters that were frozen when the wrapper was made, until one is warned of.
+        frozen: Name and tensor of the parameters that were frozen when the engine was made, until one is warned of.
     """
 
     engine: weakref.ref[Any]
@@ -122,10 +122,6 @@ class View:
         if param.numel():
             yield param, replicated_placement(0, param.numel(), ranks)
 
-    def is_trained(self, index: int) -> bool:
-        """Return whether a partition is updated; at ZeRO 0 in fp32 frozen parameters have one, too."""
-        return True
-
     def group_numbers(self) -> list[int]:
         """Return the number of the param group of every partition."""
         groups = self.optimizer.param_groups
@@ -167,9 +163,6 @@ class PlainView(View):
     def __init__(self, optimizer: Muon) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         super().__init__(optimizer, [[param] for param in params], params)
-
-    def is_trained(self, index: int) -> bool:
-        return self.optimizer._is_trained(self.masters[index])
 
 
 class HalfView(View):
