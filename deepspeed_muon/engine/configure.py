@@ -43,7 +43,7 @@ from deepspeed_muon.engine.topology import (
     tensor_shards,
     tensor_slices,
 )
-from deepspeed_muon.engine.zero.views import Zero12View, require_attributes, view_of
+from deepspeed_muon.engine.zero.views import Zero12View, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.builder import loaded
@@ -151,27 +151,8 @@ def configure_optimizer(
 def _wants_muon(engine: DeepSpeedEngine, client_optimizer: object) -> bool:
     """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
-        return _holds_muon(client_optimizer)
+        return isinstance(client_optimizer, Muon)
     return (engine.optimizer_name() or "").lower() == "muon"
-
-
-def _holds_muon(optimizer: object, depth: int = 4) -> bool:
-    """Return whether an optimizer is ours, or is wrapped around ours under whatever name."""
-    if isinstance(optimizer, Muon):
-        return True
-    inner = vars(optimizer).values() if depth and hasattr(optimizer, "__dict__") else ()
-    return any(_holds_muon(value, depth - 1) for value in inner if isinstance(value, torch.optim.Optimizer))
-
-
-def _refuse_wrapped(optimizer: object) -> None:
-    """Raise for an optimizer around ours."""
-    if not isinstance(optimizer, Muon):
-        kind = type(optimizer)
-        raise ConfigError(
-            f"the optimizer that deepspeed.initialize got is a {kind.__module__}.{kind.__qualname__} around "
-            f"deepspeed_muon.Muon, and DeepSpeed would divide the parameters without telling the Muon inside: pass the "
-            f"Muon itself"
-        )
 
 
 def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) -> None:
@@ -196,7 +177,6 @@ def _admitted(
     facts = {"optimizer": client or str(engine.optimizer_name())}
     try:
         optimizer = client_optimizer or _configured(engine, model_parameters)
-        _refuse_wrapped(optimizer)
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
             optimizer.routed = route_again(
@@ -289,7 +269,7 @@ def _managed_by_deepspeed(
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
-        return _admitted(engine, optimizer, None, wrapping) if _holds_muon(optimizer) else optimizer
+        return _admitted(engine, optimizer, None, wrapping) if isinstance(optimizer, Muon) else optimizer
 
     return made
 
@@ -323,7 +303,6 @@ def _bind_to_wrapper(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     ranks = ranks_of(engine)
     try:
         optimizer._attach_step_hook(engine.module)
-        require_attributes(engine.optimizer)
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
         facts = optimizer._plan_facts()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from pydantic import BaseModel
@@ -20,7 +19,6 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.engine.offload import master_dtype, offload_device
 from deepspeed_muon.engine.topology import tensor_parallel_group
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.logs import logger
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.version import __version__
@@ -74,15 +72,6 @@ def _has_layers_of_deepspeed(engine: DeepSpeedEngine) -> bool:
     return engine.has_moe_layers and any(isinstance(module, MoE) for module in engine.module.modules())
 
 
-def _loads_async_io() -> bool:
-    try:
-        AsyncIOBuilder().load(verbose=False)
-    except Exception as error:  # compilers and linkers raise anything
-        logger.info("deepspeed_muon: async_io cannot be loaded: %s", error)
-        return False
-    return True
-
-
 def _is_cut(engine: DeepSpeedEngine) -> bool:
     return tensor_parallel_group(engine) is not None
 
@@ -109,17 +98,13 @@ def _shares_sequences(engine: DeepSpeedEngine) -> bool:
     return int(engine.sequence_parallel_size) > 1
 
 
-def _keeps_masters(engine: DeepSpeedEngine, dtype: torch.dtype) -> bool:
-    """Return whether the configuration asks for master weights of this dtype on the device."""
-    return master_dtype(engine) == dtype and offload_device(engine) == "none"
-
-
 # The keys of zero_optimization and of its sections in DeepSpeed 0.19.8, but for those that need its CUDA quantizer
-# (zero_quantized_...). Later ones may be for another wrapper.
+# (zero_quantized_...), that step AdamW elsewhere (super_offload, zenflow), or that read all state by the keys of the
+# first param group (elastic_checkpoint). Later ones may be for another wrapper.
 _SUPPORTED_KEYS = frozenset((
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm",
-    "load_from_fp32_weights", "elastic_checkpoint", "sub_group_size", "cpu_offload_param",
+    "load_from_fp32_weights", "sub_group_size", "cpu_offload_param",
     "cpu_offload_use_pin_memory", "cpu_offload", "prefetch_bucket_size", "param_persistence_threshold",
     "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
     "gather_16bit_weights_on_model_save", "module_granularity_threshold", "use_all_reduce_for_fetch_params",
@@ -128,8 +113,8 @@ _SUPPORTED_KEYS = frozenset((
     "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply",
     "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory", "offload_param",
     "offload_optimizer", "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory",
-    "pipeline_read", "pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc", "zenflow",
-    "leaf_module", "classes", "names", "name_suffixes",
+    "pipeline_read", "pipeline_write", "fast_init", "ratio", "cpuadam_cores_perc", "leaf_module",
+    "classes", "names", "name_suffixes",
 ))  # fmt: skip
 
 _DIVIDED_ATTENTION = (
@@ -143,11 +128,6 @@ _REFUSED: dict[str, _Row] = {
         "default",
     ),
     # Offload
-    "zero_optimization.offload_optimizer.super_offload": (
-        lambda engine, _: getattr(engine._config.zero_config.offload_optimizer, "super_offload", False),
-        "it steps AdamW in worker processes that see one rank's slice of a matrix, while Muon needs whole matrices of "
-        "all ranks. Remove super_offload; offload_optimizer.device cpu works",
-    ),
     "zero_optimization.offload_optimizer.device nvme at stages 1 and 2": (
         lambda engine, config: _on_nvme(engine, config) and engine.zero_optimization_stage() < 3,
         "DeepSpeed keeps the state in memory there. Use stage 3, or device cpu",
@@ -162,34 +142,15 @@ _REFUSED: dict[str, _Row] = {
         lambda engine, config: _on_nvme(engine, config) and expert_parallel(engine),
         "DeepSpeed cannot save it. Use device cpu",
     ),
-    "zero_optimization.offload_optimizer.device nvme without DeepSpeed's operator async_io": (
-        lambda engine, config: _on_nvme(engine, config) and not _loads_async_io(),
-        "it reads and writes the disk, and can be neither loaded nor built. Install libaio (Debian's libaio-dev) and a "
-        "C++ compiler; ds_report says more. Or use device cpu",
-    ),
     "zero_optimization.offload_param.device nvme": (
         lambda engine, _: offload_device(engine, "offload_param") == "nvme",
         "no result was compared with the reference. offload_param.device cpu works, and offload_optimizer.device nvme",
     ),
-    "zero_optimization.zenflow": (
-        lambda engine, _: engine._config.zero_config.zenflow is not None,
-        "it updates the columns with the largest gradients every step and the others later, and orthogonalisation "
-        "needs all columns of a matrix at once. Remove zenflow; offload_optimizer.device cpu works",
-    ),
     # Dtypes of weights and gradients
-    "fp16.fp16_master_weights_and_grads without offload": (
-        lambda engine, _: _keeps_masters(engine, torch.float16),
-        "DeepSpeed keeps fp16 masters on the CPU only. Add zero_optimization.offload_optimizer.device cpu, or remove "
-        "the key",
-    ),
-    "bf16.bf16_master_weights_and_grads without offload": (
-        lambda engine, _: _keeps_masters(engine, torch.bfloat16) and not engine.bf16_optimizer_states(),
-        "on the device DeepSpeed keeps bf16 masters together with bf16 state only. Add bf16.bf16_optimizer_states, or "
-        "zero_optimization.offload_optimizer.device cpu",
-    ),
     "bf16.bf16_master_weights_and_grads at stage 1 with data_types.grad_accum_dtype fp32": (
         lambda engine, _: (
-            _keeps_masters(engine, torch.bfloat16)
+            master_dtype(engine) == torch.bfloat16
+            and offload_device(engine) == "none"
             and engine.zero_optimization_stage() == 1
             and engine.get_data_types()[1] == torch.float32
         ),
@@ -206,11 +167,6 @@ _REFUSED: dict[str, _Row] = {
         "ZeRO divides dense gradients only, and AdamW's moments are dense. Make the embedding with sparse=False",
     ),
     # Features that assume one optimizer for all groups, or another engine
-    "zero_optimization.elastic_checkpoint": (
-        lambda engine, _: engine.zero_optimization_stage() in (1, 2) and engine.zero_elastic_checkpoint(),
-        "it reads the state of every param group by the first one's keys, and Muon's and AdamW's differ; remove it and "
-        "use deepspeed_muon.checkpoint.consolidate and restore to change the number of ranks",
-    ),
     "compile.deepcompile": (
         lambda engine, _: engine._config.compile_config.deepcompile,
         "it replaces ZeRO's gradient reduction by compiled passes that exist for CUDA only, with which no result has "
@@ -235,10 +191,6 @@ _REFUSED: dict[str, _Row] = {
         ),
         "ZeRO then leaves out the ranks that share a sequence when it adds up gradients (DeepSpeed's issue 6868); pass "
         "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp after its initialize_sequence_parallel",
-    ),
-    "deepspeed.moe at ZeRO stage 3": (
-        lambda engine, _: _has_layers_of_deepspeed(engine) and engine.zero_optimization_stage() == 3,
-        "DeepSpeed cannot divide its experts there; use stage 1 or 2",
     ),
     "expert_parallel (AutoEP) with deepspeed.moe": (
         lambda engine, _: expert_parallel(engine) and _has_layers_of_deepspeed(engine),

@@ -27,7 +27,6 @@ from tests.support.contract import STEPS, compare
 from tests.support.harness import RanksFailed, base_environment, run_ranks
 from tests.support.models import batch
 from tests.support.native_ops import warm
-from tests.support.training import try_to_start
 
 # Elements of a rank: on two ranks the model's matrices make five sub-groups.
 SUB_GROUP = 300
@@ -310,15 +309,3 @@ def test_access_from_outside(ranks: Any, tmp_path: Path) -> None:
         for value, tensor in enumerate(report["got"], start=1):
             assert bool((tensor == value).all()), (value, tensor)
         assert report["moved"]
-
-
-def without_async_io(rank: int, world_size: int) -> Any:
-    with mock.patch.object(AsyncIOBuilder, "load", side_effect=RuntimeError("no libaio")):
-        nvme = {"device": "nvme", "nvme_path": "/nowhere"}
-        change = {"zero_optimization": {"stage": 3, "offload_optimizer": nvme}}
-        return try_to_start(rank, world_size, stage=3, common=change)
-
-
-def test_without_the_operator(ranks: Any) -> None:
-    for text in ranks(2).run(without_async_io):
-        assert text.startswith("ConfigError: ") and "libaio" in text, text

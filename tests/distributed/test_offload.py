@@ -89,7 +89,6 @@ HALF = {"enabled": True, "bf16_master_weights_and_grads": True}
 
 
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
-WORKS = "device cpu works"
 
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
@@ -99,15 +98,10 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), ["super_offload", WORKS]),
-        (zero(2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}), ["zenflow", WORKS]),
+        (zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), ["super_offload", "remove it"]),
+        (zero(2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}), ["zenflow", "remove it"]),
         (zero(2, offload_optimizer=NVME), ["nvme", "Use stage 3"]),
         (zero(3, offload_optimizer={**NVME, "ratio": 0.5}), ["ratio", "Remove ratio"]),
-        ({**zero(2), "bf16": HALF}, ["bf16_optimizer_states", "offload_optimizer"]),
-        (
-            {**zero(2), "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-            ["offload_optimizer"],
-        ),
         (
             {**zero(1), "bf16": {**HALF, "bf16_optimizer_states": True}, **training.FP32_SUMS},
             ["BF16_Optimizer", "stage 2"],

@@ -607,10 +607,6 @@ WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
 }
 
 
-# Of these each is read by some releases or settings only: behind hasattr, or with an offloaded optimizer.
-_NOT_ALWAYS_READ = {"_wait_for_offload_copies", "grad_position", "norm_for_param_grads"}
-
-
 def read_by(view: type[View]) -> set[str]:
     """Return the names of the attributes that a view reads or calls of its wrapper, from its source."""
     source = "".join(inspect.getsource(kind) for kind in view.__mro__[:-1])
@@ -632,22 +628,3 @@ def view_of(wrapper: DeepSpeedOptimizer) -> View:
             f"are {names}: remove the key of zero_optimization that asks for another one"
         )
     return WRAPPERS[type(wrapper)](wrapper)
-
-
-def require_attributes(wrapper: DeepSpeedOptimizer) -> None:
-    """Check that a wrapper has everything that its view reads, before anything is read.
-
-    Args:
-        wrapper: What an engine has as its ``optimizer``.
-
-    Raises:
-        ConfigError: If the wrapper is of an unknown class (from :func:`view_of`), or lacks attributes; the message has
-            all of them.
-    """
-    kind = WRAPPERS.get(type(wrapper))
-    names = set() if kind is None else read_by(kind) - _NOT_ALWAYS_READ
-    if missing := sorted(name for name in names if not hasattr(wrapper, name)):
-        raise ConfigError(
-            f"{type(wrapper).__name__} of this DeepSpeed has no {', '.join(missing)}, where deepspeed_muon looks for "
-            f"weights, gradients and scales. Install a DeepSpeed that docs/usage.md lists, or a newer deepspeed_muon"
-        )
