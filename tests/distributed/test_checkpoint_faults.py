@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
+import math
 import os
 import resource
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
-from deepspeed_muon.checkpoint.files import file_digest
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files, verify_folder
 from tests.support import training
@@ -46,7 +49,7 @@ def damaged(good: Path, tmp_path: Path) -> Path:
 
 
 def refusals(
-    rank: int, world_size: int, *, folders: list[str], stage: int, params: dict[str, Any] | None = None
+    rank: int, world_size: int, *, folders: list[Any], stage: int, params: dict[str, Any] | None = None
 ) -> list[str]:
     """Return why the restore of each folder was refused, after making sure that it changed nothing."""
     engine = trained_for(rank, world_size, stage, 1, seed=7, params=params)
@@ -104,16 +107,32 @@ def transpose_in_index(folder: Path) -> tuple[str, ...]:
     return "lm_head.weight has shape [29, 16]", "[16, 29]"
 
 
-def reshape_in_file(folder: Path) -> tuple[str, ...]:
-    """Make file, size and checksum agree with each other, but not with the shapes of the index."""
-    path, _ = largest(folder)
+def change_setting(folder: Path) -> tuple[str, ...]:
+    edit(folder / INDEX, lambda content: content["groups"][0].update(lr=-1))
+    return "param group 0.lr", "hyperparameters=False"
+
+
+def replace_matrix(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Replace a matrix of momentum, and let size and checksum of its file agree; return its name in the file."""
+    name = next(name for name, record in load_index(folder).parameters.items() if record.algorithm == "muon")
+    path = folder / load_index(folder).parameters[name].tensors["momentum_buffer"]
+    entry = f"momentum_buffer/{name}"
     tensors = load_file(path)
-    entry = next(entry for entry, tensor in tensors.items() if tensor.ndim == 2)
-    tensors[entry] = tensors[entry].t().contiguous()
-    save_file(tensors, path)
-    record = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    save_file(tensors | {entry: change(tensors[entry]).contiguous()}, path)
+    content = path.read_bytes()
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     edit(folder / INDEX, lambda content: content["files"].update({path.name: record}))
+    return entry
+
+
+def reshape_in_file(folder: Path) -> tuple[str, ...]:
+    entry = replace_matrix(folder, torch.t)
     return f"tensor {entry}", "by the file's header, {'dtype': 'F32'", "by the index"
+
+
+def put_nan(folder: Path) -> tuple[str, ...]:
+    replace_matrix(folder, lambda matrix: matrix.fill_(math.nan))
+    return "(momentum_buffer)", "allow_nonfinite=True"
 
 
 DAMAGES = [
@@ -124,6 +143,8 @@ DAMAGES = [
     truncate_index,
     transpose_in_index,
     reshape_in_file,
+    change_setting,
+    put_nan,
 ]
 
 
@@ -134,6 +155,28 @@ def test_damaged_sets(ranks: Any, good: Path, tmp_path: Path, stage: int) -> Non
     for messages in ranks(2).run(refusals, folders=list(map(str, folders)), stage=stage):
         for message, expected in zip(messages, needles, strict=True):
             assert all(needle in message for needle in expected), message
+
+
+def restored_with_nan(rank: int, world_size: int, *, folder: str) -> int:
+    engine = engine_for(3, seed=7)
+    restore(engine, folder, allow_nonfinite=True)
+    return sum(
+        bool(state.isnan().all()) for state in training.full_states(engine, "momentum_buffer").values()
+    )
+
+
+def test_a_state_with_nan_is_restored_when_asked_for(ranks: Any, damaged: Path) -> None:
+    put_nan(damaged)
+    assert ranks(2).run(restored_with_nan, folder=str(damaged)) == [1, 1]
+
+
+def test_paths_that_name_no_set(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    folders = ["\0", None, *(str(tmp_path / name) for name in ("a" * 300, "file", "loop"))]
+    for messages in ranks(2).run(refusals, folders=folders, stage=1):
+        assert all(messages), messages
+        assert "null" in messages[0] and "too long" in messages[2] and "is no folder" in messages[3], messages
 
 
 def test_another_routing(ranks: Any, good: Path) -> None:

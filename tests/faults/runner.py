@@ -52,6 +52,7 @@ LIMIT = 60.0
 WAYS = {"API, 1 rank": 1, "API, 2 ranks": 2, "command line": 1}
 TAGS = {"save_checkpoint, new tag": "second", "save_checkpoint, same tag": "t"}
 """Tag of the save that is killed; the folder holds one with the tag ``t``."""
+ANOTHER_RUN = "save_checkpoint, same tag"
 KILLS = 50
 """How often a save at each tag is killed at a moment that no call marks."""
 RANKS = {**WAYS, **dict.fromkeys(TAGS, 2)}
@@ -94,22 +95,18 @@ def fork_ranks(world_size: int, folder: Path, fn: Callable[[int], Any], *, group
             _child(rank, world_size, folder, fn, group)
         pids.append(pid)
     deadline = time.monotonic() + LIMIT
-    hangs = set()
+    outcomes = []
     for rank, pid in enumerate(pids):
         while not os.waitpid(pid, os.WNOHANG)[0]:
             if time.monotonic() > deadline:
-                hangs.add(rank)
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+                outcomes.append({"hangs": True})
                 break
             time.sleep(0.005)
-    outcomes = []
-    for rank in range(world_size):
-        file = folder / f"outcome{rank}.json"
-        if rank in hangs:
-            outcomes.append({"hangs": True})
         else:
             # A rank that is killed while it writes leaves an empty file.
+            file = folder / f"outcome{rank}.json"
             text = file.read_text() if file.exists() else ""
             outcomes.append(json.loads(text) if text else {"died": True})
     return outcomes
@@ -186,7 +183,7 @@ def make_sets(work: Path) -> None:
         assert all("result" in outcome for outcome in outcomes), outcomes
 
 
-def run_case(work: Path, case: Case) -> dict[str, Any]:
+def run_case(work: Path, case: Case) -> list[dict[str, Any]]:
     """Carry out one save; return what its processes said."""
     world_size, fault = RANKS[case.way], case.fault
     case.folder.mkdir(parents=True)
@@ -216,7 +213,7 @@ def run_case(work: Path, case: Case) -> dict[str, Any]:
     said = fork_ranks(world_size, case.folder / "ranks", save, group=case.way != "command line")
     if fault is not None and fault.action == "folder gone":
         Path(f"{case.target}-gone").rename(case.target)
-    return {"ranks": said}
+    return said
 
 
 def read_log(case: Case) -> list[dict[str, Any]]:
@@ -248,14 +245,14 @@ def phases(log: Sequence[dict[str, Any]]) -> list[str]:
     return reached
 
 
-def all_cases(work: Path, ways: Sequence[str]) -> tuple[list[Case], list[Case]]:
+def all_cases(work: Path) -> tuple[list[Case], list[Case]]:
     """Count the calls of saves without a fault; return those, and a case for each call and way to fail."""
     faultless, cases = [], []
-    for way in ways:
+    for way in RANKS:
         for phase in ("first save", "none") if way == "command line" else ("none",):
             case = Case(way, None, "nothing", phase, work / "cases" / way.replace(" ", "_") / phase)
-            outcome = run_case(work, case)
-            assert all(rank.get("result") == 0 for rank in outcome["ranks"]), outcome
+            said = run_case(work, case)
+            assert all(rank.get("result") == 0 for rank in said), said
             faultless.append(case)
             cases += cases_of(case)
             if way == "API, 2 ranks":
@@ -335,149 +332,110 @@ class Judge:
     def __init__(self, work: Path) -> None:
         self._engine = engine_for(2, seed=7)
         train_step(self._engine, 0, 0, 1)
-        self._expected: dict[tuple[str, int], dict[str, Any]] = {}
-        for age in ("old", "new"):
-            for world_size in (1, 2):
-                restore(self._engine, work / f"{age}{world_size}")
-                self._expected[age, world_size] = state_of(self._engine)
-        restore(self._engine, work / "save_checkpoint, same tag")
-        self._another_run = state_of(self._engine)
         self._work = work
+        self._states: dict[str, dict[str, Any]] = {}
+        for name in ("old1", "new1", "old2", "new2", ANOTHER_RUN):
+            restore(self._engine, work / name)
+            self._states[name] = state_of(self._engine)
 
-    def left(self, folder: Path, world_size: int) -> str:
-        """Return ``old``, ``new``, or what is wrong."""
+    def _age(self, folder: Path, old: str, new: str) -> str:
+        """Restore a folder; return which of two states it holds to the last bit, or what is wrong."""
         try:
-            index = verify_folder(folder)
             restore(self._engine, folder)
         except CheckpointError as error:
             return f"NEITHER: {error}"
-        states = {age: self._expected[age, world_size] for age in ("old", "new")}
-        age = self._age(states)
-        steps = {"old": 1, "new": 2}.get(age)
-        if steps is None or index.progress.global_steps == self._engine.global_steps == steps:
-            return age
-        return MIXTURE
-
-    def _age(self, states: dict[str, dict[str, Any]]) -> str:
-        """Return which of the states the engine has, to the last bit."""
         state = state_of(self._engine)
-        for age, expected in states.items():
+        for age, name in (("old", old), ("new", new)):
+            expected = self._states[name]
             if state.keys() == expected.keys() and all(torch.equal(state[n], expected[n]) for n in expected):
                 return age
         return MIXTURE
 
-    def left_of_run(self, case: Case) -> tuple[str, str]:
-        """Return what ``restore`` finds in the folder of ``save_checkpoint``, and what becomes of each tag's files."""
-        old = self._another_run if TAGS[case.way] == "t" else self._expected["old", 2]
-
-        def set_in(folder: Path) -> str:
-            restore(self._engine, folder)
-            return self._age({"old": old, "new": self._expected["new", 2]})
-
+    def left(self, folder: Path, world_size: int) -> str:
+        """Return ``old``, ``new``, or what is wrong."""
         try:
-            left = set_in(case.target)
-        except CheckpointError as error:
-            left = f"NEITHER: {error}"
-        converted = []
-        for tag in sorted(path for path in case.target.iterdir() if path.is_dir()):
-            out = case.folder / f"converted-{tag.name}"
-            try:
-                consolidate_files(tag, out)
-                converted.append(set_in(out))
-            except CheckpointError:
-                converted.append("refused")
-        return left, ", ".join(converted)
-
-    def after(self, case: Case, said: dict[str, Any]) -> dict[str, Any]:
-        """Judge a case: what is left, what power cuts would have left, and whether the next save clears up."""
-        if case.way in TAGS:
-            return self.after_run(case, said)
-        world_size, folder = RANKS[case.way], case.target
-        left = self.left(folder, world_size)
-        if case.phase == "first save" and not (folder / INDEX).exists():
-            left = "nothing"
-        extra = len(leftovers(folder)) if left in ("old", "new") else 0
-        cuts = self.power_cuts(case, world_size)
-        consolidate_files(self._work / "saved", folder, shard_bytes=SHARD_BYTES)
-        cleared = not leftovers(folder) and self.left(folder, 1) == "new"
-        result = {**described(case, said), "left": left, "leftovers": extra}
-        result |= {"power cuts": cuts[0], "next save clears up": cleared}
-        return {**result, "wrong": self._wrong(case, result)}
-
-    def after_run(self, case: Case, said: dict[str, Any]) -> dict[str, Any]:
-        """Judge a save of DeepSpeed's: which set ``restore`` finds, and that no files of two saves are converted."""
-        left, converted = self.left_of_run(case)
-        result = {**described(case, said), "left": left, "converted": converted, "power cuts": {}}
-        wrong = [text for text in (left, *converted.split(", ")) if text not in ("old", "new", "refused")]
-        wrong += [f"rank {rank} hangs" for rank, outcome in enumerate(result["ranks"]) if "hangs" in outcome]
-        return {**result, "wrong": wrong}
-
-    def power_cuts(self, case: Case, world_size: int) -> tuple[dict[str, int], list[str]]:
-        """Verify the worst folders of every moment; count what was left, and say what is left at the end."""
-        counts: dict[str, int] = {}
-        last = []
-        entries = [entry for entry in read_log(case) if entry["path"]]
-        first = case.phase == "first save"
-        before = None if first else self._work / f"old{world_size}"
-        disk = Disk(before, case.target, case.folder)
-        for done, content in worst_folders(entries, disk, INDEX):
-            left = "nothing" if first and content is None else self._verified(case.folder / "cut", content)
-            if left.startswith("NEITHER"):
-                left += f" (after {done} calls)"
-            if done == len(entries):
-                last.append(left)
-            counts[left] = counts.get(left, 0) + 1
-        return counts, last
-
-    @staticmethod
-    def _verified(folder: Path, content: dict[str, bytes] | None) -> str:
-        """Lay out a folder and say which set it holds."""
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for name, data in (content or {}).items():
-            (folder / name).write_bytes(data)
-        try:
-            return {1: "old", 2: "new"}[verify_folder(folder).progress.global_steps]
+            steps = verify_folder(folder).progress.global_steps
         except CheckpointError as error:
             return f"NEITHER: {error}"
+        age = self._age(folder, f"old{world_size}", f"new{world_size}")
+        is_consistent = steps == self._engine.global_steps == {"old": 1, "new": 2}.get(age)
+        return age if is_consistent or age.startswith("NEITHER") else MIXTURE
+
+    def left_of_run(self, case: Case) -> tuple[str, list[str]]:
+        """Return what ``restore`` takes from the folder of ``save_checkpoint``, and what each tag's files become."""
+        states = (ANOTHER_RUN if TAGS[case.way] == "t" else "old2", "new2")
+        left, converted = self._age(case.target, *states), []
+        for tag in sorted(path for path in case.target.iterdir() if path.is_dir()):
+            out = case.folder / f"converted-{tag.name}"
+            # Files of two saves must be refused.
+            with contextlib.suppress(CheckpointError):
+                consolidate_files(tag, out)
+                converted.append(self._age(out, *states))
+        return left, converted
+
+    def after(self, case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """Judge a case: what is left, what power cuts would have left, and whether the next save clears up."""
+        assert case.fault is not None
+        wrong = [f"rank {rank} hangs" for rank, said in enumerate(ranks) if "hangs" in said]
+        if case.way in TAGS:
+            left, converted = self.left_of_run(case)
+            wrong += {left, *converted} - {"old", "new"}
+        else:
+            world_size, is_first = RANKS[case.way], case.phase == "first save"
+            is_empty = is_first and not (case.target / INDEX).exists()
+            left = "nothing" if is_empty else self.left(case.target, world_size)
+            before = "nothing" if is_first else "old"
+            wrong += {left, *self.power_cuts(case, world_size)[0]} - {before, "new"}
+            wrong += self._untrue(case.fault, ranks, left, before)
+            consolidate_files(self._work / "saved", case.target, shard_bytes=SHARD_BYTES)
+            if leftovers(case.target) or self.left(case.target, 1) != "new":
+                wrong.append("the next save does not clear up")
+        call = {"way": case.way, **asdict(case.fault), "call": case.what, "phase": case.phase}
+        return {**call, "ranks": ranks, "left": left, "wrong": wrong}
+
+    def power_cuts(self, case: Case, world_size: int) -> tuple[set[str], list[str]]:
+        """Verify the worst folders of every moment; return all that was left, and what is left at the end."""
+        left, last = set(), []
+        entries = [entry for entry in read_log(case) if entry["path"]]
+        is_first = case.phase == "first save"
+        disk = Disk(None if is_first else self._work / f"old{world_size}", case.target, case.folder)
+        for done, content in worst_folders(entries, disk, INDEX):
+            text = "nothing" if is_first and content is None else verified(case.folder / "cut", content)
+            left.add(f"{text} (after {done} calls)" if text.startswith("NEITHER") else text)
+            if done == len(entries):
+                last.append(text)
+        return left, last
 
     @staticmethod
-    def _wrong(case: Case, result: dict[str, Any]) -> list[str]:
-        """Say what a case must not show."""
-        before = "nothing" if case.phase == "first save" else "old"
-        wrong = [left for left in (result["left"], *result["power cuts"]) if left not in (before, "new")]
-        if not result["next save clears up"]:
-            wrong.append("the next save does not clear up")
-        for rank, said in enumerate(result["ranks"]):
+    def _untrue(fault: Fault, ranks: list[dict[str, Any]], left: str, before: str) -> list[str]:
+        """Say which rank died, raised another error, or said what is not so."""
+        wrong = []
+        for rank, said in enumerate(ranks):
             message = said.get("message", "")
-            if "hangs" in said:
-                wrong.append(f"rank {rank} hangs")
-            if "died" in said and (result["action"], result["rank"]) != ("kill", rank):
+            if "died" in said and (fault.action, fault.rank) != ("kill", rank):
                 wrong.append(f"rank {rank} died")
             if said.get("error", "CheckpointError") != "CheckpointError":
                 wrong.append(f"rank {rank} raised {said['error']}: {message}")
-            if "untouched" in message and result["left"] != before:
+            if "untouched" in message and left != before:
                 wrong.append(f"rank {rank} says that the old set is there")
-            if "is in place" in message and result["left"] != "new":
+            if ("is in place" in message or said.get("result") == 0) and left != "new":
                 wrong.append(f"rank {rank} says that the new set is there")
-            if said.get("result") == 0 and result["left"] != "new":
-                wrong.append(f"rank {rank} says that all went well")
         return wrong
 
 
-def described(case: Case, said: dict[str, Any]) -> dict[str, Any]:
-    """Return which fault this was, and what every rank said, without the paths of this run."""
-    assert case.fault is not None
-    outcomes = []
-    for outcome in said["ranks"]:
-        message = str(outcome.get("message", "")).replace(str(case.target), "SET")
-        shown = {"message": message.replace(str(case.folder), "...")[:200]} if message else {}
-        outcomes.append({**outcome, **shown})
-    what = {"way": case.way, **asdict(case.fault), "call": case.what, "phase": case.phase}
-    return {**what, "ranks": outcomes}
+def verified(folder: Path, content: dict[str, bytes] | None) -> str:
+    """Lay out a folder and say which set it holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, data in (content or {}).items():
+        (folder / name).write_bytes(data)
+    try:
+        return {1: "old", 2: "new"}[verify_folder(folder).progress.global_steps]
+    except CheckpointError as error:
+        return f"NEITHER: {error}"
 
 
-def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], list[dict[str, Any]]]:
+def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], list[Any]]:
     """Kill saves at moments spread over their duration, until so many were killed inside of the save."""
     seconds = max(float((faultless.folder / f"seconds{rank}").read_text()) for rank in (0, 1))
     cases, said = [], []
@@ -490,7 +448,7 @@ def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], l
         fault = Fault(number % 2, -1, False, "kill", after=after)
         case = Case(faultless.way, fault, "any moment", "none", folder)
         outcome = run_case(work, case)
-        if "died" in outcome["ranks"][fault.rank]:
+        if "died" in outcome[fault.rank]:
             cases.append(case)
             said.append(outcome)
     return cases, said
@@ -505,18 +463,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path, help="an empty folder")
     parser.add_argument("--full", action="store_true", help="every call and action, not a choice of them")
-    parser.add_argument("--ways", default="", help="only the ways to save whose names begin with this")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     prepare_process()
     make_sets(work)
-    faultless, cases = all_cases(work, [way for way in RANKS if way.startswith(arguments.ways)])
+    faultless, cases = all_cases(work)
     chosen = cases if arguments.full else trimmed(cases)
-    said = []
-    for number, case in enumerate(chosen):
-        said.append(run_case(work, case))
-        if arguments.full and number % 20 == 0:
-            print(f"{number} of {len(chosen)}", flush=True)
+    said = [run_case(work, case) for case in chosen]
     for case in faultless:
         if case.way in TAGS:
             killed, outcome = kill_in_time(work, case, KILLS if arguments.full else 2)
@@ -530,8 +483,8 @@ def main() -> None:
             continue
         cuts, last = judge.power_cuts(case, RANKS[case.way])
         left = judge.left(case.target, RANKS[case.way])
-        without[f"{case.way}, {case.phase}"] = {"left": left, "power cuts": cuts, "at the end": last}
-    outcomes = [judge.after(case, each) for case, each in zip(chosen, said, strict=True)]
+        without[f"{case.way}, {case.phase}"] = {"left": left, "power cuts": sorted(cuts), "at the end": last}
+    outcomes = [judge.after(case, ranks) for case, ranks in zip(chosen, said, strict=True)]
     (work / "results.json").write_text(json.dumps({"without a fault": without, "cases": outcomes}))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.tools.convert import verify_folder
 from tests.faults.disk import Disk, worst_folders
 from tests.faults.injector import describe
+from tests.faults.runner import verified
 from tests.support.harness import run_command
 
 # The fixture takes a minute: the file is among the first.
@@ -32,7 +31,7 @@ def check(results: dict[str, Any]) -> None:
     for way, outcome in results["without a fault"].items():
         # Power cuts after the save has returned cannot bring back the old set.
         assert outcome["left"] == "new" and outcome["at the end"] == ["new"], (way, outcome)
-        assert outcome["power cuts"].keys() <= {"old", "new", "nothing"}, (way, outcome)
+        assert set(outcome["power cuts"]) <= {"old", "new", "nothing"}, (way, outcome)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def test_failed_calls_leave_a_set(results: dict[str, Any]) -> None:
 @pytest.mark.full
 @pytest.mark.time_limit(2400)
 def test_every_failed_call_leaves_a_set(tmp_path: Path) -> None:
-    """Each call of one process and of two, each way to fail; ``python -m tests.faults.table`` keeps the table."""
+    """Each call of one process and of two, each way to fail."""
     results = run(tmp_path, "--full", timeout=2300)
     check(results)
     assert len(results["cases"]) > 300
@@ -64,18 +63,8 @@ def test_every_failed_call_leaves_a_set(tmp_path: Path) -> None:
 def worst(work: Path, log: list[dict[str, Any]], base: Path) -> list[str]:
     """Return what is wrong with the folders that power cuts leave of a save of the command line."""
     case = work / "cases" / "command_line" / "none"
-    wrong = []
-    disk = Disk(work / "old1", case / "set", case)
-    for number, (_, content) in enumerate(worst_folders(log, disk, INDEX)):
-        folder = base / str(number)
-        folder.mkdir(parents=True)
-        for name, data in (content or {}).items():
-            (folder / name).write_bytes(data)
-        try:
-            verify_folder(folder)
-        except CheckpointError as error:
-            wrong.append(str(error))
-    return wrong
+    left = worst_folders(log, Disk(work / "old1", case / "set", case), INDEX)
+    return [text for _, content in left if (text := verified(base, content)).startswith("NEITHER")]
 
 
 def test_the_model_of_a_disk_finds_every_sync_that_is_missing(

@@ -1,219 +1,447 @@
-"""The index is untrusted: whatever is not plainly a checkpoint of this format is refused before a file is opened."""
+"""Sets and paths are untrusted: what is damaged, made up or costly is refused with a typed error, in bounded time."""
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import json
+import math
 import os
 import resource
+from collections.abc import Callable
+from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import nn
 
-from deepspeed_muon.checkpoint.consolidate import ShardFile, pack, remove_stale, shard_name
-from deepspeed_muon.checkpoint.files import file_digest, lock, unlock
-from deepspeed_muon.checkpoint.index import ParameterRecord, load_index, sealed_json
+from deepspeed_muon import __main__ as cli
+from deepspeed_muon.checkpoint import consolidate, load_index, restore
+from deepspeed_muon.checkpoint.files import load_pickle, lock, unlock
+from deepspeed_muon.checkpoint.index import FORMAT, parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools import convert
+from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
+from tests.support.checkpoints import FILE, INDEX, edit, write_set
+from tests.support.thinning import each_value
 
-FILE = "muon-0123456789ab-00000.safetensors"
-
-INDEX: dict[str, Any] = {
-    "format": "deepspeed_muon.consolidated",
-    "version": 1,
-    "versions": {},
-    "groups": [{"lr": 0.1}],
-    "files": {FILE: {"bytes": 4096, "sha256": "0" * 64}},
-    "parameters": {
-        "w": {
-            "shape": [4, 3],
-            "algorithm": "muon",
-            "step": 3,
-            "group": 0,
-            "tensors": {"fp32": FILE, "momentum_buffer": FILE},
-        }
-    },
+GROUP = {
+    "lr": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "weight_decay": 0.1,
+    "betas": [0.9, 0.95],
+    "eps": 1e-8,
+    "adjust_lr_fn": "original",
+    "beta2": 0.95,
+    "weight_decay_mode": "decoupled",
+    "lr_ratio": 1.0,
+    "initial_lr": 0.1,
+    "algorithm": "muon",
 }
+W = ("parameters", "w")
 
 
-def seal(folder: Path, content: Any) -> None:
-    """Write an index with the checksum of its content."""
-    text = sealed_json(content)
-    if isinstance(content, dict) and "version" in content:
-        text = json.dumps({**json.loads(text), "version": content["version"]}).encode()
-    (folder / "muon_index.json").write_bytes(text)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A set of one matrix of 4 x 3."""
+    loss_scale = {"cur_scale": 256.0, "cur_iter": 3, "last_overflow_iter": -1}
+    write_set(tmp_path / "set", groups=[GROUP], loss_scale=loss_scale)
+    return tmp_path / "set"
 
 
-def refused(folder: Path, content: Any) -> str:
-    """Return why an index with this content, or this text, is refused."""
-    if isinstance(content, str):
-        (folder / "muon_index.json").write_text(content)
-    else:
-        seal(folder, content)
-    with pytest.raises(CheckpointError, match=r"muon_index\.json") as caught:
-        load_index(folder)
-    return str(caught.value)
+def refused(folder: Path, *needles: str, read: Callable[[Path], Any] = verify_folder) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(folder)
+    for needle in needles:
+        assert needle in str(caught.value), str(caught.value)
 
 
-def changed(path: list[Any], value: Any) -> dict[str, Any]:
-    content = copy.deepcopy(INDEX)
-    place = content
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    return content
+def set_entry(folder: Path, path: tuple[Any, ...], value: Any) -> None:
+    """Change an entry of the index, as somebody who knows how it is sealed."""
+    edit(
+        folder / INDEX, lambda content: reduce(dict.__getitem__, path[:-1], content).update({path[-1]: value})
+    )
 
 
-def test_the_example_is_accepted(tmp_path: Path) -> None:
-    seal(tmp_path, INDEX)
-    assert load_index(tmp_path).parameters["w"].numel == 12
+def test_the_example_is_accepted(folder: Path) -> None:
+    index = verify_folder(folder)
+    assert index.groups == [GROUP] and index.parameters["w"].numel == 12
+
+
+# ---------------------------------------------------------------------------------------------- the index
 
 
 @pytest.mark.parametrize(
     "name",
     ["../muon-0123456789ab-00000.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", FILE + "\n"],
 )
-def test_file_names_stay_inside(tmp_path: Path, name: str) -> None:
-    content = changed(["files"], {name: INDEX["files"][FILE]})
-    content["parameters"]["w"]["tensors"] = {"fp32": name, "momentum_buffer": name}
-    assert "not the name of a shard" in refused(tmp_path, content)
+def test_file_names_stay_inside(folder: Path, name: str) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["files"] = {name: content["files"][FILE]}
+        content["parameters"]["w"]["tensors"] = {"fp32": name, "momentum_buffer": name}
+
+    edit(folder / INDEX, change)
+    refused(folder, INDEX, "not the name of a shard", read=load_index)
+
+
+ROWS = {"tensors": dict.fromkeys(("fp32", "momentum_buffer", "row_second_moment"), FILE), "step": 3}
+"""With NorMuon's rows: as many as the record says, there if and only if it says so, and never more than elements."""
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [[1 << 40, 1 << 40], [-4, -3], [0, 3], [4.5, 3], ["4", 3], [1] * 65, [True, 12], [1000, 1000], None],
-)
-def test_absurd_shapes(tmp_path: Path, shape: Any) -> None:
-    message = refused(tmp_path, changed(["parameters", "w", "shape"], shape))
-    assert "w" in message or FILE in message
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
+    ("path", "value", "said"),
     [
-        (["version"], 2),
-        (["format"], "pytorch"),
-        (["extra"], 1),
-        (["parameters", "w", "algorithm"], "sgd"),
-        (["parameters", "w", "step"], -1),
-        (["parameters", "w", "step"], 10**30),
-        (["parameters", "w", "group"], 1),
-        (["parameters", "w", "tensors"], {"fp32": FILE}),
-        (["parameters", "w", "tensors"], {"fp32": FILE, "momentum_buffer": FILE.replace("00000", "00001")}),
-        (["parameters", "w", "tensors"], {"fp32": FILE, "momentum_buffer": FILE, "exp_avg": FILE}),
-        (["files", FILE, "sha256"], "abc"),
-        (["files", FILE, "bytes"], -1),
-        (["files", FILE, "bytes"], 95),
+        *(
+            ((*W, "shape"), shape, "w")
+            for shape in ([1 << 40] * 2, [-4, -3], [0, 3], [4.5, 3], ["4", 3], [1] * 65, [True, 12], None)
+        ),
+        ((*W, "shape"), [1000, 1000], "its tensors need"),
+        (("format",), "pytorch", "format"),
+        (("extra",), 1, "extra"),
+        ((*W, "algorithm"), "sgd", "algorithm"),
+        ((*W, "step"), -1, "step"),
+        ((*W, "step"), 10**30, "step"),
+        ((*W, "group"), 1, "param group 1"),
+        ((*W, "tensors"), {"fp32": FILE}, "holds"),
+        ((*W, "tensors"), {"fp32": FILE, "momentum_buffer": FILE.replace("00000", "00001")}, "not among"),
+        ((*W, "tensors"), {"fp32": FILE, "momentum_buffer": FILE, "exp_avg": FILE}, "holds"),
+        (("files", FILE, "sha256"), "abc", "sha256"),
+        (("files", FILE, "bytes"), -1, "bytes"),
+        (("files", FILE, "bytes"), 95, "its tensors need 96"),
+        ((*W, "rows"), 4, "holds"),
+        (W, ROWS | {"rows": 4}, "holds"),
+        (W, ROWS | {"row_keys": ["row_second_moment"]}, "holds"),
+        (W, ROWS | {"rows": 13, "row_keys": ["row_second_moment"]}, "13 rows of moments do not fit"),
+        (W, ROWS | {"rows": 4, "row_keys": ["other"]}, "row_keys"),
+        (W, ROWS | {"rows": 4, "row_keys": ["row_second_moment"] * 2}, "row_keys"),
     ],
+    ids=str,
 )
-def test_inconsistencies(tmp_path: Path, path: list[str], value: Any) -> None:
-    refused(tmp_path, changed(path, value))
+def test_inconsistencies(folder: Path, path: tuple[str, ...], value: Any, said: str) -> None:
+    """Refused before a file is opened."""
+    if path == W:
+        value = {"shape": [4, 3], "algorithm": "muon", "group": 0, **value}
+    set_entry(folder, path, value)
+    refused(folder, INDEX, said, read=load_index)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000, '{"format": 1}', "\x00"])
-def test_not_an_index(tmp_path: Path, text: str) -> None:
-    refused(tmp_path, text)
+def test_not_an_index(folder: Path, text: str) -> None:
+    (folder / INDEX).write_text(text)
+    refused(folder, INDEX)
 
 
-def test_what_no_reader_takes_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save of more parameters than an index may have ended well, and its set could not be restored."""
-    monkeypatch.setattr("deepspeed_muon.checkpoint.index.MAX_BYTES", 1000)
-    with pytest.raises(CheckpointError, match="bytes, more than the 1000 that are read"):
-        sealed_json({"parameters": {str(number): {} for number in range(100)}})
+SETTINGS = [
+    *(("lr", value) for value in (-1, "0.1", None, True)),
+    *(("betas", value) for value in ([2, 3], [0.9], [True, False])),
+    *(
+        ("initial_lr", -1),
+        ("lr_ratio", "x"),
+        ("weight_decay", -0.1),
+        ("momentum", 5),
+        ("eps", 0),
+        ("beta2", 1),
+    ),
+    *(("adjust_lr_fn", "mystery"), ("nesterov", 2), ("weight_decay_mode", "sideways")),
+]
 
 
-def test_files_are_packed_in_order() -> None:
-    tensors = {f"fp32/p{i}": (size,) for i, size in enumerate((10, 10, 100, 1, 1))}
-    assert [list(shard.values()) for shard in pack(tensors, 80)] == [[(10,), (10,)], [(100,)], [(1,), (1,)]]
-    assert pack({}, 80) == []
+@pytest.mark.parametrize(("key", "value"), SETTINGS)
+def test_settings_pass_the_checks_of_the_configuration(folder: Path, key: str, value: Any) -> None:
+    edit(folder / INDEX, lambda content: content["groups"][0].update({key: value}))
+    refused(folder, f"param group 0.{key}", "hyperparameters=False")
 
 
-def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    tensors: dict[str, tuple[int, ...]] = {"fp32/a": (3, 5), "exp_avg/ü.b": (), "fp32/c": (4,)}
-    content = torch.randn(20)
-    path = tmp_path / FILE
-    shard = ShardFile(path, tensors)
-    for piece in content.split(7):
-        assert not path.exists()
-        shard.write(piece)
-    record = shard.finish()
-    assert record.bytes == path.stat().st_size and record.sha256 == file_digest(path)
-    loaded = load_file(path)
-    assert torch.equal(loaded["fp32/a"], content[:15].view(3, 5))
-    assert torch.equal(loaded["exp_avg/ü.b"], content[15])
-    assert torch.equal(loaded["fp32/c"], content[16:])
+COUNTERS = product(["global_steps", "global_samples", "skipped_steps"], [-1, 1.5, "3", True, 1 << 62])
 
 
-def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:
-    stay = {FILE, "model.safetensors", "muon-notes.safetensors"}
-    for name in (*stay, f".{FILE}.0123456789ab.tmp", shard_name("a" * 12, 7)):
-        (tmp_path / name).write_text("")
-    remove_stale(tmp_path, lambda name: name != FILE)
-    assert {path.name for path in tmp_path.iterdir()} == stay
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("cur_scale", 0), ("cur_iter", -3), ("cur_iter", 1.5), ("last_overflow_iter", -2), ("surprise", 1)),
+        *each_value(COUNTERS),
+    ],
+)
+def test_progress(folder: Path, key: str, value: Any) -> None:
+    """Counters, and the state of the loss scale."""
+    is_counter = key.startswith(("global", "skipped"))
+    set_entry(folder, ("progress", *(() if is_counter else ("loss_scale",)), key), value)
+    refused(folder, key)
 
 
-def test_damage_to_the_header_is_found_even_if_the_checksum_fits(tmp_path: Path) -> None:
-    """An attacker can write a matching checksum; the header is parsed by safetensors, which bounds it."""
-    (tmp_path / FILE).write_bytes((1 << 60).to_bytes(8, "little") + b"x" * 4088)
-    content = changed(["files", FILE, "sha256"], file_digest(tmp_path / FILE))
-    seal(tmp_path, content)
-    with pytest.raises(CheckpointError, match=FILE):
-        ConsolidatedSource(tmp_path).verify(0, 1)
+def test_every_flipped_bit_is_found(folder: Path) -> None:
+    """And each byte that is gone or doubled, and each cut. What loads, such as another blank, says the same."""
+    text = (folder / INDEX).read_bytes()
+    good = parse_sealed(text, INDEX)
+    loaded = 0
+    for position, byte in enumerate(text):
+        before, after = text[:position], text[position + 1 :]
+        middles = [bytes([byte ^ 1 << bit]) for bit in range(8)] + [b"", bytes([byte, byte])]
+        for damaged in (before, *(before + middle + after for middle in middles)):
+            try:
+                content = parse_sealed(damaged, INDEX)
+            except CheckpointError:
+                continue
+            assert content == good, damaged
+            loaded += len(damaged) == len(text)
+    assert loaded < len(text) / 10
 
 
-def test_row_moments_must_fit(tmp_path: Path) -> None:
-    """NorMuon's rows: as many as the record says, there if and only if it says so, and never more than elements."""
-    tensors = {"fp32": FILE, "momentum_buffer": FILE, "row_second_moment": FILE}
-
-    def with_rows(rows: int | None, *keys: str, tensors: dict[str, str] = tensors) -> dict[str, Any]:
-        content = changed(["parameters", "w", "tensors"], tensors)
-        content["parameters"]["w"] |= {"row_keys": list(keys)} | ({} if rows is None else {"rows": rows})
-        return content
-
-    fitting = with_rows(4, "row_second_moment")
-    seal(tmp_path, fitting)
-    record = load_index(tmp_path).parameters["w"]
-    assert record.shape_of("row_second_moment") == (4,) and record.shape_of("fp32") == (4, 3)
-    assert "holds" in refused(tmp_path, with_rows(None)) and "holds" in refused(tmp_path, with_rows(4))
-    assert "holds" in refused(tmp_path, changed(["parameters", "w", "rows"], 4))
-    assert "13 rows of moments do not fit" in refused(tmp_path, with_rows(13, "row_second_moment"))
-    for keys in (["other"], ["row_second_moment"] * 2):
-        assert "row_keys" in refused(tmp_path, with_rows(4, *keys))
-    fitting["files"][FILE]["bytes"] = 4 * (12 + 12 + 3)
-    assert "its tensors need 112" in refused(tmp_path, fitting)
+def test_removing_the_checksum_is_found(folder: Path) -> None:
+    path = folder / INDEX
+    content = json.loads(path.read_text())
+    checksum = content.pop("sha256")
+    path.write_text(json.dumps(content))
+    refused(folder, "checksum is missing")
+    path.write_text(json.dumps({**content, "sha256": checksum, "version": 2}))
+    refused(folder, "version 2; this release reads version 1")
 
 
-def test_the_grid_of_blocks_is_written_only_where_heads_do_not_say_it() -> None:
-    """Releases that do not know the keys refuse an index that has them."""
-    plain = {"shape": (4, 3), "algorithm": "muon", "step": 0, "group": 0, "tensors": {"fp32": FILE}}
-    written = ParameterRecord(heads=2, **plain).model_dump(exclude_defaults=True)
-    assert not {"grid", "transposed"} & written.keys()
-    divided = ParameterRecord(heads=3, grid=((), (1, 1, 1)), transposed=True, **plain)
-    again = ParameterRecord.model_validate_json(divided.model_dump_json())
-    assert again == divided and again.grid == ((), (1, 1, 1)) and again.transposed
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"lr": 0.1', b'"lr": NaN'),
+        (b'"lr": 0.1', b'"lr": 1e999'),
+        (b'"lr": 0.1', b'"lr": 0.2, "lr": 0.1'),
+        (b'"w": {', b'"w": {}, "w": {'),
+        (b'"version": 1', b'"version": 1, "version": 1'),
+    ],
+)
+def test_what_json_allows_and_a_checkpoint_does_not(folder: Path, old: bytes, new: bytes) -> None:
+    """Two parameters of one name: the last one won. A rate of NaN came through."""
+    text = (folder / INDEX).read_bytes()
+    assert old in text
+    (folder / INDEX).write_bytes(text.replace(old, new, 1))
+    refused(folder, INDEX)
 
 
-# Two conversions into one folder wrote into the same temporary folder, and each removed the other's files.
+# ---------------------------------------------------------------------------------------------- what costs much
+
+# Of processor time and of memory beyond that of the imported packages. Each refusal takes at most a second of a core;
+# thirty times that is exceeded on no machine, but by work that grows with the square of a file.
+SECONDS, MEGABYTES = 30, 256
 
 
-def saved_by_adamw(folder: Path) -> None:
+def outcome(folder: Path) -> str:
+    """Verify a set in a child process with limited memory and time; return how that ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        said = "accepted"
+        try:
+            with open("/proc/self/statm") as file:
+                now = int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + (MEGABYTES << 20),) * 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            verify_folder(folder)
+        except CheckpointError as error:
+            said = f"refused: {str(error)[:300]}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        said = file.read().decode()
+    _, status = os.waitpid(child, 0)
+    return said or f"killed by signal {os.WTERMSIG(status)}"
+
+
+RECORD = '{"shape":[4,3],"algorithm":"muon","step":3,"group":0,"tensors":{"fp32":"x","momentum_buffer":"x"}}'
+HOSTILE: dict[str, Callable[[], str]] = {
+    "parameters": lambda: '"parameters":{' + ",".join(f'"p{i}":{RECORD}' for i in range(79_000)) + "}}",
+    "depth": lambda: "[" * 30_000_000,
+    "a long number": lambda: '"version":' + "1" * 30_000_000 + "}",
+    "one key again and again": lambda: '"files":{' + ",".join(['"x":{}'] * 150_000) + "}}",
+}
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, "a gigabyte"])
+def test_indexes(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / INDEX
+    if kind == "a gigabyte":
+        path.touch()
+        os.truncate(path, 1 << 30)
+    else:
+        path.write_text(f'{{"format":"{FORMAT}","version":1,"versions":{{}},"groups":[],' + HOSTILE[kind]())
+    said = outcome(tmp_path)
+    assert said.startswith("refused") and ("larger than" in said or kind != "a gigabyte"), said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text + b" " * (1 << 20), "its header has"),
+        (
+            lambda text: text.rstrip()[:-1] + b',"x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
+            "tensor x of parameter",
+        ),
+        (lambda text: text.replace(b'"momentum_buffer/w"', b'"fp32/w"'), "is there twice"),
+        (lambda text: text.replace(b"[48,96]", b"[0,48]"), "'data_offsets': [0, 48]} by the file's"),
+        (lambda text: text.replace(b"F32", b"F64"), "{'dtype': 'F64'"),
+        (lambda text: b"[" * 1000, "cannot be read"),
+    ],
+)
+def test_headers(folder: Path, change: Callable[[bytes], bytes], message: str) -> None:
+    """Of a shard whose size and checksum in the index fit."""
+    content = (folder / FILE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = change(content[8 : 8 + length])
+    content = len(header).to_bytes(8, "little") + header + content[8 + length :]
+    (folder / FILE).write_bytes(content)
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    set_entry(folder, ("files", FILE), record)
+    said = outcome(folder)
+    assert said.startswith("refused") and message in said, said
+
+
+# ---------------------------------------------------------------------------------------------- files and paths
+
+
+@pytest.mark.time_limit(20)
+@pytest.mark.parametrize("name", [INDEX, FILE])
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder", "device"])
+def test_only_regular_files_are_read(folder: Path, tmp_path: Path, name: str, kind: str) -> None:
+    path = folder / name
+    path.rename(tmp_path / "elsewhere")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "elsewhere" if kind == "link" else "/dev/zero")
+    refused(folder, name, "not a regular file")
+
+
+def test_verify_names_tensors_that_are_not_finite(tmp_path: Path, capsys: Any) -> None:
+    write_set(tmp_path, momentum=torch.tensor([0.0] * 11 + [math.nan]), groups=[GROUP])
+    refused(tmp_path, "1 tensors hold an infinity or NaN: w (momentum_buffer)", "allow_nonfinite")
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "w (momentum_buffer)" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "verify", "--allow-nonfinite", str(tmp_path)]) == 0
+
+
+def test_escapes_are_shown_as_text(tmp_path: Path, capsys: Any) -> None:
+    """In the table of ``inspect``, as JSON, and in errors."""
+    write_set(tmp_path, ("a\x1b[31m\x9b31m\nb\u202e",))
+    for options in ([], ["--json"]):
+        assert not cli.main(["checkpoint", "inspect", str(tmp_path), *options])
+    (tmp_path / FILE).unlink()
+    assert cli.main(["checkpoint", "verify", str(tmp_path)])
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "x1b[31m" in text or "u001b[31m" in text
+        assert not set(text) & set("\x1b\x9b\u202e")
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", None, b"folder", 3])
+def test_paths_that_name_no_folder(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: consolidate(object(), path),
+        lambda: restore(object(), path),
+        lambda: consolidate_files(tmp_path, path),
+        lambda: convert_to_universal(tmp_path, path),
+    ):
+        with pytest.raises(CheckpointError, match=r"out_dir|folder"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["8", 0, -1, True, 2.5])
+def test_sizes_that_no_file_has(tmp_path: Path, size: Any) -> None:
+    for call in (
+        lambda: consolidate(object(), tmp_path, shard_bytes=size),
+        lambda: consolidate_files(tmp_path, tmp_path / "out", shard_bytes=size),
+    ):
+        with pytest.raises(CheckpointError, match="shard_bytes must be"):
+            call()
+
+
+def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    write_set(folder)
+    assert verify_folder(folder).parameters.keys() == {"w"}
+    (folder / FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"udcff") as caught:
+        verify_folder(folder)
+    str(caught.value).encode()
+
+
+@pytest.mark.time_limit(20)
+def test_odd_paths_offline(tmp_path: Path) -> None:
+    """A NUL in ``restore_from`` ended in a bare ValueError, a name too long for the file system in an OSError."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("tagged", "linked", "piped"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tagged" / "latest").write_bytes(b"\xff\xfe")
+    (tmp_path / "linked" / "latest").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "piped" / "latest")
+    names = ("a" * 300, "/".join(["a"] * 3000), "file", "file/below", "loop", "tagged", "linked", "gone")
+    for path in ("\0", "\ud800", None, 3, *(str(tmp_path / name) for name in (*names, "piped"))):
+        for call in (verify_folder, lambda path: consolidate_files(path, tmp_path / "out"), load_index):
+            if call is not load_index or isinstance(path, str):
+                with pytest.raises(CheckpointError):
+                    call(path)
+
+
+class ByName:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle members of an enumeration."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self._reduced = getattr, (kind, name)
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+def test_of_attributes_only_the_zero_stage_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"zero_stage": ByName(ZeroStageEnum, "gradients")}, path)
+    assert load_pickle(path)["zero_stage"] is ZeroStageEnum.gradients
+    for kind, name in ((ZeroStageEnum, "__mro__"), (torch.Tensor, "data"), (dict, "fromkeys")):
+        torch.save({"zero_stage": ByName(kind, name)}, path)
+        with pytest.raises(CheckpointError):
+            load_pickle(path)
+
+
+# ---------------------------------------------------------------------------------------------- without an engine
+
+
+def saved_by_adamw(folder: Path, model: nn.Module) -> None:
     """Write what DeepSpeed saves of a model at stage 0 after one step of AdamW."""
-    model = nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
+    sum(param.sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
     folder.mkdir()
     content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
     torch.save(content, folder / "mp_rank_00_model_states.pt")
 
 
+def test_only_files_of_ours_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is written that no reader takes: such a save ended well, and its set could not be restored."""
+    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    stay = {"model.safetensors", "muon-notes.safetensors"}
+    for name in (*stay, FILE, f".{FILE}.0123456789ab.tmp"):
+        (folder / name).write_text("")
+    index = consolidate_files(tmp_path / "step1", folder)
+    assert {path.name for path in folder.iterdir()} == stay | {INDEX, *index.files}
+    monkeypatch.setattr("deepspeed_muon.checkpoint.index.MAX_BYTES", 1000)
+    with pytest.raises(CheckpointError, match="bytes, more than the 1000 that are read"):
+        sealed_json({"parameters": {str(number): {} for number in range(100)}})
+
+
 def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_by_adamw(tmp_path / "step1")
+    """Two conversions into one folder wrote into the same temporary folder, and each removed the other's files."""
+    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
     out = tmp_path / "out" / "universal"
     write = convert.consolidate_files
 
@@ -226,14 +454,13 @@ def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(convert, "consolidate_files", write_with_another_conversion_meanwhile)
     with pytest.raises(CheckpointError, match="not empty"):
         convert.convert_to_universal(tmp_path / "step1", out)
-    source = ConsolidatedSource(out / "zero")
-    assert source.verify(0, 1) == [] and set(source.parameters) == {"weight", "bias"}
+    assert verify_folder(out / "zero").parameters.keys() == {"weight", "bias"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
 
 
 def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
     """Only folders of conversions to the same place, and only those whose lock no living process holds."""
-    saved_by_adamw(tmp_path / "step1")
+    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
     out = tmp_path / "out" / "universal"
     names = (".universal.0123456789ab.tmp", ".universal.aaaaaaaaaaaa.tmp", ".universal2.0123456789ab.tmp")
     killed, running, of_another = folders = [out.parent / name for name in names]
@@ -241,32 +468,26 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
         (folder / "zero").mkdir(parents=True)
     locked = lock(running)
     assert locked is not None
-    convert.convert_to_universal(tmp_path / "step1", out)
+    convert_to_universal(tmp_path / "step1", out)
     unlock(locked)
     assert not killed.exists() and running.exists() and of_another.exists() and (out / "zero").is_dir()
 
 
 def test_a_set_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     """Each file is read again after all of them were opened."""
-    content = copy.deepcopy(INDEX)
-    content["files"], content["parameters"] = {}, {}
-    names = [f"p{number:02d}" for number in range(80)]
-    for number, name in enumerate(names):
-        file = shard_name("0123456789ab", number)
-        shard = ShardFile(tmp_path / file, {f"fp32/{name}": (4, 3)})
-        shard.write(torch.full((12,), float(number)))
-        content["files"][file] = shard.finish().model_dump()
-        content["parameters"][name] = {**INDEX["parameters"]["w"], "step": 0, "tensors": {"fp32": file}}
-    seal(tmp_path, content)
+    model = nn.ParameterDict({f"p{number:02d}": torch.full((12,), float(number)) for number in range(80)})
+    saved_by_adamw(tmp_path / "step1", model)
+    index = consolidate_files(tmp_path / "step1", tmp_path / "set", shard_bytes=48)
+    assert len(index.files) >= 80
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Descriptors are given out from the lowest free one on: as many as these are free below the limit.
     free = sorted(set(range(4096)) - {int(name) for name in os.listdir("/proc/self/fd")})[:32]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1] + 1, limits[1]))
     try:
-        source = ConsolidatedSource(tmp_path)
+        source = ConsolidatedSource(tmp_path / "set")
         assert source.verify(0, 1) == []
-        values = [source.read(name, "fp32", 5, 1).item() for name in names]
+        values = [source.read(name, "fp32", 5, 1).item() for name in model]
         source.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert values == list(range(80))
+    assert values == [float(value[5]) for value in model.state_dict().values()]
