@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from deepspeed_muon.checkpoint import consolidate, load_index, restore
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource
+from deepspeed_muon.checkpoint import load_index
 from tests.support import training
 from tests.support.checkpoints import (
-    NEXT_LOSS_HALF,
+    CODES,
+    NORMUON,
     PERSISTENT,
     ROUND,
     SMALL,
@@ -24,8 +23,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.models import MATRICES
 from tests.support.oracle import in_8_bits
-from tests.support.snapshots import differences, snapshot
-from tests.support.thinning import each_value, full
+from tests.support.thinning import each_value, full, with_settings
 from tests.support.training import OFFLOAD
 
 # Every stage and every number of ranks on both sides; every setting that changes the layout on one of them.
@@ -41,66 +39,65 @@ CORE = [
     (3, 3, OFFLOAD, 0, 1, {}),
     (3, 1, {}, 3, 4, SMALL),
 ]
+# A block that neither side cuts keeps its codes and its scale; those at a cut are quantised again.
+INT8 = [
+    (1, 2, ROUND, 3, 3, SMALL),
+    (2, 2, OFFLOAD, 2, 4, {}),
+    (3, 4, SMALL, 1, 1, {}),
+    (3, 2, {}, 0, 2, {}),
+    (0, 1, {}, 3, 4, {}),
+    full(1, 3, {}, 2, 2, OFFLOAD),
+    full(1, 4, ROUND, 1, 2, OFFLOAD),
+    full(2, 3, ROUND, 3, 4, OFFLOAD),
+    full(2, 1, {}, 1, 4, ROUND),
+    full(3, 3, OFFLOAD, 2, 3, ROUND),
+    full(3, 1, SMALL, 3, 2, {}),
+    full(0, 4, {}, 2, 3, {}),
+]
+HALF = each_value(
+    (stage, 2, {}, to_stage, 3, {}, {"precision": precision})
+    for stage, to_stage in [(3, 0), (0, 1), (1, 2), (2, 3)]
+    for precision in ("bf16", "fp16")
+)
+OTHERS = [
+    (3, 4, {}, 1, 2, {}, {"params": NORMUON, "kind": "mixed"}),
+    (0, 2, {}, 3, 4, {}, {"params": NORMUON, "kind": "mixed"}),
+    full(2, 2, {}, 0, 1, {}, {"params": NORMUON, "kind": "mixed"}),
+    (3, 4, {}, 2, 3, {}, {"kind": "wide"}),
+    *(full(3, 4, {}, 2, 3, {}, {"kind": kind}) for kind in ("single", "unused")),
+]
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(CORE))
-def test_restored_exactly_at_another_topology(
-    ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
-) -> None:
-    """Into an engine that has trained: DeepSpeed keeps references to its state, which is overwritten in place."""
-    saved = ranks(size).run(save, folder=str(tmp_path), stage=stage, zero=zero)[0]
-    loaded = ranks(to_size).run(load, folder=str(tmp_path), stage=to_stage, zero=to_zero, trained=2)[0]
-    assert_equal(saved, loaded)
-    assert saved["rates"][0] > 0 and len(list(tmp_path.glob("*.safetensors"))) > 3
-
-
-CODES = {"momentum_dtype": "int8"}
-
-
 @pytest.mark.parametrize(
-    ("stage", "size", "zero", "to_stage", "to_size", "to_zero"),
+    ("stage", "size", "zero", "to_stage", "to_size", "to_zero", "settings"),
     [
-        (1, 2, ROUND, 3, 3, SMALL),
-        (2, 2, OFFLOAD, 2, 4, {}),
-        (3, 4, SMALL, 1, 1, {}),
-        (3, 2, {}, 0, 2, {}),
-        (0, 1, {}, 3, 4, {}),
-        *(
-            full(*each)
-            for each in (
-                (1, 3, {}, 2, 2, OFFLOAD),
-                (1, 4, ROUND, 1, 2, OFFLOAD),
-                (2, 3, ROUND, 3, 4, OFFLOAD),
-                (2, 1, {}, 1, 4, ROUND),
-                (3, 3, OFFLOAD, 2, 3, ROUND),
-                (3, 1, SMALL, 3, 2, {}),
-                (0, 4, {}, 2, 3, {}),
-            )
-        ),
+        *with_settings(each_value(CORE), {}),
+        *with_settings(INT8, {"params": CODES}),
+        *HALF,
+        *OTHERS,
     ],
 )
-def test_int8_momentum_at_another_topology(
-    ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
+def test_restored_exactly_at_another_topology(
+    ranks: Any,
+    tmp_path: Path,
+    stage: int,
+    size: int,
+    zero: Any,
+    to_stage: int,
+    to_size: int,
+    to_zero: Any,
+    settings: dict[str, Any],
 ) -> None:
-    """A block that neither side cuts keeps its codes and its scale; those at a cut are quantised again."""
-    arguments = {"folder": str(tmp_path), "params": CODES}
-    saved = ranks(size).run(save, stage=stage, zero=zero, **arguments)[0]
-    loaded = ranks(to_size).run(load, stage=to_stage, zero=to_zero, trained=1, **arguments)[0]
-    training.assert_same_int8_momentum(loaded, saved)
-    assert_equal(saved, {**loaded, "momentum_buffer": saved["momentum_buffer"]}, next_loss=1e-4)
-
-
-@pytest.mark.parametrize(("before", "after"), [({}, CODES), (CODES, {}), (CODES, {"momentum_dtype": "bf16"})])
-def test_momentum_of_another_dtype(ranks: Any, tmp_path: Path, before: Any, after: Any) -> None:
-    saved = ranks(2).run(save, folder=str(tmp_path), stage=1, params=before)[0]
-    loaded = ranks(3).run(load, folder=str(tmp_path), stage=3, params=after)[0]
-    for name, value in saved["momentum_buffer"].items():
-        expected = in_8_bits(value, loaded["cuts"][name]) if after == CODES else value
-        if after not in (CODES, {}):
-            expected = value.bfloat16().double()
-        torch.testing.assert_close(loaded["momentum_buffer"][name], expected, rtol=1e-6, atol=0)
-    assert loaded["loss"] == pytest.approx(saved["loss"], rel=1e-6)
+    """Into an engine that has trained: DeepSpeed keeps references to its state, which is overwritten in place."""
+    saved = ranks(size).run(save, folder=str(tmp_path), stage=stage, zero=zero, **settings)[0]
+    arguments = {"stage": to_stage, "zero": to_zero, "trained": 2, **settings}
+    loaded = ranks(to_size).run(load, folder=str(tmp_path), **arguments)
+    for report in loaded:
+        assert_equal(saved, report, settings)
+        # The weights of the forward pass are the masters' rounding, on all ranks.
+        assert report["loss"] == loaded[0]["loss"]
+    assert saved["rates"][0] > 0
 
 
 @pytest.mark.full
@@ -117,20 +114,34 @@ def test_whole_matrix(ranks: Any, tmp_path: Path, stage: int, size: int) -> None
             assert_equal(saved, loaded)
 
 
-@pytest.mark.parametrize(
-    ("stage", "to_stage", "precision"),
-    each_value(
-        (*way, precision) for way in [(3, 0), (0, 1), (1, 2), (2, 3)] for precision in ("bf16", "fp16")
-    ),
-)
-def test_half_precision(ranks: Any, tmp_path: Path, precision: str, stage: int, to_stage: int) -> None:
-    """Masters are exact, and the weights of the forward pass are their rounding, on all ranks."""
-    settings = {"precision": precision}
-    saved = ranks(2).run(save, folder=str(tmp_path), stage=stage, **settings)[0]
-    loaded = ranks(3).run(load, folder=str(tmp_path), stage=to_stage, **settings)
-    for one in loaded:
-        assert_equal(saved, one, next_loss=NEXT_LOSS_HALF)
-        assert one["loss"] == loaded[0]["loss"]
+@pytest.mark.parametrize(("before", "after"), [({}, CODES), (CODES, {}), (CODES, {"momentum_dtype": "bf16"})])
+def test_momentum_of_another_dtype(ranks: Any, tmp_path: Path, before: Any, after: Any) -> None:
+    saved = ranks(2).run(save, folder=str(tmp_path), stage=1, params=before)[0]
+    loaded = ranks(3).run(load, folder=str(tmp_path), stage=3, params=after)[0]
+    for name, value in saved["momentum_buffer"].items():
+        expected = in_8_bits(value, loaded["cuts"][name]) if after == CODES else value
+        if after not in (CODES, {}):
+            expected = value.bfloat16().double()
+        torch.testing.assert_close(loaded["momentum_buffer"][name], expected, rtol=1e-6, atol=0)
+    assert loaded["loss"] == pytest.approx(saved["loss"], rel=1e-6)
+
+
+def load_and_listen(rank: int, world_size: int, **arguments: Any) -> dict[str, Any]:
+    log = training.heard()
+    return {**load(rank, world_size, **arguments), "log": log}
+
+
+def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
+    """Without row moments NorMuon starts them from zero, and says so; with them Muon drops them, and says so."""
+    folders = [{"folder": str(tmp_path / name)} for name in ("muon", "normuon")]
+    for folder, params in zip(folders, ({}, NORMUON), strict=True):
+        ranks(2).run(save, stage=1, params=params, **folder)
+    result = ranks(2).run(load_and_listen, stage=3, params=NORMUON, trained=1, **folders[0])[0]
+    assert result["rows"].keys() == MATRICES["toy"]
+    assert not any(rows.any() for rows in result["rows"].values())
+    assert any("start anew" in line for line in result["log"])
+    result = ranks(2).run(load_and_listen, stage=3, **folders[1])[0]
+    assert not result["rows"] and any("are dropped" in line for line in result["log"])
 
 
 def test_before_the_first_step(ranks: Any, tmp_path: Path) -> None:
@@ -140,84 +151,31 @@ def test_before_the_first_step(ranks: Any, tmp_path: Path) -> None:
     assert_equal(saved, loaded)
 
 
-@pytest.mark.parametrize("kind", ["wide", *(full(kind) for kind in ("single", "unused"))])
-def test_awkward_models(ranks: Any, tmp_path: Path, kind: str) -> None:
-    saved = ranks(4).run(save, folder=str(tmp_path), stage=3, kind=kind)[0]
-    loaded = ranks(3).run(load, folder=str(tmp_path), stage=2, kind=kind)[0]
-    assert_equal(saved, loaded)
-
-
 def test_saving_again_replaces_the_old_files(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(save, folder=str(tmp_path), stage=1)
     before = set(load_index(tmp_path).files)
     saved = ranks(3).run(save, folder=str(tmp_path), stage=3, steps=3)[0]
     index = load_index(tmp_path)
-    assert not before & set(index.files)
+    assert not before & set(index.files) and len(index.files) > 3
     assert {path.name for path in tmp_path.iterdir()} == {"muon_index.json", *index.files}
     assert {n for n, r in index.parameters.items() if r.algorithm == "muon"} == MATRICES["toy"]
     assert index.progress.global_steps == 3 and index.groups[0]["momentum"] == 0.95
-    # Plain safetensors with true shapes.
-    tensors = tensors_of(tmp_path)
-    for key in ("fp32", "momentum_buffer"):
-        for name, expected in saved[key].items():
-            assert torch.equal(tensors[f"{key}/{name}"].double(), expected), (key, name)
+    assert_tensors(tmp_path, saved)
     assert_equal(saved, ranks(2).run(load, folder=str(tmp_path), stage=2, steps=3)[0])
 
 
-# Consolidating weights of other strides (``channels_last``, stage 0) ended in a RuntimeError of ``view``.
+def assert_tensors(folder: Path, saved: dict[str, Any]) -> None:
+    """Fail unless a set holds masters and momentum in plain safetensors with true shapes."""
+    tensors = tensors_of(folder)
+    for key in ("fp32", "momentum_buffer"):
+        for name, expected in saved[key].items():
+            assert torch.equal(tensors[f"{key}/{name}"].double(), expected), (key, name)
 
 
-class Filters(nn.Module):
-    """Two convolutions, one of them AdamW's, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 8, 3)
-        self.grouped = nn.Conv2d(8, 8, 3, groups=2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.grouped(self.conv(x).relu()).pow(2).mean()
-
-
-def engine_of(seed: int) -> Any:
-    torch.manual_seed(seed)
-    model = Filters()
-    engine = training.initialize(
-        model, training.ds_config(0), model_parameters=list(model.named_parameters())
-    )
-    model.to(memory_format=torch.channels_last)  # DeepSpeed does not broadcast weights of such strides
-    assert not model.conv.weight.is_contiguous()
-    return engine
-
-
-def train(engine: Any, step: int) -> None:
-    torch.manual_seed(100 + step)
-    engine.backward(engine(torch.randn(2, 4, 6, 6)))
-    engine.step()
-
-
-def save_and_continue(rank: int, world_size: int, *, folder: str) -> list[str]:
-    """Save after two steps and continue in a new engine; return what differs there, then and one step later."""
-    first, second = engine_of(0), engine_of(1)
-    for step in range(2):
-        train(first, step)
-    consolidate(first, folder)
-    for name, param in first.module.named_parameters():
-        source = ConsolidatedSource(folder)
-        saved = source.read(name, "fp32", 0, param.numel())
-        source.close()
-        assert torch.equal(saved, param.detach().reshape(-1)), name
-    train(second, 0)  # so that the restored state takes the place of another one
-    strides = [param.stride() for param in second.module.parameters()]
-    restore(second, folder)
-    found = differences(snapshot(first), snapshot(second))
-    for engine in (first, second):
-        train(engine, 2)
-    found += differences(snapshot(first), snapshot(second))
-    assert [param.stride() for param in second.module.parameters()] == strides
-    return found
-
-
-@pytest.mark.parametrize("count", [full(1), 2])
-def test_saved_and_restored_in_row_major_order(ranks: Any, tmp_path: Path, count: int) -> None:
-    assert ranks(count).run(save_and_continue, folder=str(tmp_path / "set")) == [[]] * count
+@pytest.mark.parametrize("size", [full(1), 2])
+def test_weights_of_other_strides(ranks: Any, tmp_path: Path, size: int) -> None:
+    """Consolidating weights in ``channels_last`` (stage 0) ended in a RuntimeError of ``view``."""
+    arguments = {"folder": str(tmp_path), "stage": 0, "kind": "convolutions", "channels_last": True}
+    saved = ranks(size).run(save, **arguments)[0]
+    assert_tensors(tmp_path, saved)
+    assert_equal(saved, ranks(size).run(load, trained=1, **arguments)[0])

@@ -16,23 +16,27 @@ from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal
-from tests.support import training
 from tests.support.checkpoints import (
-    NEXT_LOSS_HALF,
+    CODES,
+    INDEX,
+    NORMUON,
     PERSISTENT,
     ROUND,
     SMALL,
     assert_equal,
     converter_options,
+    edit,
     engine_for,
     load,
     report_and_go_on,
     save_other,
     save_ours,
     tensors_of,
+    trained_for,
 )
 from tests.support.models import MATRICES, build
-from tests.support.thinning import each_value, full
+from tests.support.snapshots import attempted
+from tests.support.thinning import each_value, full, with_settings
 from tests.support.training import OFFLOAD
 
 
@@ -48,11 +52,13 @@ def ours(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int,
     return saved
 
 
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
 def load_universal(
     rank: int, world_size: int, *, folder: str, stage: int, schedule: bool = True, **settings: Any
 ) -> Any:
-    settings["extra"] = {"checkpoint": {"load_universal": True}}
-    engine = engine_for(stage, seed=7, **settings)
+    engine = engine_for(stage, seed=7, extra=UNIVERSAL, **settings)
     path, _ = engine.load_checkpoint(folder, load_lr_scheduler_states=schedule)
     assert path is not None
     return report_and_go_on(engine, 2, rank, world_size)
@@ -68,24 +74,47 @@ CORE = [
     (2, 4, ROUND, 2, 3, ROUND),
     (3, 3, OFFLOAD, 3, 1, OFFLOAD),
 ]
+SETTINGS = [
+    (0, 2, {}, 3, 3, {}, {"precision": "bf16"}),
+    full(0, 2, {}, 3, 3, {}, {"precision": "fp16"}),
+    full(3, 2, {}, 2, 3, {}, {"precision": "bf16"}),
+    (3, 2, {}, 2, 3, {}, {"precision": "fp16"}),
+    (3, 4, {}, 2, 2, {}, {"params": NORMUON}),
+    (3, 4, {}, 2, 2, {}, {"params": NORMUON | CODES}),
+]
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(("stage", "size", "zero", "to_stage", "to_size", "to_zero"), each_value(CORE))
+@pytest.mark.parametrize(
+    ("stage", "size", "zero", "to_stage", "to_size", "to_zero", "settings"),
+    [*with_settings(each_value(CORE), {}), *SETTINGS],
+)
 def test_universal_and_offline_consolidation(
-    ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, to_stage: int, to_size: int, to_zero: Any
+    ranks: Any,
+    tmp_path: Path,
+    stage: int,
+    size: int,
+    zero: Any,
+    to_stage: int,
+    to_size: int,
+    to_zero: Any,
+    settings: dict[str, Any],
 ) -> None:
-    saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero)[0]
+    arguments = {"folder": str(tmp_path / "saved"), "stage": stage, "zero": zero, **settings}
+    saved = ranks(size).run(save_ours, **arguments)[0]
     convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "universal" / "step2")
-    arguments = {"folder": str(tmp_path / "universal"), "stage": to_stage, "zero": to_zero}
-    assert_equal(saved, ranks(to_size).run(load_universal, **arguments)[0])
     consolidate_files(tmp_path / "saved", tmp_path / "set", shard_bytes=4000)
     index = load_index(tmp_path / "set")
     assert index.source["optimizer"] == "deepspeed_muon" and index.source["zero_stage"] == stage
     assert index.source["world_size"] == size
     assert not index.lossy
-    arguments = {"stage": to_stage, "zero": to_zero} if to_stage != stage else {"stage": 0}
-    assert_equal(saved, ranks(to_size).run(load, folder=str(tmp_path / "set"), **arguments)[0])
+    to = {"stage": to_stage, "zero": to_zero, **settings}
+    universal = ranks(to_size).run(load_universal, folder=str(tmp_path / "universal"), **to)
+    to |= {} if to_stage != stage else {"stage": 0, "zero": {}}
+    for reports in (universal, ranks(to_size).run(load, folder=str(tmp_path / "set"), **to)):
+        for report in reports:
+            assert_equal(saved, report, settings)
+            assert report["loss"] == reports[0]["loss"]
 
 
 @pytest.mark.full
@@ -104,21 +133,6 @@ def test_whole_universal_matrix(ranks: Any, tmp_path: Path, stage: int, size: in
             assert_equal(saved, loaded[0])
 
 
-@pytest.mark.parametrize(
-    ("stage", "to_stage", "precision"),
-    each_value((*way, precision) for way in [(0, 3), (3, 2)] for precision in ("bf16", "fp16")),
-)
-def test_universal_in_half_precision(
-    ranks: Any, tmp_path: Path, precision: str, stage: int, to_stage: int
-) -> None:
-    saved = ranks(2).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, precision=precision)[0]
-    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
-    loaded = ranks(3).run(load_universal, folder=str(tmp_path), stage=to_stage, precision=precision)
-    for one in loaded:
-        assert_equal(saved, one, next_loss=NEXT_LOSS_HALF)
-        assert one["loss"] == loaded[0]["loss"]
-
-
 def test_deepspeeds_converter_is_told_apart(ours: Any, tmp_path: Path) -> None:
     """``ds_to_universal.main`` of a process that imported this package names the command for our checkpoints."""
     from deepspeed.checkpoint import ds_to_universal
@@ -130,8 +144,12 @@ def test_deepspeeds_converter_is_told_apart(ours: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "step2").exists()
 
 
-def refused_universal(rank: int, world_size: int, **arguments: Any) -> str:
-    return training.refusal(lambda: load_universal(rank, world_size, **arguments), CheckpointError)
+def refused_universal(rank: int, world_size: int, *, folder: str, stage: int, **settings: Any) -> str:
+    """Return why a load was refused, after making sure that it changed nothing."""
+    engine = trained_for(rank, world_size, stage, 1, seed=7, extra=UNIVERSAL, **settings)
+    message, changed = attempted(engine, lambda: engine.load_checkpoint(folder))
+    assert not changed
+    return message
 
 
 def damaged_universal(ranks: Any, folder: Path, *needles: str, stage: int = 3, **arguments: Any) -> None:
@@ -156,6 +174,9 @@ def test_damaged_universal_checkpoints(ranks: Any, ours: Any, tmp_path: Path) ->
     file.write_bytes(content)
     damaged_universal(ranks, tmp_path, "idle.weight is not in the checkpoint", kind="unused")
     damaged_universal(ranks, tmp_path, "goes to adamw", params={"exclude": ["blocks.1.*"]})
+    for number, wrong in enumerate(("x", {"cur_scale": "x"}, {"cur_iter": -3})):
+        edit(folder / INDEX, lambda content, wrong=wrong: content["progress"].update(loss_scale=wrong))
+        damaged_universal(ranks, tmp_path, INDEX, "loss_scale", stage=1 + number)
     with pytest.raises(CheckpointError, match="already holds something"):
         convert_to_universal(source / "global_step2", tmp_path / "step2")
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,10 @@ BATCHES = 12
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
-# The restored weights are equal, so the loss before the next step is too. In that step gradients are summed over other
-# ranks and rows in another order: 2^-24 relative for each of some additions, enlarged by Newton-Schulz where singular
-# values are small. The weights then differ in their last bits, which a loss of some hundred terms averages. Measured
-# over the trimmed set: at most 1.6e-8, and 1.3e-5 with half-precision gradients and forward passes.
-NEXT_LOSS = 1e-7
+CODES = {"momentum_dtype": "int8"}
 
 
-NEXT_LOSS_HALF = 1e-3
+NORMUON = {"variant": "normuon"}
 
 
 def converter_options(source: Path, target: Path, *, missing_state: bool = True) -> types.SimpleNamespace:
@@ -85,6 +81,7 @@ def report(engine: Any) -> dict[str, Any]:
         "steps": sorted({int(s["step"]) for s in engine.basic_optimizer.state.values() if "step" in s}),
         "global_steps": engine.global_steps,
         "cuts": training.cuts_of(engine),
+        "rows": training.full_rows(engine),
     }
 
 
@@ -97,14 +94,21 @@ def probe(engine: Any) -> float:
     return loss
 
 
-def engine_for(stage: int, *, seed: int, kind: str = "toy", **settings: Any) -> Any:
+def engine_for(
+    stage: int, *, seed: int, kind: str = "toy", channels_last: bool = False, **settings: Any
+) -> Any:
     config = training.ds_config(stage, clipping=0.5, **settings)
     warmup = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 8, "warmup_type": "linear"},
     }
     config.setdefault("scheduler", warmup)
-    return training.make_engine(config, kind, seed=seed)
+    engine = training.make_engine(config, kind, seed=seed)
+    for param in engine.module.parameters() if channels_last else ():
+        if param.ndim == 4:  # now, since DeepSpeed does not broadcast weights of such strides
+            param.data = param.data.to(memory_format=torch.channels_last)
+            assert not param.is_contiguous()
+    return engine
 
 
 def train_step(engine: Any, step: int, rank: int, world_size: int) -> None:
@@ -152,12 +156,29 @@ def load(
     return report_and_go_on(engine, steps, rank, world_size)
 
 
-def assert_equal(saved: dict[str, Any], loaded: dict[str, Any], *, next_loss: float = NEXT_LOSS) -> None:
-    # Before the first step there is no state.
-    training.assert_same_bits(loaded, saved, "fp32", *(key for key in STATES if saved[key] or loaded[key]))
+# The restored weights are equal, so the loss before the next step is too. In that step gradients are summed over other
+# ranks and rows in another order: 2^-24 relative for each of some additions, enlarged by Newton-Schulz where singular
+# values are small. The weights then differ in their last bits, which a loss of some hundred terms averages. Measured
+# over the trimmed set: at most 1.6e-8, and 1.3e-5 with half-precision gradients and forward passes.
+NEXT_LOSS, NEXT_LOSS_HALF, NEXT_LOSS_INT8 = 1e-7, 1e-3, 1e-4
+
+
+def assert_equal(
+    saved: dict[str, Any], loaded: dict[str, Any], settings: Mapping[str, Any] | None = None
+) -> None:
+    """Compare what was saved with what was loaded into an engine with the same ``settings``."""
+    is_int8 = (settings or {}).get("params", {}).get("momentum_dtype") == "int8"
+    is_half = "precision" in (settings or {})
+    if is_int8:
+        training.assert_same_int8_momentum(loaded, saved)
+        loaded = {**loaded, "momentum_buffer": saved["momentum_buffer"]}
+    # Before the first step there is no state, and rows are a variant's.
+    keys = (key for key in (*STATES, "rows") if saved[key] or loaded[key])
+    training.assert_same_bits(loaded, saved, "fp32", *keys)
     for key in ("rates", "steps", "global_steps"):
         assert saved[key] == loaded[key], key
     assert loaded["loss"] == pytest.approx(saved["loss"], rel=1e-6)
+    next_loss = NEXT_LOSS_HALF if is_half else NEXT_LOSS_INT8 if is_int8 else NEXT_LOSS
     assert loaded["next_loss"] == pytest.approx(saved["next_loss"], rel=next_loss)
 
 

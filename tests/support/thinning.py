@@ -28,6 +28,11 @@ def usual(cases: Iterable[Any], core: Container[Any], *, compat: Container[Any] 
     return params
 
 
+def with_settings(cases: Iterable[Any], *settings: Any) -> list[Any]:
+    """Return the cases, tuples or ``pytest.param``, with further values behind those of each; marks stay."""
+    return [pytest.param(*param.values, *settings, marks=param.marks) for param in _params(cases)]
+
+
 def each_value(cases: Iterable[Any]) -> list[Any]:
     """Keep cases in which every value of every parameter is there; greedily, the first of equals."""
     return _thinned(cases, 1)
@@ -45,7 +50,7 @@ def triples(cases: Iterable[Any]) -> list[Any]:
 
 def _thinned(cases: Iterable[Any], size: int) -> list[Any]:
     """Return the cases, tuples or ``pytest.param``, as the latter; their marks stay."""
-    params = [case if hasattr(case, "marks") else pytest.param(*case) for case in cases]
+    params = _params(cases)
     of_params = [_combinations(param.values, size) for param in params]
     missing = set().union(*of_params)
     core_numbers = set()
@@ -59,6 +64,10 @@ def _thinned(cases: Iterable[Any], size: int) -> list[Any]:
         else pytest.param(*param.values, marks=[*param.marks, pytest.mark.full])
         for number, param in enumerate(params)
     ]
+
+
+def _params(cases: Iterable[Any]) -> list[Any]:
+    return [case if hasattr(case, "marks") else pytest.param(*case) for case in cases]
 
 
 def _combinations(case: tuple[Any, ...], size: int) -> set[_Values]:
