@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import operator
 import os
 import shutil
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.index import CheckpointIndex, sealed_json
+from deepspeed_muon.checkpoint.index import sealed_json
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
@@ -47,45 +49,39 @@ VALUES = st.one_of(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def positions(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of everything inside a document."""
-    found = [path] if path else []
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, entry in inside:
-        found += places(entry, (*path, key))
-    return found
+    below = [position for key, entry in inside for position in positions(entry, (*path, key))]
+    return [path, *below] if path else below
 
 
 def mutate(document: Any, data: st.DataObject) -> Any:
     """Return a document with one or two values replaced, dropped, doubled or moved."""
     document = copy.deepcopy(document)
     for _ in range(data.draw(st.integers(1, 2))):
-        path = data.draw(st.sampled_from(places(document)))
-        parent = document
-        for key in path[:-1]:
-            parent = parent[key]
-        action = data.draw(
-            st.sampled_from(["replace", "replace", "replace", "nudge", "drop", "double", "swap"])
-        )
-        value = parent[path[-1]]
-        if action == "nudge" and isinstance(value, (int, float)) and not isinstance(value, bool):
-            parent[path[-1]] = value + data.draw(st.sampled_from([-1, 1, 0.5, -value * 2]))
-        elif action == "drop":
-            del parent[path[-1]]
-        elif action == "double":
-            if isinstance(parent, list):
-                parent.append(copy.deepcopy(value))
-            else:
-                parent[data.draw(st.sampled_from([f"{path[-1]}x", *map(str, parent)]))] = copy.deepcopy(value)
-        elif action == "swap" and len(parent) > 1:
-            other = data.draw(
-                st.sampled_from(list(parent) if isinstance(parent, dict) else range(len(parent)))
-            )
-            parent[path[-1]], parent[other] = parent[other], value
-        else:
-            parent[path[-1]] = data.draw(VALUES)
-        if not places(document):
+        if not (inside := positions(document)):
             break
+        *above, last = data.draw(st.sampled_from(inside))
+        parent = reduce(operator.getitem, above, document)
+        keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+        value = parent[last]
+        match data.draw(
+            st.sampled_from(["replace", "replace", "replace", "nudge", "drop", "double", "swap"])
+        ):
+            case "nudge" if isinstance(value, (int, float)) and not isinstance(value, bool):
+                parent[last] = value + data.draw(st.sampled_from([-1, 1, 0.5, -value * 2]))
+            case "drop":
+                del parent[last]
+            case "double" if isinstance(parent, list):
+                parent.append(copy.deepcopy(value))
+            case "double":
+                parent[data.draw(st.sampled_from([f"{last}x", *map(str, keys)]))] = copy.deepcopy(value)
+            case "swap" if len(parent) > 1:
+                second = data.draw(st.sampled_from(keys))
+                parent[last], parent[second] = parent[second], value
+            case _:
+                parent[last] = data.draw(VALUES)
     return document
 
 
@@ -133,15 +129,6 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def same_state(found: CheckpointIndex, good: CheckpointIndex) -> None:
-    """Fail unless every parameter's record says where and what the saved one says."""
-    assert found.parameters.keys() == good.parameters.keys()
-    for name, record in found.parameters.items():
-        kept = good.parameters[name]
-        assert (record.shape, record.algorithm, record.tensors) == (kept.shape, kept.algorithm, kept.tensors)
-    assert found.files == good.files
-
-
 @pytest.mark.parametrize("count", [30, full(700)])
 def test_layout_records(saved: Path, tmp_path: Path, count: int) -> None:
     """A record that is accepted describes each element once, inside of the partitions; consolidation verifies."""
@@ -180,87 +167,61 @@ def test_layout_records(saved: Path, tmp_path: Path, count: int) -> None:
     assert accepted < count / 2
 
 
-def loaded_mutants(
-    engine: Any, path: Path, load: Callable[[], Any], accept: Callable[[], None], count: int, number: int
-) -> list[str]:
-    """Load mutants of a document; return what was wrong: another error, or an engine that a refused one changed.
-
-    Args:
-        engine: Trained for a step; destroyed at the end.
-        path: The document, restored at the end.
-        load: Load what the document belongs to.
-        accept: Check what a mutant that was loaded left.
-        count: Number of mutants.
-        number: Of the seed.
-    """
-    text = path.read_bytes()
-    document = json.loads(text)
-    before = snapshot(engine)
+def loaded_mutants(rank: int, world_size: int, *, folder: str, kind: str, count: int) -> list[str]:
+    """Load mutants of an index; return what was wrong: another error, or an engine that a refused one changed."""
+    is_set = kind == "set"
+    extra = None if is_set else {"checkpoint": {"load_universal": True}}
+    engine = training.make_engine(training.ds_config(2, precision="fp16", extra=extra), seed=7)
+    training.run_step(engine, 0, rank, world_size, 1)
+    path = Path(folder, "set" if is_set else "universal/step/zero", INDEX)
+    text, good = path.read_bytes(), verify_folder(path.parent)
     wrong: list[str] = []
     tally = {"refused": 0, "loaded": 0}
 
+    def load() -> dict[str, Any]:
+        if is_set:
+            restore(engine, path.parent)
+        else:
+            engine.load_checkpoint(os.path.join(folder, "universal"))
+        tally["loaded"] += 1
+        if is_set:
+            # Every parameter's record says where and what the saved one says.
+            index = verify_folder(path.parent)
+            assert index.parameters.keys() == good.parameters.keys() and index.files == good.files
+            for name, record in index.parameters.items():
+                for field in ("shape", "algorithm", "tensors"):
+                    assert getattr(record, field) == getattr(good.parameters[name], field)
+            for group in engine.basic_optimizer.param_groups:
+                assert 0 <= group["lr"] < math.inf and 0 <= group["momentum"] < 1 and group["eps"] > 0
+        assert float(engine.optimizer.loss_scale) > 0 and engine.global_steps >= 0
+        return snapshot(engine)
+
+    # As it was: so few mutants are admissible that all of a short run may be refused.
+    before = load()
+
     def check(data: st.DataObject) -> None:
         nonlocal before
-        mutated = as_text(mutate(document, data), data)
+        mutated = as_text(mutate(json.loads(text), data), data)
         path.write_bytes(mutated)
         try:
-            load()
+            before = load()
         except CheckpointError:
             tally["refused"] += 1
             changed = differences(before, snapshot(engine))
             wrong.extend(f"{changed} by {mutated[-300:]!r}" for _ in changed[:1])
-            return
         except Exception as error:
             wrong.append(f"{type(error).__name__}: {error}")
-            return
-        tally["loaded"] += 1
-        accept()
-        assert float(engine.optimizer.loss_scale) > 0 and engine.global_steps >= 0
-        before = snapshot(engine)
 
     try:
-        # As it was: so few mutants are admissible that all of a short run may be refused.
-        load()
-        tally["loaded"] += 1
-        accept()
-        before = snapshot(engine)
-        fuzz(check, count, number)
+        fuzz(check, count, 3 if is_set else 4)
     finally:
         path.write_bytes(text)
         engine.destroy()
     return [*wrong, *([] if min(tally.values()) else [f"one-sided: {tally}"])]
 
 
-def restored(rank: int, world_size: int, *, folder: str, count: int) -> list[str]:
-    """Restore mutated sets."""
-    engine = training.make_engine(training.ds_config(2, precision="fp16"), seed=7)
-    training.run_step(engine, 0, rank, world_size, 1)
-    path = Path(folder, "set", INDEX)
-    good = verify_folder(path.parent)
-
-    def accept() -> None:
-        same_state(verify_folder(path.parent), good)
-        for group in engine.basic_optimizer.param_groups:
-            assert 0 <= group["lr"] < math.inf and 0 <= group["momentum"] < 1 and group["eps"] > 0
-
-    return loaded_mutants(engine, path, lambda: restore(engine, path.parent), accept, count, 3)
-
-
-@pytest.mark.parametrize("count", [30, full(400)])
-def test_restores_from_mutated_indexes(ranks: Any, saved: Path, count: int) -> None:
-    assert ranks(1).run(restored, folder=str(saved), count=count) == [[]]
-
-
-def restored_universal(rank: int, world_size: int, *, folder: str, count: int) -> list[str]:
-    """Load mutated universal checkpoints."""
-    extra = {"checkpoint": {"load_universal": True}}
-    engine = training.make_engine(training.ds_config(2, precision="fp16", extra=extra), seed=7)
-    training.run_step(engine, 0, rank, world_size, 1)
-    path = Path(folder, "universal", "step", "zero", INDEX)
-    place = os.path.join(folder, "universal")
-    return loaded_mutants(engine, path, lambda: engine.load_checkpoint(place), lambda: None, count, 4)
-
-
-@pytest.mark.parametrize("count", [40, full(200)])
-def test_loads_of_mutated_universal_metadata(ranks: Any, saved: Path, count: int) -> None:
-    assert ranks(1).run(restored_universal, folder=str(saved), count=count) == [[]]
+@pytest.mark.parametrize(
+    ("kind", "count"), [("set", 30), full("set", 400), ("universal", 40), full("universal", 200)]
+)
+def test_loads_of_mutated_indexes(ranks: Any, saved: Path, kind: str, count: int) -> None:
+    assert ranks(1).run(loaded_mutants, folder=str(saved), kind=kind, count=count) == [[]]

@@ -6,15 +6,15 @@ a job's limit counts them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from deepspeed_muon.checkpoint import consolidate, restore
@@ -23,7 +23,7 @@ from tests.support import tensor_parallel, training
 
 MEGABYTE = 2**20
 # Few inputs, so that the iteration is short.
-INPUTS, OUTPUTS, MATRICES, EXPERTS = 128, 8192, 24, 4
+INPUTS, OUTPUTS, MATRICES = 128, 8192, 24
 MATRIX = INPUTS * OUTPUTS * 4 / MEGABYTE
 # Masters and momentum.
 STATE = 2 * MATRICES * MATRIX
@@ -59,127 +59,103 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-class Experts(nn.Module):
-    """A mixture of experts with as many matrices."""
+@contextlib.contextmanager
+def watched_memory() -> Iterator[dict[str, float]]:
+    """Yield what is the largest growth of memory at the end, in MB: ``anonymous``, and ``mapped`` pages of files."""
+    ctypes.CDLL(None).malloc_trim(0)
+    before, is_over = resident(), threading.Event()
+    peak = dict.fromkeys(before, 0.0)
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        expert = nn.Sequential(*(Wide() for _ in range(MATRICES // EXPERTS)))
-        self.moe = MoE(
-            INPUTS, expert, num_experts=EXPERTS, ep_size=size, k=1, drop_tokens=False, use_rts=False
-        )
+    def watch() -> None:
+        while not is_over.wait(0.0005):
+            peak.update({kind: max(peak[kind], now - before[kind]) for kind, now in resident().items()})
 
-    def forward(self, x: Tensor) -> Tensor:
-        out, loss, _ = self.moe(x)
-        return out.square().mean() + 0.01 * loss
-
-
-class Peak:
-    """The largest growth of memory while it is entered, in MB: anonymous memory, and pages of mapped files."""
-
-    def __enter__(self) -> Peak:
-        ctypes.CDLL(None).malloc_trim(0)
-        self.start, self._ends = resident(), False
-        self.largest = [0.0 for _ in self.start]
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ends:
-            growth = [now - before for now, before in zip(resident(), self.start, strict=True)]
-            self.largest = list(map(max, self.largest, growth))
-            time.sleep(0.0005)
-
-    def __exit__(self, *_: object) -> None:
-        self._ends = True
-        self._thread.join()
-
-    def found(self) -> dict[str, float]:
-        return dict(zip(("peak", "mapped"), self.largest, strict=True))
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        thread.join()
 
 
-def resident() -> list[float]:
+def resident() -> dict[str, float]:
     with open("/proc/self/status") as file:
-        lines = [line.split() for line in file if line.startswith(("RssAnon", "RssFile"))]
-    return [int(number) / 1024 for _, number, _ in lines]
+        sizes = dict(line.split(":") for line in file)
+    kinds = {"anonymous": "RssAnon", "mapped": "RssFile"}
+    return {kind: int(sizes[key].split()[0]) / 1024 for kind, key in kinds.items()}
 
 
 def start(world_size: int, rank: int, kind: str, stage: int) -> Any:
     config = training.ds_config(stage, params={"ns_dtype": "fp32"})
     torch.manual_seed(0)
     mpu = tensor_parallel.Mpu(2) if kind == "tensor" else None
-    model = Experts(2) if kind == "experts" else Layers(mpu and mpu.tensor)
-    return training.initialize(model, config, mpu=mpu)
+    return training.initialize(Layers(mpu and mpu.tensor), config, mpu=mpu)
 
 
-def save_or_load(
-    rank: int, world_size: int, *, folder: str, kind: str, stage: int, save: bool
-) -> dict[str, float]:
-    """Train a step and save, or restore into an engine that has not trained; return what that took, in MB."""
+def trained(world_size: int, rank: int, kind: str, stage: int) -> Any:
     engine = start(world_size, rank, kind, stage)
-    if save:
-        engine.backward(engine(torch.randn(4, INPUTS)))
-        engine.step()
-    with Peak() as peak:
-        if save:
-            consolidate(engine, folder)
-        else:
-            restore(engine, folder)
+    engine.backward(engine(torch.randn(4, INPUTS)))
+    engine.step()
+    return engine
+
+
+def saved(rank: int, world_size: int, *, folder: str, kind: str, stage: int) -> dict[str, float]:
+    """Train a step and save; return what the save took, in MB."""
+    engine = trained(world_size, rank, kind, stage)
+    with watched_memory() as peak:
+        consolidate(engine, folder)
+    return peak
+
+
+def restored(rank: int, world_size: int, *, folder: str, kind: str, stage: int) -> dict[str, float]:
+    """Restore into an engine that has not trained; return what that took, in MB, and the state that began to exist."""
+    engine = start(world_size, rank, kind, stage)
+    with watched_memory() as peak:
+        restore(engine, folder)
     state_bytes = sum(training.state_bytes(engine.basic_optimizer.state).values())
-    return {**peak.found(), "state": state_bytes / MEGABYTE}
+    return {**peak, "state": state_bytes / MEGABYTE}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "stage", "to_kind", "to_stage"),
-    [
-        ("data", 3, "data", 1),
-        ("data", 1, "tensor", 1),
-        ("tensor", 2, "data", 3),
-        ("experts", 1, "experts", 2),
-    ],
+    [("data", 3, "data", 1), ("data", 1, "tensor", 1), ("tensor", 2, "data", 3)],
 )
 def test_no_rank_holds_more_than_its_share(
-    ranks: Any, tmp_path: Path, kind: str, stage: int, to_kind: str, to_stage: int, record_property: Any
+    ranks: Any, tmp_path: Path, kind: str, stage: int, to_kind: str, to_stage: int
 ) -> None:
     """Momentum is 24 MB of a rank; the whole state is 192 MB, the weights are 96 MB."""
-    folder = str(tmp_path / "set")
-    saved = ranks(4).run(save_or_load, folder=folder, kind=kind, stage=stage, save=True)
-    loaded = ranks(4).run(save_or_load, folder=folder, kind=to_kind, stage=to_stage, save=False)
-    record_property("megabytes", {"whole state": STATE, "saving": saved, "restoring": loaded})
-    print(f"whole state {STATE:.0f} MB; saving: {saved}; restoring: {loaded}")
-    for found in saved:
-        assert found["peak"] <= MATRIX + PIECES, found
-    for found in loaded:
+    saving = ranks(4).run(saved, folder=str(tmp_path), kind=kind, stage=stage)
+    restoring = ranks(4).run(restored, folder=str(tmp_path), kind=to_kind, stage=to_stage)
+    print(f"whole state {STATE:.0f} MB; saving: {saving}; restoring: {restoring}")
+    for peak in saving:
+        assert peak["anonymous"] <= MATRIX + PIECES, peak
+    for peak in restoring:
         # Momentum begins to exist.
-        assert found["peak"] <= found["state"] + BESIDE, found
-        assert found["mapped"] <= BESIDE, found
-        assert found["state"] < STATE / 3
+        assert peak["anonymous"] <= peak["state"] + BESIDE, peak
+        assert peak["mapped"] <= BESIDE, peak
+        assert peak["state"] < STATE / 3
 
 
 def save_files(rank: int, world_size: int, *, folder: str) -> None:
-    engine = start(world_size, rank, "data", 1)
-    engine.backward(engine(torch.randn(4, INPUTS)))
-    engine.step()
-    engine.save_checkpoint(folder, tag="t")
+    trained(world_size, rank, "data", 1).save_checkpoint(folder, tag="t")
 
 
 def converted(rank: int, world_size: int, *, folder: str, to: str) -> dict[str, float]:
-    with Peak() as peak:
+    with watched_memory() as peak:
         if to == "universal":
             convert_to_universal(f"{folder}/t", f"{folder}/universal/t")
         else:
             consolidate_files(folder, f"{folder}/set")
-    return peak.found()
+    return peak
 
 
 @pytest.mark.full
-def test_converting_in_one_process(ranks: Any, tmp_path: Path, record_property: Any) -> None:
+def test_converting_in_one_process(ranks: Any, tmp_path: Path) -> None:
     """The files of two ranks, each with half of 192 MB and all weights."""
     ranks(2).run(save_files, folder=str(tmp_path))
     for to in ("universal", "set"):
-        (found,) = ranks(1).run(converted, folder=str(tmp_path), to=to)
-        record_property(to, found)
-        print(to, found)
-        assert max(found.values()) <= BESIDE, found
+        (peak,) = ranks(1).run(converted, folder=str(tmp_path), to=to)
+        print(to, peak)
+        assert max(peak.values()) <= BESIDE, peak

@@ -23,6 +23,7 @@ from tests.support.comparisons import relative, within
 from tests.support.layout_records import inner_state
 from tests.support.thinning import full, usual
 from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, at
+from tests.support.training import assert_same_bits
 
 CORE: dict[str, Any] = {
     "tensor 2 to AutoTP 2": [pytest.mark.compat],
@@ -52,28 +53,19 @@ def replicas(ranks: int, topology: dict[str, Any]) -> int:
     "change",
     [pytest.param(name, marks=CORE.get(name, [pytest.mark.full])) for name in CHANGES],
 )
-def test_the_same_bits_at_another_topology(
-    ranks: Any, tmp_path: Path, change: str, record_property: Any
-) -> None:
+def test_the_same_bits_at_another_topology(ranks: Any, tmp_path: Path, change: str) -> None:
     (size, topology), (to_size, to_topology) = CHANGES[change]
     saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology))
     sets = [tmp_path / "set", tmp_path / "by_command"]
     assert cli.main(["checkpoint", "consolidate", str(tmp_path / "saved"), str(sets[1])]) == 0
-    files = [tensors_of(each) for each in sets]
-    assert files[0].keys() == files[1].keys()
-    for name, tensor in files[0].items():
-        assert torch.equal(tensor, files[1][name]), name
+    by_api, by_command = map(tensors_of, sets)
+    assert_same_bits({"set": by_api}, {"set": by_command})
     for name, tensor in saved["fp32"].items():
-        assert torch.equal(files[0][f"fp32/{name}"].double(), tensor), name
+        assert torch.equal(by_api[f"fp32/{name}"].double(), tensor), name
     assert load_index(sets[0]).parameters.keys() == saved["fp32"].keys()
     results = ranks(to_size).run(topologies.load, folders=list(map(str, sets)), topology=to_topology)
-    worst = max(
-        topologies.worst_difference(saved, topologies.together([rank[number] for rank in results]))
-        for number in range(len(sets))
-    )
-    record_property("worst difference", worst)
-    print(f"{change}: worst difference {worst:g}")
-    assert worst == 0.0
+    for number in range(len(sets)):
+        topologies.assert_same_state(topologies.together([rank[number] for rank in results]), saved)
     if replicas(size, topology) == replicas(to_size, to_topology):
         after = topologies.together([rank[-1] for rank in results])["next"]
         for name, value in saved["next"].items():
@@ -88,18 +80,18 @@ def test_universal_checkpoints(ranks: Any, tmp_path: Path, change: str) -> None:
     assert cli.main(["checkpoint", "universal", *words]) == 0
     arguments = {"folders": [str(tmp_path)], "topology": to_topology}
     loaded = ranks(to_size).run(topologies.load, by="universal", **arguments)
-    assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
+    topologies.assert_same_state(topologies.together([rank[0] for rank in loaded]), saved)
 
 
 @pytest.mark.parametrize("change", ["experts over 2 to 1", full("data 3 to tensor 2")])
 def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> None:
     """``consolidate_on_save`` and ``restore_from``; the run goes on as the saved one does."""
     (size, topology), (to_size, to_topology) = CHANGES[change]
-    topology, to_topology = ({**each, "stage": 1} for each in (topology, to_topology))
-    saving, loading = ({"folder": str(tmp_path)}, {"folders": [str(tmp_path / "saved")], "by": "config"})
-    saved = topologies.together(ranks(size).run(topologies.save, topology=topology, on_save=True, **saving))
-    loaded = ranks(to_size).run(topologies.load, topology=to_topology, **loading)
-    assert topologies.worst_difference(saved, topologies.together([rank[0] for rank in loaded])) == 0.0
+    saving = {"folder": str(tmp_path), "topology": {**topology, "stage": 1}, "on_save": True}
+    saved = topologies.together(ranks(size).run(topologies.save, **saving))
+    loading = {"folders": [str(tmp_path / "saved")], "topology": {**to_topology, "stage": 1}, "by": "config"}
+    loaded = ranks(to_size).run(topologies.load, **loading)
+    topologies.assert_same_state(topologies.together([rank[0] for rank in loaded]), saved)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +101,7 @@ def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> N
         full("no dimension", "marked as a shard without the dimension"),
     ],
 )
-def test_parts_that_nobody_knows_are_refused(ranks: Any, tmp_path: Path, mark: str, said: str) -> None:
+def test_shards_without_marks_are_refused(ranks: Any, tmp_path: Path, mark: str, said: str) -> None:
     """Shards that AdamW trains need no mark to train."""
     size, topology = at(2, "megatron", 1, 2, mark=mark, params=BLOCKS_BY_ADAM)
     for text in ranks(size).run(topologies.failing, folder=str(tmp_path), topology=topology):
@@ -125,28 +117,22 @@ def test_a_pipeline_without_zero(ranks: Any, tmp_path: Path, capsys: Any) -> Non
     assert "keeps its weights by layers" in capsys.readouterr().err
 
 
-def cut_parameters(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameters of which the rank of a record has a slice; all ranks have copies of the others."""
-    return [entry for entry in record["groups"][0]["parameters"] if "cut" in entry]
+def without_a_slice(record: dict[str, Any], cut: list[Any]) -> None:
+    record["groups"][0]["parameters"].remove(cut[0])
 
 
-def without_a_slice(record: dict[str, Any]) -> None:
-    record["groups"][0]["parameters"].remove(cut_parameters(record)[0])
+def other_ranges(record: dict[str, Any], cut: list[Any]) -> None:
+    for entry in cut:
+        entry["cut"][1] = [[0, stop - start] for start, stop in entry["cut"][1]]
 
 
-def other_ranges(record: dict[str, Any]) -> None:
-    for entry in cut_parameters(record):
-        dim, ranges = entry["cut"]
-        entry["cut"] = [dim, [[0, stop - start] for start, stop in ranges]]
-
-
-def no_slice(record: dict[str, Any]) -> None:
-    for entry in cut_parameters(record):
+def no_slice(record: dict[str, Any], cut: list[Any]) -> None:
+    for entry in cut:
         entry["shape"][entry["cut"][0]] = 3
 
 
 @pytest.mark.full
-def test_records_of_parts_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
+def test_records_of_shards_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
     size, topology = at(2, "megatron", 1, 2)
     ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology)
     path = sorted((tmp_path / "saved" / "t").glob("*optim_states.pt"))[-1]
@@ -154,11 +140,13 @@ def test_records_of_parts_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
     for change, said in (
         (without_a_slice, "do not make up the full tensor"),
         (other_ranges, "do not make up the full tensor"),
-        (lambda record: record["groups"][0].update(rank=7), "there are files of ranks"),
+        (lambda record, cut: record["groups"][0].update(rank=7), "there are files of ranks"),
         (no_slice, "not a slice"),
     ):
         content = torch.load(path, weights_only=False)
-        change(inner_state(content)[RECORD_KEY])
+        record = inner_state(content)[RECORD_KEY]
+        # The rank has slices of these parameters, and copies of the rest.
+        change(record, [entry for entry in record["groups"][0]["parameters"] if "cut" in entry])
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=said):
             consolidate_files(tmp_path / "saved", tmp_path / "out")

@@ -24,7 +24,7 @@ KEYS = ("fp32", *STATES)
 
 def _split_engine(world_size: int, rank: int, topology: dict[str, Any], config: dict[str, Any]) -> Any:
     """Return an engine whose weights are not those that were saved, but for constants."""
-    kind, size = topology["kind"], topology.get("size", 1)
+    kind, size = topology["kind"], topology["size"]
     mpu: Any = None
     if kind == "experts":
         model: Any = build_deepspeed(size, rank % size)
@@ -64,7 +64,7 @@ def _config(topology: dict[str, Any], params: dict[str, Any] | None) -> dict[str
 
 
 def _step(engine: Any, step: int, rank: int, world_size: int, topology: dict[str, Any]) -> None:
-    size = topology.get("size", 1)
+    size = topology["size"]
     if topology["kind"] == "pipeline":
         pipelines.run_step(engine, step, world_size // size)
     elif topology["kind"] in ("autotp", "megatron"):
@@ -75,91 +75,81 @@ def _step(engine: Any, step: int, rank: int, world_size: int, topology: dict[str
 
 
 def _fuse(model: Any, group: Any) -> None:
-    """Let each matrix that is cut consist of two parts, and give each rank its share of both."""
-    whole = dict(build("even").named_parameters())
+    """Let each matrix that is cut consist of two halves, and give each rank its share of both."""
+    full = dict(build("even").named_parameters())
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for name, param in model.named_parameters():
         if getattr(param, "tensor_model_parallel", False):
-            halves = whole[name].detach().chunk(2, param.partition_dim)
-            own = [half.chunk(size, param.partition_dim)[rank] for half in halves]
-            param.data.copy_(torch.cat(own, param.partition_dim))
-            if param.partition_dim == 0:
+            dim = param.partition_dim
+            halves = full[name].detach().chunk(2, dim)
+            param.data.copy_(torch.cat([half.chunk(size, dim)[rank] for half in halves], dim))
+            if dim == 0:
                 param.partition_sizes = (halves[0].shape[0], halves[1].shape[0])
             else:
                 param.partition_stride = 2
 
 
-def _whole(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return whole masters and states by name: all that this rank can tell."""
-    kind, size = topology["kind"], topology.get("size", 1)
-    found = {
+def _full(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Return full masters and states by name: all that this rank can tell."""
+    kind, size = topology["kind"], topology["size"]
+    tensors = {
         "fp32": training.full_masters(engine),
         **{key: training.full_states(engine, key) for key in STATES},
     }
     if kind == "experts":
         first = (rank % size) * (EXPERTS // size)
-        return {key: {global_name(n, first): v for n, v in each.items()} for key, each in found.items()}
+        return {k: {global_name(n, first): v for n, v in values.items()} for k, values in tensors.items()}
     if kind == "autoep":
         layer = engine.module.model.layers[0].mlp
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (layer.ep_rank, found))
-        shares = dict(gathered)
-        for key, each in found.items():
-            for name in each.keys() & autoep_models.STACKS:
-                each[name] = torch.cat([shares[number][key][name] for number in sorted(shares)])
-        return found
+        dist.all_gather_object(gathered, (layer.ep_rank, tensors))
+        shares = [share for _, share in sorted(dict(gathered).items())]
+        for key, values in tensors.items():
+            for name in values.keys() & autoep_models.STACKS:
+                values[name] = torch.cat([share[key][name] for share in shares])
     if kind in ("autotp", "megatron") and size > 1:
         group = deepspeed_muon.muon_optimizer(engine).runners[0].step_set.tensor_group
         gathered = [None] * size
-        dist.all_gather_object(gathered, found, group=group)
-        fused = topology.get("mark") == "fused"
-        return {
-            key: {name: _joined(name, [each[key][name] for each in gathered], fused) for name in each}
-            for key, each in found.items()
-        }
-    return found
+        dist.all_gather_object(gathered, tensors, group=group)
+        is_fused = topology.get("mark") == "fused"
+        for key, values in tensors.items():
+            for name in values:
+                values[name] = _joined(name, [share[key][name] for share in gathered], is_fused)
+    return tensors
 
 
-def _joined(name: str, shards: list[Tensor], fused: bool) -> Tensor:
-    """Return the whole of a tensor of the model "even", whose layers ``up`` and ``down`` are cut."""
+def _joined(name: str, shards: list[Tensor], is_fused: bool) -> Tensor:
+    """Return the full tensor of the model "even", whose layers ``up`` and ``down`` are cut."""
     dim = 0 if ".up." in name else 1 if ".down." in name else None
     if dim is None:
         assert all(torch.equal(shard, shards[0]) for shard in shards), name
         return shards[0]
-    parts = zip(*(shard.chunk(2 if fused else 1, dim) for shard in shards), strict=True)
-    return torch.cat([shard for part in parts for shard in part], dim)
+    halves = zip(*(shard.chunk(2 if is_fused else 1, dim) for shard in shards), strict=True)
+    return torch.cat([shard for half in halves for shard in half], dim)
 
 
 def _report(engine: Any, rank: int, topology: dict[str, Any]) -> dict[str, Any]:
     optimizer = deepspeed_muon.muon_optimizer(engine)
     return {
-        **_whole(engine, rank, topology),
+        **_full(engine, rank, topology),
         "rates": sorted({(g["algorithm"], float(g["lr"])) for g in optimizer.param_groups}),
         "steps": sorted({int(s["step"]) for s in optimizer.state.values() if "step" in s}),
         "global_steps": engine.global_steps,
     }
 
 
-def save(
-    rank: int,
-    world_size: int,
-    *,
-    folder: str,
-    topology: dict[str, Any],
-    on_save: bool = False,
-    steps: int = 2,
-) -> Any:
+def save(rank: int, world_size: int, *, folder: str, topology: dict[str, Any], on_save: bool = False) -> Any:
     """Train, save by the API into ``set`` and by DeepSpeed into ``saved``, and train one step more."""
     params = {**topology.get("params", {}), **({"consolidate_on_save": True} if on_save else {})}
     engine = _split_engine(world_size, rank, topology, _config(topology, params))
-    for step in range(steps):
+    for step in range(2):
         _step(engine, step, rank, world_size, topology)
     if not on_save:
         consolidate(engine, f"{folder}/set", shard_bytes=2000)
     engine.save_checkpoint(f"{folder}/saved", tag="t")
     report = _report(engine, rank, topology)
-    _step(engine, steps, rank, world_size, topology)
-    report["next"] = _whole(engine, rank, topology)["fp32"]
+    _step(engine, 2, rank, world_size, topology)
+    report["next"] = _full(engine, rank, topology)["fp32"]
     return report
 
 
@@ -186,35 +176,29 @@ def load(rank: int, world_size: int, *, folders: list[str], topology: dict[str, 
             assert path is not None
         reports.append(_report(engine, rank, topology))
     _step(engine, 2, rank, world_size, topology)
-    reports[-1]["next"] = _whole(engine, rank, topology)["fp32"]
+    reports[-1]["next"] = _full(engine, rank, topology)["fp32"]
     return reports
 
 
 def together(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Put the reports of all ranks together; copies of a tensor must be equal."""
-    whole: dict[str, Any] = {key: {} for key in (*KEYS, "next")}
+    joined: dict[str, Any] = {key: {} for key in (*KEYS, "next")}
     for report in reports:
-        for key, found in whole.items():
+        for key, tensors in joined.items():
             for name, value in report.get(key, {}).items():
-                assert torch.equal(found.setdefault(name, value), value), (key, name)
+                assert torch.equal(tensors.setdefault(name, value), value), (key, name)
     for key in ("steps", "global_steps"):
         assert all(report[key] == reports[0][key] for report in reports), key
-        whole[key] = reports[0][key]
-    whole["rates"] = sorted({tuple(rate) for report in reports for rate in report["rates"]})
-    return whole
+        joined[key] = reports[0][key]
+    joined["rates"] = sorted({tuple(rate) for report in reports for rate in report["rates"]})
+    return joined
 
 
-def worst_difference(saved: dict[str, Any], loaded: dict[str, Any]) -> float:
-    """Return the largest difference of masters, momentum and moments; 0.0 where they are the same bits."""
-    worst = 0.0
-    for key in KEYS:
-        assert saved[key].keys() == loaded[key].keys(), key
-        for name, value in saved[key].items():
-            assert value.shape == loaded[key][name].shape, (key, name)
-            worst = max(worst, float((value - loaded[key][name]).abs().max()))
+def assert_same_state(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Fail unless masters, momentum and moments are the same bits, and counters and rates are equal."""
+    training.assert_same_bits(loaded, saved, *KEYS)
     for key in ("steps", "global_steps", "rates"):
         assert saved[key] == loaded[key], key
-    return worst
 
 
 def failing(rank: int, world_size: int, *, folder: str, topology: dict[str, Any]) -> str:
