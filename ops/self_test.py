@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import warn_on_each_machine
-from deepspeed_muon.math.coefficients import resolve_schedule
+from deepspeed_muon.math.coefficients import SMALLEST_NORM, resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, restart_steps
 from deepspeed_muon.reference import newton_schulz
 
@@ -144,7 +144,7 @@ def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
         errors = []
         # Stored by rows and by columns.
         for stored, right in ((x, expected), (x.mT.contiguous(), expected.mT)):  # 96 x 320, and 320 x 96
-            result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, 1e-12)
+            result = operators.orthogonalize(stored.to(device), flat, method, restarts, dtype, SMALLEST_NORM)
             errors.append(error_of(result.cpu(), right))
         yield f" {method}", _largest(errors), TOLERANCE[dtype]
 

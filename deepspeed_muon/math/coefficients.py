@@ -22,8 +22,8 @@ from deepspeed_muon.errors import ConfigError
 Coefficients = tuple[float, float, float]
 NsScheduleName = Literal["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"]
 
-SMALLEST_NORM = 1e-12
-"""Matrices and rows with a smaller norm count as zero where something is divided by their norm."""
+SMALLEST_NORM = 2.0**-126
+"""The smallest normal number of fp32: what is divided by its norm, and has a smaller one, counts as zero."""
 
 _QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 

@@ -136,12 +136,20 @@ def orthogonalize(x: Tensor, *, settings: NsSettings, products: Products | None 
 
 
 def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
-    """Divide each matrix by its Frobenius norm, computed in at least float32, then cast."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=dtype)  # (batch, 1, 1)
-    norm.clamp_(min=SMALLEST_NORM)
+    """Divide each matrix by its Frobenius norm, then cast."""
     # One pass over memory: the quotient is rounded as it is written.
-    return torch.div(x, norm, out=torch.empty_like(x, dtype=settings.dtype))
+    return torch.div(x, divisors(x, (-2, -1)), out=torch.empty_like(x, dtype=settings.dtype))
+
+
+def divisors(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return the norms over ``dim``, which is kept, in float32 at least: right, and at least the smallest normal."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
+    if x.dtype != torch.float16:  # whose smallest number has the norm 6e-8
+        # The squares of elements below 1e-19 underflow: a small norm is that of elements 2^80 times as large.
+        scaled = torch.linalg.vector_norm(x * 2.0**80, dim=dim, keepdim=True, dtype=dtype)
+        norms = torch.where(norms < 1e-12, scaled * 2.0**-80, norms)
+    return norms.clamp_(min=SMALLEST_NORM)
 
 
 def _gram_matrix(x: Tensor) -> Tensor:

@@ -203,8 +203,8 @@ class ResultCheck:
         lowest, highest = self._bounds_of(result)
         norms, inputs = self._norms(result.updates), self._norms(result.inputs)
         # 2. which are wrong, (blocks,) bool
-        # An input of a norm below 1e-12 (a head without a gradient is zero) is not normalised, so its result may be
-        # small: raising its norm to the lower bound leaves only the upper one.
+        # The result for zeros (a head without a gradient) is zero, as may be that for smaller inputs than the iteration
+        # normalises: raising its norm to the lower bound leaves only the upper one.
         norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # true for NaN, too
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
@@ -222,7 +222,7 @@ class ResultCheck:
         norms = self._norms(result.updates).tolist()  # [blocks]
         # The comparison is written so that NaN counts as wrong.
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
-            # As on the device: an input with a tiny norm is not normalised, so its result may be small.
+            # As on the device: the result for zeros is zero.
             small = norms[position] <= highest and result.inputs[position].double().norm() < SMALLEST_NORM
             if not small and (why := check_failure(norms[position], bounds)) is not None:
                 self._redo(result, position, why)

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.coefficients import SMALLEST_NORM
-from deepspeed_muon.math.newton_schulz import NsSettings, iterate_columns, orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, divisors, iterate_columns, orthogonalize
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import Ranks, all_gather_tensor
@@ -124,11 +123,9 @@ def _normalized(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Te
 
     The ranks gather their norms and each computes the sum, so that all get the same norm, bit for bit.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)  # (batch,)
+    norms = divisors(x, (-2, -1)).view(-1)  # (batch,)
     gathered = all_gather_tensor(norms, group, purpose="norms of sharded matrices")  # (ranks, batch)
-    norm: Tensor = torch.linalg.vector_norm(gathered, dim=0).clamp_(min=SMALLEST_NORM)
-    return (x.to(dtype) / norm[:, None, None]).to(settings.dtype)
+    return (x.to(norms.dtype) / divisors(gathered, 0).view(-1, 1, 1)).to(settings.dtype)
 
 
 def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tensor:

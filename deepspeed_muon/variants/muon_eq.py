@@ -4,17 +4,15 @@ For each row ``i`` of the ``r x c`` direction ``u``, before Newton-Schulz::
 
     u_i <- u_i / |u_i|
 
-A row whose norm is below ``1e-12``, such as one of zeros, is divided by ``1e-12`` instead. The authors' code treats
-rows with a norm below about ``1e-4`` differently; here the result does not depend on the scale of the gradients. The
-variant has no state.
+A row of zeros stays one. The authors' code treats rows with a norm below about ``1e-4`` differently; here the result
+does not depend on the scale of the gradients. The variant has no state.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from deepspeed_muon.math.coefficients import SMALLEST_NORM
+from deepspeed_muon.math.newton_schulz import divisors
 from deepspeed_muon.variants.variant import Variant
 
 
@@ -24,9 +22,7 @@ def before_iteration(directions: Tensor) -> Tensor:
     Returns:
         A new fp32 tensor (float64 for float64 directions).
     """
-    dtype = torch.promote_types(directions.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(directions, dim=-1, dtype=dtype)  # (batch, rows)
-    return directions / norms.clamp_(min=SMALLEST_NORM).unsqueeze(-1)
+    return directions / divisors(directions, -1)  # (batch, rows, 1)
 
 
 VARIANT = Variant(

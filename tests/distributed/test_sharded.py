@@ -25,7 +25,7 @@ from tests.support.training import refusal
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256, 64), (96, 200)]
-KINDS = ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"]
+KINDS = ["gaussian", "low-rank", "ill-conditioned", "tiny", "tiniest", "huge"]
 
 
 def settings(dtype: str = "fp32", method: str = "gram") -> NsSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from deepspeed_muon.math.coefficients import SMALLEST_NORM
 from deepspeed_muon.ops.self_test import TESTS
 from tests.support.comparisons import within
 from tests.support.cuda_bench import Binding
@@ -58,6 +59,10 @@ def iteration(binding: Binding) -> None:
     for dtype in (FP16, BF16):
         for suffix, error, bound in TESTS["symmetric product"]["orthogonalize"](binding, "cpu", dtype):
             assert error <= bound, f"orthogonalize {dtype}{suffix}: error {error}"
+    for x in (Inputs("cpu")(2, 24, 40), Inputs("cpu")(2, 40, 24)):
+        arguments = [3.4, -4.8, 2.0] * 5, "gram", [], FP16, SMALLEST_NORM
+        expected = binding.orthogonalize(x, *arguments)
+        assert torch.equal(binding.orthogonalize(x * 2.0**-100, *arguments), expected)
 
 
 def devices(binding: Binding) -> None:

@@ -16,4 +16,4 @@ def matrix(kind: str, rows: int, cols: int) -> torch.Tensor:
     if kind == "ill-conditioned":
         u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
         x = ((u * torch.logspace(0, -6, min(rows, cols), dtype=torch.float64)) @ v).float()
-    return x * {"tiny": 1e-12, "huge": 1e12}.get(kind, 1.0)
+    return x * {"tiny": 1e-12, "tiniest": 1e-34, "huge": 1e12}.get(kind, 1.0)

@@ -31,7 +31,10 @@ SHAPES = [(1, 1), (1, 9), (9, 1), (17, 17), (13, 31), (31, 13), (64, 256), (256,
     ("shape", "kind", "method", "dtype"),
     pairwise(
         product(
-            SHAPES, ["gaussian", "low-rank", "ill-conditioned", "tiny", "huge"], ["gram", "standard"], DTYPES
+            SHAPES,
+            ["gaussian", "low-rank", "ill-conditioned", "tiny", "tiniest", "huge"],
+            ["gram", "standard"],
+            DTYPES,
         )
     ),
 )

@@ -6,6 +6,9 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/lt.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/where.h>
 
 #include <optional>
 #include <string>
@@ -39,6 +42,18 @@ at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::S
   return op.call(x, norms, dtype);
 }
 
+// The Frobenius norms, (batch, 1, 1), each at least `smallest`. The squares of elements below 1e-19 underflow: a small norm is
+// that of elements 2^80 times as large. The smallest number of fp16 has the norm 6e-8.
+at::Tensor divisors(const at::Tensor& x, double smallest) {
+  const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor norms = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, dtype);
+  if (x.scalar_type() != at::kHalf) {
+    const at::Tensor scaled = at::linalg_vector_norm(at::mul(x, 0x1p80), 2, at::IntArrayRef({-2, -1}), true, dtype);
+    norms = at::where(at::lt(norms, 1e-12), at::mul(scaled, 0x1p-80), norms);
+  }
+  return norms.clamp_min_(smallest);
+}
+
 // Q X, written in the caller's orientation: a tall result is (X^T Q), which BLAS reads without a copy.
 at::Tensor oriented(const at::Tensor& q, const at::Tensor& x, bool tall) {
   return tall ? at::bmm(x.mT(), q) : at::bmm(q, x);
@@ -50,8 +65,7 @@ at::Tensor iterate(
     const at::Tensor& x, at::ArrayRef<double> coefficients, bool gram, const std::vector<bool>& restart,
     at::ScalarType dtype, double eps) {
   const bool tall = x.size(-2) > x.size(-1);
-  const at::ScalarType norm_dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor norm = at::linalg_vector_norm(x, 2, at::IntArrayRef({-2, -1}), true, norm_dtype).clamp_min_(eps);
+  const at::Tensor norm = divisors(x, eps);
   // The cast writes the short side first, so that turning a tall matrix costs no pass of its own.
   at::Tensor w = tall ? divide_transposed(x, norm, dtype) : divided(x, norm, dtype);
   const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
