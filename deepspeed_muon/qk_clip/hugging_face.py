@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed_muon.errors import ConfigError
@@ -15,8 +16,6 @@ from deepspeed_muon.qk_clip.recorder import QkRecorder, projection_of, recorders
 from deepspeed_muon.routing.shapes import true_shape
 
 _ATTRIBUTE = "_deepspeed_muon_recorder"
-_PREFIX = "qk_clip_"
-_RECORDABLE = ("sdpa", "eager")
 # Norms of queries and keys, but not those inside a low-rank projection ("q_a_layernorm") or of its input
 # ("q_input_norm").
 _QK_NORM = re.compile(r"(q|k|qk|query|key)_(layer_?)?norms?")
@@ -28,9 +27,9 @@ _USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 def attach(model: nn.Module) -> list[nn.Module]:
     """Make the attention layers of Hugging Face's models inside ``model`` record their logits.
 
-    Their attention implementation, ``sdpa`` or ``eager``, becomes ``qk_clip_sdpa`` or ``qk_clip_eager``: a function of
-    transformers' ``AttentionInterface`` that records if the layer is in training mode, and then calls the original one.
-    A layer that has a recorder already records with that one.
+    Every function of transformers' ``AttentionInterface`` (sdpa, flash, flex, kernels of the hub, those of programs)
+    and the eager one in the file of a layer are replaced by functions that record, if the layer has a recorder and is
+    in training mode, and then call them. These stay. A layer that has a recorder already records with that one.
 
     Args:
         model: Any module. Mutated: every attention layer gets a recorder.
@@ -54,7 +53,8 @@ def attach(model: nn.Module) -> list[nn.Module]:
         if not recorders:
             continue
         # Before the layers are changed, because it may raise.
-        _record_in(pretrained)
+        for module in recorders:
+            _record_in(module, pretrained)
         for module, recorder in recorders.items():
             setattr(module, _ATTRIBUTE, recorder)
         _USERS[pretrained] = _USERS.get(pretrained, 0) + 1
@@ -63,7 +63,7 @@ def attach(model: nn.Module) -> list[nn.Module]:
 
 
 def detach(references: Sequence[weakref.ref[nn.Module]]) -> None:
-    """Remove the recorders from models that no other optimizer clips, and restore their attention implementation.
+    """Remove the recorders from models that no other optimizer clips.
 
     Args:
         references: Weak references to what :func:`attach` returned. Models that still exist are mutated.
@@ -77,9 +77,6 @@ def detach(references: Sequence[weakref.ref[nn.Module]]) -> None:
         for module in pretrained.modules():
             if hasattr(module, _ATTRIBUTE):
                 delattr(module, _ATTRIBUTE)
-        # Also if the program has chosen another implementation since, which then has no prefix.
-        implementation = str(pretrained.config._attn_implementation)
-        pretrained.set_attn_implementation(implementation.removeprefix(_PREFIX))
 
 
 def _outermost(model: nn.Module, kind: type) -> Iterator[Any]:
@@ -91,92 +88,96 @@ def _outermost(model: nn.Module, kind: type) -> Iterator[Any]:
         yield from _outermost(child, kind)
 
 
-def _record_in(pretrained: Any) -> None:
-    """Switch a model to the attention implementation that records and then calls its own."""
-    current = str(pretrained.config._attn_implementation)
-    if current.removeprefix(_PREFIX) not in _RECORDABLE:
+def _record_in(module: nn.Module, pretrained: Any) -> None:
+    """Replace the attention functions that a layer can call; repeated, those that were registered since."""
+    files = [vars(sys.modules[ancestor.__module__]) for ancestor in type(module).__mro__]
+    table = next(
+        (file["ALL_ATTENTION_FUNCTIONS"] for file in files if "ALL_ATTENTION_FUNCTIONS" in file), None
+    )
+    if table is None or not hasattr(sys.modules["transformers"], "AttentionMaskInterface"):
         raise ConfigError(
-            f"optimizer.params.qk_clip: attn_implementation {current!r} of {type(pretrained).__name__} cannot be "
-            f"recorded; load the model with attn_implementation 'sdpa' or 'eager'"
+            f"optimizer.params.qk_clip: {type(module).__name__} does not use transformers' AttentionInterface (4.53 or "
+            f"newer); give the attention modules a deepspeed_muon.QkRecorder"
         )
-    _register_attention_functions()
-    if not current.startswith(_PREFIX):
-        pretrained.set_attn_implementation(_PREFIX + current)
-    if not str(pretrained.config._attn_implementation).startswith(_PREFIX):
+    # transformers does not register eager attention: the file of each model has a function of its own.
+    eager = [file for file in files if "eager_attention_forward" in file]
+    for file in eager:
+        file["eager_attention_forward"] = _recording("eager", file["eager_attention_forward"])
+    for name, function in type(table)().items():
+        table.register(name, _recording(name, function))
+    current = str(_config_of(module, pretrained)._attn_implementation)
+    if not (eager if current == "eager" else hasattr(table.get(current), _ATTRIBUTE)):
         raise ConfigError(
-            f"optimizer.params.qk_clip: {type(pretrained).__name__} does not use transformers' AttentionInterface; "
-            f"give its attention modules a deepspeed_muon.QkRecorder"
+            f"optimizer.params.qk_clip: transformers has no function for attn_implementation {current!r} of "
+            f"{type(module).__name__}; register it before, or unset qk_clip"
         )
 
 
-def _register_attention_functions() -> None:
-    """Register ``qk_clip_sdpa`` and ``qk_clip_eager`` with transformers; doing it again changes nothing."""
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError as error:
-        raise ConfigError(
-            "optimizer.params.qk_clip needs a transformers that has AttentionInterface (4.53 or newer); give the "
-            "attention modules a deepspeed_muon.QkRecorder instead"
-        ) from error
-    for base in _RECORDABLE:
-        # transformers makes masks by a function under the same name, and without one passes none.
-        AttentionInterface.register(_PREFIX + base, _recording(base))
-        AttentionMaskInterface.register(_PREFIX + base, ALL_MASK_ATTENTION_FUNCTIONS[base])
-
-
-def _recording(base: str) -> Callable[..., Any]:
-    """Return an attention function that records and then calls the implementation ``base``."""
+def _recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function that records and then calls the one of a name."""
+    if hasattr(function, _ATTRIBUTE):
+        return function
 
     def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *args: object,
-        **kwargs: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: object, **kwargs: Any
     ) -> Any:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         recorder = getattr(module, _ATTRIBUTE, None)
-        if recorder is not None and module.training:
-            scaling = kwargs.get("scaling")
-            causal = kwargs.get("is_causal")
-            causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-            recorder.record(
-                query,
-                key,
-                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                # As in the implementations: a mask includes causality.
-                causal=causal and attention_mask is None and query.shape[2] > 1,
-                mask=attention_mask,
-            )
-        # transformers does not register eager attention: the file of each model has a function of its own.
-        if base == "eager":
-            function = _eager_attention(type(module))
-        else:
-            function = ALL_ATTENTION_FUNCTIONS[base]
-        return function(module, query, key, value, attention_mask, *args, **kwargs)
+        # The function that the layer calls, not one that this calls.
+        if recorder is not None and module.training and name == module.config._attn_implementation:
+            scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+            if causal is None:
+                causal = getattr(module, "is_causal", True)
+            scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            # As in the implementations: a mask of queries and keys includes causality, one of padding does not.
+            whole = mask is not None and len(mask.shape) > 2
+            causal = bool(causal) and not whole and query.shape[2] > 1
+            complete = whole or name in ("sdpa", "eager")
+            visible = mask if complete else _mask_of_arguments(query, key, mask, kwargs)
+            recorder.record(query, key, scale=scale, causal=causal, mask=visible)
+        return function(module, query, key, value, mask, *args, **kwargs)
 
+    setattr(attention, _ATTRIBUTE, True)
     return attention
 
 
-def _eager_attention(attention_class: type) -> Any:
-    """Return the eager attention in the file of a class or, if there is none, in that of the nearest base class."""
-    for ancestor in attention_class.__mro__:
-        namespace = vars(sys.modules[ancestor.__module__])
-        if "eager_attention_forward" in namespace:
-            return namespace["eager_attention_forward"]
-    raise ConfigError(
-        f"optimizer.params.qk_clip: neither the file of {attention_class.__name__} nor that of a class it derives from "
-        f"has an eager_attention_forward; choose another attn_implementation, or unset qk_clip"
-    )
+def _mask_of_arguments(
+    query: Tensor, key: Tensor, padding: Tensor | None, arguments: Mapping[str, Any]
+) -> Callable[[int, int], Tensor]:
+    """Return what flash attention hides by its arguments: padding, other packed sequences, keys outside of a window.
+
+    Args:
+        query: ``(batch, heads, queries, width)``.
+        key: ``(batch, key heads, keys, width)``.
+        padding: ``(batch, keys)``, zero where a sequence is padded.
+        arguments: Of the attention function.
+    """
+    keys = key.shape[2]
+    index = torch.arange(keys, device=query.device)
+    window = arguments.get("sliding_window") or keys
+    # Of each position the number of its packed sequence, -1 for padding: (batch or 1, positions).
+    sequence = torch.zeros_like(index).unsqueeze(0)
+    positions = arguments.get("position_ids")
+    if (ends := arguments.get("cu_seq_lens_k")) is not None:
+        sequence = torch.bucketize(index, ends, right=True).unsqueeze(0)
+    elif positions is not None and positions.shape == (1, keys) and len(query) == 1:
+        sequence = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1)
+    if padding is not None:
+        sequence = torch.where(padding.bool(), sequence, -1)
+
+    def visible(start: int, stop: int) -> Tensor:
+        """Return ``(batch or 1, 1, stop - start or 1, keys)``."""
+        shown = (sequence >= 0).unsqueeze(1)
+        if query.shape[2] == keys:  # else queries are of another sequence, or follow cached keys
+            near = (index[start:stop, None] - index).abs() < window
+            shown = shown & near & (sequence[:, start:stop, None] == sequence[:, None])
+        return shown.unsqueeze(1)
+
+    return visible
 
 
 def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder | None:
     """Return a recorder for an attention layer of the known kinds, ``None`` for every other module."""
-    config = getattr(module, "config", None) or pretrained.config
+    config = _config_of(module, pretrained)
     # 1. Which kind of projections the layer has.
     latent = _is_linear(module, "kv_b_proj") and hasattr(config, "qk_nope_head_dim")
     plain = _is_linear(module, "q_proj") and _is_linear(module, "k_proj")
@@ -219,6 +220,10 @@ def _recorder_for(module: nn.Module, name: str, pretrained: Any) -> QkRecorder |
     return QkRecorder.separate(
         heads=query_rows // head_dim, key_heads=key_rows // head_dim, head_dim=head_dim
     )
+
+
+def _config_of(module: nn.Module, pretrained: Any) -> Any:
+    return getattr(module, "config", None) or pretrained.config
 
 
 def _rows(module: nn.Module, name: str, projection: str) -> int:

@@ -7,17 +7,20 @@ never waits for it. The optimizer reads all recorders once per step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.shapes import true_shape
 
 HeadRole = Literal["query", "key", "rotated_query"]
+# A function returns the rows of a boolean mask from one query to before another.
+Mask = Tensor | BlockMask | Callable[[int, int], Tensor]
 
 # How many logits are computed at once: 64 MiB in float32.
 _BLOCK_NUMEL = 1 << 24
@@ -35,7 +38,7 @@ class HeadRows:
         stride: Rows from the start of one block to the next.
         start: First row of the first block.
         row_numel: Elements of a row; 1 for a bias.
-        total: Rows of the parameter, which a wrong description would not match; 0 if unknown.
+        total: Rows of the parameter, which a wrong description would not match.
     """
 
     parameter: str
@@ -46,11 +49,6 @@ class HeadRows:
     start: int = 0
     row_numel: int = 1
     total: int = 0
-
-    @property
-    def stop(self) -> int:
-        """The first row after the last block."""
-        return self.start + (self.heads - 1) * self.stride + self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +197,7 @@ class QkRecorder:
         return cls(heads, rows)
 
     def record(
-        self, query: Tensor, key: Tensor, *, scale: float, causal: bool = True, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, *, scale: float, causal: bool = True, mask: Mask | None = None
     ) -> None:
         """Record the largest logits of queries and keys; see :func:`max_logits`.
 
@@ -301,10 +299,10 @@ def _resolve(block: HeadRows, module: nn.Module, layer: str) -> Iterator[HeadRow
             continue
         shape = true_shape(param)
         # A wrong number of rows means that heads or head_dim are not those of this layer.
-        if shape[0] != (block.total or shape[0]) or shape[0] < block.stop:
+        if shape[0] != block.total:
             raise ConfigError(
-                f"qk_clip: {layer}.{block.parameter}.{kind} has {shape[0]} rows, not the "
-                f"{block.total or block.stop} of {block.heads} heads of {block.rows} {block.role} rows"
+                f"qk_clip: {layer}.{block.parameter}.{kind} has {shape[0]} rows, not the {block.total} of "
+                f"{block.heads} heads of {block.rows} {block.role} rows"
             )
         row_numel = torch.Size(shape[1:]).numel()
         yield replace(block, parameter=f"{block.parameter}.{kind}", row_numel=row_numel)
@@ -312,7 +310,7 @@ def _resolve(block: HeadRows, module: nn.Module, layer: str) -> Iterator[HeadRow
 
 @torch.no_grad()
 def max_logits(
-    query: Tensor, key: Tensor, *, scale: float, causal: bool = True, mask: Tensor | None = None
+    query: Tensor, key: Tensor, *, scale: float, causal: bool = True, mask: Mask | None = None
 ) -> Tensor:
     """Return the largest scaled logit of every query head over batch and positions.
 
@@ -326,7 +324,7 @@ def max_logits(
         causal: Whether query ``i`` attends only to keys up to ``i``.
         mask: Broadcasts to ``(batch, heads, queries, keys)``: true where a query attends to a key, or floats that are
             added to logits. Of these only masks count (below half of the dtype's minimum), because scaled weights do
-            not change other biases.
+            not change other biases. Or FlexAttention's ``BlockMask``.
 
     Returns:
         ``(heads,)``, fp32, on the inputs' device; minus infinity for a head whose keys are all masked.
@@ -338,7 +336,6 @@ def max_logits(
         # Products above 65504 would be infinite before the factor is applied.
         query, scale = query * scale, 1.0
     grouped = query.reshape(batch, key_heads, group, queries, width)  # group: query heads of one key head
-    visible = None if mask is None else _visible(mask, key_heads, group)
     largest = torch.full((key_heads, group), -math.inf, dtype=torch.float32, device=query.device)
     rows = max(1, _BLOCK_NUMEL // max(batch * heads * keys, 1))  # queries at once
     for start in range(0, queries, rows):
@@ -352,9 +349,13 @@ def max_logits(
             # Row i of the block is query start + i, from which keys start + i + 1 on are hidden.
             later = torch.ones(stop - start, block_keys, dtype=torch.bool, device=query.device)
             logits.masked_fill_(later.triu_(start + 1), -math.inf)
-        if visible is not None:
-            visible_block = visible[..., start:stop, :] if visible.shape[-2] > 1 else visible
-            logits.masked_fill_(~visible_block[..., :block_keys], -math.inf)
+        if mask is not None:
+            visible = _visible(mask, start, stop, keys)[..., :block_keys]
+            # (batch or 1, key heads or 1, query heads of each or 1, rows or 1, keys)
+            visible = (
+                visible.unsqueeze(2) if visible.shape[1] == 1 else visible.unflatten(1, (key_heads, group))
+            )
+            logits.masked_fill_(~visible, -math.inf)
         if logits.numel():
             # Over batch, queries and keys: (key heads, group).
             largest = torch.maximum(largest, logits.amax(dim=(0, 3, 4)).float())
@@ -385,13 +386,16 @@ def logit_bounds(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
     return bounds.amax(dim=0).flatten().mul_(scale).float()
 
 
-def _visible(mask: Tensor, key_heads: int, group: int) -> Tensor:
-    """Return a boolean mask ``(batch, key heads, query heads of each, queries, keys)``, true where a key is visible."""
-    if mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min / 2
-    while mask.ndim < 4:
-        mask = mask.unsqueeze(0)
-    # One mask for all heads.
-    if mask.shape[1] == 1:
-        return mask.unsqueeze(2)
-    return mask.reshape(mask.shape[0], key_heads, group, *mask.shape[2:])
+def _visible(mask: Mask, start: int, stop: int, keys: int) -> Tensor:
+    """Return ``(batch or 1, heads or 1, stop - start or 1, keys)``, true where a key is visible to a query."""
+    if isinstance(mask, Tensor):
+        while mask.ndim < 4:
+            mask = mask.unsqueeze(0)
+        rows = mask[..., start:stop, :] if mask.shape[-2] > 1 else mask
+        return rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
+    if not isinstance(mask, BlockMask):
+        return mask(start, stop)
+    hides, (batch, heads, _, _) = mask.mask_mod, mask.shape
+    return create_mask(
+        lambda b, h, q, k: hides(b, h, q + start, k), batch, heads, stop - start, keys, mask.kv_indices.device
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_muon import ConfigError, Muon, MuonConfig, NumericalError, QkRecorder
 from deepspeed_muon.plan.placement import flat_placement
@@ -224,8 +224,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LARGER: dict[str, Any] = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2}
 REFUSED = {
-    "flash": ("Llama", LARGER, "attn_implementation 'flash_attention_2' of LlamaForCausalLM cannot be recorded"),
-    "flex": ("Llama", LARGER, "attn_implementation 'flex_attention' of LlamaForCausalLM cannot be recorded"),
+    "unregistered": ("Llama", LARGER, "no function for attn_implementation 'fast' of LlamaAttention; register it"),
     "capped": ("Gemma2", {**LARGER, "head_dim": 4}, "has attn_logit_softcapping, which bounds the logits already"),
     "fused": ("Phi3", LARGER, "produces queries and keys in qkv_proj; say where their rows are"),
     "gpt2": ("GPT2", SIZES, "produces queries and keys in c_attn; say where their rows are"),
@@ -248,9 +247,8 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     config = getattr(transformers, "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config")(**sizes)
     model = getattr(transformers, name)(config)
-    if what in ("flash", "flex"):
-        # As a model that was loaded with it, without the package that this needs.
-        model.config._attn_implementation = {"flash": "flash_attention_2", "flex": "flex_attention"}[what]
+    if what == "unregistered":
+        model.config._attn_implementation = "fast"
     if what == "parametrized":
         nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
     if what == "frozen":
@@ -258,6 +256,55 @@ def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> No
     optimizer = Muon(model, qk_clip={})
     with pytest.raises(ConfigError, match=text):
         optimizer._attach_step_hook(model)
+
+
+PADDED = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])}
+PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])}
+
+
+@pytest.mark.parametrize("inputs", [PADDED, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("masks", [None, "flash_attention_2", "flex_attention"])
+def test_every_attention_function_records(masks: str | None, inputs: dict[str, Tensor]) -> None:
+    """All but sdpa and eager were refused, though logits are computed from queries and keys anyway.
+
+    A function of another name sees the logits of eager attention within a window of 3: with a mask of the kind of flash
+    attention (padding alone), of FlexAttention (a BlockMask), or with none, as programs register functions.
+    """
+    transformers = pytest.importorskip("transformers", "4.53", "transformers 4.53 has AttentionMaskInterface")
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    # transformers loads packages for names that contain "flash".
+    name, called = f"test_{str(masks)[:3]}", []
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        called.append(mask)
+        return table["sdpa"](module, query, key, value, None, scaling=kwargs["scaling"])
+
+    transformers.AttentionInterface.register(name, attention)
+    if masks is not None:
+        transformers.AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[masks])
+    tokens = torch.arange(12).view(2, 6)[: 1 if "position_ids" in inputs else 2]
+    recorded = {}
+    for implementation in ("eager", name):
+        torch.manual_seed(3)
+        config = transformers.MistralConfig(**LARGER, sliding_window=3, attn_implementation=implementation)
+        model = transformers.MistralForCausalLM(config)
+        layer = model.model.layers[0].self_attn
+        with torch.no_grad():
+            for projection in (layer.q_proj, layer.k_proj):
+                projection.weight.normal_()
+        optimizer = Muon(model, qk_clip={"threshold": 1.0})
+        optimizer._attach_step_hook(model)
+        # Without a mask of its kind a function is not told of padding.
+        known = {} if masks is None and "attention_mask" in inputs else inputs
+        model.train()(input_ids=tokens, labels=tokens, use_cache=False, **known).loss.backward()
+        optimizer.step()
+        recorded[implementation] = optimizer.after_step.report.largest  # type: ignore[union-attr]
+        assert model.config._attn_implementation == implementation
+    assert len(called) == 1
+    (expected,), (largest,) = (values.values() for values in recorded.values())
+    close(torch.tensor(largest), torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_a_model_without_attention_is_refused() -> None:
@@ -278,7 +325,7 @@ def test_recorders_go_with_the_last_optimizer() -> None:
         optimizer._attach_step_hook(model)
     del optimizer
     while optimizers:
-        assert model.config._attn_implementation == f"qk_clip_{before}" and vars(layer) != held
+        assert vars(layer) != held
         optimizers.pop()
     assert model.config._attn_implementation == before and vars(layer) == held
 
