@@ -4,6 +4,16 @@ After ``import deepspeed_muon``, ``"optimizer": {"type": "Muon"}`` in a DeepSpee
 """
 
 import atexit
+import os
+import sys
+
+# A command parses its arguments before the imports below, which take seconds. "-m" is sys.argv[0] during this import.
+if sys.argv[:1] in (["-m"], program := sys.orig_argv[-len(sys.argv) :][:1]) and (
+    os.path.basename("".join(program)) in ("deepspeed_muon", "deepspeed-muon")
+):
+    from deepspeed_muon.tools import command_line
+
+    command_line.begin()
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.config.settings import MuonConfig

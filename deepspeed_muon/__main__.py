@@ -1,4 +1,4 @@
-"""``python -m deepspeed_muon COMMAND``."""
+"""``python -m deepspeed_muon COMMAND``, and ``deepspeed-muon COMMAND``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import sys
 
 from deepspeed_muon.tools.__main__ import main
 
-if __name__ == "__main__":
+
+def run() -> int:
+    """Run the command of this process and return its exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
-    sys.exit(main())
+    if sys.__stdout__ is not None:
+        sys.stdout = sys.__stdout__  # command_line.begin may have replaced it
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

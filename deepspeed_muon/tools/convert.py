@@ -1,14 +1,16 @@
 """Checkpoints without an engine: ``python -m deepspeed_muon checkpoint`` and the functions behind its commands.
 
 In one process they convert DeepSpeed's saved files to a consolidated set or a universal checkpoint, inspect both kinds
-of checkpoints, and verify a set.
+of checkpoints, and verify or export a set.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from deepspeed_muon.checkpoint.consolidate import (
     DEFAULT_SHARD_BYTES,
@@ -24,17 +27,29 @@ from deepspeed_muon.checkpoint.consolidate import (
     Piece,
     SavePlan,
     checked_folder,
+    pack,
     write_set,
 )
 from deepspeed_muon.checkpoint.deepspeed_files import find_tag_folder, model_files
 from deepspeed_muon.checkpoint.files import folder_of, make_folder, new_folder, refusing, replace_file
-from deepspeed_muon.checkpoint.index import INDEX_NAME, CheckpointIndex, load_index
+from deepspeed_muon.checkpoint.index import (
+    INDEX_NAME,
+    ITEM_BYTES,
+    CheckpointIndex,
+    load_index,
+    shard_header,
+    tensor_name,
+)
 from deepspeed_muon.checkpoint.restore import checked_settings, nonfinite_text
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource
+from deepspeed_muon.checkpoint.sources import WINDOW_NUMEL, ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
+from deepspeed_muon.tools.command_line import Output
 from deepspeed_muon.tools.deepspeed_reader import DeepSpeedFiles
 from deepspeed_muon.transport.ranks import Ranks
+
+BAR_DELAY = 2.0
+"""Seconds after which a command shows its progress."""
 
 
 def consolidate_files(
@@ -68,10 +83,13 @@ def consolidate_files(
         with refusing(str(saved.folder)):
             for piece in filter(None, pieces):
                 saved.copy(plan.transfers(piece), content)
+                bar.update((piece.stop - piece.start) * ITEM_BYTES)
 
     with contextlib.closing(FolderWriter(out)) as writer:
         plan = SavePlan(saved.slices, shard_bytes, writer.save_id)
-        index = write_set(out, plan, fill, saved.index_fields, writer, Ranks())
+        shapes = itertools.chain.from_iterable(shard.values() for shard in plan.files.values())
+        with bytes_bar("convert", ITEM_BYTES * sum(map(math.prod, shapes))) as bar:
+            index = write_set(out, plan, fill, saved.index_fields, writer, Ranks())
     assert index is not None
     return index
 
@@ -86,8 +104,9 @@ def verify_folder(folder: str | os.PathLike[str], *, allow_nonfinite: bool = Fal
     Raises:
         CheckpointError: Naming the file and the parameter.
     """
-    with refusing(repr(folder)), contextlib.closing(ConsolidatedSource(folder)) as source:
-        nonfinite = source.verify(0, 1)
+    with refusing(repr(folder)), contextlib.closing(_WatchedSource(folder)) as source:
+        with bytes_bar("verify", sum(file.bytes for file in source.index.files.values())) as source.bar:
+            nonfinite = source.verify(0, 1)
         checked_settings(source.index.groups, source.where)
     if nonfinite and not allow_nonfinite:
         raise CheckpointError(
@@ -133,74 +152,113 @@ def convert_to_universal(
     return index.lossy
 
 
-def add_subcommands(subparsers: Any) -> None:
-    """Add the command ``checkpoint`` with its subcommands.
+def export_weights(
+    set_folder: str | os.PathLike[str], out_dir: str | os.PathLike[str], *, everything: bool = False
+) -> int:
+    """Write the weights of a consolidated set for other programs, as Hugging Face's ``from_pretrained`` reads them.
 
-    Every parser sets ``run``: a function of the parsed arguments that returns the exit code.
+    The files are checked first, and copied with some megabytes in memory at a time. Frozen parameters and buffers are
+    in no set.
 
     Args:
-        subparsers: From ``ArgumentParser.add_subparsers``.
+        set_folder: The set.
+        out_dir: The folder to write; must be new or empty.
+        everything: Whether to write the optimizer's state too, under the set's names (``momentum_buffer/...``).
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        CheckpointError: Naming the file and the parameter.
     """
-    parser = subparsers.add_parser("checkpoint", help="consolidate, inspect, verify and convert checkpoints")
-    commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
+    out = Path(os.path.abspath(folder_of("out_dir", out_dir)))
+    verify_folder(set_folder)
+    with contextlib.closing(ConsolidatedSource(set_folder)) as source, new_folder(out) as partial:
+        # Name in the new files to parameter and key. torch.compile adds a prefix to the model's names.
+        tensors = {
+            (tensor_name(key, name) if key != "fp32" else name).replace("_orig_mod.", ""): (name, key)
+            for name, record in source.parameters.items()
+            for key in (record.tensor_keys if everything else ("fp32",))
+        }
+        shapes = {entry: source.parameters[name].shape_of(key) for entry, (name, key) in tensors.items()}
+        shards = pack(shapes, DEFAULT_SHARD_BYTES)
+        file_of: dict[str, str] = {}  # by tensor
+        sizes = [ITEM_BYTES * math.prod(shape) for shape in shapes.values()]
+        with bytes_bar("export", sum(sizes)) as bar:
+            for number, shard in enumerate(shards, 1):
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                file_of |= dict.fromkeys(shard, file)
+                header = json.dumps({"__metadata__": {"format": "pt"}, **shard_header(shard)[0]}).encode()
+                header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8
+                with open(partial / file, "xb") as opened:
+                    opened.write(len(header).to_bytes(8, "little") + header)
+                    for entry, shape in shard.items():
+                        numel = math.prod(shape)
+                        for start in range(0, numel, WINDOW_NUMEL):
+                            count = min(WINDOW_NUMEL, numel - start)
+                            window = source.read(*tensors[entry], start, count)  # (count,) fp32
+                            opened.write(window.numpy().tobytes())
+                            bar.update(count * ITEM_BYTES)
+                    opened.flush()
+                    os.fsync(opened.fileno())
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": file_of}
+        replace_file(partial / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+    return len(shapes)
 
-    reading = argparse.ArgumentParser(add_help=False)
-    reading.add_argument(
-        "--trust-pickles",
-        action="store_true",
-        help="unpickle anything in DeepSpeed's files: can run any code",
-    )
-    reading.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
-    reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that go to AdamW")
 
-    def add(name: str, run: Any, text: str, *parents: Any, **folder_help: str) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(name, parents=parents, help=text)
-        command.set_defaults(run=run)
-        for folder, help_text in folder_help.items():
-            command.add_argument(folder, help=help_text)
-        return command
+def bytes_bar(text: str, total: int) -> Any:
+    """Return a progress bar on standard error, if that is a terminal."""
+    return tqdm(total=total, desc=text, unit="B", unit_scale=True, delay=BAR_DELAY, disable=None, leave=False)
 
-    tag = "a tag's folder of save_checkpoint"
-    text = "DeepSpeed's saved files, also of its own Muon or AdamW -> one safetensors set"
-    folders = {"dir": f"{tag}, or the folder with 'latest'", "out": "folder to write"}
-    command = add("consolidate", _consolidate, text, reading, **folders)
-    command.add_argument("--shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size of a file")
 
-    command = add("universal", _universal, "DeepSpeed's saved files -> universal checkpoint", reading)
-    # The names of the arguments are those of DeepSpeed's ds_to_universal.
-    command.add_argument("--input_folder", required=True, help=tag)
-    command.add_argument("--output_folder", required=True, help="folder to write; must be new or empty")
+class _WatchedSource(ConsolidatedSource):
+    """A set that shows how many bytes were read."""
 
-    text = "print the contents of a checkpoint"
-    command = add("inspect", _inspect, text, reading, dir="a consolidated set or DeepSpeed's files")
-    command.add_argument("--json", action="store_true", help="the index itself")
+    bar: Any = None
 
-    text = "check completeness, checksums and numbers of a consolidated set"
-    command = add("verify", _verify, text, dir="a consolidated set")
-    text = "accept tensors that hold infinities or NaN"
-    command.add_argument("--allow-nonfinite", action="store_true", help=text)
+    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
+        self.bar.update(numel * ITEM_BYTES)
+        return super().read(parameter, key, start, numel)
+
+
+def run(arguments: argparse.Namespace) -> Output:
+    """Run a subcommand of ``checkpoint``."""
+    commands = {
+        "consolidate": _consolidate,
+        "export": _export,
+        "universal": _universal,
+        "inspect": _inspect,
+        "verify": _verify,
+    }
+    return commands[arguments.subcommand](arguments)
 
 
 def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"trust": arguments.trust_pickles, "include": arguments.include, "exclude": arguments.exclude}
 
 
-def _consolidate(arguments: argparse.Namespace) -> int:
-    index = consolidate_files(
-        arguments.dir, arguments.out, shard_bytes=arguments.shard_bytes, **_reading(arguments)
-    )
+def _consolidate(arguments: argparse.Namespace) -> Output:
+    shard_bytes = DEFAULT_SHARD_BYTES if arguments.shard_bytes is None else arguments.shard_bytes
+    index = consolidate_files(arguments.dir, arguments.out, shard_bytes=shard_bytes, **_reading(arguments))
     contents = f"{counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
-    return _print(f"{printable(arguments.out)}: {contents}", index.lossy)
+    return _output(f"{printable(arguments.out)}: {contents}", index.lossy)
 
 
-def _universal(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> Output:
+    count = export_weights(arguments.set, arguments.out, everything=arguments.everything)
+    return _output(
+        f"{printable(arguments.out)}: {count} tensors; frozen parameters and buffers are in no set"
+    )
+
+
+def _universal(arguments: argparse.Namespace) -> Output:
     lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
     load = '"checkpoint": {"load_universal": true}'
     hint = f"universal checkpoint; to load it, write {load} into the DeepSpeed configuration"
-    return _print(f"{printable(arguments.output_folder)}: {hint}", lossy)
+    return _output(f"{printable(arguments.output_folder)}: {hint}", lossy)
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def _inspect(arguments: argparse.Namespace) -> Output:
     if (Path(arguments.dir) / INDEX_NAME).is_file():
         index = load_index(arguments.dir)
         head = [
@@ -212,9 +270,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
         saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
         index = CheckpointIndex.model_construct(**saved.index_fields, parameters=saved.parameters)
         head = [f"DeepSpeed checkpoint {printable(str(saved.folder))}"]
-    if arguments.json:
-        print(json.dumps(index.model_dump(mode="json"), indent=1))
-        return 0
     head.append(f"from {_listed(index.source)}")
     head.append(f"{counted(index.parameters, 'parameter')}, global_steps {index.progress.global_steps}")
     width = max((len(printable(name)) for name in index.parameters), default=0)
@@ -223,24 +278,23 @@ def _inspect(arguments: argparse.Namespace) -> int:
         f"{' '.join(record.tensor_keys)}"
         for name, record in index.parameters.items()
     ]
-    return _print("\n".join([*head, *table]), index.lossy)
+    return _output("\n".join([*head, *table]), index.lossy, index.model_dump(mode="json"))
 
 
 def _listed(values: Mapping[str, Any]) -> str:
     return printable(", ".join(f"{key} {value}" for key, value in values.items()))
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> Output:
     try:
         index = verify_folder(arguments.dir, allow_nonfinite=arguments.allow_nonfinite)
     except CheckpointError as error:
         print(error, file=sys.stderr)
-        return 1
-    return _print(
-        f"{printable(arguments.dir)}: complete; the checksums of {counted(index.files, 'file')} agree"
-    )
+        return Output({"ok": False, "error": str(error)}, "", status=1)
+    files = counted(index.files, "file")
+    data = {"ok": True, "files": len(index.files), "parameters": len(index.parameters)}
+    return _output(f"{printable(arguments.dir)}: complete; the checksums of {files} agree", data=data)
 
 
-def _print(text: str, lossy: Sequence[str] = ()) -> int:
-    print("\n".join([text, *(f"lossy: {printable(line)}" for line in lossy)]))
-    return 0
+def _output(text: str, lossy: Sequence[str] = (), data: Any = None) -> Output:
+    return Output(data, "\n".join([text, *(f"lossy: {printable(line)}" for line in lossy)]))

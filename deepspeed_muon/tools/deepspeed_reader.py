@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from deepspeed_muon.checkpoint.deepspeed_files import (
     EXPERT_OPTIMIZER_FILES,
@@ -398,7 +399,8 @@ def _verify_crc(folder: Path) -> None:
     Raises:
         CheckpointError: Naming the damaged file.
     """
-    for path in sorted(folder.glob("*_states.pt")):
+    files = sorted(folder.glob("*_states.pt"))
+    for path in tqdm(files, desc="checksums", unit="file", delay=2, disable=None, leave=False):
         with refusing(str(path)), zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:

@@ -6,11 +6,13 @@ a real model.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
 from deepspeed_muon.routing.shapes import true_shape
+from deepspeed_muon.tools.command_line import MODEL_FORMS
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -78,18 +81,11 @@ _SAME_SHAPES = {"kimi_k2": "deepseek_v3"}
 """Architectures that transformers lacks, each with one that has the same parameters."""
 
 
-MODEL_FORMS = (
-    f"a preset ({', '.join(PRESETS)}), a Hugging Face config.json, a folder with one, a class or model_type of "
-    f"transformers, a model in Hugging Face's cache, or MODULE:FUNCTION, which returns a module"
-)
-"""The forms of a command line's MODEL, for help and errors."""
-
-
 def load_model(source: str, device: str = "meta") -> list[NamedParameter]:
     """Return the parameters of the model that ``source`` names, in the model's order.
 
     Args:
-        source: One of :data:`MODEL_FORMS`.
+        source: One of :data:`~deepspeed_muon.tools.command_line.MODEL_FORMS`.
         device: The device on which a MODULE:FUNCTION builds its model.
 
     Raises:
@@ -102,7 +98,7 @@ def load_model(source: str, device: str = "meta") -> list[NamedParameter]:
 
 
 def model_config(source: str) -> dict[str, Any]:
-    """Return the Hugging Face configuration of the model that ``source``, one of :data:`MODEL_FORMS`, names.
+    """Return the Hugging Face configuration of the model that ``source``, one of ``MODEL_FORMS``, names.
 
     Raises:
         ConfigError: If there is no configuration.
@@ -111,36 +107,51 @@ def model_config(source: str) -> dict[str, Any]:
     if source in PRESETS:
         return PRESETS[source]
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{source}: a folder without config.json")
         return read_object(path / "config.json")
     if path.is_file() and path.suffix == ".json":
         return read_object(path)
-    config = _config_by_name(source)
-    if config is None:
-        raise ConfigError(
-            f"{source!r} is none of {MODEL_FORMS}. Nothing is downloaded: for a model on the Hub pass its config.json"
-        )
-    return config
-
-
-def _config_by_name(name: str) -> dict[str, Any] | None:
-    """Return the configuration of a class or ``model_type`` of transformers, or of a model in the Hub's cache."""
+    if path.suffix == ".py":
+        raise ConfigError(f"{source}: name a function in it, {path.stem}:FUNCTION")
+    if path.suffix == ".json" or path.is_file():
+        raise ConfigError(f"{source}: {'not a config.json' if path.is_file() else 'no such file'}")
     try:
         import transformers
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
-        return None
-    if name in transformers.CONFIG_MAPPING:
-        return {"model_type": name}
+        raise ConfigError(
+            f"{source!r} is no preset ({', '.join(PRESETS)}){did_you_mean(source, PRESETS)} and no file. Names of "
+            f"models need transformers: pip install 'deepspeed-muon[hf]'; or pass MODULE:FUNCTION"
+        ) from None
+    if source in transformers.CONFIG_MAPPING:
+        return {"model_type": source}
     try:
-        config_class = getattr(transformers, name).config_class
-        return {"model_type": config_class.model_type, "architectures": [name]}
+        config_class = getattr(transformers, source).config_class
+        return {"model_type": config_class.model_type, "architectures": [source]}
     except (AttributeError, ImportError):  # transformers imports a class on its first use
         pass
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # not a valid repository name
-        return None
-    return read_object(Path(cached)) if isinstance(cached, str) else None
+    cached: Any = None
+    with contextlib.suppress(ValueError):  # not a valid repository name
+        cached = try_to_load_from_cache(source, "config.json")
+    if isinstance(cached, str):
+        return read_object(Path(cached))
+    names = [
+        *PRESETS,
+        *transformers.CONFIG_MAPPING,
+        *(name for name in dir(transformers) if name[0].isupper()),
+    ]
+    if hint := did_you_mean(source, names):
+        raise ConfigError(f"{source!r} names no model{hint}")
+    raise ConfigError(
+        f"{source!r} is none of {MODEL_FORMS}. Nothing is downloaded: for a model on the Hub pass its config.json"
+    )
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the question behind an error about an unknown name, empty without a similar one."""
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def _from_function(source: str, device: str) -> nn.Module:
@@ -149,7 +160,10 @@ def _from_function(source: str, device: str) -> nn.Module:
     Raises:
         ConfigError: If the function cannot be imported, raises or returns no module.
     """
-    module, _, function = source.partition(":")
+    module, _, function = source.rpartition(":")
+    if module.endswith(".py") or "/" in module:
+        stem = Path(module).stem
+        raise ConfigError(f"{source}: run the command in the folder of {module}, and write {stem}:{function}")
     try:
         model: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
     except Exception as error:  # of any type, because this runs the user's module
@@ -251,7 +265,7 @@ def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[st
     try:
         content = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable JSON: {error}") from error
+        raise ConfigError(f"{path}: not readable JSON: {_in_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object")
     return content

@@ -22,14 +22,15 @@ from deepspeed_muon.plan.placement import Floats, Ints
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools import predict
+from deepspeed_muon.tools.command_line import Output
 from deepspeed_muon.tools.model_shapes import (
-    MODEL_FORMS,
     as_autoep,
+    did_you_mean,
     load_model,
     read_object,
     with_separate_experts,
 )
-from deepspeed_muon.tools.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, PlanSettings
+from deepspeed_muon.tools.predict import GPUS, LINK_EFFICIENCY, SUB_GROUP_NUMEL, Exchange, Gpu, PlanSettings
 from deepspeed_muon.transport.all_to_all import SLOTS
 
 _OPTIMIZERS = {"muon": "deepspeed_muon", "adamw": "AdamW"}
@@ -341,42 +342,14 @@ def _elements(count: int) -> str:
     return str(count)
 
 
-def add_subcommand(subparsers: Any) -> None:
-    """Add the command ``plan`` to the result of ``ArgumentParser.add_subparsers``; its ``run`` executes it."""
-    parser = subparsers.add_parser(
-        "plan", help="routes, owners, bytes, memory and predicted times of a model, without GPUs or weights"
-    )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_FORMS)
-    option = parser.add_argument
-    option("--world-size", type=int, default=8, help="GPUs, tensor-parallel ones counted (8)")
-    option("--stage", type=int, choices=(0, 1, 2, 3), default=3, help="ZeRO stage (3)")
-    option("--tensor-parallel", type=int, default=1, help="GPUs that share every matrix (1)")
-    option("--expert-parallel", type=int, default=1, help="GPUs that share the experts of a layer (1)")
-    option("--gpus-per-node", type=int, default=8, help="GPUs that NVLink connects (8)")
-    option("--gpu", choices=sorted(GPUS), default="h100", help="kind of GPU (h100)")
-    option("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
-    option("--efficiency", type=float, default=0.5, help="fraction of peak TFLOP/s reached (0.5)")
-    rate = "the rate of all links of a node together (default: one port for each GPU, as in the GPU's server)"
-    option("--network-gbit", type=float, metavar="RATE", help=rate)
-    option("--separate-experts", action="store_true", help="every expert is a parameter of its own")
-    option("--owners", action="store_true", help="the owner of every matrix (with --json)")
-    option("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_plan)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    gpu, configuration = GPUS[arguments.gpu], read_configuration(arguments.params)
-    config = optimizer_config(configuration)
-    bf16, rate = configuration.get("bf16", {}), arguments.network_gbit
-    if rate is not None and not rate > 0:  # also true for NaN
-        raise ConfigError(f"--network-gbit {rate:g}: must be above 0")
-    if rate is not None:
-        # Gb/s of a node to bytes per second and GPU
-        gpu = {**gpu, "network_bandwidth": rate * 1e9 / 8 / max(1, arguments.gpus_per_node)}
+def run(arguments: argparse.Namespace) -> Output:
+    """Run the command ``plan``."""
+    configuration = read_configuration(arguments.params)
+    bf16 = configuration.get("bf16", {})
     settings = PlanSettings(
         **{name: getattr(arguments, name) for name in _OPTIONS},
-        gpu=gpu,
-        config=config,
+        gpu=_gpu(arguments),
+        config=optimizer_config(configuration),
         master_dtype=torch.bfloat16 if bf16.get("bf16_master_weights_and_grads") else torch.float32,
         half_states=bool(bf16.get("bf16_optimizer_states")),
         efficiency=arguments.efficiency,
@@ -388,10 +361,40 @@ def _plan(arguments: argparse.Namespace) -> int:
         members = as_autoep(members)
     if arguments.separate_experts:
         members = with_separate_experts(members)
-    routes = route_parameters(members, config)
+    routes = route_parameters(members, settings.config)
+    if all(route.algorithm == "frozen" for route in routes):
+        raise ConfigError(f"{arguments.model}: has no parameter to train")
     data = report(arguments.model, routes, settings, owners=arguments.owners)
-    print(json.dumps(data, indent=1) if arguments.json else render(data))
-    return 0
+    return Output(data, render(data))
+
+
+def _gpu(arguments: argparse.Namespace) -> Gpu:
+    """Return the GPU's figures: those of the table, and those that options give."""
+    figures = {"flops": 1e12, "memory": 1e9, "bandwidth": 1e9}  # units of the options
+    given = {name: getattr(arguments, name) for name in (*figures, "network_gbit")}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if not 0 < value < math.inf:  # also false for NaN
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0 and finite")
+    name = arguments.gpu.lower()
+    if name not in GPUS and (absent := [f"--{figure}" for figure in figures if figure not in given]):
+        raise ConfigError(
+            f"--gpu {arguments.gpu}: not among {', '.join(GPUS)}{did_you_mean(name, GPUS) or ';'} another one needs "
+            f"{', '.join(absent)}"
+        )
+    gpu: Gpu = {**GPUS.get(name, GPUS["h100"]), "name": name}
+    changed = [figure for figure in figures if figure in given]
+    for figure in changed:
+        key: Any = {"bandwidth": "memory_bandwidth"}.get(figure, figure)
+        gpu[key] = given[figure] * figures[figure]
+    if name not in GPUS:
+        gpu["source"] = "given by options; links as in a DGX H100"
+    elif changed:
+        gpu["source"] = f"{gpu['source']}; {', '.join(changed)} given by options"
+    if "network_gbit" in given:
+        # Gb/s of a node to bytes per second and GPU
+        gpu["network_bandwidth"] = given["network_gbit"] * 1e9 / 8 / max(1, arguments.gpus_per_node)
+    return gpu
 
 
 def optimizer_config(configuration: Mapping[str, Any]) -> MuonConfig:
@@ -418,6 +421,11 @@ def read_configuration(text: str) -> Mapping[str, Any]:
             raise ConfigError(f"--params {text!r}: not JSON: {error}") from error
     else:
         content = read_object(Path(text), hjson.loads)  # DeepSpeed's configuration files may have comments
+        if "optimizer" not in content and not content.keys() & MuonConfig.model_fields.keys():
+            raise ConfigError(
+                f'--params: {text} has no section "optimizer", and is not optimizer.params either. Leave --params out '
+                f"for the defaults, or add the section"
+            )
     configuration = content if "optimizer" in content else {"optimizer": {"params": content}}
     for name in ("optimizer", "bf16"):
         if not isinstance(configuration.get(name, {}), Mapping):

@@ -151,10 +151,11 @@ class PlanSettings:
             )
         if self.world_size > MAX_GPUS:
             raise ConfigError(f"--world-size {self.world_size}: plans are made for at most {MAX_GPUS} GPUs")
-        if self.gpus_per_node < 1:
-            raise ConfigError(f"--gpus-per-node {self.gpus_per_node}: must be at least 1")
+        for name in ("world_size", "gpus_per_node", "tensor_parallel", "expert_parallel"):
+            if (size := getattr(self, name)) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {size}: must be at least 1")
         for kind, size in (("tensor", self.tensor_parallel), ("expert", self.expert_parallel)):
-            if min(self.world_size, size) < 1 or self.world_size % size:
+            if self.world_size % size:
                 raise ConfigError(
                     f"{self.world_size} GPUs cannot be divided into {kind}-parallel groups of {size}"
                 )

@@ -21,20 +21,32 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
+from deepspeed_muon.tools.command_line import Output
 from deepspeed_muon.tools.model_shapes import read_object
 from deepspeed_muon.tools.size_laws import (
-    CARRIED_BY,
-    LAWS,
     ROOT_OF_WIDTH,
-    SIZES,
     UNKNOWN,
     Sizes,
+    factor,
     measured,
+    powers,
     read_sizes,
 )
 
 _PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 """Keys of ``scheduler.params`` with the number that a group with ``lr`` (without it: with ``muon_lr``) gets."""
+
+_ADAMW_ONLY = (
+    "torch_adam",
+    "adam_w_mode",
+    "bias_correction",
+    "amsgrad",
+    "set_grad_none",
+    "foreach",
+    "fused",
+    "fp32_optimizer_states",
+)
+"""Options of AdamW in DeepSpeed that say how it computes."""
 
 
 @dataclass(slots=True)
@@ -67,68 +79,75 @@ class Proposal:
         return next((key for key in ("muon_lr", "lr") if key in self.params), None)
 
 
-def add_subcommand(subparsers: Any) -> None:
-    """Add the command ``rates`` to the result of ``ArgumentParser.add_subparsers``; its ``run`` executes it."""
-    parser = subparsers.add_parser("rates", help="settings for Muon from those of AdamW, at another size")
-    parser.add_argument("config", help="a DeepSpeed configuration with AdamW or Muon")
-    sizes = ", ".join(f"{size} ({meaning})" for size, meaning in SIZES.items())
-    for option, name, text in (
-        ("--from", "before", f"the run on which the rate was tuned, as in width=512 tokens=10e9: {sizes}"),
-        ("--to", "after", "the run to train"),
-    ):
-        parser.add_argument(option, dest=name, metavar="NAME=NUMBER", nargs="+", default=[], help=text)
-    parser.add_argument("--apply", choices=LAWS, help="carry the rate by this published law alone")
-    parser.set_defaults(run=_rates)
-
-
-def _rates(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Output:
+    """Run the command ``rates``."""
     proposal = propose(read_object(Path(arguments.config), hjson.loads))
     before, after = read_sizes("--from", arguments.before), read_sizes("--to", arguments.after)
     if (tuned_width := proposal.config().tuned_width) is not None:
         before.setdefault("width", tuned_width)
+    if bool(arguments.before) > bool(after) or (after and not before):
+        given, absent = ("--to", "--from") if after else ("--from", "--to")
+        raise ConfigError(
+            f"{given} needs {absent}: a rate is carried from the run on which it was tuned to another"
+        )
+    if after and not before.keys() & after.keys():
+        raise ConfigError(f"--from {', '.join(before)} and --to {', '.join(after)}: have no size in common")
     evidence = _evidence(proposal, before, after)  # of the rate that was tuned
-    carry(proposal, before, after, law_name=arguments.apply)
+    carry(proposal, before, after)
     # What changed and why, the evidence, and the section to paste.
     lines = []
     for key, reason in proposal.reasons.items():
         lines += _wrapped(f"{key} {json.dumps(proposal.params[key])}: ", reason)
     for note in proposal.notes:
         lines += _wrapped("note: ", note)
-    section = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in proposal.params.items()]
-    text = ",\n".join(section)
-    print("\n".join([*lines, "", *evidence, f'"optimizer": {{"type": "Muon", "params": {{\n{text}\n}}}}']))
-    return 0
+    section = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in proposal.params.items()
+    )
+    section = f'"optimizer": {{"type": "Muon", "params": {{\n{section}\n}}}}'
+    return Output(proposal.params, "\n".join([*lines, "", *evidence, section]))
 
 
 def propose(configuration: Mapping[str, Any]) -> Proposal:
     """Return the settings of Muon for a DeepSpeed configuration of AdamW or Muon.
 
     Raises:
-        ConfigError: If it has another optimizer, or a setting is invalid.
+        ConfigError: If it has another optimizer, or a setting is invalid or unknown.
     """
     section, scheduler = configuration.get("optimizer"), configuration.get("scheduler")
     name = str(section.get("type")).lower() if isinstance(section, Mapping) else ""
-    if not isinstance(section, Mapping) or name not in ("adam", "adamw", "muon"):
+    if "optimizer" not in configuration:
         raise ConfigError(
-            f"optimizer: expected a section of AdamW or Muon, got {shown(section)}; docs/from_deepspeeds_muon.md has "
-            f"the settings of other frameworks"
+            'no section "optimizer": this command reads a DeepSpeed configuration. Where the Trainer or Accelerate '
+            'makes the optimizer, write its settings into one: {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}'
+        )
+    if not isinstance(section, Mapping) or name not in ("adam", "adamw", "muon"):
+        got = section.get("type") if isinstance(section, Mapping) else section
+        raise ConfigError(
+            f"optimizer: expected a section with the type AdamW or Muon, got {shown(got)}; for other frameworks see "
+            f"docs/from_deepspeeds_muon.md"
         )
     params = section.get("params") or {}
     if not isinstance(params, Mapping):
         raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
-    # 1. Settings without a counterpart are left out.
+    # 1. What DeepSpeed's AdamW alone has is left out. Any other key that is not ours is a mistake.
     given = {key: value for key, value in params.items() if value is not None}  # null is the default
     proposal = Proposal({key: value for key, value in given.items() if key in MuonConfig.model_fields})
-    unknown = given.keys() - proposal.params.keys()
-    proposal.notes += [
-        f"left out: {unknown_key_message(key, MuonConfig.model_fields)}" for key in sorted(unknown)
-    ]
+    for key in sorted(given.keys() - proposal.params.keys()):
+        if key not in _ADAMW_ONLY:
+            known = [*MuonConfig.model_fields, *_ADAMW_ONLY]
+            raise ConfigError(unknown_key_message(key, known, "optimizer.params"))
+        proposal.notes.append(f"left out: {key}, an option of DeepSpeed's AdamW without a counterpart here")
     # 2. AdamW's defaults are others here.
     if name != "muon":
         proposal.put("adjust_lr_fn", "match_rms_adamw", "updates of AdamW's usual size, 0.2 times the rate")
-        for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
+        defaults: list[tuple[str, Any, str]] = [("betas", [0.9, 0.999], ""), ("eps", 1e-8, "")]
+        if given.get("torch_adam") and (name == "adamw" or given.get("adam_w_mode", True)):
+            defaults.append(
+                ("weight_decay", 0.01, "torch's ")
+            )  # of torch.optim.AdamW; DeepSpeed's default is 0
+        for key, default, whose in defaults:
             if key not in proposal.params:
-                proposal.put(key, default, "AdamW's default, which is another one here")
+                proposal.put(key, default, f"{whose}AdamW's default, which is another one here")
     if proposal.rate_key is None:
         proposal.notes.append("no rate is set: write the one that was tuned as lr or muon_lr")
     # 3. The schedule, which overwrites the rates.
@@ -139,48 +158,39 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
     return proposal
 
 
-def carry(proposal: Proposal, before: Sizes, after: Sizes, *, law_name: str | None = None) -> None:
+def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
     """Carry Muon's rate from the run on which it was tuned to another one; AdamW's rate stays.
 
     Args:
         proposal: The settings. Mutated.
         before: The sizes of the run on which the rate was tuned.
         after: The sizes of the run to train.
-        law_name: The key of :data:`LAWS` to apply; without it that of :data:`CARRIED_BY`, over the sizes that are known
-            of both runs.
-
-    Raises:
-        ConfigError: If ``before`` or ``after`` lack a size of the law that ``law_name`` asks for.
     """
     config, params, rate_key = proposal.config(), proposal.params, proposal.rate_key
     rule = config.adjust_lr_fn
-    law, runs = LAWS[law_name or CARRIED_BY], measured(config.variant, rule)
-    if law_name and (missing := law.missing(before, after, rule)):
-        raise ConfigError(f"--apply {law_name}: needs {' and '.join(missing)} in --from and in --to")
-    powers = law.powers(rule)
-    ratios = {size: after[size] / before[size] for size in powers if size in before and size in after}
+    exponents, runs = powers(rule), measured(config.variant, rule)
+    ratios = {size: after[size] / before[size] for size in exponents if size in before and size in after}
     changed = [size for size, ratio in ratios.items() if ratio != 1.0]
     if not changed or rate_key is None:
         return
-    if rule not in WIDTH_EXPONENT and law_name is None:
+    if rule not in WIDTH_EXPONENT:
         proposal.notes.append(f"the rate is not carried: how it follows a size under {rule} was not measured")
         return
     # 1. The rate.
-    factor = law.factor(before, after, rule)
-    source = f"{law.source}: applied because --apply asks for it" if law_name else runs.support
-    if not law_name and (beyond := runs.beyond(changed, before, after)):
+    times, source = factor(before, after, rule), runs.support
+    if beyond := runs.beyond(changed, before, after):
         source += f"; extrapolated beyond what was measured, {' and '.join(beyond)}"
-    formula = " ".join(f"{ratio:.4g}^{powers[size]:g} ({size})" for size, ratio in ratios.items())
+    formula = " ".join(f"{ratio:.4g}^{exponents[size]:g} ({size})" for size, ratio in ratios.items())
     rate = params[rate_key]
     if rate == "auto":
         proposal.notes.append(
-            f"lr is 'auto' and stays. For the other size set muon_lr to {factor:.3g} times the learning rate that "
+            f"lr is 'auto' and stays. For the other size set muon_lr to {times:.3g} times the learning rate that "
             f"fills it in ({formula}: {source})"
         )
     else:
-        proposal.put("muon_lr", three_digits(rate * factor), f"{rate:g} x {factor:.3g} ({formula}: {source})")
+        proposal.put("muon_lr", three_digits(rate * times), f"{rate:g} x {times:.3g} ({formula}: {source})")
     # 2. The decay, whose product with the rate was kept over widths in the measured runs.
-    of_width = ratios.get("width", 1.0) ** powers.get("width", 0.0)
+    of_width = ratios.get("width", 1.0) ** exponents["width"]
     decay = params.get("muon_weight_decay", params.get("weight_decay"))
     if decay and of_width != 1.0 and config.weight_decay_mode != "independent":
         stays = "over widths its product with the rate stays, as in the measured runs"
@@ -199,7 +209,7 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes, *, law_name: str | No
     if proposal.peak is not None and "lr" not in params:
         key, value = proposal.peak
         proposal.notes.append(
-            f"scheduler.params.{key}, {shown(value)}, stands for muon_lr: multiply it by {factor:.3g}"
+            f"scheduler.params.{key}, {shown(value)}, stands for muon_lr: multiply it by {times:.3g}"
         )
     if "width" in ratios and rate != "auto":
         proposal.put("tuned_width", round(after["width"]), "a much wider model begins with a warning")
@@ -211,29 +221,18 @@ def three_digits(value: float) -> float:
 
 
 def _evidence(proposal: Proposal, before: Sizes, after: Sizes) -> list[str]:
-    """Return lines with what was measured, and with what each published law makes of the rate that was tuned."""
+    """Return lines with what was measured."""
     if not before or not after:
         return [
             *_wrapped("", "To carry the rate: --from width=512 tokens=10e9 --to width=1024 tokens=20e9."),
             "",
         ]
-    config, rate = proposal.config(), proposal.params.get(proposal.rate_key or "")
-    rule, runs = config.adjust_lr_fn, measured(config.variant, config.adjust_lr_fn)
+    config = proposal.config()
+    runs = measured(config.variant, config.adjust_lr_fn)
     sizes = [", ".join(f"{name} {value:,.0f}" for name, value in run.items()) for run in (before, after)]
     measured_on = f". Measured on {runs.runs()}." if runs.ranges else ""
     lines = [f"from {sizes[0]} to {sizes[1]}", *_wrapped("  measured here: ", runs.costs + measured_on)]
-    lines.append("  published, for adjust_lr_fn 'original' (--apply NAME):")
-    if rule in ROOT_OF_WIDTH:
-        lines.append(f"    {rule} contains the root of the width: also width^-0.5")
-    for name, law in LAWS.items():
-        factor, missing = law.factor(before, after, rule), law.missing(before, after, rule)
-        text = f"{law.formula()}: x {factor:.3g}"
-        if isinstance(rate, (int, float)):
-            text += f" = {rate * factor:.3g}"
-        if missing:
-            text += f" (without {', '.join(missing)})"
-        lines += _wrapped(f"    {name:<13} ", f"{text}. {law.setup}; {law.source}")
-    return [*lines, *_wrapped("  not known: ", "; ".join(UNKNOWN)), ""]
+    return [*lines, *_wrapped("  not known: ", UNKNOWN), ""]
 
 
 def _wrapped(first: str, text: str) -> list[str]:

@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from deepspeed_muon.checkpoint.index import INDEX_NAME, load_index
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
-from deepspeed_muon.tools.model_shapes import MODEL_FORMS, load_model
+from deepspeed_muon.tools.command_line import Output
+from deepspeed_muon.tools.model_shapes import load_model
 from deepspeed_muon.tools.plan import optimizer_config, read_configuration
 
 _HEADINGS = ("parameter", "number", "shape", "algorithm", "certain", "reason")
 
 
-def add_subcommand(subparsers: Any) -> None:
-    """Add the command ``routes`` to the result of ``ArgumentParser.add_subparsers``; its ``run`` executes it."""
-    parser = subparsers.add_parser("routes", help="Muon or AdamW for each parameter of a model, and why")
-    parser.add_argument("model", metavar="MODEL", help=MODEL_FORMS)
-    option = parser.add_argument
-    option("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
-    pattern = "a further pattern of names for {} (may be given several times)"
-    option("--include", action="append", default=[], metavar="PATTERN", help=pattern.format("Muon"))
-    option("--exclude", action="append", default=[], metavar="PATTERN", help=pattern.format("AdamW"))
-    option("--all", action="store_true", help="one row for each parameter, not for equal ones of all layers")
-    option("--guesses", action="store_true", help="only the routes that rest on a guess")
-    option("--device", choices=("meta", "cpu"), default="meta", help="where MODULE:FUNCTION builds (meta)")
-    option("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_routes)
-
-
-def _routes(arguments: argparse.Namespace) -> int:
-    config = optimizer_config(read_configuration(arguments.params))
-    # Patterns of the command line are added to those of --params.
-    config = config.model_copy(
-        update={key: (*getattr(config, key), *getattr(arguments, key)) for key in ("include", "exclude")}
-    )
-    routes = route_parameters(load_model(arguments.model, arguments.device), config)
+def run(arguments: argparse.Namespace) -> Output:
+    """Run the command ``routes``."""
+    settings = ("params", "include", "exclude")
+    if (Path(arguments.model) / INDEX_NAME).is_file():
+        given = [f"--{key}" for key in settings if getattr(arguments, key) not in ([], "{}")]
+        if given:
+            raise ConfigError(
+                f"{arguments.model}: a consolidated set, which has its routes: leave out {given[0]}"
+            )
+        routes = _routes_of_set(arguments.model)
+    else:
+        config = optimizer_config(read_configuration(arguments.params))
+        # Patterns of the command line are added to those of --params.
+        config = config.model_copy(
+            update={key: (*getattr(config, key), *getattr(arguments, key)) for key in settings[1:]}
+        )
+        routes = route_parameters(load_model(arguments.model, arguments.device), config)
     data = table(arguments.model, routes, per_parameter=arguments.all)
     if arguments.guesses:
         data["routes"] = [row for row in data["routes"] if not row["certain"]]
-    print(json.dumps(data, indent=1) if arguments.json else render(data))
-    return 0
+    return Output(data, render(data))
+
+
+def _routes_of_set(folder: str) -> list[Route]:
+    """Return the routes of a consolidated set, which records the algorithms."""
+    return [
+        Route(name, record.shape, record.algorithm, "recorded in the set")
+        for name, record in load_index(folder).parameters.items()
+    ]
 
 
 def table(model: str, routes: Sequence[Route], *, per_parameter: bool = False) -> dict[str, Any]:

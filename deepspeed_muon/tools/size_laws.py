@@ -1,7 +1,7 @@
-"""How a tuned rate is carried to a run of another size: what was measured in this repository, and published laws.
+"""How a tuned rate is carried to a run of another size, and what the runs of this repository say of it.
 
-One published law is followed, because it cost little in the runs here, which are of other models than those that it was
-fitted on. The others are printed beside it.
+A published law is followed, because it cost little in the runs here, which are of other models than those that it was
+fitted on.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ from dataclasses import dataclass, field
 
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName
+from deepspeed_muon.tools.command_line import SIZES
 
 Sizes = Mapping[str, float]
 """The sizes of a run that are known, by their names in :data:`SIZES`."""
-
-SIZES = {
-    "width": "hidden size",
-    "depth": "layers",
-    "tokens": "tokens of the whole run",
-    "batch": "tokens in a step",
-}
-"""What a rate may depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,88 +93,27 @@ def measured(variant: str, rule: AdjustLrName) -> Measured:
 
 
 UNKNOWN = (
-    "larger models and mixtures of experts",
-    "larger batches",
-    "how weight decay and AdamW's rate should follow a size",
+    "larger models, mixtures of experts, larger batches; how decay and AdamW's rate should follow a size"
 )
 """What none of these runs says."""
-
 
 ROOT_OF_WIDTH = ("match_rms_adamw", "spectral")
 """The scale rules that contain the root of the width."""
 
-
-@dataclass(frozen=True, slots=True)
-class Law:
-    """A published power law of the rate of hidden matrices.
-
-    Attributes:
-        exponents: Name of a size to its exponent; the law does not contain the others.
-        setup: What it was fitted on, and where it fails.
-        source: Where it is published.
-    """
-
-    exponents: Sizes
-    setup: str
-    source: str
-
-    def formula(self) -> str:
-        """Return the law as text, as in ``width^-0.15 batch^0.5``."""
-        return " ".join(f"{size}^{power:g}" for size, power in self.exponents.items()) or "constant"
-
-    def powers(self, rule: AdjustLrName) -> Sizes:
-        """Return the exponents under a scale rule.
-
-        The laws are for updates that grow with the width as those of ``original`` do. The root of the width that other
-        rules contain is divided out.
-        """
-        if rule not in ROOT_OF_WIDTH:
-            return self.exponents
-        return {**self.exponents, "width": self.exponents.get("width", 0.0) - 0.5}
-
-    def factor(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> float:
-        """Return by what the rate changes, over the sizes that ``before`` and ``after`` both have."""
-        given = {size: power for size, power in self.powers(rule).items() if size in before and size in after}
-        return math.prod(float((after[size] / before[size]) ** power) for size, power in given.items())
-
-    def missing(self, before: Sizes, after: Sizes, rule: AdjustLrName) -> list[str]:
-        """Return the sizes of the law that ``before`` or ``after`` lacks."""
-        return [size for size in self.powers(rule) if size not in before or size not in after]
+_EXPONENTS = {"width": WIDTH_EXPONENT["original"], "tokens": -0.395, "batch": 0.5}
+"""The law that is followed (marin-community/marin#5951), for updates that grow with the width as under ``original``."""
 
 
-LAWS = {
-    "marin": Law(
-        {"width": WIDTH_EXPONENT["original"], "tokens": -0.395, "batch": 0.5},
-        "MuonH, mixtures of experts of width 512 to 1280, 4 to 240 tokens a parameter, no clipping. At 300 to 600 "
-        "tokens a parameter the best rate was 1.2 to 1.4 times the law's (marin#7856)",
-        "marin-community/marin#5951",
-    ),
-    "hyperp": Law(
-        {"depth": -0.5, "tokens": -0.32, "batch": 0.5},
-        "MuonH with residual branches scaled by 1/sqrt(2 depth), constant aspect ratio, base 1e-2 at 8 layers, 10.4e9 "
-        "tokens and a batch of 2^21",
-        "arXiv 2603.28743",
-    ),
-    "scion": Law(
-        {"tokens": -0.56, "batch": 0.62},
-        "unit-norm updates in all layers, up to 1.3B parameters and 138e9 tokens",
-        "arXiv 2510.03871",
-    ),
-    "nanochat": Law(
-        {"batch": 0.5},
-        "NorMuon at 0.02 with a batch of 2^19; its author calls this not studied. AdamW's rates there: width^-0.5",
-        "karpathy/nanochat, base_train.py",
-    ),
-    "kellerjordan": Law(
-        {},
-        "original: a claim that the best rate is constant over sizes, without a fit",
-        "KellerJordan/Muon#16",
-    ),
-}
-"""Laws by the name that ``--apply`` takes."""
+def powers(rule: AdjustLrName) -> Sizes:
+    """Return the exponents of the law under a scale rule, whose root of the width is divided out."""
+    width = _EXPONENTS["width"] - 0.5 * (rule in ROOT_OF_WIDTH)
+    return {**_EXPONENTS, "width": width}
 
-CARRIED_BY = "marin"
-"""The law that ``rates`` follows without ``--apply``, over the sizes that it is given: the runs here agree with it."""
+
+def factor(before: Sizes, after: Sizes, rule: AdjustLrName) -> float:
+    """Return by what the rate changes, over the sizes that ``before`` and ``after`` both have."""
+    given = {size: power for size, power in powers(rule).items() if size in before and size in after}
+    return math.prod(float((after[size] / before[size]) ** power) for size, power in given.items())
 
 
 LARGEST = 1e30

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Callable
@@ -24,13 +23,16 @@ from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model, with_separate_experts
 from deepspeed_muon.tools.plan import report
 from deepspeed_muon.tools.predict import PlanSettings, exchange_of
-from deepspeed_muon.version import __version__
 from tests.support.calls import calls
 from tests.support.native_ops import REPOSITORY
 
 pytest.importorskip("transformers")
 
 PlanOf = Callable[..., dict[str, Any]]
+
+
+def frozen() -> torch.nn.Module:
+    return torch.nn.Linear(4, 4).requires_grad_(False)
 
 
 def elements(parameters: list[NamedParameter]) -> int:
@@ -135,25 +137,6 @@ def test_at_stage_0_a_broadcast_passes_each_link_once() -> None:
     assert on_two.scatter_elements.sum() == 15 * 32 * 64 * 64
 
 
-def test_names_that_the_terminal_cannot_show_are_escaped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "größe.json").write_text("{}")
-    said = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(said, encoding="ascii"))
-    assert main(["plan", str(tmp_path / "größe.json")]) == 2
-    (tmp_path / "größe").write_text("[]")
-    assert main(["plan", "llama-7b", "--params", str(tmp_path / "größe")]) == 2
-    sys.stderr.flush()
-    assert rb"gr\xf6\xdfe: expected a JSON object" in said.getvalue()
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"deepspeed_muon {__version__}\n"
-
-
 def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["llama-7b", "--world-size", "16", "--network-gbit", "100"]
     data = plan_of(*common)
@@ -176,6 +159,18 @@ def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixtur
     ("arguments", "said"),
     [
         ("no-such-model", "is none of a preset"),
+        ("LlamaForCausallM", "names no model; did you mean 'LlamaForCausalLM'?"),
+        ("lama-7b", "did you mean 'llama-7b'?"),
+        ("tests", "tests: a folder without config.json"),
+        ("tests/config.json", "no such file"),
+        ("tests/conftest.py", "name a function in it, conftest:FUNCTION"),
+        ("mine/model.py:build", "run the command in the folder of mine/model.py, and write model:build"),
+        ("llama-7b --world-size 0", "--world-size 0: must be at least 1"),
+        ("llama-7b --gpu h10", "did you mean 'h100'? another one needs --flops, --memory, --bandwidth"),
+        ("llama-7b --gpu mi300x --flops 1307", "another one needs --memory, --bandwidth"),
+        ("llama-7b --memory nan", "--memory nan: must be above 0 and finite"),
+        ("tests.unit.test_tools_plan:frozen", "has no parameter to train"),
+        ("llama-7b --params pyproject.toml", "pyproject.toml: not readable JSON"),
         ("llama-7b --network-gbit 0", "must be above 0"),
         ("llama-7b --world-size 6 --tensor-parallel 4", "tensor-parallel groups of 4"),
         ("llama-7b --params {'ns_step':3}", "did you mean 'ns_steps'"),
@@ -197,6 +192,24 @@ def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixtur
 def test_errors_say_what_to_do(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments.replace("'", '"').split()]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "zero_optimization: {stage: 2}", "compute_environment: LOCAL_MACHINE"])
+def test_a_file_without_an_optimizer_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty file was the defaults, and the Trainer's usual file had unknown keys."""
+    (tmp_path / "file").write_text(text)
+    assert main(["plan", "llama-7b", "--params", str(tmp_path / "file")]) == 2
+    assert 'has no section "optimizer"' in capsys.readouterr().err
+
+
+def test_figures_of_a_gpu_that_is_not_in_the_table(plan_of: PlanOf) -> None:
+    figures = ["--flops", "989", "--memory", "80", "--bandwidth", "3350"]
+    known, other = plan_of("llama-7b"), plan_of("llama-7b", "--gpu", "mine", *figures)
+    assert known["step"] == other["step"] and other["settings"]["gpu"]["name"] == "mine"
+    faster = plan_of("llama-7b", "--flops", "1978")["step"]["muon"]["seconds"]
+    assert faster["newton_schulz"] == pytest.approx(known["step"]["muon"]["seconds"]["newton_schulz"] / 2)
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "ds_configs").iterdir()), ids=lambda file: file.name)
@@ -223,6 +236,12 @@ def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixtu
     first = next(line for line in page.splitlines() if line.startswith("python -m deepspeed_muon plan "))
     assert main(first.split()[3:]) == 0
     assert "\nfits: " in capsys.readouterr().out
+
+
+def test_names_need_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", "LlamaForCausalLM"]) == 2
+    assert "need transformers: pip install 'deepspeed-muon[hf]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -1,0 +1,207 @@
+"""``python -m deepspeed_muon`` as a program: its help, its JSON, and the commands for checkpoints in one process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_muon.__main__ import main
+from deepspeed_muon.tools import command_line
+from deepspeed_muon.tools.convert import export_weights
+from deepspeed_muon.tools.model_shapes import PRESETS
+from deepspeed_muon.tools.predict import GPUS
+from deepspeed_muon.version import __version__
+from tests.support.checkpoints import write_set
+from tests.support.native_ops import REPOSITORY
+
+
+def program(*arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    variables = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
+    command = [sys.executable, "-X", "importtime", "-m", "deepspeed_muon", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=variables)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--version"], 0, f"deepspeed_muon {__version__}\n"),
+        (["--help"], 0, "usage: python -m deepspeed_muon "),
+        (["checkpoint", "export", "--help"], 0, "--everything"),
+        (["plan"], 2, ""),
+    ],
+)
+def test_help_and_errors_of_usage_import_neither_torch_nor_deepspeed(
+    arguments: list[str], status: int, said: str
+) -> None:
+    """They took two seconds of CPU."""
+    done = program(*arguments)
+    assert done.returncode == status and said in done.stdout
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in modules and modules.isdisjoint(("torch", "deepspeed", "pydantic", "numpy"))
+
+
+def test_a_program_that_imports_the_package_parses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import deepspeed_muon, sys; print(sys.argv[1:])")
+    command = [sys.executable, str(tmp_path / "train.py"), "--help", "deepspeed_muon"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout == "['--help', 'deepspeed_muon']\n", done.stderr
+
+
+def test_only_json_is_printed(tmp_path: Path) -> None:
+    """DeepSpeed's warning of a machine without a GPU, or a model's prints, came first."""
+    (tmp_path / "printing.py").write_text(
+        "from torch import nn\nprint('hello')\ndef build(): return nn.Linear(4, 4)"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = program("routes", "printing:build", "--json", DS_ACCELERATOR=None, PYTHONPATH=path)
+    assert json.loads(done.stdout)["tensors"] == 2, done.stderr
+    assert "hello" in done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    """`| head` ended a command in a traceback of BrokenPipeError."""
+    (tmp_path / "adamw.json").write_text('{"optimizer": {"type": "AdamW"}}')
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "deepspeed_muon", "rates", str(tmp_path / "adamw.json")]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "größe.json").write_text("[]")
+    said = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(said, encoding="ascii"))
+    assert main(["plan", str(tmp_path / "größe.json")]) == 2
+    sys.stderr.flush()
+    assert rb"gr\xf6\xdfe.json: expected a JSON object" in said.getvalue()
+
+
+def test_help_names_what_the_tables_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        command_line.parse(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*GPUS, *PRESETS))
+
+
+# ---- checkpoints ----
+
+
+def save_as_deepspeed(model: nn.Module, folder: Path) -> None:
+    """Write what DeepSpeed saves of a model at stage 0 after one step of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    folder.mkdir()
+    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_becomes_a_folder_for_from_pretrained(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    save_as_deepspeed(model, tmp_path / "step1")
+    folders = [str(tmp_path / name) for name in ("step1", "set", "hf")]
+    monkeypatch.setattr("deepspeed_muon.tools.convert.DEFAULT_SHARD_BYTES", 8000)  # several files
+    assert main(["checkpoint", "consolidate", *folders[:2]]) == 0
+    assert main(["checkpoint", "export", *folders[1:]]) == 0
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    config.save_pretrained(folders[2])
+    loaded, info = transformers.LlamaForCausalLM.from_pretrained(folders[2], output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    # The folder is not overwritten, and nothing is left beside it.
+    assert main(["checkpoint", "export", *folders[1:]]) == 2
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_everything_is_exported_under_the_names_of_the_set(tmp_path: Path) -> None:
+    """And names lose what torch.compile adds."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    write_set(tmp_path / "set", ("_orig_mod.w",))
+    assert export_weights(tmp_path / "set", tmp_path / "out", everything=True) == 2
+    tensors = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert {name: tensor.flatten().tolist() for name, tensor in tensors.items()} == {
+        "w": list(range(12)),
+        "momentum_buffer/w": list(range(12)),
+    }
+
+
+def test_a_damaged_set_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = write_set(tmp_path / "set")
+    shard.write_bytes(shard.read_bytes()[:-4] + b"\1\2\3\4")
+    assert main(["checkpoint", "export", str(tmp_path / "set"), str(tmp_path / "out")]) == 2
+    assert "its checksum is not that of the index" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_and_verify_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = write_set(tmp_path)
+
+    def printed(command: str, status: int) -> Any:
+        assert main(["checkpoint", command, str(tmp_path), "--json"]) == status
+        return json.loads(capsys.readouterr().out)
+
+    assert printed("inspect", 0)["parameters"]["w"]["shape"] == [4, 3]
+    assert printed("verify", 0) == {"ok": True, "files": 1, "parameters": 1}
+    shard.unlink()
+    assert shard.name in printed("verify", 1)["error"]
+
+
+def test_progress_is_shown_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_set(tmp_path / "set")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return self.terminal
+
+        terminal = False
+
+    monkeypatch.setattr("deepspeed_muon.tools.convert.BAR_DELAY", 0)
+    for terminal in (False, True):
+        stream = Terminal()
+        stream.terminal = terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert main(["checkpoint", "verify", str(tmp_path / "set")]) == 0
+        assert ("verify:" in stream.getvalue()) == terminal
+
+
+def test_the_routes_of_a_set_are_those_that_it_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name and shape the routes of ``lm_head`` and of a matrix that a setting chose were guessed."""
+    write_set(tmp_path, ("lm_head.weight", "w"))
+    assert main(["routes", str(tmp_path), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["algorithms"] == {"muon": {"tensors": 2, "elements": 24}} and not data["guesses"]["tensors"]
+    assert main(["routes", str(tmp_path), "--include", "w"]) == 2
+    assert "which has its routes: leave out --include" in capsys.readouterr().err
