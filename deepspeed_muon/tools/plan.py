@@ -16,7 +16,6 @@ import torch
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy, shown
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.ops.dispatch import graph_batch
 from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.placement import Floats, Ints
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
@@ -175,30 +174,7 @@ def _buffers(
         "directions": settings.wire_bytes * local,
         "exchange_buffers": float(int(2 * (SLOTS if exchange.overlap else 1) * settings.wire_bytes * chunk)),
         "iteration": float(settings.iteration.dtype.itemsize * largest + waiting),
-        "CUDA_graphs": _graph_bytes(muon, settings, exchange),
     }
-
-
-def _graph_bytes(muon: Sequence[Route], settings: PlanSettings, exchange: Exchange) -> float:
-    """Return an upper bound on the bytes of the CUDA graphs, which exist from the start of the training to its end.
-
-    Each shape has an input and an output, twice: a chunk may have fewer matrices than the others. All graphs share the
-    memory of one iteration. On a CPU there are none.
-    """
-    if settings.device.type != "cuda":
-        return 0.0
-    blocks_by_owner: dict[tuple[int, int], dict[int, int]] = {}
-    for route, owner in zip(muon, exchange.owners, strict=True):
-        for count, rows, cols in route.kinds_of_blocks():
-            owned = blocks_by_owner.setdefault((rows, cols), {})
-            owned[owner] = owned.get(owner, 0) + count
-    result_bytes = settings.iteration.dtype.itemsize
-    buffers = workspace = 0  # bytes: of all shapes, and of the largest one
-    for (rows, cols), owned in blocks_by_owner.items():
-        batch = min(max(owned.values()), graph_batch(rows, cols, settings.iteration))
-        buffers += 2 * (settings.wire_bytes + result_bytes) * batch * rows * cols
-        workspace = max(workspace, result_bytes * batch * predict.iteration_numel(rows, cols))
-    return float(buffers + workspace)
 
 
 def report(
@@ -248,29 +224,11 @@ def report(
         "sent_bytes_per_rank": _range(sent),
         "step": step,
         "fits": step["muon"]["memory"]["total"] <= settings.gpu["memory"],
-        "advice": _advice(routes, settings, exchange),
     }
 
 
 def _range(values: Floats | Ints) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
-
-
-def _advice(routes: Sequence[Route], settings: PlanSettings, exchange: Exchange) -> list[str]:
-    """Return advice about idle ranks and unbalanced work."""
-    lines = []
-    idle = int((exchange.flops == 0).sum())
-    if idle:
-        lines.append(f"{idle} of {settings.world_size} ranks have nothing to orthogonalise")
-    elif exchange.balance > 1.05:
-        lines.append(f"the busiest rank has {exchange.balance:.2f} times the mean of the work")
-    stacked = max((route.heads for route in routes if route.algorithm == "muon"), default=0)
-    if settings.tensor_parallel > 1 and stacked >= 8 and exchange.balance > 1.05:
-        lines.append(
-            f"under tensor parallelism stacks of up to {stacked} experts have one owner each: --separate-experts shows "
-            f"the plan of a model that keeps them as parameters of their own"
-        )
-    return lines
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -329,8 +287,8 @@ def render(data: Mapping[str, Any]) -> str:
             f"{gpu['node_bandwidth'] / 1e9:g} GB/s in a node, {gpu['network_bandwidth'] / 1e9:.3g} GB/s between nodes "
             f"({gpu['source']})",
             overlap,
-            "buffers are upper bounds; activations are not counted; ZeRO's collectives are no part of the step's time",
-            *(f"note: {line}" for line in data["advice"]),
+            "buffers are upper bounds; activations and CUDA graphs are not counted",
+            "ZeRO's collectives are no part of the step's time",
         ]
     )
 
@@ -370,7 +328,7 @@ def run(arguments: argparse.Namespace) -> Output:
 
 def _gpu(arguments: argparse.Namespace) -> Gpu:
     """Return the GPU's figures: those of the table, and those that options give."""
-    figures = {"flops": 1e12, "memory": 1e9, "bandwidth": 1e9}  # units of the options
+    figures = ("flops", "memory", "bandwidth")
     given = {name: getattr(arguments, name) for name in (*figures, "network_gbit")}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
@@ -383,14 +341,16 @@ def _gpu(arguments: argparse.Namespace) -> Gpu:
             f"{', '.join(absent)}"
         )
     gpu: Gpu = {**GPUS.get(name, GPUS["h100"]), "name": name}
-    changed = [figure for figure in figures if figure in given]
-    for figure in changed:
-        key: Any = {"bandwidth": "memory_bandwidth"}.get(figure, figure)
-        gpu[key] = given[figure] * figures[figure]
+    if "flops" in given:
+        gpu["flops"] = given["flops"] * 1e12
+    if "memory" in given:
+        gpu["memory"] = given["memory"] * 1e9
+    if "bandwidth" in given:
+        gpu["memory_bandwidth"] = given["bandwidth"] * 1e9
     if name not in GPUS:
         gpu["source"] = "given by options; links as in a DGX H100"
-    elif changed:
-        gpu["source"] = f"{gpu['source']}; {', '.join(changed)} given by options"
+    elif given:
+        gpu["source"] += f"; {', '.join(given)} given by options"
     if "network_gbit" in given:
         # Gb/s of a node to bytes per second and GPU
         gpu["network_bandwidth"] = given["network_gbit"] * 1e9 / 8 / max(1, arguments.gpus_per_node)

@@ -24,11 +24,13 @@ from deepspeed_muon.math.updates import WIDTH_EXPONENT
 from deepspeed_muon.tools.command_line import Output
 from deepspeed_muon.tools.model_shapes import read_object
 from deepspeed_muon.tools.size_laws import (
+    LARGEST_RUNS,
+    MEASURED,
     ROOT_OF_WIDTH,
     UNKNOWN,
     Sizes,
     factor,
-    measured,
+    measured_name,
     powers,
     read_sizes,
 )
@@ -168,7 +170,7 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
     """
     config, params, rate_key = proposal.config(), proposal.params, proposal.rate_key
     rule = config.adjust_lr_fn
-    exponents, runs = powers(rule), measured(config.variant, rule)
+    exponents, name = powers(rule), measured_name(config.variant, rule)
     ratios = {size: after[size] / before[size] for size in exponents if size in before and size in after}
     changed = [size for size, ratio in ratios.items() if ratio != 1.0]
     if not changed or rate_key is None:
@@ -177,9 +179,8 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
         proposal.notes.append(f"the rate is not carried: how it follows a size under {rule} was not measured")
         return
     # 1. The rate.
-    times, source = factor(before, after, rule), runs.support
-    if beyond := runs.beyond(changed, before, after):
-        source += f"; extrapolated beyond what was measured, {' and '.join(beyond)}"
+    times = factor(before, after, rule)
+    source = "which the runs here agree with" if name in MEASURED else f"which was not measured under {name}"
     formula = " ".join(f"{ratio:.4g}^{exponents[size]:g} ({size})" for size, ratio in ratios.items())
     rate = params[rate_key]
     if rate == "auto":
@@ -228,11 +229,15 @@ def _evidence(proposal: Proposal, before: Sizes, after: Sizes) -> list[str]:
             "",
         ]
     config = proposal.config()
-    runs = measured(config.variant, config.adjust_lr_fn)
+    name = measured_name(config.variant, config.adjust_lr_fn)
+    costs = f"{MEASURED[name]}. {LARGEST_RUNS}" if name in MEASURED else f"nothing under {name}"
     sizes = [", ".join(f"{name} {value:,.0f}" for name, value in run.items()) for run in (before, after)]
-    measured_on = f". Measured on {runs.runs()}." if runs.ranges else ""
-    lines = [f"from {sizes[0]} to {sizes[1]}", *_wrapped("  measured here: ", runs.costs + measured_on)]
-    return [*lines, *_wrapped("  not known: ", UNKNOWN), ""]
+    return [
+        f"from {sizes[0]} to {sizes[1]}",
+        *_wrapped("  measured here: ", costs),
+        *_wrapped("  not known: ", UNKNOWN),
+        "",
+    ]
 
 
 def _wrapped(first: str, text: str) -> list[str]:

@@ -17,7 +17,6 @@ from deepspeed_muon.__main__ import main
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, orthogonalize
-from deepspeed_muon.ops.dispatch import graph_batch
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.tools.predict import PlanSettings, exchange_of, iteration_numel
 from deepspeed_muon.transport.all_to_all import SLOTS
@@ -129,18 +128,3 @@ def test_whether_it_fits(plan_of: PlanOf, capsys: pytest.CaptureFixture[str], ra
     assert plan_of(*command)["fits"] is fits
     assert main(["plan", *command]) == 0
     assert ("\nfits: " if fits else "\ndoes not fit: ") in capsys.readouterr().out
-
-
-def test_graphs_take_memory_where_they_are_tried(plan_of: PlanOf) -> None:
-    """Those of llama-7b's matrices would save no time: the host launches an iteration while the GPU computes one."""
-    graphs = {
-        model: plan_of(model, "--world-size", "8")["step"]["muon"]["memory"]["CUDA_graphs"]
-        for model in ("gpt2", "llama-7b")
-    }
-    assert graphs["llama-7b"] == 0
-    settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
-    # 12 layers on 8 ranks: a rank owns two matrices of a shape, and six of the 36 slices of the attention.
-    shapes = {(768, 768): 6, (3072, 768): 2, (768, 3072): 2}
-    assert all(owned <= graph_batch(*shape, settings) for shape, owned in shapes.items())
-    least = sum((4 + 2) * rows * cols for rows, cols in shapes)
-    assert least <= graphs["gpt2"] <= 20 * least

@@ -101,23 +101,6 @@ def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf)
     assert weights[0] == weights[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said", "not_said"),
-    [
-        (["qwen3-30b-a3b", "--world-size", "64"], "", "have one owner each"),
-        (
-            ["qwen3-30b-a3b", "--world-size", "64", "--tensor-parallel", "2"],
-            "have one owner each",
-            "nothing to",
-        ),
-        (["llama-7b", "--world-size", "256"], "32 of 256 ranks", "owner"),
-    ],
-)
-def test_advice(plan_of: PlanOf, arguments: list[str], said: str, not_said: str) -> None:
-    advice = " ".join(plan_of(*arguments)["advice"])
-    assert said in advice and not_said not in advice
-
-
 @pytest.mark.full
 def test_a_trillion_parameters_on_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "kimi-k2", "--world-size", "16384", "--separate-experts"]) == 0

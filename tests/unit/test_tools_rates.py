@@ -224,12 +224,6 @@ def test_a_schedule_follows_the_rate(params: Any, scheduler: Any, note: str) -> 
     assert [note in text for text in proposal.notes] == ([True] if note else [])
 
 
-def test_what_was_not_measured_is_said() -> None:
-    content = muon({"lr": 1e-3, **MATCHED})
-    proposal = carried(content, {"batch": 5e5, "width": 256}, {"batch": 8e6, "width": 512})
-    assert proposal.reasons["muon_lr"].endswith("extrapolated beyond what was measured, batch 512 to 2,048)")
-
-
 def test_the_law_is_followed_over_the_sizes_that_are_given() -> None:
     content = muon({"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1})
     sizes = {"width": 256, "tokens": 1e9, "batch": 5e5}, {"width": 512, "tokens": 8e9, "batch": 2e6}
