@@ -108,7 +108,7 @@ def model_config(source: str) -> dict[str, Any]:
         return PRESETS[source]
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{source}: a folder without config.json")
+            raise ConfigError(f"{source!r}: a folder without config.json")
         return read_object(path / "config.json")
     if path.is_file() and path.suffix == ".json":
         return read_object(path)
@@ -264,7 +264,9 @@ def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[st
     """
     try:
         content = loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError(f"{path}: not readable JSON: {_in_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object")

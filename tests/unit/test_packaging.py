@@ -52,8 +52,10 @@ def test_a_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) 
         expected |= {f"{installed}/{path.relative_to(source / top)}" for path in paths}
     # What DEEPSPEED_MUON=1 needs lies beside the packages.
     expected |= {"deepspeed_muon.pth", "_deepspeed_muon_switch.py"}
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert packed == expected
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    (scripts,) = (name for name in names if name.endswith("/entry_points.txt"))
+    assert b"deepspeed-muon = deepspeed_muon.__main__:run" in zipfile.ZipFile(wheel).read(scripts)
 
 
 @pytest.mark.parametrize(

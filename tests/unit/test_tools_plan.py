@@ -59,10 +59,6 @@ def test_presets_have_the_size_of_the_models(preset: str, billions: float) -> No
     assert elements(load_model(preset)) / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
-def test_experts_can_be_parameters_of_their_own() -> None:
-    assert elements(with_separate_experts(load_model("kimi-k2"))) == elements(load_model("kimi-k2"))
-
-
 def test_json(plan_of: PlanOf) -> None:
     data = plan_of("llama-7b", "--world-size", "16", "--stage", "3", "--owners")
     muon = data["algorithms"]["muon"]
@@ -75,13 +71,6 @@ def test_json(plan_of: PlanOf) -> None:
     ours, adamw = data["step"]["muon"], data["step"]["adamw"]
     assert sum(ours["memory"][key] - adamw["memory"][key] for key in ("momentum", "moments")) < 0
     assert adamw["sent_bytes"] == 0
-
-
-def test_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "qwen3-30b-a3b", "--world-size", "64", "--stage", "1", "--gpu", "b200"]) == 0
-    text = capsys.readouterr().out
-    for said in ("128 experts separately", "MoE router", "busiest rank", "optimizer step, ms", "memory, GB"):
-        assert said in text
 
 
 def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf) -> None:
@@ -144,7 +133,7 @@ def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixtur
         ("no-such-model", "is none of a preset"),
         ("LlamaForCausallM", "names no model; did you mean 'LlamaForCausalLM'?"),
         ("lama-7b", "did you mean 'llama-7b'?"),
-        ("tests", "tests: a folder without config.json"),
+        ("tests", "'tests': a folder without config.json"),
         ("tests/config.json", "no such file"),
         ("tests/conftest.py", "name a function in it, conftest:FUNCTION"),
         ("mine/model.py:build", "run the command in the folder of mine/model.py, and write model:build"),
@@ -160,7 +149,7 @@ def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixtur
         ("llama-7b --params {", "not JSON"),
         ("llama-7b --params {'optimizer':null}", "optimizer must be an object, got None"),
         ("llama-7b --params {'optimizer':{},'bf16':true}", "bf16 must be an object, got True"),
-        ("llama-7b --params no-such-file.json", "no-such-file.json: not readable JSON"),
+        ("llama-7b --params no-such-file.json", "no-such-file.json: No such file"),
         ("llama-7b --efficiency 5", "--efficiency 5: a fraction of the peak is above 0 and at most 1"),
         ("llama-7b --efficiency nan", "--efficiency nan"),
         ("llama-7b --world-size 100000000000", "--world-size 100000000000: plans are made for at most"),
