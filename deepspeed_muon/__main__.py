@@ -11,8 +11,8 @@ from deepspeed_muon.tools.__main__ import main
 def run() -> int:
     """Run the command of this process and return its exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
-    if sys.__stdout__ is not None:
-        sys.stdout = sys.__stdout__  # command_line.begin may have replaced it
+    if sys.stdout is sys.stderr and sys.__stdout__ is not None:
+        sys.stdout = sys.__stdout__  # command_line.begin replaced it
     return main()
 
 

@@ -26,6 +26,7 @@ from deepspeed_muon.checkpoint.consolidate import (
     FolderWriter,
     Piece,
     SavePlan,
+    ShardFile,
     checked_folder,
     pack,
     write_set,
@@ -37,7 +38,6 @@ from deepspeed_muon.checkpoint.index import (
     ITEM_BYTES,
     CheckpointIndex,
     load_index,
-    shard_header,
     tensor_name,
 )
 from deepspeed_muon.checkpoint.restore import checked_settings, nonfinite_text
@@ -175,11 +175,12 @@ def export_weights(
     verify_folder(set_folder)
     with contextlib.closing(ConsolidatedSource(set_folder)) as source, new_folder(out) as partial:
         # Name in the new files to parameter and key. torch.compile adds a prefix to the model's names.
-        tensors = {
-            (tensor_name(key, name) if key != "fp32" else name).replace("_orig_mod.", ""): (name, key)
-            for name, record in source.parameters.items()
-            for key in (record.tensor_keys if everything else ("fp32",))
-        }
+        tensors: dict[str, tuple[str, str]] = {}
+        for name, record in source.parameters.items():
+            for key in record.tensor_keys if everything else ("fp32",):
+                entry = (name if key == "fp32" else tensor_name(key, name)).replace("_orig_mod.", "")
+                if tensors.setdefault(entry, (name, key)) != (name, key):
+                    raise CheckpointError(f"{source.where}: two tensors would be called {entry}")
         shapes = {entry: source.parameters[name].shape_of(key) for entry, (name, key) in tensors.items()}
         shards = pack(shapes, DEFAULT_SHARD_BYTES)
         file_of: dict[str, str] = {}  # by tensor
@@ -188,19 +189,14 @@ def export_weights(
             for number, shard in enumerate(shards, 1):
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
                 file_of |= dict.fromkeys(shard, file)
-                header = json.dumps({"__metadata__": {"format": "pt"}, **shard_header(shard)[0]}).encode()
-                header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8
-                with open(partial / file, "xb") as opened:
-                    opened.write(len(header).to_bytes(8, "little") + header)
+                with contextlib.closing(ShardFile(partial / file, shard)) as written:
                     for entry, shape in shard.items():
                         numel = math.prod(shape)
                         for start in range(0, numel, WINDOW_NUMEL):
                             count = min(WINDOW_NUMEL, numel - start)
-                            window = source.read(*tensors[entry], start, count)  # (count,) fp32
-                            opened.write(window.numpy().tobytes())
+                            written.write(source.read(*tensors[entry], start, count))  # (count,) fp32
                             bar.update(count * ITEM_BYTES)
-                    opened.flush()
-                    os.fsync(opened.fileno())
+                    written.finish()
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": file_of}
         replace_file(partial / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
     return len(shapes)
