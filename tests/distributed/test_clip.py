@@ -241,11 +241,12 @@ def test_experts(ranks: Any, stage: int, precision: str, setting: str) -> None:
     """The experts of all ranks count, each once, although two ranks of four have the same ones."""
     check(
         ranks(4),
-        "tests.distributed.test_moe:train",
+        "tests.distributed.test_experts:train",
         "moe",
         4,
         FP32_GATE if precision == "fp32" else HALF_MODEL[precision],
         paths=precision == "fp32",
+        kind="moe",
         stage=stage,
         ep_size=2,
         precision=precision,
@@ -259,8 +260,8 @@ AUTOEP = list(product((1, 2, 3), ("", "offload")))
 
 @pytest.mark.parametrize(("stage", "setting"), usual(AUTOEP, {(2, ""), (3, "offload")}))
 def test_autoep(ranks: Any, stage: int, setting: str) -> None:
-    arguments = {"stage": stage, "ep_size": 2, "zero": OFFLOAD if setting else {}, "steps": 4}
-    check(ranks(4), "tests.distributed.test_autoep:train", "autoep", 4, FP32_GATE, **arguments)
+    arguments = {"kind": "autoep", "stage": stage, "ep_size": 2, "zero": OFFLOAD if setting else {}}
+    check(ranks(4), "tests.distributed.test_experts:train", "autoep", 4, FP32_GATE, steps=4, **arguments)
 
 
 def test_nvme(ranks: Any, tmp_path: Path) -> None:

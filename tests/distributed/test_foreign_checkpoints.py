@@ -101,8 +101,9 @@ def test_a_schedule_goes_on_with_the_configured_rates(ranks: Any, tmp_path: Path
 def attempted(engine: Any, folder: str, by: str) -> dict[str, Any]:
     """Load; return the warning, or the refusal and whether anything was changed."""
     lines = training.heard()
+    options = {"hyperparameters": False} if by == "restore without settings" else {}
     load = engine.load_checkpoint if by == "load_checkpoint" else functools.partial(restore, engine)
-    refused, changed = snapshots.attempted(engine, lambda: load(folder))
+    refused, changed = snapshots.attempted(engine, lambda: load(folder, **options))
     lines = [line for line in lines if "replaced" in line]
     return {"lines": lines, "refused": refused, "unchanged": not changed}
 
@@ -196,6 +197,45 @@ def test_a_universal_checkpoint_of_adamw_brings_no_settings(ranks: Any, tmp_path
     extra = {"checkpoint": {"load_universal": True}, "scheduler": {}}
     for result in ranks(2).run(loaded, folder=str(tmp_path), stage=1, extra=extra):
         assert not result["lines"] and not result["refused"] and not result["unchanged"]
+
+
+def loaded_without_state(rank: int, world_size: int, *, folder: str, options: dict[str, bool]) -> list[float]:
+    """Load a universal checkpoint into an fp16 run with another rate and loss scale; return both."""
+    extra = {"checkpoint": {"load_universal": True}}
+    engine = training.make_engine(
+        training.ds_config(2, precision="fp16", params={"muon_lr": 0.5}, extra=extra)
+    )
+    engine.optimizer.loss_scaler.cur_scale = 64.0
+    engine.load_checkpoint(folder, **options)
+    return [engine.basic_optimizer.param_groups[0]["lr"], float(engine.optimizer.loss_scale)]
+
+
+def test_a_universal_checkpoint_without_state_brings_no_settings(ranks: Any, tmp_path: Path) -> None:
+    """Rates and loss scale of the saved run replaced those of this one."""
+    constant = {"precision": "fp16", "extra": {"scheduler": {}}}
+    ranks(2).run(save_ours, folder=str(tmp_path / "in"), stage=2, **constant)
+    convert_to_universal(tmp_path / "in" / "global_step2", tmp_path / "universal" / "step")
+    for options, expected in (({"load_module_only": True}, [0.5, 64.0]), ({}, [0.02, 256.0])):
+        arguments = {"folder": str(tmp_path / "universal"), "options": options}
+        assert ranks(2).run(loaded_without_state, **arguments) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "by", "mode"), [(1, "load_checkpoint", "cautious"), (0, "restore", "independent")]
+)
+def test_a_setting_that_this_run_refuses(ranks: Any, tmp_path: Path, stage: int, by: str, mode: str) -> None:
+    """A load replaced weights and counters before it refused a saved setting, or took what this run refuses."""
+    saved = {"weight_decay_mode": mode}
+    ranks(2).run(save_ours, folder=str(tmp_path / "files"), stage=stage, params=saved)
+    consolidate_files(tmp_path / "files", tmp_path / "set")
+    folder = str(tmp_path / ("set" if by == "restore" else "files"))
+    arguments = {"folder": folder, "stage": stage, "params": {"adam_w_mode": False}}
+    for result in ranks(2).run(loaded, by=by, **arguments):
+        assert "weight_decay_mode" in result["refused"] and result["unchanged"], result
+        assert "hyperparameters=False" in result["refused"], result
+    if by == "restore":
+        for result in ranks(2).run(loaded, **{**arguments, "by": "restore without settings"}):
+            assert not result["refused"] and not result["unchanged"], result
 
 
 def test_sub_groups_of_another_size_are_refused(ranks: Any, tmp_path: Path) -> None:

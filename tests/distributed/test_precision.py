@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from tests.support.models import MATRICES, build
 from tests.support.oracle import Cuts, Oracle, cuts_in, matrices_of, stored_in_8_bits
 from tests.support.rounding import BF16_MODEL, FP16_MODEL, HALF_MODEL, Arithmetic, limits
 from tests.support.thinning import full, pairwise
-from tests.support.training import FP32_SUMS, OFFLOAD
+from tests.support.training import OFFLOAD
 
 # What is left of a tensor that is kept in a dtype.
 STORED_AS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -154,63 +153,8 @@ def test_int8_momentum_matches_the_rounding_reference(
     )
 
 
-def resumed(
-    rank: int, world_size: int, *, stage: int, folder: str, phase: str, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Train 4 steps and save after 2 (``whole``), or load or restore and train the last 2."""
-    from deepspeed_muon.checkpoint import consolidate, restore
-
-    engine = training.make_engine(
-        training.ds_config(stage, clipping=0.5, **settings), seed=0 if phase == "whole" else 7
-    )
-    if phase == "rest":
-        assert engine.load_checkpoint(folder)[0] is not None
-    elif phase == "restored":
-        restore(engine, f"{folder}/consolidated")
-    for step in range(4) if phase == "whole" else range(2, 4):
-        training.run_step(engine, step, rank, world_size, 1)
-        if phase == "whole" and step == 1:
-            engine.save_checkpoint(folder)
-            consolidate(engine, f"{folder}/consolidated")
-    optimizer = deepspeed_muon.muon_optimizer(engine)
-    report = training.outcome(engine)
-    buffers = (
-        param_state["momentum_buffer"]
-        for param_state in optimizer.state.values()
-        if "momentum_buffer" in param_state
-    )
-    report["kept"] = {str(number): buffer for number, buffer in enumerate(buffers)}
-    report["dtypes"] = dtypes_of(optimizer)
-    return report
-
-
 MASTERS = {"bf16": {"bf16_master_weights_and_grads": True}}
 HALF_STATES = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-
-
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        full(1, {"params": {"momentum_dtype": "bf16"}}),
-        full(2, {"params": {"momentum_dtype": "bf16"}, "zero": OFFLOAD, "precision": "bf16"}),
-        (3, {"params": {"momentum_dtype": "bf16"}, "zero": {"sub_group_size": 200}}),
-        full(1, {"params": {"momentum_dtype": "int8"}}),
-        (1, {"params": {"momentum_dtype": "int8"}, "precision": "bf16", "extra": FP32_SUMS}),
-        (2, {"params": {"momentum_dtype": "int8"}, "zero": OFFLOAD, "precision": "bf16"}),
-        (3, {"params": {"momentum_dtype": "int8"}, "zero": {"sub_group_size": 200}}),
-        full(2, {"precision": "bf16", "zero": OFFLOAD, "extra": MASTERS}),
-        (3, {"precision": "bf16", "extra": HALF_STATES}),
-    ],
-)
-def test_resume_keeps_the_dtypes_bit_for_bit(
-    ranks: Any, tmp_path: Path, stage: int, settings: dict[str, Any]
-) -> None:
-    arguments = {"stage": stage, "folder": str(tmp_path), "settings": settings}
-    uninterrupted = ranks(2).run(resumed, phase="whole", **arguments)[0]
-    for phase in ("rest", "restored"):
-        rest = ranks(2).run(resumed, phase=phase, **arguments)[0]
-        assert uninterrupted["dtypes"] == rest["dtypes"]
-        training.assert_same_bits(rest, uninterrupted, "params", "momentum", "exp_avg", "exp_avg_sq", "kept")
 
 
 MOMENTUM = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}

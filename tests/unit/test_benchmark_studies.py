@@ -1,18 +1,99 @@
-"""The studies of ``benchmarks/``: a run is trained once, and the stored pages are those of the stored runs."""
+"""The studies of ``benchmarks/``: pages, constants and sentences follow from the stored runs."""
+
+from __future__ import annotations
 
 import math
+import re
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import finetuning, rates, rewards, training_runs, variants, variants_report
-from benchmarks.variants import RAW, Results, Run
+from benchmarks import (
+    finetuning,
+    rates,
+    rewards,
+    training_runs,
+    transfer,
+    transfer_report,
+    variants,
+    variants_report,
+)
+from benchmarks.variants import RAW, Results, Run, read_rows
+from deepspeed_muon.math.updates import WIDTH_EXPONENT
+from deepspeed_muon.tools.size_laws import LARGEST_RUNS, MEASURED
+
+RESULTS = Results(RAW)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measured.md"
+
+
+def test_the_exponent_of_the_width_is_the_fitted_one() -> None:
+    mean, error = rates.exponent(RESULTS, "match_rms_adamw")
+    assert round(mean / 0.05) * 0.05 == pytest.approx(WIDTH_EXPONENT["match_rms_adamw"])
+    assert error < 0.05
+    # Of "original" it is Marin's, which the fit agrees with, and the root of the width makes the difference.
+    mean, error = rates.exponent(RESULTS, "muon")
+    assert abs(mean - WIDTH_EXPONENT["original"]) < 2 * error
+    assert WIDTH_EXPONENT["original"] - 0.5 == pytest.approx(WIDTH_EXPONENT["match_rms_adamw"])
+
+
+@pytest.mark.parametrize("rule", ["match_rms_adamw", "spectral"])
+def test_the_factor_holds_where_it_was_not_fitted(rule: str) -> None:
+    """Within 0.02 nats, the noise of a few cells; the kept rate is not."""
+    assert WIDTH_EXPONENT[rule] == WIDTH_EXPONENT["match_rms_adamw"]
+    assert max(rates.width_costs(RESULTS, rule, WIDTH_EXPONENT[rule])) < 0.02
+    assert min(rates.width_costs(RESULTS, rule, 0.0)) > 0.02
+
+
+def test_the_page_quotes_the_table() -> None:
+    page = PAGE.read_text()
+    for optimizer in ("muon", "match_rms_adamw", "spectral"):
+        mean, error = rates.exponent(RESULTS, optimizer)
+        costs = [
+            ", ".join(f"{value:.3f}" for value in rates.width_costs(RESULTS, optimizer, power))
+            for power in (0, -0.65)
+        ]
+        name = "original" if optimizer == "muon" else optimizer
+        row = f"| `{name}` | width^({mean:.2f} ± {error:.2f}) | {costs[0]} | {costs[1]} |"
+        assert row in page.replace(" nats |", " |").replace(" nats,", ","), row
+
+
+NAMES = {"muon": "original", "match_rms_adamw": "match_rms_adamw", "normuon": "normuon"}
+"""Rule of the study to its name in ``rates`` and in docs/measured.md."""
+
+
+@pytest.mark.parametrize("rule", NAMES)
+def test_what_rates_and_its_page_say_of_the_law_is_what_the_runs_show(rule: str) -> None:
+    worst = transfer_report.worst(read_rows(RAW) | read_rows(transfer.RAW), rule)
+    said = (
+        f"cost at most {worst.printed[0]:.3f} nats in {worst.cells} cells that chose no constant, the kept rate "
+        f"{worst.tuned[0]:.3f}"
+    )
+    assert said in MEASURED[NAMES[rule]]
+    page = PAGE.read_text()
+    row = re.search(rf"^\| `{NAMES[rule]}` \| {worst.cells} \| .*", page, re.M)
+    costs = [f"{cost:.3f} ({error:.3f})" for cost, error in (worst.printed, worst.tuned)]
+    assert row and all(cost in row[0] for cost in costs), costs
+    assert "no" not in worst.verdicts, "the bound is missed by more than two standard errors"
+    if rule in ("muon", "normuon"):
+        assert worst.printed[0] < transfer_report.BOUND
+
+
+def test_the_sizes_of_the_runs_are_those_of_the_cells() -> None:
+    rows = read_rows(RAW) | read_rows(transfer.RAW)
+    cells = [cell for rule in (*NAMES, "spectral") for cell in transfer_report.fits_of(rows, rule)]
+    width, depth = max(cell.dim for cell in cells), max(cell.layers for cell in cells)
+    tokens, batch = max(cell.steps * cell.tokens for cell in cells), max(cell.tokens for cell in cells)
+    text = f"width {width}, {depth} layers, {tokens:,} tokens and {batch:,} tokens in a step"
+    assert text in LARGEST_RUNS
+
 
 TINY = Run("normuon", dim=32, layers=1, steps=3, rate=0.02, decay=0.002, rest=0.01)
 
 
 @pytest.mark.time_limit(120)
-def test_a_run_is_trained_once(tmp_path):
+def test_a_run_is_trained_once(tmp_path: Path) -> None:
     out = tmp_path / "raw.jsonl"
     row = Results(out, train=True).row(TINY)
     assert math.isfinite(row["loss"]) and row["curve"]
@@ -24,16 +105,16 @@ def test_a_run_is_trained_once(tmp_path):
 
 
 @pytest.mark.parametrize("study", [finetuning, rewards])
-def test_stored_pages_are_those_of_the_stored_runs(study):
+def test_stored_pages_are_those_of_the_stored_runs(study: ModuleType) -> None:
     rows = training_runs.read_rows(study.RAW)
     assert not rows or study.RAW.with_suffix(".md").read_text() == "\n".join(study.page(rows)) + "\n"
 
 
-def test_the_page_of_rates_is_that_of_the_runs():
+def test_the_page_of_rates_is_that_of_the_runs() -> None:
     assert rates.PAGE.read_text() == "\n".join(rates.page(Results(RAW))) + "\n"
 
 
-def test_the_page_of_variants_is_that_of_the_runs(tmp_path, monkeypatch):
+def test_the_page_of_variants_is_that_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs of the study are in the raw file, from which the page and the picture follow."""
     out = tmp_path / RAW.name
     out.write_text(RAW.read_text())

@@ -202,15 +202,3 @@ def test_a_capture_that_fails_costs_the_graph_and_nothing_else(
     assert len(attempts) == 2 and len(caplog.records) == 1 and "out of memory" in caplog.text
     for entry in with_graph.report():
         assert entry["ran"] == "torch standard" and "out of memory" in entry["note"]
-
-
-def test_released_graphs_are_captured_anew_and_give_the_same(record: Recorder) -> None:
-    """``engine.offload_states`` gives the graphs' memory up."""
-    run = Replayed(plain)
-    x = torch.randn(2, 6, 9)
-    run.capture(x, SETTINGS)
-    before = run(x, SETTINGS)
-    run.release()
-    assert torch.equal(run(x, SETTINGS), before) and record.replays == 1
-    run.capture(x, SETTINGS)
-    assert torch.equal(run(x, SETTINGS), before) and (record.captures, record.replays) == (2, 2)

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from deepspeed_muon.ops.dispatch import flat_passes
-from deepspeed_muon.reference import newton_schulz
 from tests.gpu import sanitized
 from tests.support import binding_cases, cuda_bench
 from tests.support import cuda_cases as cases
-from tests.support.comparisons import close, within
+from tests.support.comparisons import close
 from tests.support.cuda_bench import ANY_TIME, EARLY, LATE, Bench, Binding
 from tests.support.cuda_cases import Inputs
 from tests.support.cuda_library import (
@@ -32,13 +31,9 @@ from tests.support.cuda_library import (
     ApplyRow,
     DivideTransposed,
     PackRow,
-    gram,
     problem_of,
-    product_of,
 )  # fmt: skip
-from tests.support.matrices import matrix
 from tests.support.planted import planted
-from tests.support.rounding import QUINTIC, iteration_limit
 from tests.support.thinning import pairwise
 
 pytestmark = pytest.mark.skipif(cuda_bench.unavailable() is not None, reason=str(cuda_bench.unavailable()))
@@ -305,28 +300,6 @@ def test_only_the_lower_triangle_of_c_is_read(bench: Bench) -> None:
     assert bench.sym_gemm(a, a, c, first, beta=1.5) == OK
     assert bench.sym_gemm(a, a, c.tril() + 1000 * torch.ones_like(c).triu(1), second, beta=1.5) == OK
     assert torch.equal(first.view(torch.int16), second.view(torch.int16))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        (torch.bfloat16, "gaussian"),
-        (torch.float16, "low-rank"),
-        (torch.bfloat16, "ill-conditioned"),
-        (torch.float16, "tiny"),
-        (torch.bfloat16, "huge"),
-    ],
-    ids=str,
-)
-def test_as_the_products_of_gram_newton_schulz(bench: Bench, dtype: torch.dtype, kind: str) -> None:
-    bench.configure(processors=2)
-    x = matrix(kind, 136, 344)
-    result = gram(x.unsqueeze(0), dtype, product_of(bench))[0].double()
-    expected = newton_schulz(x, QUINTIC)
-    error = float((result - expected).norm() / expected.norm())
-    within(error, iteration_limit(x, dtype), "orthogonalised")
-    largest, right = (float(torch.linalg.matrix_norm(y, ord=2)) for y in (result, expected))
-    assert abs(largest / right - 1) <= 0.05
 
 
 def products(kernels: Bench) -> None:

@@ -122,7 +122,7 @@ ONE_RANK_LOWERS_SCALE = Workaround(
     "each by its own gradients",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_moe.py::test_all_ranks_lower_the_loss_scale",
+    test="tests/distributed/test_experts.py::test_all_ranks_lower_the_loss_scale",
     hooks=(Hook(DeepSpeedEngine, "_take_model_step", take_step, lambda view: isinstance(view, PlainView)),),
 )
 
@@ -130,7 +130,7 @@ UNSCALED_LOSS = Workaround(
     defect="stage 0 in half precision divides by a loss scale that nothing multiplied the loss with",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_moe.py::test_half_precision[0-fp16-extra2]",
+    test="tests/distributed/test_experts.py::test_half_precision[moe-0-fp16-extra2]",
     hooks=(
         Hook(DeepSpeedEngine, "backward", backward, loss_is_not_scaled),
         Hook(DeepSpeedEngine, "scale", scale, loss_is_not_scaled),

@@ -236,7 +236,7 @@ PLAIN_NORM = Workaround(
     "experts, and parameters that the optimizer was not given",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_moe.py::test_matches_the_reference[0-4-2-1-0.5]",
+    test="tests/distributed/test_experts.py::test_matches_the_reference[moe-0-4-2-1-0.5]",
     prepare=measure_without_clipping,
     hooks=(
         Hook(
@@ -253,7 +253,7 @@ NORM_OF_SCALED_GRADIENTS = Workaround(
     "and leaves experts and shards out",
     first="0.19.2",
     last="0.19.8",
-    test="tests/distributed/test_moe.py::test_half_precision[0-fp16-extra2]",
+    test="tests/distributed/test_experts.py::test_half_precision[moe-0-fp16-extra2]",
     hooks=(Hook((HalfView,), "unscale_and_clip_grads", unscale_and_clip_grads),),
 )
 
