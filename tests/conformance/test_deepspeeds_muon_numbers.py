@@ -43,7 +43,7 @@ CASES = list(product((1, 2), ("gram", "standard"), PATHS, (1, 3)))
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("stage", "method", "path", "accumulation"), usual(CASES, CORE))
-def test_a_cut_matrix_gets_the_update_of_its_whole_gradient(
+def test_a_cut_matrix_gets_the_update_of_its_full_gradient(
     ranks: Any, stage: int, method: str, path: str, accumulation: int
 ) -> None:
     settings: dict[str, Any] = {"zero": PATHS[path], "params": {"ns_method": method}}
@@ -125,7 +125,7 @@ def test_gradients_that_are_summed_over_the_ranks(ranks: Any, stage: int) -> Non
 
 
 @pytest.mark.parametrize("stage", [1, full(2), full(3)])
-def test_a_part_of_the_model_is_trained(ranks: Any, stage: int) -> None:
+def test_some_of_the_model_is_trained(ranks: Any, stage: int) -> None:
     """Frozen matrices stay, and the others are updated as if they were alone."""
     frozen = ("blocks.0.up.weight", "blocks.1.down.weight", "embed.weight", "blocks.2.gain")
     for report in ranks(2).run(train_by_hand, stage=stage, frozen=frozen):

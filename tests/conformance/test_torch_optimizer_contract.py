@@ -111,12 +111,12 @@ def test_state_dict_goes_through_a_file() -> None:
         torch.save(optimizer.state_dict(), file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        other = copy.deepcopy(net)
-        fresh = Muon(other, lr=0.5, variant="normuon")
+        duplicate = copy.deepcopy(net)
+        fresh = Muon(duplicate, lr=0.5, variant="normuon")
         fresh.load_state_dict(saved)
         run(net, optimizer, 2, steps)
-        run(other, fresh, 2, steps)
-        assert equal(net, other)
+        run(duplicate, fresh, 2, steps)
+        assert equal(net, duplicate)
         assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
 
@@ -203,7 +203,7 @@ def test_groups_come_with_the_constructor() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_parameters_in_other_dtypes(dtype: torch.dtype) -> None:
+def test_parameters_of_several_dtypes(dtype: torch.dtype) -> None:
     """They stay in their dtype, and go where fp32 ones go, as far as their own rounding lets them."""
     net, exact = model(dtype), model(dtype).float()
     settings: dict[str, Any] = {
@@ -258,12 +258,12 @@ def test_a_copy_goes_on_like_the_original(copied: Any, steps: int) -> None:
     optimizer = Muon(model, variant="normuon", **SETTINGS)
     train_alone(model, optimizer, steps)
     optimizer.param_groups[0]["lr"] = 0.05
-    other, twin = copied((model, optimizer))
+    duplicate, twin = copied((model, optimizer))
     assert isinstance(twin, Muon) and twin.config == optimizer.config and twin.routes == optimizer.routes
     assert not {id(p) for p in model.parameters()} & {id(p) for g in twin.param_groups for p in g["params"]}
     train_alone(model, optimizer, 2, first=steps)
-    train_alone(other, twin, 2, first=steps)
-    assert equal(model, other)
+    train_alone(duplicate, twin, 2, first=steps)
+    assert equal(model, duplicate)
 
 
 def test_an_optimizer_alone_is_copied_with_its_parameters() -> None:
@@ -276,7 +276,7 @@ def test_an_optimizer_alone_is_copied_with_its_parameters() -> None:
         for param in group["params"]:
             param.grad = torch.ones_like(param)
     twin.step()
-    assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p, unchanged) for p, unchanged in zip(model.parameters(), before, strict=True))
     assert all(state["step"] == 2 for state in twin.state.values())
     assert all(state["step"] == 1 for state in optimizer.state.values())
     shallow = copy.copy(optimizer)
@@ -292,14 +292,14 @@ def test_with_qk_clip_the_copy_watches_the_copied_model() -> None:
     model = MODELS["grouped"]()
     optimizer = Muon(model, qk_clip={"threshold": 2.0}, **SETTINGS)
     train_alone(model, optimizer, 1)
-    other, twin = copy.deepcopy((model, optimizer))
+    duplicate, twin = copy.deepcopy((model, optimizer))
     train_alone(model, optimizer, 1, first=1)
-    train_alone(other, twin, 1, first=1)
+    train_alone(duplicate, twin, 1, first=1)
     assert (
         twin.after_step is not optimizer.after_step and twin.after_step.report == optimizer.after_step.report
     )
     assert twin.after_step.report.clipped > 0
-    assert equal(model, other)
+    assert equal(model, duplicate)
 
 
 def managed(rank: int, world_size: int) -> str:

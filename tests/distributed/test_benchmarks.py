@@ -14,7 +14,7 @@ from tests.support.harness import REPOSITORY, run_command
 from tests.support.thinning import full
 
 
-def test_users_without_the_right_to_make_hosts_read_what_it_needs() -> None:
+def test_users_without_the_right_to_make_hosts_read_the_reason() -> None:
     become = "os.setuid(65534); " if os.geteuid() == 0 else ""
     program = f"import os, sys; from benchmarks import optimizer_step as step; {become}sys.exit(step.main())"
     command = [sys.executable, "-c", program, "--rates", "200mbit"]

@@ -20,7 +20,7 @@ from tests.support.thinning import full
 LATE = "blocks.0."
 
 
-def own_engine(model: nn.Module, optimizer: Any, stage: int, **settings: Any) -> Any:
+def client_engine(model: nn.Module, optimizer: Any, stage: int, **settings: Any) -> Any:
     """Return an engine around an optimizer of the program's own."""
     config = training.ds_config(stage, **settings)
     params = config.pop("optimizer")["params"]
@@ -34,15 +34,15 @@ def freeze(model: nn.Module, *prefixes: str) -> nn.Module:
 
 
 def unfreeze(
-    rank: int, world_size: int, *, stage: int, when: str, own: bool = True, precision: str = "fp32"
+    rank: int, world_size: int, *, stage: int, when: str, is_client: bool = True, precision: str = "fp32"
 ) -> dict[str, Any]:
     """Unfreeze a block before the engine is made, or after the first step; report masters, warnings and records."""
     model = freeze(build("toy", exact=precision == "fp32"), LATE)
     config = training.ds_config(stage, precision=precision)
-    optimizer = Muon(model, **config.pop("optimizer")["params"]) if own else None
+    optimizer = Muon(model, **config.pop("optimizer")["params"]) if is_client else None
     if when == "before":
         model.requires_grad_(True)
-    elif not own:
+    elif not is_client:
         config = training.ds_config(stage, precision=precision)
     engine = training.initialize(model, config, optimizer=optimizer)
     messages = training.heard()
@@ -73,7 +73,7 @@ def test_a_parameter_that_the_wrapper_cannot_take_is_named_once(
 @pytest.mark.parametrize("stage", [0, full(1), 2, 3])
 def test_a_parameter_unfrozen_before_the_engine_is_made_trains(ranks: Any, stage: int) -> None:
     (first, *_), expected = (
-        ranks(2).run(unfreeze, stage=stage, when="before", own=own) for own in (True, False)
+        ranks(2).run(unfreeze, stage=stage, when="before", is_client=is_client) for is_client in (True, False)
     )
     assert first["messages"] == [] and LATE + "gain" in first["params"]
     training.assert_same_bits(first, expected[0], "params")
@@ -115,7 +115,7 @@ def refused(rank: int, world_size: int, *, how: str, stage: int) -> dict[str, An
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         freeze(model, "embed", "lm_head", *(f"blocks.{n}.gain" for n in range(3)), "thin.gain")
     before = [list(map(id, group["params"])) for group in optimizer.param_groups]
-    message = training.refusal(lambda: own_engine(model, lambda _: optimizer, stage))
+    message = training.refusal(lambda: client_engine(model, lambda _: optimizer, stage))
     after = [list(map(id, group["params"])) for group in optimizer.param_groups]
     return {"message": message, "unchanged": before == after}
 
@@ -142,7 +142,7 @@ SCHEDULED = [
         ("scheduled", 1, SCHEDULED),
     ],
 )
-def test_what_does_not_fit_is_refused_on_all_ranks(ranks: Any, how: str, stage: int, said: list[str]) -> None:
+def test_misfits_are_refused_on_all_ranks(ranks: Any, how: str, stage: int, said: list[str]) -> None:
     for report in ranks(2).run(refused, how=how, stage=stage):
         assert report["unchanged"]
         assert report["message"].startswith(said[0]) and said[1] in report["message"], report
@@ -177,7 +177,7 @@ def routed(rank: int, world_size: int, *, given: str, stage: int) -> dict[str, A
     torch.manual_seed(0)
     model = Named()
     expected = {route.name: [route.algorithm, route.kind] for route in Muon(model, lr=0.02).routes}
-    engine = own_engine(model, lambda params: Muon(GIVEN[given](model), **params), stage)
+    engine = client_engine(model, lambda params: Muon(GIVEN[given](model), **params), stage)
     training.train_steps(engine, 2, rank, world_size)
     groups = engine.basic_optimizer.param_groups
     return {
@@ -212,7 +212,7 @@ def wrapped(rank: int, world_size: int) -> list[str]:
 
     model = build("toy")
     optimizer = Muon(model.named_parameters(), lr=0.02, exclude=["blocks.0.*"])
-    engine = own_engine(Wrapper(model), lambda _: optimizer, 1)
+    engine = client_engine(Wrapper(model), lambda _: optimizer, 1)
     training.run_step(engine, 0, rank, world_size, 1)
     return [route.name for route in deepspeed_muon.routes(engine) if route.rule == "exclude"]
 

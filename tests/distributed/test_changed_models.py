@@ -54,20 +54,20 @@ def save(rank: int, world_size: int, *, how: str, stage: int, folder: str) -> An
     return report(engine)
 
 
-WAYS = ("restore", "load_checkpoint")
+LOADS = ("restore", "load_checkpoint")
 
 
 def load(
-    rank: int, world_size: int, *, how: str, stage: int, folder: str, ways: Sequence[str]
+    rank: int, world_size: int, *, how: str, stage: int, folder: str, loads: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Load in each way; return what the engine holds then, or the error and whether it is unchanged; train on."""
     engine = make_engine(how, stage, seed=7)
     calls = {
         "restore": lambda: restore(engine, f"{folder}/set"),
-        WAYS[1]: lambda: engine.load_checkpoint(folder),
+        LOADS[1]: lambda: engine.load_checkpoint(folder),
     }
     refusals = []
-    for option in ways:
+    for option in loads:
         error, changes = attempted(engine, calls[option])
         refusals.append({**report(engine), "error": error, "unchanged": not changes})
     training.run_step(engine, 1, rank, world_size, 1)
@@ -94,7 +94,7 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path, stage: int) -> Non
     for how in ("", "frozen", "frozen embedding"):
         ranks(2).run(save, how=how, stage=stage, folder=str(tmp_path / how))
     for saved, now, message in CHANGES:
-        for results in ranks(2).run(load, how=now, stage=stage, folder=str(tmp_path / saved), ways=WAYS):
+        for results in ranks(2).run(load, how=now, stage=stage, folder=str(tmp_path / saved), loads=LOADS):
             for said, result in zip((message, message.partition(" (")[0]), results, strict=True):
                 assert said in result["error"], result["error"]
                 assert "Make the model as the saved run did" in result["error"], result["error"]
@@ -109,7 +109,7 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path, stage: int) -> Non
 def test_frozen_before_and_after(ranks: Any, tmp_path: Path, stage: int) -> None:
     arguments = {"how": "frozen", "stage": stage, "folder": str(tmp_path)}
     saved = ranks(2).run(save, **arguments)[0]
-    for way in WAYS:
-        (loaded,) = ranks(2).run(load, ways=[way], **arguments)[0]
+    for load_name in LOADS:
+        (loaded,) = ranks(2).run(load, loads=[load_name], **arguments)[0]
         assert not loaded["error"]
         training.assert_same_bits(loaded, saved, "fp32", *STATES)

@@ -67,7 +67,7 @@ def saves(rank: int, world_size: int, *, folder: str) -> None:
         engine.save_checkpoint(folder)
 
 
-def test_the_newest_complete_set_is_found_and_told(
+def test_the_newest_complete_set_is_taken_and_named(
     ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks(1).run(saves, folder=str(tmp_path))
@@ -75,11 +75,11 @@ def test_the_newest_complete_set_is_found_and_told(
     monkeypatch.setattr("deepspeed_muon.logs.logger.propagate", True)
     for step in (2, 1):
         caplog.clear()
-        found = find_consolidated(tmp_path)
-        assert found.parent.name == f"global_step{step}"
+        newest = find_consolidated(tmp_path)
+        assert newest.parent.name == f"global_step{step}"
         (said,) = caplog.messages
         assert "'latest' names 'global_step3', which has no set" in said
         assert f"of step {step}, is the newest" in said
-        next(found.glob("*.safetensors")).unlink()
+        next(newest.glob("*.safetensors")).unlink()
     with pytest.raises(CheckpointError):
         find_consolidated(tmp_path)

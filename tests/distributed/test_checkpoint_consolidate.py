@@ -59,7 +59,7 @@ HALF = each_value(
     for stage, to_stage in [(3, 0), (0, 1), (1, 2), (2, 3)]
     for precision in ("bf16", "fp16")
 )
-OTHERS = [
+MODELS = [
     (3, 4, {}, 1, 2, {}, {"params": NORMUON, "kind": "mixed"}),
     (0, 2, {}, 3, 4, {}, {"params": NORMUON, "kind": "mixed"}),
     full(2, 2, {}, 0, 1, {}, {"params": NORMUON, "kind": "mixed"}),
@@ -75,10 +75,10 @@ OTHERS = [
         *with_settings(each_value(CORE), {}),
         *with_settings(INT8, {"params": CODES}),
         *HALF,
-        *OTHERS,
+        *MODELS,
     ],
 )
-def test_restored_exactly_at_another_topology(
+def test_restored_exactly_on_another_topology(
     ranks: Any,
     tmp_path: Path,
     stage: int,
@@ -103,14 +103,16 @@ def test_restored_exactly_at_another_topology(
 @pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_whole_matrix(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
+def test_all_changes_of_stage_and_size(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
     """From one topology into all sixteen, with another layout of the same stage on either side."""
     zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
-    other = {0: {}, 1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
+    zero_after = {0: {}, 1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
     saved = ranks(size).run(save, folder=str(tmp_path), stage=stage, zero=zero[stage])[0]
     for to_stage in range(4):
         for to_size in range(1, 5):
-            loaded = ranks(to_size).run(load, folder=str(tmp_path), stage=to_stage, zero=other[to_stage])[0]
+            loaded = ranks(to_size).run(
+                load, folder=str(tmp_path), stage=to_stage, zero=zero_after[to_stage]
+            )[0]
             assert_equal(saved, loaded)
 
 
@@ -131,7 +133,7 @@ def load_and_listen(rank: int, world_size: int, **arguments: Any) -> dict[str, A
     return {**load(rank, world_size, **arguments), "log": log}
 
 
-def test_sets_of_the_other_variant(ranks: Any, tmp_path: Path) -> None:
+def test_sets_of_another_variant(ranks: Any, tmp_path: Path) -> None:
     """Without row moments NorMuon starts them from zero, and says so; with them Muon drops them, and says so."""
     folders = [{"folder": str(tmp_path / name)} for name in ("muon", "normuon")]
     for folder, params in zip(folders, ({}, NORMUON), strict=True):
@@ -173,7 +175,7 @@ def assert_tensors(folder: Path, saved: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [full(1), 2])
-def test_weights_of_other_strides(ranks: Any, tmp_path: Path, size: int) -> None:
+def test_weights_in_channels_last(ranks: Any, tmp_path: Path, size: int) -> None:
     """Consolidating weights in ``channels_last`` (stage 0) ended in a RuntimeError of ``view``."""
     arguments = {"folder": str(tmp_path), "stage": 0, "kind": "convolutions", "channels_last": True}
     saved = ranks(size).run(save, **arguments)[0]

@@ -89,16 +89,16 @@ def test_resume_is_bit_identical(
 ) -> None:
     settings = {"precision": precision, "zero": zero, "extra": extra, "params": params}
     arguments = {"stage": stage, "folder": str(tmp_path), **settings}
-    whole = ranks(2).run(resumed, phase="whole", **arguments)
+    uninterrupted = ranks(2).run(resumed, phase="whole", **arguments)
     rest = ranks(2).run(resumed, phase="rest", **arguments)
     for rank in range(2):
         for key in ("scales", "all_rates", "losses", "steps", "global_steps", "skipped"):
-            assert whole[rank][key] == rest[rank][key], key
+            assert uninterrupted[rank][key] == rest[rank][key], key
         training.assert_same_bits(
-            rest[rank], whole[rank], "fp32", *STATES, *(["rows"] if params == NORMUON else [])
+            rest[rank], uninterrupted[rank], "fp32", *STATES, *(["rows"] if params == NORMUON else [])
         )
     if extra.get("fp16") == SCALE:
-        assert whole[0]["skipped"] > 0 and len(set(whole[0]["scales"])) > 1, "the scale moved"
+        assert uninterrupted[0]["skipped"] > 0 and len(set(uninterrupted[0]["scales"])) > 1, "the scale moved"
 
 
 def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str) -> Any:
@@ -116,13 +116,13 @@ def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str
     for name, param in engine.module.named_parameters():
         assert torch.equal(safe_get_full_fp32_param(param).double(), masters[name]), name
         if name in MATRICES["toy"]:
-            found = safe_get_full_optimizer_state(param, "momentum_buffer")
-            assert torch.equal(found.double(), momentum[name]), name
-            safe_set_full_optimizer_state(param, found * 2, "momentum_buffer")
+            read = safe_get_full_optimizer_state(param, "momentum_buffer")
+            assert torch.equal(read.double(), momentum[name]), name
+            safe_set_full_optimizer_state(param, read * 2, "momentum_buffer")
         else:
             # ZeRO 1 and 2 linked the state of the first param group alone, and ranks without elements hung.
-            found = safe_get_full_optimizer_state(param, "exp_avg")
-            assert torch.equal(found.double(), moments[name]), name
+            read = safe_get_full_optimizer_state(param, "exp_avg")
+            assert torch.equal(read.double(), moments[name]), name
         safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 3)
     for name, tripled in training.full_masters(engine).items():
         assert torch.equal(tripled.float(), masters[name].float() * 3), name
@@ -136,8 +136,8 @@ def tools(rank: int, world_size: int, *, stage: int, folder: str, precision: str
     for name, param in engine.module.named_parameters():
         # ZeRO 1 and 2 forgot in a load where the state is, and ranks without elements hung.
         if name in MATRICES["toy"]:
-            found = safe_get_full_optimizer_state(param, "momentum_buffer")
-            assert torch.equal(found.double(), momentum[name] * 2), name
+            read = safe_get_full_optimizer_state(param, "momentum_buffer")
+            assert torch.equal(read.double(), momentum[name] * 2), name
     return result
 
 
@@ -147,10 +147,10 @@ def test_deepspeeds_tools(ranks: Any, tmp_path: Path, stage: int, precision: str
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     masters = ranks(2).run(tools, stage=stage, folder=str(tmp_path), precision=precision)[0]
-    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    assert found.keys() == masters.keys()
+    read = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert read.keys() == masters.keys()
     for name, master in masters.items():
-        assert torch.equal(found[name].double(), master), name
+        assert torch.equal(read[name].double(), master), name
     if stage < 3:  # at stage 3 it needs stage3_gather_16bit_weights_on_model_save
         assert (tmp_path / "half.bin").is_file()
 
@@ -162,7 +162,7 @@ def gathered_model(rank: int, world_size: int, *, folder: str) -> Any:
     return training.full_masters(engine)
 
 
-def test_save_16bit_model_at_stage_3(ranks: Any, tmp_path: Path) -> None:
+def test_save_16bit_model_of_stage_3(ranks: Any, tmp_path: Path) -> None:
     masters = ranks(2).run(gathered_model, folder=str(tmp_path))[0]
     half = torch.load(tmp_path / "half.bin", weights_only=True)
     for name, master in masters.items():

@@ -26,9 +26,9 @@ from deepspeed_muon.tools.convert import consolidate_files, verify_folder
 from tests.support import training
 from tests.support.checkpoints import (
     INDEX,
-    at_every_stage,
     edit,
     engine_for,
+    on_every_stage,
     save,
     train_step,
     trained_for,
@@ -248,7 +248,7 @@ def folders_that_are_none(rank: int, world_size: int, *, folder: str) -> list[st
     return messages
 
 
-def test_deepspeeds_own_files_in_folders_that_are_none(ranks: Any, tmp_path: Path) -> None:
+def test_deepspeeds_files_in_folders_that_are_none(ranks: Any, tmp_path: Path) -> None:
     """Only the first rank raised in a save, and the others waited; a load ended in an AssertionError without a text."""
     (tmp_path / "file").write_text("")
     (tmp_path / "latest").write_text("gone")
@@ -279,7 +279,7 @@ def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
             own.mkdir(exist_ok=True)
             os.chdir(own.parent if rank == 0 else own)
             folder = place.name
-        with at_every_stage(act), pytest.raises(CheckpointError) as caught:
+        with on_every_stage(act), pytest.raises(CheckpointError) as caught:
             consolidate(engine, folder, shard_bytes=4000)
     finally:
         os.chdir(before)
@@ -323,14 +323,14 @@ def save_during_a_save(rank: int, world_size: int, *, folder: str, stage: str, l
 
     error = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     no_locks = contextlib.nullcontext() if locks else mock.patch.object(fcntl, "flock", side_effect=error)
-    with no_locks, at_every_stage(act):
+    with no_locks, on_every_stage(act):
         consolidate(engine, folder, shard_bytes=4000)
     return message
 
 
 @pytest.mark.parametrize("locks", [True, False])
 @pytest.mark.parametrize("stage", ["start", "shards written", "index written"])
-def test_neither_of_two_saves_destroys_the_other(ranks: Any, tmp_path: Path, stage: str, locks: bool) -> None:
+def test_two_saves_into_one_folder(ranks: Any, tmp_path: Path, stage: str, locks: bool) -> None:
     """With locks the second is refused; on a file system without them both finish and the last index is whole."""
     folder = tmp_path / "set"
     message = ranks(2).run(save_during_a_save, folder=str(folder), stage=stage, locks=locks)[0]

@@ -29,7 +29,7 @@ from tests.support.checkpoints import (
     engine_for,
     load,
     report_and_go_on,
-    save_other,
+    save_foreign,
     save_ours,
     tensors_of,
     trained_for,
@@ -120,7 +120,7 @@ def test_universal_and_offline_consolidation(
 @pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_whole_universal_matrix(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
+def test_all_universal_changes(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
     zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
     restored_zero = {1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
     saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero[stage])[0]
@@ -133,7 +133,7 @@ def test_whole_universal_matrix(ranks: Any, tmp_path: Path, stage: int, size: in
             assert_equal(saved, loaded[0])
 
 
-def test_deepspeeds_converter_is_told_apart(ours: Any, tmp_path: Path) -> None:
+def test_deepspeeds_converter_names_our_command(ours: Any, tmp_path: Path) -> None:
     """``ds_to_universal.main`` of a process that imported this package names the command for our checkpoints."""
     from deepspeed.checkpoint import ds_to_universal
 
@@ -207,7 +207,7 @@ def test_convert_from_adamw(
     ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any, capsys: Any
 ) -> None:
     arguments = {"optimizer": "AdamW", "stage": stage, "zero": zero}
-    saved = ranks(size).run(save_other, folder=str(tmp_path / "in"), **arguments)[0]
+    saved = ranks(size).run(save_foreign, folder=str(tmp_path / "in"), **arguments)[0]
     assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "exp_avg became the momentum of 8 matrices" in printed and "decay 0.8" in printed
@@ -221,7 +221,7 @@ def test_convert_from_adamw(
 @pytest.mark.parametrize(("stage", "size", "zero"), [full(3, 2, {}), (3, 3, SMALL)])
 def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any) -> None:
     arguments = {"optimizer": "Muon", "stage": stage, "zero": zero}
-    saved = ranks(size).run(save_other, folder=str(tmp_path / "in"), **arguments)[0]
+    saved = ranks(size).run(save_foreign, folder=str(tmp_path / "in"), **arguments)[0]
     index = consolidate_files(tmp_path / "in", tmp_path / "out")
     assert index.source["optimizer"] == "DeepSpeed's Muon"
     muon = {name for name, record in index.parameters.items() if record.algorithm == "muon"}
@@ -231,21 +231,21 @@ def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, si
 
 
 @pytest.fixture(scope="module")
-def momentum_at_stage_3(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def momentum_of_stage_3(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("three")
-    result = ranks(3).run(save_other, folder=str(folder), optimizer="Muon", stage=3, zero={})[0]
+    result = ranks(3).run(save_foreign, folder=str(folder), optimizer="Muon", stage=3, zero={})[0]
     return result["momentum"]
 
 
 @pytest.mark.parametrize(("stage", "zero"), each_value([(1, {}), (2, ROUND), (2, OFFLOAD), (2, {})]))
-def test_convert_from_deepspeeds_muon_with_whole_matrices(
-    ranks: Any, tmp_path: Path, momentum_at_stage_3: dict[str, torch.Tensor], stage: int, zero: Any
+def test_convert_from_deepspeeds_muon_with_full_matrices(
+    ranks: Any, tmp_path: Path, momentum_of_stage_3: dict[str, torch.Tensor], stage: int, zero: Any
 ) -> None:
     """At stages 1 and 2 it keeps whole matrices on every rank; stage 3 of the same run says what they should be."""
-    ranks(3).run(save_other, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero)
+    ranks(3).run(save_foreign, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero)
     consolidate_files(tmp_path / "in", tmp_path / "out")
     tensors = tensors_of(tmp_path / "out")
-    for name, expected in momentum_at_stage_3.items():
+    for name, expected in momentum_of_stage_3.items():
         tensor = tensors[f"{'momentum_buffer' if name in MATRICES['toy'] else 'exp_avg'}/{name}"]
         # The same numbers but for the order in which gradients are summed.
         atol = 1e-6 + 1e-4 * float(expected.abs().max())
@@ -258,7 +258,7 @@ def test_universal_of_adamw_by_deepspeed_goes_on_with_muon(ranks: Any, tmp_path:
     for stage in (2, 3):
         folder = tmp_path / str(stage)
         arguments = {"optimizer": "AdamW", "stage": stage, "zero": {}}
-        saved = ranks(2).run(save_other, folder=str(folder / "in"), **arguments)[0]
+        saved = ranks(2).run(save_foreign, folder=str(folder / "in"), **arguments)[0]
         ds_to_universal.main(converter_options(folder / "in" / "global_step2", folder / "step2"))
         assert not (folder / "step2" / "zero" / "muon_index.json").exists(), "DeepSpeed's own code ran"
         loaded = ranks(3).run(load_universal, folder=str(folder), stage=stage, schedule=False)[0]

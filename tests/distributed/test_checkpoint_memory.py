@@ -33,7 +33,7 @@ PIECES = (2 + 4 + 4) * 4.0
 BESIDE = 64.0
 
 
-class Wide(nn.Linear):
+class Projection(nn.Linear):
     """A layer with many outputs, which are averaged in groups to as many as the inputs."""
 
     def __init__(self, ranks: int = 1) -> None:
@@ -49,7 +49,7 @@ class Layers(nn.Module):
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         size = 1 if group is None else torch.distributed.get_world_size(group)
-        self.layers = nn.ModuleList(Wide(size) for _ in range(MATRICES))
+        self.layers = nn.ModuleList(Projection(size) for _ in range(MATRICES))
         for layer in self.layers if group is not None else ():
             layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0
 

@@ -101,9 +101,9 @@ def save(rank: int, world_size: int, *, folder: str, kind: str, stage: int) -> A
     consolidate(engine, f"{folder}/live")
     names = [name for name, _ in engine.module.named_parameters()]
     masters = training.full_masters(engine)
-    other = make(kind, stage, 1, configured=True)
-    restore(other, f"{folder}/live")
-    return {"names": names, "masters": masters, "lost": differences(snapshot(engine), snapshot(other))}
+    restored = make(kind, stage, 1, configured=True)
+    restore(restored, f"{folder}/live")
+    return {"names": names, "masters": masters, "lost": differences(snapshot(engine), snapshot(restored))}
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -122,7 +122,7 @@ def test_an_optimizer_of_an_inner_model_saves_the_names_of_the_engines(
         assert torch.equal(offline[f"fp32/{name}"].double(), master), name
 
 
-def test_other_stages_save_the_same_names(ranks: Any, tmp_path: Path) -> None:
+def test_stage_3_saves_the_same_names(ranks: Any, tmp_path: Path) -> None:
     saved = ranks(2).run(save, folder=str(tmp_path), kind="a loss", stage=3)[0]
     assert saved["lost"] == []
     assert sorted(consolidate_files(tmp_path, tmp_path / "offline").parameters) == sorted(saved["names"])

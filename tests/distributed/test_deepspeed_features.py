@@ -280,7 +280,7 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
         (2, {"gradient_clipping": "1.0"}, "Write a number (0 for no clipping)"),
     ],
 )  # fmt: skip
-def test_refused_at_once(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:
+def test_refused_by_initialize(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:
     """Every rank raises; keys that DeepSpeed has removed are refused by DeepSpeed itself."""
     for message in ranks(2).run(refusal, stage=stage, change=change):
         assert said in message
@@ -317,7 +317,7 @@ def unknown_wrappers(rank: int, world_size: int, *, stage: int) -> list[str]:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_a_later_deepspeed_may_bring_is_refused_by_name(ranks: Any, stage: int) -> None:
+def test_a_later_deepspeed_is_refused_by_name(ranks: Any, stage: int) -> None:
     subclass, keys = ranks(1).run(unknown_wrappers, stage=stage)[0]
     said = "wrapped the optimizer in ReflowOptimizer, which deepspeed_muon does not know. Known are"
     assert said in subclass

@@ -94,11 +94,11 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("train_gpt")
 
 
-def _assert_same_losses(found: Metrics, expected: Metrics, *, rel: float) -> None:
+def _assert_same_losses(actual: Metrics, expected: Metrics, *, rel: float) -> None:
     for name in ("train_loss", "val_loss"):
-        assert sorted(found[name]) == sorted(expected[name])
+        assert sorted(actual[name]) == sorted(expected[name])
         for step, loss in expected[name].items():
-            assert found[name][step] == pytest.approx(loss, rel=rel), (name, step)
+            assert actual[name][step] == pytest.approx(loss, rel=rel), (name, step)
 
 
 @pytest.mark.full  # the core starts DeepSpeed's launcher in test_switch.py
@@ -181,7 +181,7 @@ def test_every_configuration_starts_or_says_whose_it_is(config, folder, example,
     assert losses == pytest.approx([math.log(256)] * 2, abs=0.3)
 
 
-def test_a_configuration_that_cannot_be_read_is_told(example, tmp_path):
+def test_a_configuration_that_cannot_be_read_is_named(example, tmp_path):
     (tmp_path / "bad.json").write_text('{"optimizer": ')
     for name in ("bad.json", "absent.json"):
         with pytest.raises(example.UsageError, match=rf"--deepspeed_config .*{name}: "):

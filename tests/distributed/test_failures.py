@@ -89,7 +89,7 @@ DIFFERENCES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("difference", "said", "stage"), each_value((*each, stage) for stage in (0, 2, 3) for each in DIFFERENCES)
+    ("difference", "said", "stage"), each_value((*row, stage) for stage in (0, 2, 3) for row in DIFFERENCES)
 )
 def test_ranks_that_disagree_fail_on_every_rank(
     ranks: Any, difference: dict[str, Any], said: str, stage: int
@@ -297,7 +297,7 @@ SHORT = [
 
 
 @pytest.mark.parametrize(("stage", "precision", "clipping", "extra", "name"), usual(CASES, SHORT))
-def test_once_for_each_step_of_the_engine(
+def test_once_a_step_of_the_engine(
     ranks: Any, stage: int, precision: str, clipping: float, extra: dict[str, Any], name: str
 ) -> None:
     assert "blocks.1.up.weight" in MATRICES["toy"] and "embed.weight" not in MATRICES["toy"]

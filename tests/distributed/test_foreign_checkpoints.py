@@ -20,7 +20,14 @@ from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal
 from tests.support import snapshots, training
-from tests.support.checkpoints import SMALL, converter_options, engine_for, save_other, save_ours, train_step
+from tests.support.checkpoints import (
+    SMALL,
+    converter_options,
+    engine_for,
+    save_foreign,
+    save_ours,
+    train_step,
+)
 from tests.support.thinning import full
 
 WARMUP = {
@@ -54,7 +61,7 @@ def test_a_converted_set_brings_no_settings(
 ) -> None:
     """The documented way from AdamW ran both halves at AdamW's rate, with its decay and betas."""
     arguments = {"folder": str(tmp_path / "in"), "optimizer": optimizer, "stage": stage, "zero": {}}
-    ranks(2).run(save_other, extra={"scheduler": WARMUP} if schedule else None, **arguments)
+    ranks(2).run(save_foreign, extra={"scheduler": WARMUP} if schedule else None, **arguments)
     assert cli.main(["checkpoint", "consolidate", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     for result in ranks(2).run(restored, folder=str(tmp_path / "out"), stage=to_stage, schedule=schedule):
         if schedule:
@@ -71,31 +78,31 @@ def scheduled(rank: int, world_size: int, *, folder: str, kind: str) -> dict[str
         "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 8),
         "CosineAnnealingWarmRestarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 8),
     }[kind]
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for rate in (0.02, 0.04):
         engine = training.make_engine(training.ds_config(1, params={"muon_lr": rate}))
         engine.lr_scheduler = made(engine.basic_optimizer)
         if rate == 0.02:
             training.train_steps(engine, 2, rank, world_size)
-            found["saved"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
+            report["saved"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
             consolidate(engine, folder)
         else:
             load = functools.partial(restore, engine, folder, hyperparameters=False)
-            found["refused"] = training.refusal(load, CheckpointError)
-            found["restored"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
-            found["bases"] = engine.lr_scheduler.base_lrs
-    return found
+            report["refused"] = training.refusal(load, CheckpointError)
+            report["restored"] = [group["lr"] for group in engine.basic_optimizer.param_groups]
+            report["bases"] = engine.lr_scheduler.base_lrs
+    return report
 
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts"])
 def test_a_schedule_goes_on_with_the_configured_rates(ranks: Any, tmp_path: Path, kind: str) -> None:
     """Without the saved settings, the state of torch's schedulers brought the saved rates nevertheless."""
-    for found in ranks(2).run(scheduled, folder=str(tmp_path), kind=kind):
-        assert found["bases"] == [0.04, 3e-3]
+    for report in ranks(2).run(scheduled, folder=str(tmp_path), kind=kind):
+        assert report["bases"] == [0.04, 3e-3]
         if kind == "CosineAnnealingWarmRestarts":
-            assert "scheduler=False" in found["refused"] and found["restored"] == [0.04, 3e-3]
+            assert "scheduler=False" in report["refused"] and report["restored"] == [0.04, 3e-3]
         else:
-            assert found["restored"] == pytest.approx([2 * found["saved"][0], found["saved"][1]])
+            assert report["restored"] == pytest.approx([2 * report["saved"][0], report["saved"][1]])
 
 
 def attempted(engine: Any, folder: str, by: str) -> dict[str, Any]:
@@ -116,7 +123,7 @@ def loaded(
     return attempted(engine, folder, by)
 
 
-def loaded_both_ways(
+def loaded_twice(
     rank: int, world_size: int, *, folder: str, stage: int, **given: Any
 ) -> list[dict[str, Any]]:
     """Restore into a new engine, then load into the same."""
@@ -157,15 +164,15 @@ def test_a_foreign_checkpoint_names_the_command(
     if kind == "ours":
         ranks(2).run(save_ours, folder=folder, stage=stage)
     else:
-        ranks(2).run(save_other, folder=folder, optimizer=kind, stage=stage, zero={})
+        ranks(2).run(save_foreign, folder=folder, optimizer=kind, stage=stage, zero={})
     saver = {"ours": "deepspeed_muon", "Muon": "DeepSpeed's Muon"}.get(kind, kind)
     said = f"saved by {saver} at ZeRO stage {stage} on 2 data-parallel ranks"
-    foreign = ranks(size).run(loaded_both_ways, folder=folder, stage=to_stage)
-    for result in (each for both in foreign for each in both):
+    foreign = ranks(size).run(loaded_twice, folder=folder, stage=to_stage)
+    for result in (case for both in foreign for case in both):
         assert said in result["refused"] and result["unchanged"], result
         assert "checkpoint consolidate " in result["refused"]
     path = run_command_in(foreign[0][1]["refused"])
-    for by_restore, by_deepspeed in ranks(size).run(loaded_both_ways, folder=path, stage=to_stage):
+    for by_restore, by_deepspeed in ranks(size).run(loaded_twice, folder=path, stage=to_stage):
         assert not by_restore["refused"] and not by_restore["unchanged"]
         assert "consolidated set, which engine.load_checkpoint does not read" in by_deepspeed["refused"]
 
@@ -186,13 +193,13 @@ def test_a_universal_checkpoint_names_its_key(ranks: Any, tmp_path: Path) -> Non
     ranks(2).run(save_ours, folder=str(tmp_path), stage=1)
     convert_to_universal(tmp_path / "global_step2", tmp_path / "universal")
     (tmp_path / "latest").write_text("universal")
-    for both in ranks(2).run(loaded_both_ways, folder=str(tmp_path), stage=1):
+    for both in ranks(2).run(loaded_twice, folder=str(tmp_path), stage=1):
         for result in both:
             assert '"checkpoint": {"load_universal": true}' in result["refused"] and result["unchanged"]
 
 
 def test_a_universal_checkpoint_of_adamw_brings_no_settings(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(save_other, folder=str(tmp_path / "in"), optimizer="AdamW", stage=2, zero={})
+    ranks(2).run(save_foreign, folder=str(tmp_path / "in"), optimizer="AdamW", stage=2, zero={})
     convert_to_universal(tmp_path / "in" / "global_step2", tmp_path / "universal")
     extra = {"checkpoint": {"load_universal": True}, "scheduler": {}}
     for result in ranks(2).run(loaded, folder=str(tmp_path), stage=1, extra=extra):
@@ -301,21 +308,21 @@ def convert(main: Any, source: Path, target: Path) -> str:
     return said.replace(str(target), "TARGET")
 
 
-def both_ways(source: Path, folder: Path) -> tuple[str, str]:
+def convert_twice(source: Path, folder: Path) -> tuple[str, str]:
     """Convert with the hook that the import installs, and with DeepSpeed's own function."""
-    hooked, own = ds_to_universal.main, ds_to_universal.main.__wrapped__
-    return convert(hooked, source, folder / "hooked"), convert(own, source, folder / "own")
+    hooked, original = ds_to_universal.main, ds_to_universal.main.__wrapped__
+    return convert(hooked, source, folder / "hooked"), convert(original, source, folder / "own")
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "empty folder", *(full(each) for each in ("class", "missing"))]
+    "damage", ["truncated", "empty folder", *(full(case) for case in ("class", "missing"))]
 )
 def test_a_damaged_foreign_checkpoint_gives_deepspeeds_error(ranks: Any, tmp_path: Path, damage: str) -> None:
     source = tmp_path / "in" / TAG
     if damage == "empty folder":
         source.mkdir(parents=True)
     else:
-        ranks(2).run(save_other, folder=str(tmp_path / "in"), optimizer="AdamW", stage=2, zero={})
+        ranks(2).run(save_foreign, folder=str(tmp_path / "in"), optimizer="AdamW", stage=2, zero={})
         files = sorted(source.glob("*_optim_states.pt"))
         if damage == "truncated":
             for file in files:
@@ -324,8 +331,8 @@ def test_a_damaged_foreign_checkpoint_gives_deepspeeds_error(ranks: Any, tmp_pat
             torch.save({"optimizer_state_dict": types.SimpleNamespace()}, files[0])
         else:
             files[0].unlink()
-    hooked, own = both_ways(source, tmp_path)
-    assert hooked == own and hooked != "" and "deepspeed_muon" not in hooked
+    hooked, original = convert_twice(source, tmp_path)
+    assert hooked == original and hooked != "" and "deepspeed_muon" not in hooked
 
 
 def test_ours_with_a_damaged_file_is_still_ours(ranks: Any, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def train_filters(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, full(2), 3])
-def test_scalars_and_other_strides(ranks: Any, stage: int) -> None:
+def test_scalars_and_strides(ranks: Any, stage: int) -> None:
     """DeepSpeed's broadcast raised a RuntimeError for both."""
     model = filters(seed=0).double()
     start = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -78,7 +78,7 @@ def test_samples_reach_the_monitor(
     assert (report["redone"], report["failed"]) == (0, 0)
     # Band and rounding: the quintic's largest value is 1.2024, bf16 adds less than a tenth.
     assert 0.3 < report["sigma_max"] < 1.3
-    shares = [report[f"time_{part}"] for part in ("gather", "newton_schulz", "scatter")]
+    shares = [report[f"time_{phase}"] for phase in ("gather", "newton_schulz", "scatter")]
     assert all(share >= 0 for share in shares) and 0 < sum(shares) <= 1
 
 
@@ -152,10 +152,10 @@ def test_the_coefficient_is_that_of_the_limit_that_was_loaded(ranks: Any, tmp_pa
     """ZeRO 1 loads the limit: the coefficient was that of the configured one."""
     first, second = ranks(2).run(resumed, folder=str(tmp_path))
     assert first["report"]["clip_coefficient"] == second["report"]["clip_coefficient"] < 1e-4
-    told = [
+    counts = [
         len([text for text in result["messages"] if "were clipped" in text]) for result in (first, second)
     ]
-    assert told == [1, 0]
+    assert counts == [1, 0]
 
 
 def broken(
@@ -222,8 +222,8 @@ def test_on_an_accelerator_garbage_is_left_out_once(ranks: Any, stage: int, how:
     messages = [m for result in results for m in result["messages"] if "in fp32 from now on" in m]
     assert len(messages) == len(MATRICES["toy"]), "one for each matrix, on its owner"
     assert all(bool(torch.isfinite(value).all()) for value in results[0]["params"].values())
-    at_once = ranks(2).run(broken, params={"variant": variant}, **args)
-    late, early = results[0]["params"], at_once[0]["params"]
+    immediate = ranks(2).run(broken, params={"variant": variant}, **args)
+    late, early = results[0]["params"], immediate[0]["params"]
     distance = max(float((late[name] - early[name]).abs().max()) for name in MATRICES["toy"])
     assert 0 < distance < 0.2, "one update is missing"
 
@@ -302,8 +302,8 @@ def test_a_matrix_without_a_gradient_keeps_its_moments() -> None:
         optimizer.step()
         optimizer.zero_grad()
         moments.append([optimizer.state[weight][MOMENTS].clone() for weight in weights])
-    (first, other), (kept, _), (later, after) = moments
-    assert not first.any() and kept.any() and torch.equal(kept, later) and not torch.equal(other, after)
+    (first, busy), (stored, _), (later, after) = moments
+    assert not first.any() and stored.any() and torch.equal(stored, later) and not torch.equal(busy, after)
 
 
 def train(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
@@ -313,8 +313,8 @@ def train(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
     for step in range(3):
         training.run_step(engine, step, rank, world_size, 1)
         if step == 0 and rank == world_size - 1:
-            kept = [own[MOMENTS] for own in optimizer.state.values() if MOMENTS in own]
-            next(each for each in kept if each.numel())[0] = math.inf
+            stored = [entries[MOMENTS] for entries in optimizer.state.values() if MOMENTS in entries]
+            next(tensor for tensor in stored if tensor.numel())[0] = math.inf
     finite = all(bool(torch.isfinite(value).all()) for value in training.full_masters(engine).values())
     return {"finite": finite, **deepspeed_muon.health(engine)}
 

@@ -37,9 +37,9 @@ RATES = {"learning_rate": 3e-3, "muon_lr": 0.02}
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MATRICES = {
-    f"model.layers.{layer}.{part}.weight"
+    f"model.layers.{layer}.{projection}.weight"
     for layer in range(2)
-    for part in (*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    for projection in (*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 }
 
 # Two runs in fp32 whose sums are in different orders. The gradients differ by some 1e-6, which the iteration multiplies

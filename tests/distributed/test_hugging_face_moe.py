@@ -236,7 +236,7 @@ def accelerate_loop(rank: int, world_size: int, *, listed: bool, by_environment:
 
 
 @pytest.mark.parametrize(("listed", "by_environment"), [(True, True), full(False, False)])
-def test_accelerate_marks_the_layers_it_is_told_of(ranks: Any, listed: bool, by_environment: bool) -> None:
+def test_accelerate_marks_the_named_layers(ranks: Any, listed: bool, by_environment: bool) -> None:
     skip_without("deepseek_v3", listed=listed)
     results = ranks(2).run(accelerate_loop, listed=listed, by_environment=by_environment)
     compare(results, "deepseek_v3", listed)

@@ -208,7 +208,7 @@ def test_the_gradient_that_a_program_reads_is_zero(ranks: Any, zero: dict[str, A
 # 0.03 away now.
 
 
-def test_a_parameter_counts_that_only_the_other_rank_used(ranks: Any) -> None:
+def test_a_parameter_counts_that_one_rank_used(ranks: Any) -> None:
     """A leaf module's unused parameters have no gradient here, those times 0 have one; the sums are equal."""
     leaf, times_zero = (
         ranks(2).run(lead, schedule=APART, touch=touch, **SETTINGS["1-bf16-optimizer"])

@@ -59,7 +59,7 @@ def client(rank: int, world_size: int, *, stage: int, how: str) -> Any:
         product(["config", "instance-named", "instance-model", "instance-groups", "callable"], [0, 2, 3])
     ),
 )
-def test_all_ways_of_passing_the_optimizer(ranks: Any, stage: int, how: str) -> None:
+def test_all_forms_of_passing_the_optimizer(ranks: Any, stage: int, how: str) -> None:
     result = ranks(2).run(client, stage=stage, how=how)[0]
     start, end, _, _ = reference("toy", 2, 0.5)
     compare_paths(result["params"], start, end, limits(reference, "toy", 2, 0.5))
@@ -185,7 +185,7 @@ def warned_of_rates(
     return [text for text in messages if "_lr" in text or "tuned_width" in text]
 
 
-def test_rates_that_nobody_chose_are_told(ranks: Any) -> None:
+def test_rates_that_nobody_chose_are_warned_of(ranks: Any) -> None:
     """Without warmup_max_lr DeepSpeed's schedules go to 0.001; an AdamW rate under 'original' hardly moves a matrix."""
     pool = ranks(2)
     both = {"muon_lr": 0.02, "adam_lr": 3e-4}
@@ -273,7 +273,7 @@ def test_groups_say_whose_they_are() -> None:
     assert rates == {True: 0.1, False: 0.01}
 
 
-def test_groups_stay_what_they_are() -> None:
+def test_groups_keep_their_kind() -> None:
     """A parameter cannot change sides: its state and its place in the exchange are of one algorithm."""
     model = nn.Linear(4, 4)
     optimizer = Muon(model, lr=0.02)

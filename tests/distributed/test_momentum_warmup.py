@@ -98,7 +98,7 @@ LONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *map(full, LONG)], ids=str)
-def test_is_what_a_program_would_write(ranks: Any, case: dict[str, Any]) -> None:
+def test_equals_a_program_that_writes_momentum(ranks: Any, case: dict[str, Any]) -> None:
     """Also after a skipped step, in every dtype of momentum, and in sub-groups, for each of which step() is called."""
     result, by_hand = (ranks(2).run(train, is_set=is_set, **case)[0] for is_set in (True, False))
     assert result["skipped"] == by_hand["skipped"] == ("poisoned" in case)

@@ -123,8 +123,8 @@ def _bytes(buffers: Any) -> int:
 def _copy_state(optimizer: Any, *_: Any, **__: Any) -> None:
     """Replace all tensors of the state, as a move to another device does."""
     for state in optimizer.state.values():
-        for key, each in state.items():
-            state[key] = each.clone() if torch.is_tensor(each) else each
+        for key, tensor in state.items():
+            state[key] = tensor.clone() if torch.is_tensor(tensor) else tensor
 
 
 def moved_away(
@@ -143,29 +143,31 @@ def moved_away(
     engine = training.make_engine(config, kind)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     buffers = optimizer.exchange_buffers
-    held = []
+    sizes = []
     mover = offload if stage == 3 else stage_1_and_2
     for step in range(4):
         training.run_step(engine, step, rank, world_size, 1)
         if move and step % 2 == 0:
-            memory = [weakref.ref(each) for each in buffers._memory.values()]
-            before = [(state, key, each) for state in optimizer.state.values() for key, each in state.items()]
-            held.append([_bytes(buffers), len(memory)])
+            memory = [weakref.ref(tensor) for tensor in buffers._memory.values()]
+            before = [
+                (state, key, tensor) for state in optimizer.state.values() for key, tensor in state.items()
+            ]
+            sizes.append([_bytes(buffers), len(memory)])
             with mock.patch.object(mover, "offload_optimizer_states", _copy_state):
                 engine.offload_states()
-            held[-1] += [_bytes(buffers), sum(each() is not None for each in memory)]
+            sizes[-1] += [_bytes(buffers), sum(tensor() is not None for tensor in memory)]
             # Stage 3 moved AdamW's moments alone, and left copies of them in the state.
-            assert all(state[key] is not each for state, key, each in before if torch.is_tensor(each))
+            assert all(state[key] is not tensor for state, key, tensor in before if torch.is_tensor(tensor))
             engine.reload_states()
             assert sum(map(len, optimizer.state.values())) == len(before)
             # ZeRO 1 and 2 had lost the links to the state, and ranks without elements hung.
             expected = training.full_states(engine, "momentum_buffer") if momentum != "int8" else {}
             for name, param in engine.module.named_parameters():
                 if name in expected:
-                    found = safe_get_full_optimizer_state(param, "momentum_buffer")
-                    assert torch.equal(found.double(), expected[name]), name
+                    read = safe_get_full_optimizer_state(param, "momentum_buffer")
+                    assert torch.equal(read.double(), expected[name]), name
     momentum_bytes = training.state_bytes(optimizer.state)["momentum_buffer"]
-    return {"held": held, "bytes": momentum_bytes, **training.outcome(engine)}
+    return {"held": sizes, "bytes": momentum_bytes, **training.outcome(engine)}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.support.thinning import full
 MODEL = {"width": 24, "hidden": (24, 72, 40, 8, 56, 24)}
 
 
-def places(engine: Any) -> list[str]:
+def locations(engine: Any) -> list[str]:
     """Return the Muon matrices in the order in which they lie in the flat buffer."""
     optimizer = deepspeed_muon.muon_optimizer(engine)
     matrices = [matrix for runner in optimizer.runners for matrix in runner.step_set.matrices]
@@ -47,7 +47,7 @@ def train_in_order(
     work = next(entry["flops_per_rank"] for entry in report["step_sets"] if entry["matrices"])
     return {
         "params": training.full_masters(engine),
-        "places": places(engine),
+        "places": locations(engine),
         "sent": optimizer.stats.bytes_sent,
         "reported": [
             sum(entry["sent_bytes_per_rank"][r] for entry in report["step_sets"]) for r in range(world_size)

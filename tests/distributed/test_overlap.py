@@ -93,11 +93,11 @@ def across_calls(
     chosen = with_matrices if lose == "matrices" else len(optimizer.runners) - 1
     inner, calls = optimizer.step, []
     gradients: list[StorageWeakRef] = []
-    kept = 0
+    alive = 0
 
     def step(*args: Any) -> Any:
-        nonlocal kept
-        kept += sum(not gradient.expired() for gradient in gradients)
+        nonlocal alive
+        alive += sum(not gradient.expired() for gradient in gradients)
         gradients[:] = [
             StorageWeakRef(param.grad.untyped_storage())
             for group in optimizer.param_groups
@@ -123,7 +123,7 @@ def across_calls(
     return {
         "masters": training.full_masters(engine),
         "weights": weights,
-        "kept gradients": kept,
+        "kept gradients": alive,
         "muon sets": sum(bool(runner.plan.matrices) for runner in optimizer.runners),
     }
 

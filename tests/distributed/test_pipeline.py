@@ -88,7 +88,7 @@ def refused(rank: int, world_size: int) -> str:
     return training.refusal(start, deepspeed_muon.ConfigError)
 
 
-def test_other_pipelines_are_refused(ranks: Any) -> None:
+def test_unsupported_pipelines_are_refused(ranks: Any) -> None:
     for text in ranks(2).run(refused):
         assert "use deepspeed.pipe.PipelineModule" in text, text
 
@@ -182,7 +182,7 @@ def with_an_infinity(rank: int, world_size: int, *, mode: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("mode", ["skip", full("error")])
-def test_an_infinity_of_one_stage_is_known_to_all(ranks: Any, mode: str) -> None:
+def test_an_infinity_of_one_stage_stops_all(ranks: Any, mode: str) -> None:
     """At ZeRO 0 the other stages took the step; with ``error`` they waited for the one that had raised."""
     for result in ranks(2).run(with_an_infinity, mode=mode, timeout=60):
         assert result["moved"] == []

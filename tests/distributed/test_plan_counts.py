@@ -27,7 +27,7 @@ CORE = {(3, 1), (0, 2), (1, 2), (2, 4), (3, 4)}
 
 
 @pytest.mark.parametrize(("stage", "world"), usual(product((0, 1, 2, 3), (1, 2, 4, 8)), CORE))
-def test_predictions_are_what_runs(ranks: Any, stage: int, world: int) -> None:
+def test_predictions_hold(ranks: Any, stage: int, world: int) -> None:
     method = "gram" if (stage + world) % 2 else "standard"
     for result in ranks(world).run(count_a_step, stage=stage, method=method):
         assert_as_predicted(result, "owners", "flops", "exchange")
@@ -67,7 +67,7 @@ def test_stacks_in_pieces(ranks: Any, stage: int, world: int, kind: str, params:
         product((1, 2, 3), (1, 2, 4), ("ours", "ours, int8 momentum", "ours, int8 momentum, bf16 masters"))
     ),
 )
-def test_memory_is_what_is_kept(ranks: Any, stage: int, world: int, optimizer: str) -> None:
+def test_predicted_memory_holds(ranks: Any, stage: int, world: int, optimizer: str) -> None:
     """Of a decoder whose partitions need no padding and cut no block of 256 elements."""
     count = "benchmarks.state_memory:count_bytes"
     for result in ranks(world).run(count, model="tiny", stage=stage, optimizer=optimizer):

@@ -213,7 +213,9 @@ def rounded_masters_reference(
 
 @pytest.mark.parametrize(
     ("stage", "stored", "momentum"),
-    pairwise(product((3, 2, 1), [each for each in STORED if STORED[each]], ("fp32", "bf16", "int8"))),
+    pairwise(
+        product((3, 2, 1), [setting for setting in STORED if STORED[setting]], ("fp32", "bf16", "int8"))
+    ),
 )
 def test_bf16_masters_match_the_rounding_reference(
     ranks: Any, stage: int, stored: str, momentum: str
@@ -232,7 +234,7 @@ def test_bf16_masters_match_the_rounding_reference(
     # dtypes that happens to a few masters alone.
     within(max(errors.values()), 2e-2 if momentum == "bf16" else 2e-3, "path")
     equal = sum(int((result["params"][name] == end[name].double()).sum()) for name in end)
-    assert equal >= (0.9 if momentum == "bf16" else 0.99) * sum(each.numel() for each in end.values())
+    assert equal >= (0.9 if momentum == "bf16" else 0.99) * sum(setting.numel() for setting in end.values())
 
 
 def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:

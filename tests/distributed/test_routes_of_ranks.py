@@ -53,11 +53,11 @@ def routes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     return results[0], results[1]
 
 
-def test_partitioned_weights_go_where_whole_ones_go(ranks: Any) -> None:
-    (whole, partitioned), (whole_of_other, partitioned_of_other) = ranks(2).run(routes)
-    assert whole == partitioned
-    assert whole == whole_of_other and partitioned == partitioned_of_other
-    algorithms = {name: (algorithm, certain) for name, _, algorithm, _, _, certain in whole}
+def test_partitioned_weights_go_where_full_ones_go(ranks: Any) -> None:
+    (full_routes, partitioned), (full_of_second, partitioned_of_second) = ranks(2).run(routes)
+    assert full_routes == partitioned
+    assert full_routes == full_of_second and partitioned == partitioned_of_second
+    algorithms = {name: (algorithm, certain) for name, _, algorithm, _, _, certain in full_routes}
     assert algorithms["layers.0.qkv.weight"] == ("muon", True)
     assert algorithms["layers.0.proj"] == ("muon", False)
     assert algorithms["layers.0.table"] == ("adamw", False)

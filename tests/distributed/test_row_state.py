@@ -35,7 +35,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = func._schema.returns
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in outputs)
+        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in outputs)
         name = func.overloadpacket.__name__
         self.total += not (is_view or self.in_formula or name.startswith("empty") or func.namespace == "c10d")
         return result
@@ -67,7 +67,9 @@ def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any
     engine.backward(engine(tokens, targets))
     with mock.patch.object(OwnedRows, "scale_rows", scale_rows), counting() as sent, launches:
         engine.step()
-    rows = sum(own[normuon.MOMENTS].numel() for own in optimizer.state.values() if normuon.MOMENTS in own)
+    rows = sum(
+        report[normuon.MOMENTS].numel() for report in optimizer.state.values() if normuon.MOMENTS in report
+    )
     owned = [
         sum(m.output_count for m, owner in zip(r.plan.matrices, r.plan.owners, strict=True) if owner == rank)
         for r in optimizer.runners
@@ -85,30 +87,30 @@ def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any
 
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 2), full(2, 4), full(3, 2), (3, 4)])
-def test_normuon_sends_what_muon_sends(ranks: Any, stage: int, world: int) -> None:
+def test_normuon_sends_as_much_as_muon(ranks: Any, stage: int, world: int) -> None:
     muon, rows = (
         ranks(world).run(second_step, stage=stage, params={"variant": variant})
         for variant in ("muon", "normuon")
     )
-    for plain, own in zip(muon, rows, strict=True):
+    for plain, report in zip(muon, rows, strict=True):
         for key in ("calls", "bytes", "exchanged"):
-            assert own[key] == plain[key], key
-        assert 0 <= own["launches"] - plain["launches"] <= own["batches"]
-        assert own["rows"] == own["owned"]
-    assert any(own["batches"] for own in rows)
-    assert all(bool(own["batches"]) == bool(own["owned"]) for own in rows)
+            assert report[key] == plain[key], key
+        assert 0 <= report["launches"] - plain["launches"] <= report["batches"]
+        assert report["rows"] == report["owned"]
+    assert any(report["batches"] for report in rows)
+    assert all(bool(report["batches"]) == bool(report["owned"]) for report in rows)
 
 
 @pytest.mark.parametrize("world", [2, full(4)])
-def test_at_zero_0_one_all_reduce_copies_the_rows(ranks: Any, world: int) -> None:
+def test_without_zero_one_all_reduce_copies_the_rows(ranks: Any, world: int) -> None:
     muon, rows = (
         ranks(world).run(second_step, stage=0, params={"variant": variant}) for variant in ("muon", "normuon")
     )
-    for plain, own in zip(muon, rows, strict=True):
-        assert own["calls"] == Counter(plain["calls"]) + Counter({"all-reduce": 1})
-        assert own["exchanged"][0] - plain["exchanged"][0] == 1
-        assert own["exchanged"][1] - plain["exchanged"][1] == 4 * own["rows"] * 2 * (world - 1) // world
-        assert own["rows"] == sum(each["owned"] for each in rows)
+    for plain, report in zip(muon, rows, strict=True):
+        assert report["calls"] == Counter(plain["calls"]) + Counter({"all-reduce": 1})
+        assert report["exchanged"][0] - plain["exchanged"][0] == 1
+        assert report["exchanged"][1] - plain["exchanged"][1] == 4 * report["rows"] * 2 * (world - 1) // world
+        assert report["rows"] == sum(value["owned"] for value in rows)
 
 
 def rows_and_masters(rank: int, world_size: int, *, params: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
@@ -121,8 +123,8 @@ def rows_and_masters(rank: int, world_size: int, *, params: dict[str, Any]) -> d
 
 @pytest.mark.parametrize("params", [{}, {"wire_dtype": "bf16"}])
 def test_every_rank_has_the_rows_of_replicated_matrices(ranks: Any, params: dict[str, Any]) -> None:
-    first, *others = ranks(3).run(rows_and_masters, params=params)
+    first, *rest = ranks(3).run(rows_and_masters, params=params)
     assert first["rows"] and all(rows.any() for rows in first["rows"])
-    for result in others:
+    for result in rest:
         for key, expected in first.items():
             assert all(map(torch.equal, result[key], expected)), key

@@ -55,7 +55,7 @@ def test_convolutions(ranks: Any, stage: int, world: int) -> None:
     compare(results, "convolutions", world, 0.0)
 
 
-def test_consolidated_checkpoints_record_the_parts(ranks: Any, tmp_path: Path) -> None:
+def test_consolidated_checkpoints_record_the_blocks(ranks: Any, tmp_path: Path) -> None:
     arguments = {"folder": str(tmp_path), "kind": "fused", "params": WITHOUT_HEADS}
     saved = ranks(3).run(save, stage=2, **arguments)[0]
     assert_equal(saved, ranks(2).run(load, stage=3, **arguments)[0])

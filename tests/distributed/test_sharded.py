@@ -84,7 +84,7 @@ CORE |= {(1, "fp32", "gram"), (3, "fp32", "gram")}
 
 
 @pytest.mark.parametrize(("world", "dtype", "method"), usual(CASES, CORE))
-def test_shards_give_the_whole_matrix_s_result(ranks: Any, world: int, dtype: str, method: str) -> None:
+def test_shards_give_the_result_of_the_matrix(ranks: Any, world: int, dtype: str, method: str) -> None:
     """Uneven and empty shards, both sides, wide and tall, batches, tiny and huge scales."""
     count = 2 * len(SHAPES)
     by_rank = ranks(world).run(shards_of_results, dtype=dtype, method=method, count=count)
@@ -157,7 +157,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     return messages
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: Any) -> None:
+def test_misfits_are_refused_on_every_rank(ranks: Any) -> None:
     first, second = ranks(2).run(refused)
     for messages in (first, second):
         assert "no default group" in messages["group"].replace("\n", " ")

@@ -43,8 +43,8 @@ def test_megatron_style(ranks: Any, stage: int, ranks_and_size: tuple[int, int])
     compare(results, "even", 2 * world // size, clipping)
     assert sum(result["orthogonalized"] for result in results) == len(MATRICES["even"])
     for result in results:
-        prepared, ran, known = result["shapes"]
-        assert prepared == ran == known
+        prepared, ran, expected_shapes = result["shapes"]
+        assert prepared == ran == expected_shapes
 
 
 @pytest.mark.parametrize(("stage", "size"), [(0, 2), (1, 2), (3, 2), (2, 4)])
@@ -74,7 +74,7 @@ def in_order(shards: Tensor, dim: int) -> Tensor:
     return shards.unflatten(dim, (2, 2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-def test_autotp_cuts_each_part(ranks: Any) -> None:
+def test_autotp_cuts_fused_blocks(ranks: Any) -> None:
     """The parts that its record tells of are orthogonalised apart, as ``split`` asks."""
     halves = {"matrices": {"*.up.weight": {"split": "gate_up"}}}
     results = ranks(2).run(tensor_parallel.train, style="autotp-halves", params=halves)
@@ -110,7 +110,7 @@ def test_clipping_in_bf16_without_zero(ranks: Any, style: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [full(1), 3])
-def test_resuming_at_the_same_topology(ranks: Any, tmp_path: Path, stage: int) -> None:
+def test_resuming_on_the_same_topology(ranks: Any, tmp_path: Path, stage: int) -> None:
     """DeepSpeed's own checkpoints carry on as if nothing had happened."""
     results = ranks(4).run(tensor_parallel.train, stage=stage, checkpoint=str(tmp_path))
     compare(results, "even", 2, 0.0)
@@ -126,7 +126,7 @@ def half_idle() -> Any:
     return train_reference(model, Oracle(matrices_of(MATRICES["even"])), 1)
 
 
-def test_a_shard_without_gradient_takes_part(ranks: Any) -> None:
+def test_a_shard_without_gradient_joins(ranks: Any) -> None:
     """The other shards of its matrix have one: it must neither be left out nor leave the others waiting."""
     start, end, norms = half_idle()
     allowed = limits(half_idle)
@@ -142,10 +142,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", list(REFUSED))
-def test_refused_on_every_rank(ranks: Any, what: str) -> None:
+@pytest.mark.parametrize("difference", list(REFUSED))
+def test_refused_on_every_rank(ranks: Any, difference: str) -> None:
     """A shard is never orthogonalised as if it were the matrix."""
-    text, arguments = REFUSED[what]
+    text, arguments = REFUSED[difference]
     for message in ranks(2).run(tensor_parallel.failing, **arguments):
         assert message.startswith("ConfigError: tensor parallelism: "), message
         assert text in message and "optimizer.params.exclude" in message
@@ -156,14 +156,16 @@ def test_an_optimizer_of_the_program_is_routed_again(ranks: Any, stage: int, cli
     """AutoTP cuts the parameters that it has, and replaces those that were made under zero.Init."""
     # zero.Init divides what AutoTP does not cut over the tensor-parallel ranks, too.
     run = {"style": "autotp", "stage": stage, "params": {"exclude": ["mix.weight"]}}
-    expected, results = (ranks(2).run(tensor_parallel.train, **run, client=own) for own in ("", client))
-    for found, other in zip(results, expected, strict=True):
-        training.assert_same_bits(found, other, "params", "momentum")
+    expected, results = (
+        ranks(2).run(tensor_parallel.train, **run, client=client_kind) for client_kind in ("", client)
+    )
+    for actual, reference_result in zip(results, expected, strict=True):
+        training.assert_same_bits(actual, reference_result, "params", "momentum")
 
 
 def test_an_optimizer_of_the_program_divides_shards_into_blocks(ranks: Any) -> None:
     params = {"matrices": {"blocks.0.up.weight": {"heads": 2}}}
-    expected, found = (
+    expected, actual = (
         ranks(2).run(tensor_parallel.train, params=params, client=client) for client in ("", "Muon")
     )
-    training.assert_same_bits(found[0], expected[0], "params", "momentum")
+    training.assert_same_bits(actual[0], expected[0], "params", "momentum")

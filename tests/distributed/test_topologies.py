@@ -22,7 +22,7 @@ from tests.support.checkpoints import tensors_of
 from tests.support.comparisons import relative, within
 from tests.support.layout_records import inner_state
 from tests.support.thinning import full, usual
-from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, at
+from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, on
 from tests.support.training import assert_same_bits
 
 CORE: dict[str, Any] = {
@@ -53,7 +53,7 @@ def replicas(ranks: int, topology: dict[str, Any]) -> int:
     "change",
     [pytest.param(name, marks=CORE.get(name, [pytest.mark.full])) for name in CHANGES],
 )
-def test_the_same_bits_at_another_topology(ranks: Any, tmp_path: Path, change: str) -> None:
+def test_the_same_bits_on_another_topology(ranks: Any, tmp_path: Path, change: str) -> None:
     (size, topology), (to_size, to_topology) = CHANGES[change]
     saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology))
     sets = [tmp_path / "set", tmp_path / "by_command"]
@@ -103,7 +103,7 @@ def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> N
 )
 def test_shards_without_marks_are_refused(ranks: Any, tmp_path: Path, mark: str, said: str) -> None:
     """Shards that AdamW trains need no mark to train."""
-    size, topology = at(2, "megatron", 1, 2, mark=mark, params=BLOCKS_BY_ADAM)
+    size, topology = on(2, "megatron", 1, 2, mark=mark, params=BLOCKS_BY_ADAM)
     for text in ranks(size).run(topologies.failing, folder=str(tmp_path), topology=topology):
         assert text.startswith("CheckpointError: parameter blocks.") and said in text, text
 
@@ -111,7 +111,7 @@ def test_shards_without_marks_are_refused(ranks: Any, tmp_path: Path, mark: str,
 @pytest.mark.full
 def test_a_pipeline_without_zero(ranks: Any, tmp_path: Path, capsys: Any) -> None:
     """DeepSpeed keeps its fp32 weights by layers; the command line says so, and what to do."""
-    size, topology = at(2, "pipeline", 0, 2)
+    size, topology = on(2, "pipeline", 0, 2)
     ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology)
     assert cli.main(["checkpoint", "consolidate", str(tmp_path / "saved"), str(tmp_path / "out")]) == 2
     assert "keeps its weights by layers" in capsys.readouterr().err
@@ -133,10 +133,10 @@ def no_slice(record: dict[str, Any], cut: list[Any]) -> None:
 
 @pytest.mark.full
 def test_records_of_shards_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
-    size, topology = at(2, "megatron", 1, 2)
+    size, topology = on(2, "megatron", 1, 2)
     ranks(size).run(topologies.save, folder=str(tmp_path), topology=topology)
     path = sorted((tmp_path / "saved" / "t").glob("*optim_states.pt"))[-1]
-    whole = path.read_bytes()
+    original = path.read_bytes()
     for change, said in (
         (without_a_slice, "do not make up the full tensor"),
         (other_ranges, "do not make up the full tensor"),
@@ -150,4 +150,4 @@ def test_records_of_shards_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
         torch.save(content, path)
         with pytest.raises(CheckpointError, match=said):
             consolidate_files(tmp_path / "saved", tmp_path / "out")
-        path.write_bytes(whole)
+        path.write_bytes(original)

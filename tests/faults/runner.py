@@ -49,13 +49,13 @@ SHARD_BYTES = 24_000
 LIMIT = 60.0
 """Seconds after which a process counts as one that hangs; a case takes tenths of a second."""
 
-WAYS = {"API, 1 rank": 1, "API, 2 ranks": 2, "command line": 1}
+SAVERS = {"API, 1 rank": 1, "API, 2 ranks": 2, "command line": 1}
 TAGS = {"save_checkpoint, new tag": "second", "save_checkpoint, same tag": "t"}
 """Tag of the save that is killed; the folder holds one with the tag ``t``."""
 ANOTHER_RUN = "save_checkpoint, same tag"
 KILLS = 50
 """How often a save at each tag is killed at a moment that no call marks."""
-RANKS = {**WAYS, **dict.fromkeys(TAGS, 2)}
+RANKS = {**SAVERS, **dict.fromkeys(TAGS, 2)}
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class Case:
     """One save with one fault.
 
     Attributes:
-        way: Key of :data:`WAYS`.
+        way: Key of :data:`RANKS`.
         fault: What fails; ``None`` for the run that counts the calls.
         what: The call in words.
         phase: How far the save is when the call is made.
         folder: Where everything of the case lies.
     """
 
-    way: str
+    saver: str
     fault: Fault | None
-    what: str
+    call_name: str
     phase: str
     folder: Path
 
@@ -173,35 +173,37 @@ def make_sets(work: Path) -> None:
             world_size, work / f"made{world_size}", lambda rank, size=world_size: save(rank, size)
         )
         assert all("result" in outcome for outcome in outcomes), outcomes
-    for way, tag in TAGS.items():
+    for saver, tag in TAGS.items():
 
-        def save_before(rank: int, target: str = str(work / way), *, another_run: bool = tag == "t") -> None:
+        def save_before(
+            rank: int, target: str = str(work / saver), *, another_run: bool = tag == "t"
+        ) -> None:
             engine = trained(rank, 2, 2 if another_run else 1, seed=5 if another_run else 0, on_save=True)
             engine.save_checkpoint(target, tag="t")
 
-        outcomes = fork_ranks(2, work / f"made {way}", save_before)
+        outcomes = fork_ranks(2, work / f"made {saver}", save_before)
         assert all("result" in outcome for outcome in outcomes), outcomes
 
 
 def run_case(work: Path, case: Case) -> list[dict[str, Any]]:
     """Carry out one save; return what its processes said."""
-    world_size, fault = RANKS[case.way], case.fault
+    world_size, fault = RANKS[case.saver], case.fault
     case.folder.mkdir(parents=True)
-    if case.way in TAGS:
-        shutil.copytree(work / case.way, case.target)
+    if case.saver in TAGS:
+        shutil.copytree(work / case.saver, case.target)
     elif case.phase != "first save":
         shutil.copytree(work / f"old{world_size}", case.target)
 
     def save(rank: int) -> Any:
-        on_save = case.way in TAGS
-        engine = None if case.way == "command line" else trained(rank, world_size, 2, on_save=on_save)
+        on_save = case.saver in TAGS
+        engine = None if case.saver == "command line" else trained(rank, world_size, 2, on_save=on_save)
         target = case.target
         if fault is not None and (fault.action, fault.rank) == ("not shared", rank):
             target = case.folder / "own"
         Injector(case.folder, rank, case.folder / "log.jsonl", fault).install()
         if on_save:
             start = time.monotonic()
-            engine.save_checkpoint(str(target), tag=TAGS[case.way])
+            engine.save_checkpoint(str(target), tag=TAGS[case.saver])
             (case.folder / f"seconds{rank}").write_text(str(time.monotonic() - start))
             return 0
         if engine is None:
@@ -210,7 +212,7 @@ def run_case(work: Path, case: Case) -> list[dict[str, Any]]:
         consolidate(engine, target, shard_bytes=SHARD_BYTES)
         return 0
 
-    said = fork_ranks(world_size, case.folder / "ranks", save, group=case.way != "command line")
+    said = fork_ranks(world_size, case.folder / "ranks", save, group=case.saver != "command line")
     if fault is not None and fault.action == "folder gone":
         Path(f"{case.target}-gone").rename(case.target)
     return said
@@ -248,16 +250,18 @@ def phases(log: Sequence[dict[str, Any]]) -> list[str]:
 def all_cases(work: Path) -> tuple[list[Case], list[Case]]:
     """Count the calls of saves without a fault; return those, and a case for each call and way to fail."""
     faultless, cases = [], []
-    for way in RANKS:
-        for phase in ("first save", "none") if way == "command line" else ("none",):
-            case = Case(way, None, "nothing", phase, work / "cases" / way.replace(" ", "_") / phase)
+    for saver in RANKS:
+        for phase in ("first save", "none") if saver == "command line" else ("none",):
+            case = Case(saver, None, "nothing", phase, work / "cases" / saver.replace(" ", "_") / phase)
             said = run_case(work, case)
             assert all(rank.get("result") == 0 for rank in said), said
             faultless.append(case)
             cases += cases_of(case)
-            if way == "API, 2 ranks":
+            if saver == "API, 2 ranks":
                 cases += [
-                    Case(way, Fault(rank, -1, False, "not shared"), f"folder of rank {rank}", "start", folder)
+                    Case(
+                        saver, Fault(rank, -1, False, "not shared"), f"folder of rank {rank}", "start", folder
+                    )
                     for rank, folder in enumerate((case.folder.parent / "own0", case.folder.parent / "own1"))
                 ]
     return faultless, cases
@@ -271,14 +275,14 @@ def cases_of(faultless: Case) -> list[Case]:
     for entry, phase in zip(log, phases(log), strict=True):
         collective = not entry["path"]
         given = actions(entry["kind"], collective, phase)
-        for action in given if faultless.way in WAYS else ["kill"]:
+        for action in given if faultless.saver in SAVERS else ["kill"]:
             fault = Fault(entry["rank"], entry["number"], collective, action)
             name = (
                 f"{'c' if collective else 'f'}{entry['number']}-{action.replace(', ', '-')}-{entry['rank']}"
             )
             folder = faultless.folder.parent / f"{'first-' if first else ''}{name}"
             reached = faultless.phase if first else phase
-            cases.append(Case(faultless.way, fault, describe(entry), reached, folder))
+            cases.append(Case(faultless.saver, fault, describe(entry), reached, folder))
     return cases
 
 
@@ -302,12 +306,12 @@ def trimmed(cases: Sequence[Case]) -> list[Case]:
     order = sorted(range(len(cases)), key=lambda number: number * 37 % len(cases))
     for case in (cases[number] for number in order):
         assert case.fault is not None
-        call = (case.what, case.fault.rank, case.fault.action)
-        around = case.way == "API, 2 ranks" and case.phase in ("index", "committed")
+        call = (case.call_name, case.fault.rank, case.fault.action)
+        around = case.saver == "API, 2 ranks" and case.phase in ("index", "committed")
         wanted = around and call in AROUND_THE_COMMIT
-        wanted |= case.what.endswith("latest") and "new tag" in case.way
+        wanted |= case.call_name.endswith("latest") and "new tag" in case.saver
         wanted |= "gone" in case.fault.action or case.fault.action == "not shared"
-        word = case.what.replace(" folder", "-folder").removeprefix("collective ").split()[0]
+        word = case.call_name.replace(" folder", "-folder").removeprefix("collective ").split()[0]
         kind = call if wanted else word
         if (wanted or case.phase != "committed") and kind not in seen:
             seen.add(kind)
@@ -363,7 +367,7 @@ class Judge:
 
     def left_of_run(self, case: Case) -> tuple[str, list[str]]:
         """Return what ``restore`` takes from the folder of ``save_checkpoint``, and what each tag's files become."""
-        states = (ANOTHER_RUN if TAGS[case.way] == "t" else "old2", "new2")
+        states = (ANOTHER_RUN if TAGS[case.saver] == "t" else "old2", "new2")
         left, converted = self._age(case.target, *states), []
         for tag in sorted(path for path in case.target.iterdir() if path.is_dir()):
             out = case.folder / f"converted-{tag.name}"
@@ -377,11 +381,11 @@ class Judge:
         """Judge a case: what is left, what power cuts would have left, and whether the next save clears up."""
         assert case.fault is not None
         wrong = [f"rank {rank} hangs" for rank, said in enumerate(ranks) if "hangs" in said]
-        if case.way in TAGS:
+        if case.saver in TAGS:
             left, converted = self.left_of_run(case)
             wrong += {left, *converted} - {"old", "new"}
         else:
-            world_size, is_first = RANKS[case.way], case.phase == "first save"
+            world_size, is_first = RANKS[case.saver], case.phase == "first save"
             is_empty = is_first and not (case.target / INDEX).exists()
             left = "nothing" if is_empty else self.left(case.target, world_size)
             before = "nothing" if is_first else "old"
@@ -390,7 +394,7 @@ class Judge:
             consolidate_files(self._work / "saved", case.target, shard_bytes=SHARD_BYTES)
             if leftovers(case.target) or self.left(case.target, 1) != "new":
                 wrong.append("the next save does not clear up")
-        call = {"way": case.way, **asdict(case.fault), "call": case.what, "phase": case.phase}
+        call = {"saver": case.saver, **asdict(case.fault), "call": case.call_name, "phase": case.phase}
         return {**call, "ranks": ranks, "left": left, "wrong": wrong}
 
     def power_cuts(self, case: Case, world_size: int) -> tuple[set[str], list[str]]:
@@ -446,7 +450,7 @@ def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], l
         after = seconds * (number * 37 % kills + 0.5) / kills
         folder = faultless.folder.parent / f"time{number}"
         fault = Fault(number % 2, -1, False, "kill", after=after)
-        case = Case(faultless.way, fault, "any moment", "none", folder)
+        case = Case(faultless.saver, fault, "any moment", "none", folder)
         outcome = run_case(work, case)
         if "died" in outcome[fault.rank]:
             cases.append(case)
@@ -471,19 +475,19 @@ def main() -> None:
     chosen = cases if arguments.full else trimmed(cases)
     said = [run_case(work, case) for case in chosen]
     for case in faultless:
-        if case.way in TAGS:
+        if case.saver in TAGS:
             killed, outcome = kill_in_time(work, case, KILLS if arguments.full else 2)
             chosen, said = [*chosen, *killed], [*said, *outcome]
     start_alone(work)
     judge = Judge(work)
     without = {}
     for case in faultless:
-        if case.way in TAGS:
+        if case.saver in TAGS:
             assert judge.left_of_run(case)[0] == "new"
             continue
-        cuts, last = judge.power_cuts(case, RANKS[case.way])
-        left = judge.left(case.target, RANKS[case.way])
-        without[f"{case.way}, {case.phase}"] = {"left": left, "power cuts": sorted(cuts), "at the end": last}
+        cuts, last = judge.power_cuts(case, RANKS[case.saver])
+        left = judge.left(case.target, RANKS[case.saver])
+        without[f"{case.saver}, {case.phase}"] = {"left": left, "power cuts": sorted(cuts), "at the end": last}
     outcomes = [judge.after(case, ranks) for case, ranks in zip(chosen, said, strict=True)]
     (work / "results.json").write_text(json.dumps({"without a fault": without, "cases": outcomes}))
 

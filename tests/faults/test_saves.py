@@ -28,10 +28,10 @@ def run(work: Path, *options: str, timeout: float) -> dict[str, Any]:
 def check(results: dict[str, Any]) -> None:
     wrong = [case for case in results["cases"] if case["wrong"]]
     assert not wrong, json.dumps(wrong, indent=1)
-    for way, outcome in results["without a fault"].items():
+    for saver, outcome in results["without a fault"].items():
         # Power cuts after the save has returned cannot bring back the old set.
-        assert outcome["left"] == "new" and outcome["at the end"] == ["new"], (way, outcome)
-        assert set(outcome["power cuts"]) <= {"old", "new", "nothing"}, (way, outcome)
+        assert outcome["left"] == "new" and outcome["at the end"] == ["new"], (saver, outcome)
+        assert set(outcome["power cuts"]) <= {"old", "new", "nothing"}, (saver, outcome)
 
 
 @pytest.fixture(scope="module")

@@ -93,8 +93,8 @@ def test_nothing_outside_of_the_output_is_written(hopper: Kernels) -> None:
     cases.nothing_outside_is_written(hopper, Inputs("cuda"))
 
 
-def test_what_is_refused(hopper: Kernels) -> None:
-    cases.what_is_refused(hopper, Inputs("cuda"))
+def test_refused_operands(hopper: Kernels) -> None:
+    cases.refused_operands(hopper, Inputs("cuda"))
 
 
 def test_in_a_cuda_graph(hopper: Kernels) -> None:
@@ -161,7 +161,7 @@ def test_gram_newton_schulz(
     assert float((result.double() - exact).norm() / exact.norm()) <= bound
     # The square roots of the Gram matrices' largest eigenvalues: a singular value decomposition in fp64 takes minutes.
     grams = (y.double() @ y.double().mT for y in (result, exact))
-    largest, expected = (float(torch.linalg.eigvalsh(each)[0, -1]) ** 0.5 for each in grams)
+    largest, expected = (float(torch.linalg.eigvalsh(gram_matrix)[0, -1]) ** 0.5 for gram_matrix in grams)
     assert abs(largest / expected - 1) <= 0.05
 
 

@@ -14,7 +14,7 @@ from deepspeed_muon.checkpoint import load_index, restore
 from deepspeed_muon.tools.deepspeed_reader import settings_to_repeat
 from deepspeed_muon.tools.saved_routes import convolution_kind, route_saved
 from tests.support import training
-from tests.support.checkpoints import save_other
+from tests.support.checkpoints import save_foreign
 from tests.support.models import MATRICES, build
 from tests.support.thinning import full
 
@@ -23,7 +23,7 @@ NEEDED = "the run that goes on from here needs in optimizer.params: "
 
 def save_adamw(ranks: Any, folder: Path, *, stage: int, kind: str) -> None:
     arguments = {"folder": str(folder / "in"), "optimizer": "AdamW", "stage": stage, "zero": {}, "kind": kind}
-    ranks(2).run(save_other, **arguments)
+    ranks(2).run(save_foreign, **arguments)
 
 
 def go_on(rank: int, world_size: int, *, folder: str, kind: str, params: Any) -> list[str]:
@@ -84,7 +84,7 @@ def test_patterns_are_written_out(ranks: Any, tmp_path: Path, capsys: Any) -> No
         ("linear.weight", (8, 4), (8,), None),
     ],
 )
-def test_what_a_shape_tells(name: str, shape: Any, bias: Any, kind: str | None) -> None:
+def test_hints_of_a_shape(name: str, shape: Any, bias: Any, kind: str | None) -> None:
     shapes = {name: shape} | ({name.replace("weight", "bias"): bias} if bias else {})
     assert convolution_kind(name, shape, shapes) == kind
 
@@ -96,7 +96,7 @@ def test_a_tied_head_is_judged_by_all_of_its_names() -> None:
     assert route_saved(shapes, aliases)["decoder.proj.weight"].algorithm == "adamw"
 
 
-def test_what_deepspeeds_muon_chose_otherwise() -> None:
+def test_choices_of_deepspeeds_muon() -> None:
     """It gives position embeddings to Muon; the run that goes on has to say so."""
     algorithms = {"wpe.weight": "muon", "mlp.weight": "adamw", "proj.weight": "muon"}
     shapes = dict.fromkeys(algorithms, (16, 16))

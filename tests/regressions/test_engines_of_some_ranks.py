@@ -28,12 +28,12 @@ def engine_of(mpu: Any, config: dict[str, Any], *, seed: int = 0) -> Any:
 
 
 def two_engines(
-    rank: int, world_size: int, *, stage: int, parts: list[list[int]], params: dict[str, Any]
+    rank: int, world_size: int, *, stage: int, subsets: list[list[int]], params: dict[str, Any]
 ) -> Any:
     """Train one engine on each part of the ranks, from other weights; ranks in no part do nothing."""
-    mpu = SomeRanks(*parts)
+    mpu = SomeRanks(*subsets)
     report: dict[str, Any] = {}
-    for number, members in enumerate(parts):
+    for number, members in enumerate(subsets):
         if rank in members:
             engine = engine_of(mpu, training.ds_config(stage, clipping=0.5, params=params), seed=number)
             training.train_steps(engine, 3, members.index(rank), len(members))
@@ -44,7 +44,7 @@ def two_engines(
 
 
 @pytest.mark.parametrize(
-    ("stage", "parts"),
+    ("stage", "subsets"),
     [
         (0, [[0, 2]]),
         (1, [[1, 2], [0]]),
@@ -53,14 +53,14 @@ def two_engines(
         (3, [[0, 2], [1]]),
     ],
 )
-def test_it_trains_as_if_it_were_the_program(ranks: Any, stage: int, parts: list[list[int]]) -> None:
+def test_it_trains_as_if_it_were_the_program(ranks: Any, stage: int, subsets: list[list[int]]) -> None:
     """Health is sampled over its ranks; weights are those of a program of as many ranks, bit for bit."""
     params = {"health": 1}
-    results = ranks(3).run(two_engines, stage=stage, parts=parts, params=params)
-    for number, members in enumerate(parts):
+    results = ranks(3).run(two_engines, stage=stage, subsets=subsets, params=params)
+    for number, members in enumerate(subsets):
         if len(members) == 1:
             continue  # the pool of one rank would cost seconds
-        everybody = {"stage": stage, "parts": [list(range(len(members)))], "params": params}
+        everybody = {"stage": stage, "subsets": [list(range(len(members)))], "params": params}
         expected = ranks(len(members)).run(two_engines, **everybody)[0]
         for rank in members:
             assert results[rank]["part"] == number and results[rank]["health"] > 0
@@ -83,13 +83,13 @@ def refused(rank: int, world_size: int, *, folder: str) -> list[str]:
     return [said, *refusals]
 
 
-def test_what_needs_all_ranks_is_refused_with_the_reason(ranks: Any, tmp_path: Path) -> None:
+def test_calls_of_all_ranks_are_refused_with_the_reason(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(3).run(refused, folder=str(tmp_path))[:2]:
         assert len(said) == 3 and all("some of the program's ranks" in message for message in said)
         assert "consolidate_on_save" in said[0]
 
 
-def foreign_part(rank: int, world_size: int, *, stage: int) -> Any:
+def foreign_subset(rank: int, world_size: int, *, stage: int) -> Any:
     """An AdamW engine on two of three ranks, in a program that imported this package."""
     mpu = SomeRanks([0, 2])
     if rank == 1:
@@ -100,7 +100,7 @@ def foreign_part(rank: int, world_size: int, *, stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", [0, 1, full(2)])
 def test_an_adamw_engine_of_some_ranks_waits_for_nobody(ranks: Any, stage: int) -> None:
-    first, idle, last = ranks(3).run(foreign_part, stage=stage, timeout=60)
+    first, idle, last = ranks(3).run(foreign_subset, stage=stage, timeout=60)
     assert idle is None and len(first) == len(last) == 2
 
 

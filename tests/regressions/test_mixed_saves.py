@@ -112,7 +112,7 @@ def load_mixed(rank: int, world_size: int, *, folder: str, stage: int, precision
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "fp32"), full(2, "fp16")])
-def test_files_of_two_runs_at_one_step_are_refused(
+def test_files_of_two_runs_of_one_step_are_refused(
     ranks: Any, tmp_path: Path, stage: int, precision: str
 ) -> None:
     """A file of each rank, also where the wrapper, as those of bf16, puts its name into the file's."""
@@ -122,32 +122,32 @@ def test_files_of_two_runs_at_one_step_are_refused(
     consolidate_files(first, tmp_path / "good")
     prefix = "bf16" if precision == "bf16" else "fp32"
     for name in (optimizer_file(0, prefix), optimizer_file(1, prefix), model_file(0, stage)):
-        kept = (first / "t" / name).read_bytes()
+        content = (first / "t" / name).read_bytes()
         shutil.copy(second / "t" / name, first / "t" / name)
         message = refusal(first, tmp_path)
         assert "of different saves" in message and "save is" in message and name in message, message
         for message in ranks(2).run(load_mixed, folder=str(first), **arguments):
             assert "one save" in message, message
-        (first / "t" / name).write_bytes(kept)
+        (first / "t" / name).write_bytes(content)
     # A flipped bit, in the state of a rank and in the model.
     for name in (optimizer_file(1, prefix), model_file(0, stage)):
         path = first / "t" / name
-        kept = path.read_bytes()
+        content = path.read_bytes()
         with zipfile.ZipFile(path) as archive:
             largest = max(archive.infolist(), key=lambda entry: entry.file_size)
-        sizes = struct.unpack_from("<HH", kept, largest.header_offset + 26)
+        sizes = struct.unpack_from("<HH", content, largest.header_offset + 26)
         start = largest.header_offset + 30 + sum(sizes)
-        for place in (start, start + largest.file_size // 2, start + largest.file_size - 1):
-            path.write_bytes(kept[:place] + bytes([kept[place] ^ 4]) + kept[place + 1 :])
+        for position in (start, start + largest.file_size // 2, start + largest.file_size - 1):
+            path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
             message = refusal(first, tmp_path)
             assert str(path) in message and "CRC-32" in message, message
-        path.write_bytes(kept)
+        path.write_bytes(content)
     convert_to_universal(first / "t", tmp_path / "universal")
 
 
-def save_at_two_steps(rank: int, world_size: int, *, folder: str, what: str) -> str:
+def save_of_two_steps(rank: int, world_size: int, *, folder: str, counter: str) -> str:
     engine = trained_for(rank, world_size, 2, 1)
-    if what == "global_steps":
+    if counter == "global_steps":
         engine.global_steps += rank
     else:
         for state in engine.basic_optimizer.state.values():
@@ -159,14 +159,14 @@ OF_MATRICES = "(blocks.1.down.weight, ...)"
 
 
 @pytest.mark.parametrize(
-    ("what", "needle"),
+    ("counter", "needle"),
     [
         ("global_steps", "global_steps: ranks [0]: 1; ranks [1]: 2"),
         ("step", f"optimizer steps: ranks [0]: 1 {OF_MATRICES}; ranks [1]: 2 {OF_MATRICES}"),
     ],
 )
-def test_ranks_at_different_steps_are_refused(ranks: Any, tmp_path: Path, what: str, needle: str) -> None:
-    messages = ranks(2).run(save_at_two_steps, folder=str(tmp_path / "set"), what=what)
+def test_ranks_of_different_steps_are_refused(ranks: Any, tmp_path: Path, counter: str, needle: str) -> None:
+    messages = ranks(2).run(save_of_two_steps, folder=str(tmp_path / "set"), counter=counter)
     assert all(needle in message for message in messages), messages
     assert not list((tmp_path / "set").iterdir())
 

@@ -19,10 +19,10 @@ def transposed(value: torch.Tensor) -> torch.Tensor:
     return value.t().contiguous().t()
 
 
-def every_other(value: torch.Tensor) -> torch.Tensor:
-    wide = value.new_zeros(*value.shape[:-1], 2 * value.shape[-1])
-    wide[..., ::2] = value
-    return wide[..., ::2]
+def interleaved(value: torch.Tensor) -> torch.Tensor:
+    spaced = value.new_zeros(*value.shape[:-1], 2 * value.shape[-1])
+    spaced[..., ::2] = value
+    return spaced[..., ::2]
 
 
 def padded(value: torch.Tensor) -> torch.Tensor:
@@ -37,8 +37,8 @@ LAYOUTS = {
     "conv.weight": channels_last,  # Muon: out x (in * kernel)
     "grouped.weight": channels_last,  # AdamW
     "proj.weight": transposed,
-    "view.weight": every_other,
-    "gain": every_other,
+    "view.weight": interleaved,
+    "gain": interleaved,
 }
 
 
@@ -82,7 +82,7 @@ def test_the_same_bits_as_contiguous_ones(variant: dict[str, Any]) -> None:
         assert (a.data_ptr(), a.stride()) == pointers[name], name
 
 
-def test_state_with_other_strides_is_loaded() -> None:
+def test_strided_state_is_loaded() -> None:
     """As torch's optimizers save it for such parameters."""
     ours, theirs = model(LAYOUTS), model(LAYOUTS)
     first, second = Muon(ours, **SETTINGS), Muon(theirs, **SETTINGS)
@@ -174,7 +174,7 @@ def train(rank: int, world_size: int, *, backend: str, view: str) -> dict[str, T
 
 
 @pytest.mark.parametrize("backend", [pytest.param("ops", marks=pytest.mark.native), "torch"])
-def test_at_stage_0(ranks: Any, backend: str) -> None:
+def test_without_zero(ranks: Any, backend: str) -> None:
     expected, *strided = (ranks(2).run(train, backend=backend, view=view)[0] for view in ("", "t", "[::2]"))
     for masters in strided:
         assert all(torch.equal(masters[name], expected[name]) for name in expected)

@@ -126,7 +126,7 @@ def begun_anew(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     }
 
 
-def test_what_still_restores(ranks: Any, tmp_path: Path) -> None:
+def test_restores_that_stay_possible(ranks: Any, tmp_path: Path) -> None:
     """The same kind; another kind that counts alike; a set without the class's name; a new run."""
     ranks(2).run(saved_with, folder=str(tmp_path), scheduler="WarmupLR")
     for now in ("WarmupLR", "WarmupDecayLR"):
@@ -176,7 +176,7 @@ def resumed(rank: int, world_size: int, *, folder: str, scheduler: str) -> list[
 
 @pytest.mark.parametrize("scheduler", ["OneCycle", "MultiStepLR", "ReduceLROnPlateau"])
 def test_a_restored_run_has_the_rates_of_one_that_went_on(ranks: Any, tmp_path: Path, scheduler: str) -> None:
-    ((rates, weights), *others) = ranks(1).run(resumed, folder=str(tmp_path), scheduler=scheduler)[0]
-    for restored_rates, restored in others:
+    ((rates, weights), *runs) = ranks(1).run(resumed, folder=str(tmp_path), scheduler=scheduler)[0]
+    for restored_rates, restored in runs:
         assert restored_rates == rates
         training.assert_same_bits({"weights": restored}, {"weights": weights})

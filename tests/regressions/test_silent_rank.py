@@ -42,12 +42,12 @@ def wait_for(path: Path) -> None:
 
 def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: str) -> None:
     """Come to ``where`` on all ranks but one, and write down how that ended."""
-    told = Path(folder) / "outcome"
+    answer = Path(folder) / "outcome"
     config = training.ds_config(stage, params={"exchange_chunk_numel": 90})
     silent = rank == SILENT
     if where == "start":
         if silent:
-            configure.agree = lambda *args, **kwargs: wait_for(told)
+            configure.agree = lambda *args, **kwargs: wait_for(answer)
         attempt: Any = lambda: training.make_engine(config)  # noqa: E731
     else:
         engine = training.make_engine(config)
@@ -68,12 +68,12 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
                 calls.append(1)
                 # Gathers 0 and 1 come before the first scatter.
                 if len(calls) == {"gather": 2, "scatter": 3}[where]:
-                    wait_for(told)
+                    wait_for(answer)
                 return original(exchange, *args)
 
             ChunkExchange._start = stall
         elif silent:
-            attempt = lambda: wait_for(told)  # noqa: E731
+            attempt = lambda: wait_for(answer)  # noqa: E731
     # A save says what it left behind, and then the same.
     expected = CheckpointError if where == "consolidate" else deepspeed_muon.RankMissingError
     error = ""
@@ -85,9 +85,9 @@ def leave_alone(rank: int, world_size: int, *, stage: int, where: str, folder: s
         if not silent:
             raise
     if not silent:
-        partial = told.with_suffix(".new")
+        partial = answer.with_suffix(".new")
         partial.write_text(json.dumps({"error": error}))
-        os.replace(partial, told)
+        os.replace(partial, answer)
 
 
 CASES = [
@@ -121,16 +121,16 @@ def test_the_wait_ends_as_the_time_out_says(tmp_path: Path, stage: int, where: s
 def timeouts(rank: int, world_size: int) -> list[float]:
     """Return the time-out of a group before, inside and after a phase, and after one that failed."""
     group = dist.new_group(timeout=timedelta(hours=2))
-    found = [group_timeout(group)]
+    group_timeouts = [group_timeout(group)]
     with phase("test", group):
-        found.append(group_timeout(group))
-    found.append(group_timeout(group))
+        group_timeouts.append(group_timeout(group))
+    group_timeouts.append(group_timeout(group))
     with contextlib.suppress(ValueError), phase("test", group):
         raise ValueError
-    return [each.total_seconds() for each in (*found, group_timeout(group)) if each is not None]
+    return [limit.total_seconds() for limit in (*group_timeouts, group_timeout(group)) if limit is not None]
 
 
-def test_collectives_of_others_keep_their_time_out(ranks: Any) -> None:
+def test_foreign_collectives_keep_their_time_out(ranks: Any) -> None:
     """A group has the default group's time-out while collectives of ours run, and its own again afterwards."""
     for result in ranks(2).run(timeouts):
         assert result == [7200.0, 1800.0, 7200.0, 7200.0]

@@ -17,10 +17,10 @@ from tests.support.models import VOCAB, Linear
 
 WIDTH, HIDDEN, EXPERTS, LAYERS, TOP_K = 12, 18, 4, 2, 2
 STACKS = {
-    f"model.layers.{layer}.mlp.experts.{part}" for layer in range(LAYERS) for part in ("w1", "w2", "w3")
+    f"model.layers.{layer}.mlp.experts.{suffix}" for layer in range(LAYERS) for suffix in ("w1", "w2", "w3")
 }
 AUTOEP_MATRICES = STACKS | {
-    f"model.layers.{layer}.{part}.weight" for layer in range(LAYERS) for part in ("up", "down")
+    f"model.layers.{layer}.{suffix}.weight" for layer in range(LAYERS) for suffix in ("up", "down")
 }
 GATES = {f"model.layers.{layer}.mlp.router.gate.weight" for layer in range(LAYERS)}
 # Biases of the last expert's gate: some tokens choose it, few do, none does. The few choose it with a probability that

@@ -49,7 +49,7 @@ def converter_options(source: Path, target: Path, *, missing_state: bool = True)
 
 
 @contextlib.contextmanager
-def at_every_stage(act: Callable[[str], None]) -> Iterator[None]:
+def on_every_stage(act: Callable[[str], None]) -> Iterator[None]:
     """Call ``act`` with the stage of the save whenever the log names one."""
 
     class Listener(logging.Handler):
@@ -199,7 +199,7 @@ def save_ours(
     return report_and_go_on(engine, 2, rank, world_size)
 
 
-def save_other(
+def save_foreign(
     rank: int,
     world_size: int,
     *,

@@ -74,16 +74,16 @@ def sym_gemm(kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype, 
 
 def nothing_outside_is_written(kernels: Kernels, inputs: Inputs) -> None:
     """A product into the middle of a wider tensor, of operands that are views."""
-    wide = torch.full((3, 280, 296), 7.0, dtype=torch.float16, device=inputs.device)
+    wider = torch.full((3, 280, 296), 7.0, dtype=torch.float16, device=inputs.device)
     a = inputs(3, 280, 400, dtype=torch.float16)[:, 8:272, 16:]
-    d = wide[:, 8:272, 16:280]
+    d = wider[:, 8:272, 16:280]
     assert kernels.sym_gemm(a, a, None, d) == OK
     check_product(d.contiguous(), a, a, None, 1.0, 0.0, 0.0)
     d.fill_(7.0)
-    assert bool((wide == 7.0).all())
+    assert bool((wider == 7.0).all())
 
 
-def what_is_refused(kernels: Kernels, inputs: Inputs) -> None:
+def refused_operands(kernels: Kernels, inputs: Inputs) -> None:
     """A shape, the address of each operand and a dtype that a kernel cannot take."""
     d = torch.empty(1, 128, 128, dtype=torch.float16, device=inputs.device)
     a = inputs(1, 128, 68, dtype=torch.float16)

@@ -370,7 +370,7 @@ MATRICES: dict[str, set[str]] = {
     "unused": _block_matrices(3, "thin.up.weight", "thin.down.weight", "idle.weight"),
     "wide": _block_matrices(2),
     "single": {"mix.weight"},
-    "heads": _block_matrices(1, *(f"self_attn.{part}_proj.weight" for part in "qko")),
+    "heads": _block_matrices(1, *(f"self_attn.{letter}_proj.weight" for letter in "qko")),
     "mixed": _block_matrices(1, "conv.weight", "experts.up_proj"),
     "adapters": {f"blocks.{i}.{layer}.lora_b.weight" for i in range(2) for layer in ("up", "down")},
     "tied": _block_matrices(3),

@@ -12,7 +12,7 @@ WIDTH, HIDDEN, EXPERTS = 12, 18, 4
 GATE = "moe.deepspeed_moe.gate.wg.weight"
 EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts"
 MOE_MATRICES = {"mix.weight"} | {
-    f"{EXPERT}.{number}.{part}.weight" for number in range(EXPERTS) for part in ("up", "down")
+    f"{EXPERT}.{number}.{suffix}.weight" for number in range(EXPERTS) for suffix in ("up", "down")
 }
 AUXILIARY = 0.1
 

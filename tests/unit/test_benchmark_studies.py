@@ -64,7 +64,7 @@ NAMES = {"muon": "original", "match_rms_adamw": "match_rms_adamw", "normuon": "n
 
 
 @pytest.mark.parametrize("rule", NAMES)
-def test_what_rates_and_its_page_say_of_the_law_is_what_the_runs_show(rule: str) -> None:
+def test_the_law_in_rates_and_its_page_is_that_of_the_runs(rule: str) -> None:
     worst = transfer_report.worst(read_rows(RAW) | read_rows(transfer.RAW), rule)
     said = (
         f"cost at most {worst.printed[0]:.3f} nats in {worst.cells} cells that chose no constant, the kept rate "

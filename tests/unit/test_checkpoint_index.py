@@ -174,7 +174,7 @@ def test_progress(folder: Path, key: str, value: Any) -> None:
     refused(folder, key)
 
 
-def test_every_flipped_bit_is_found(folder: Path) -> None:
+def test_every_flipped_bit_is_refused(folder: Path) -> None:
     """And each byte that is gone or doubled, and each cut. What loads, such as another blank, says the same."""
     text = (folder / INDEX).read_bytes()
     good = parse_sealed(text, INDEX)
@@ -192,7 +192,7 @@ def test_every_flipped_bit_is_found(folder: Path) -> None:
     assert loaded < len(text) / 10
 
 
-def test_removing_the_checksum_is_found(folder: Path) -> None:
+def test_a_missing_checksum_is_refused(folder: Path) -> None:
     path = folder / INDEX
     content = json.loads(path.read_text())
     checksum = content.pop("sha256")
@@ -212,7 +212,7 @@ def test_removing_the_checksum_is_found(folder: Path) -> None:
         (b'"version": 1', b'"version": 1, "version": 1'),
     ],
 )
-def test_what_json_allows_and_a_checkpoint_does_not(folder: Path, old: bytes, new: bytes) -> None:
+def test_json_that_no_checkpoint_may_have(folder: Path, old: bytes, new: bytes) -> None:
     """Two parameters of one name: the last one won. A rate of NaN came through."""
     text = (folder / INDEX).read_bytes()
     assert old in text
@@ -458,7 +458,7 @@ def test_the_second_to_finish_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
 
 
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     """Only folders of conversions to the same place, and only those whose lock no living process holds."""
     saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
     out = tmp_path / "out" / "universal"

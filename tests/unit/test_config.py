@@ -25,7 +25,7 @@ from deepspeed_muon.math.coefficients import resolve_schedule
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_defaults_are_those_of_deepspeeds_own_muon() -> None:
+def test_defaults_are_those_of_deepspeeds_muon() -> None:
     config = MuonConfig.from_params(None)
     assert config.muon_defaults() == {
         "lr": 0.02,
@@ -78,7 +78,7 @@ def test_precedence_of_rates() -> None:
         ),
     ],
 )
-def test_arguments_of_other_muons_name_our_key(arguments: Any, keywords: dict[str, Any], said: str) -> None:
+def test_arguments_of_foreign_muons_name_our_key(arguments: Any, keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Muon(nn.Linear(4, 4), *arguments, **keywords)
 
@@ -100,7 +100,7 @@ def test_wire_dtype() -> None:
     assert MuonConfig.from_params({"wire_dtype": "fp32"}).resolved_wire_dtype(torch.bfloat16) == torch.float32
 
 
-def test_what_ranks_compare_is_canonical() -> None:
+def test_the_text_that_ranks_compare_is_canonical() -> None:
     first = MuonConfig.from_params({"lr": 0.1, "momentum": 0.9})
     second = MuonConfig.from_params({"momentum": 0.9, "lr": 0.1})
     texts = [config.model_dump_json() for config in (first, second, MuonConfig.from_params({"lr": 0.1}))]
@@ -292,7 +292,7 @@ SENSELESS = [(params, f"optimizer.params.{said}") for params, said in SENSELESS]
 
 
 @pytest.mark.parametrize(("params", "said"), SENSELESS, ids=lambda value: str(value)[:40])
-def test_one_line_says_what_is_allowed(params: dict[str, Any], said: str) -> None:
+def test_one_line_names_the_allowed_values(params: dict[str, Any], said: str) -> None:
     """The JSON and the constructor share the check."""
     with pytest.raises(ConfigError) as caught:
         MuonConfig.from_params(params)
@@ -304,7 +304,7 @@ def test_one_line_says_what_is_allowed(params: dict[str, Any], said: str) -> Non
         assert str(again.value) == str(caught.value)
 
 
-def test_each_bad_key_has_its_line() -> None:
+def test_bad_keys_have_a_line_apiece() -> None:
     matrices = {"a": {"split": 1}, "b": {"heads": "x"}}
     with pytest.raises(ConfigError) as caught:
         MuonConfig.from_params({"lr": -1, "matrices": matrices, "exchange_chunk_numel": -1})
@@ -338,7 +338,7 @@ def test_each_bad_key_has_its_line() -> None:
     ],
     ids=str,
 )
-def test_what_people_run_is_accepted(params: dict[str, Any]) -> None:
+def test_common_configurations_are_accepted(params: dict[str, Any]) -> None:
     config = MuonConfig.from_params(params)
     assert MuonConfig.from_params(json.loads(config.model_dump_json())) == config
 
@@ -370,7 +370,7 @@ def test_param_groups_share_the_check(settings: dict[str, Any], said: str) -> No
         Muon([groups[0], {**groups[1], **settings}], model=layers)
 
 
-def test_a_group_may_repeat_what_the_optimizer_has() -> None:
+def test_a_group_may_repeat_the_optimizers_settings() -> None:
     """As the groups of programs do that were written for DeepSpeed's Muon, which reads ``ns_method`` there."""
     layer = nn.Linear(4, 4)
     optimizer = Muon([{"params": [layer.weight], "ns_method": "gram"}], model=layer, ns_method="gram")

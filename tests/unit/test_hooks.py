@@ -22,15 +22,15 @@ def registered() -> Iterator[None]:
     deepspeed_muon.register()
 
 
-def in_place() -> dict[Hook, Any]:
+def installed() -> dict[Hook, Any]:
     return {hook: getattr(hook.owner, hook.attribute) for hook in HOOKS}
 
 
 def test_every_row_is_undone() -> None:
-    ours = in_place()
+    ours = installed()
     assert deepspeed_muon.Muon in ZERO_SUPPORTED_OPTIMIZERS
     deepspeed_muon.unregister()
-    assert in_place() == {hook: function.__wrapped__ for hook, function in ours.items()}
+    assert installed() == {hook: function.__wrapped__ for hook, function in ours.items()}
     assert deepspeed_muon.Muon not in ZERO_SUPPORTED_OPTIMIZERS and not deepspeed_muon.is_registered()
 
 
@@ -39,13 +39,13 @@ def test_a_row_that_another_library_replaced_stops_unregister(
     monkeypatch: pytest.MonkeyPatch, hook: Hook
 ) -> None:
     """One that copied our function's attributes was cut off without a word."""
-    ours = in_place()
-    other = functools.wraps(ours[hook])(lambda *args, **kwargs: None)
+    ours = installed()
+    replacement = functools.wraps(ours[hook])(lambda *args, **kwargs: None)
     with monkeypatch.context() as patch:
-        patch.setattr(hook.owner, hook.attribute, other)
+        patch.setattr(hook.owner, hook.attribute, replacement)
         with pytest.raises(deepspeed_muon.InstallationError, match=f"{hook} was hooked again"):
             deepspeed_muon.unregister()
-        assert in_place() == {**ours, hook: other}
+        assert installed() == {**ours, hook: replacement}
 
 
 def test_releases_that_train_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

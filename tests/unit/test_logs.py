@@ -21,12 +21,12 @@ def say(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-def test_what_every_rank_would_say_is_said_by_the_first(ranks: Any) -> None:
+def test_a_message_of_all_ranks_is_said_by_the_first(ranks: Any) -> None:
     assert ranks(2).run(say) == [["0 of all", "0 of its own"], ["1 of its own"]]
 
 
 @pytest.mark.parametrize(("local_rank", "said"), [(None, 1), ("0", 1), ("3", 0)])
-def test_what_a_machine_lacks_is_said_once_a_machine(
+def test_a_lack_of_a_machine_is_said_once_a_machine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local_rank: str | None, said: int
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -56,7 +56,7 @@ def announced(rank: int, world_size: int, *, shown: bool) -> tuple[str, list[str
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_what_everybody_should_see_is_always_said(ranks: Any, shown: bool) -> None:
+def test_important_messages_are_always_said(ranks: Any, shown: bool) -> None:
     for rank, (stderr, messages) in enumerate(ranks(2).run(announced, shown=shown)):
         lines = ["1 engines"] * (rank == 0) + ["built"]
         assert (stderr.splitlines(), messages) == (([], lines) if shown else (lines, []))

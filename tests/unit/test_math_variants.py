@@ -80,7 +80,7 @@ def test_adam_decays_by_its_mode(mode: str) -> None:
     close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_adam_fills_the_counters_of_all_tensors_at_once() -> None:
+def test_adam_fills_the_counters_of_all_tensors_together() -> None:
     generator = torch.Generator().manual_seed(6)
     tensors = [tuple(torch.rand(numel, generator=generator) for _ in range(4)) for numel in (7, 1, 64)]
     alone = [tuple(tensor.clone() for tensor in of_param) for of_param in tensors]
@@ -130,17 +130,17 @@ def test_owners_store_the_rows_of_their_matrices() -> None:
 
 def test_rows_of_replicated_matrices_do_not_depend_on_owners() -> None:
     layout = MatrixLayout("a", 6, 2, 0, replicated_placement(0, 12, 2), row_blocks=(2, 2, 2))
-    found = [
+    actual = [
         Assignment(
             (layout.slice_blocks(0, (2,)), layout.slice_blocks(2, (2, 2))), owners, (0, 0), (0.0, 0.0)
         ).row_fragments()
         for owners in ((0, 1), (1, 0))
     ]
-    for fragments in found:
+    for fragments in actual:
         assert [(f.matrix_offset, f.partition_offset, f.numel) for f in fragments] == [(0, 0, 2), (2, 2, 4)]
 
 
-def test_modes_that_contradict_each_other_are_errors() -> None:
+def test_contradicting_modes_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"weight_decay_mode: 'cautious' needs adam_w_mode true"):
         MuonConfig.from_params({"weight_decay_mode": "cautious", "adam_w_mode": False})
     with pytest.raises(ConfigError, match=r"optimizer\.params\.variant"):
@@ -149,7 +149,7 @@ def test_modes_that_contradict_each_other_are_errors() -> None:
         MuonConfig.from_params({"beta2": 1.0})
 
 
-def test_a_group_of_the_caller_may_set_its_own() -> None:
+def test_a_group_of_the_caller_may_set_beta2() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
     named = list(model.named_parameters())
     groups = [{"params": [named[0]], "weight_decay_mode": "cautious", "beta2": 0.5}, {"params": [named[1]]}]
@@ -180,7 +180,7 @@ def test_outputs_of_blocks_and_of_transposed_matrices() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> None:
+def test_blocks_of_fused_projections_are_normalised_apart(transposed: bool) -> None:
     """Unequal parts, stored output x input or the other way round: each part's outputs, to each part's own norm."""
     torch.manual_seed(6)
     layer = nn.Module()
@@ -203,14 +203,14 @@ def test_parts_of_fused_projections_are_normalised_apart(transposed: bool) -> No
     outputs = (start - weight.detach()).T if transposed else start - weight.detach()
     direction = grad.T if transposed else grad
     moments = []
-    for part, moved in zip(direction.split([8, 12]), outputs.split([8, 12]), strict=True):
+    for block_rows, moved in zip(direction.split([8, 12]), outputs.split([8, 12]), strict=True):
         reference = ReferenceMuon({}, variant="normuon")
-        expected = reference.update_of(part)
+        expected = reference.update_of(block_rows)
         moments.append(reference.state[MOMENTS,])
         # Newton-Schulz in fp32 on Gaussian matrices: 1e-5 at most.
         close(moved.double(), 0.1 * expected, rtol=1e-3, atol=1e-5)
-    kept = optimizer.state[weight]["row_second_moment"]
-    close(kept.double(), torch.cat(moments), rtol=1e-4, atol=0)
+    stored = optimizer.state[weight]["row_second_moment"]
+    close(stored.double(), torch.cat(moments), rtol=1e-4, atol=0)
 
 
 def test_the_example_of_a_variant_runs() -> None:

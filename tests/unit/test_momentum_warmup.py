@@ -71,7 +71,7 @@ def test_a_loaded_state_goes_on() -> None:
     assert [take_step(copied) for _ in RISING[2:]] == pytest.approx(RISING[2:])
 
 
-def test_what_is_written_into_a_group_is_what_momentum_rises_to() -> None:
+def test_momentum_rises_to_the_value_in_the_group() -> None:
     """A value that is not above the start of the warm-up is used as it is, also one from a state dict."""
     optimizer = optimizer_of()
     (group,) = optimizer.param_groups
@@ -88,7 +88,7 @@ def test_what_is_written_into_a_group_is_what_momentum_rises_to() -> None:
         assert take_step(again) == pytest.approx(momentum)
 
 
-def test_groups_have_their_own_momentum() -> None:
+def test_groups_have_a_momentum_apiece() -> None:
     layer = nn.Linear(3, 4, bias=False, dtype=torch.float64)
     group: dict[str, Any] = {"params": [("weight", layer.weight)], "momentum": 0.7}
     settings: dict[str, Any] = {"include": ["*"], "momentum_warmup": WARMUP}

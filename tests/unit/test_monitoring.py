@@ -91,11 +91,11 @@ def test_spectrum_is_exact_for_few_values_and_leaves_the_random_state_alone() ->
 
 def test_column_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 24, 40, generator=torch.Generator().manual_seed(4))
-    whole = combine([measure(x, x.flip(0), scale=1.0, band=band_of(QUINTIC))])
+    undivided = combine([measure(x, x.flip(0), scale=1.0, band=band_of(QUINTIC))])
     monkeypatch.setattr("deepspeed_muon.monitoring.measure._CONVERT_NUMEL", 24 * 2 * 7)
-    parts = combine([measure(x, x.flip(0), scale=1.0, band=band_of(QUINTIC))])
+    pieces = combine([measure(x, x.flip(0), scale=1.0, band=band_of(QUINTIC))])
     for name in ("update_rms", "orthogonality_error", "sigma_max", "stable_rank", "alignment"):
-        assert parts[name] == pytest.approx(whole[name], rel=1e-4), name
+        assert pieces[name] == pytest.approx(undivided[name], rel=1e-4), name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -137,7 +137,7 @@ def test_a_diverging_iteration_is_caught(
     ("norm", "said"),
     [(0.0, "outside"), (0.4, "outside"), (7.0, "outside"), (math.inf, "infinity"), (math.nan, "NaN")],
 )
-def test_what_fails(norm: float, said: str) -> None:
+def test_failures(norm: float, said: str) -> None:
     bounds = norm_bounds(16, 64, band_of(QUINTIC))
     assert check_failure(4.0, bounds) is None and said in str(check_failure(norm, bounds))
 
@@ -176,8 +176,8 @@ def test_wrong_in_fp32_too(caplog: pytest.LogCaptureFixture, mode: Any) -> None:
     weight, optimizer = one_matrix(wire_dtype="fp16", nonfinite_grad=mode, weight_decay=0.5)
     weight.data.fill_(1.0)
     weight.grad = torch.full((12, 20), 1e6)
-    told = pytest.raises(deepspeed_muon.NumericalError, match=r"layer\.weight were wrong in this step")
-    with told if mode == "error" else contextlib.nullcontext():
+    expectation = pytest.raises(deepspeed_muon.NumericalError, match=r"layer\.weight were wrong in this step")
+    with expectation if mode == "error" else contextlib.nullcontext():
         optimizer.step()
     assert bool((weight == 0.5).all()), "only the decay"
     assert counters(optimizer) == (0, 1)
@@ -223,10 +223,10 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
     """A fused projection of 8 and 4 rows, two calls of the iteration; the scale of the second is twice as large."""
     check = check_of(MatrixLayout("kv", 12, 9, 0, sharded_placement(0, 108, 108), row_blocks=(8, 4)), every=1)
     direction = torch.randn(12, 9, generator=torch.Generator().manual_seed(9))
-    parts = direction[:8], direction[8:]
-    exact = [newton_schulz(part, QUINTIC) for part in parts]
+    pieces = direction[:8], direction[8:]
+    exact = [newton_schulz(piece, QUINTIC) for piece in pieces]
     blocks = exact[0].float()[None], 5 * exact[1].float()[None]  # the second one is wrong
-    results = [result_of([(0, i)], parts[i][None], blocks[i], scale=3.0 * (1 + i)) for i in (0, 1)]
+    results = [result_of([(0, i)], pieces[i][None], blocks[i], scale=3.0 * (1 + i)) for i in (0, 1)]
     with check.recorder.step(1) as sample:
         for result in results:
             check.settle(result)
@@ -238,7 +238,7 @@ def test_unequal_blocks_are_measured_and_redone() -> None:
     assert measured["update_rms"] == pytest.approx(float(scaled.square().mean().sqrt()), rel=1e-4)
     first, second = (
         reference_health(u, x, scale=1.0, low=check._band.low, high=check._band.high)
-        for u, x in zip(parts, exact, strict=True)
+        for u, x in zip(pieces, exact, strict=True)
     )
     # At most eight distinct singular values: eight Lanczos steps find them all.
     assert measured["sigma_max"] == pytest.approx(max(first["sigma_max"], second["sigma_max"]), rel=1e-3)
@@ -302,8 +302,10 @@ def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(
     assert caplog.text.count("layer.weight (12 x 20) was wrong in") == 1
     assert bool((weight == 0.25).all()), "only the decay"
     weight.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(10))
-    told = pytest.raises(deepspeed_muon.NumericalError, match=r"layer\.weight were wrong in the step before")
-    with told if mode == "error" else contextlib.nullcontext():
+    expectation = pytest.raises(
+        deepspeed_muon.NumericalError, match=r"layer\.weight were wrong in the step before"
+    )
+    with expectation if mode == "error" else contextlib.nullcontext():
         optimizer.step()
     assert bool((weight == 0.25).all()) == (mode == "error")
     assert optimizer.health()["failed"] == 2
@@ -357,8 +359,8 @@ def summary_of(rank: int, world_size: int) -> dict[str, object]:
 
 
 def test_summary_over_ranks(ranks: Any) -> None:
-    summary, *others = ranks(3).run(summary_of)
-    assert others == [summary, summary]
+    summary, *rest = ranks(3).run(summary_of)
+    assert rest == [summary, summary]
     assert (summary["redone"], summary["failed"]) == (3, 3)
     times = {"time_gather": 0.25, "time_newton_schulz": 0.5, "time_scatter": 0.0, "seconds": 2.0}
     assert summary.items() >= times.items()

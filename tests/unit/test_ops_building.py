@@ -95,7 +95,7 @@ def test_a_broken_source_is_a_typed_error_with_the_compilers_output(folder: Path
 
 
 @pytest.mark.native
-def test_a_library_is_built_once_and_what_a_killed_build_left_is_no_obstacle(folder: Path) -> None:
+def test_a_library_is_built_once_despite_leftovers_of_a_killed_build(folder: Path) -> None:
     path = builder.library_path(with_cuda=False)
     (path.parent / "build").mkdir(parents=True)
     (path.parent / "build" / "lock").touch()  # torch would wait for it for ever
@@ -124,7 +124,7 @@ def build_tiny(rank: int, world_size: int, *, folder: str) -> int:
 
 
 @pytest.mark.native
-def test_ranks_that_build_at_once_build_once(ranks: Any, folder: Path) -> None:
+def test_ranks_that_build_together_build_once(ranks: Any, folder: Path) -> None:
     assert sum(ranks(3).run(build_tiny, folder=str(folder))) == 1
 
 
@@ -238,7 +238,7 @@ def test_the_toolkit_of_a_script_that_calls_nvcc(tmp_path: Path) -> None:
     assert home != tmp_path and (home / "bin" / "nvcc").exists()
 
 
-def test_nvcc_of_pip_is_found_behind_that_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_of_pip_comes_after_that_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

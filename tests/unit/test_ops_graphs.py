@@ -28,13 +28,13 @@ class Recorder:
 
     def __call__(self, run: Run, x: Tensor, settings: NsSettings) -> Replay:
         self.captures += 1
-        held = torch.empty_like(x)
+        static = torch.empty_like(x)
         result = torch.empty_like(run(x, settings))
 
         def replay(x: Tensor) -> Tensor:
             self.replays += 1
-            held.copy_(x)
-            result.copy_(run(held, settings))
+            static.copy_(x)
+            result.copy_(run(static, settings))
             return result.clone()
 
         return replay
@@ -58,9 +58,9 @@ def test_a_captured_shape_is_replayed_and_no_call_captures(record: Recorder) -> 
     for _ in range(2):
         run.capture(torch.zeros(2, 6, 9), SETTINGS)
     assert record.captures == 1
-    kept = [run(x, SETTINGS) for x in inputs]
+    outputs = [run(x, SETTINGS) for x in inputs]
     assert record.captures == 1 and record.replays == 4
-    for x, result in zip(inputs, kept, strict=True):
+    for x, result in zip(inputs, outputs, strict=True):
         assert torch.equal(result, plain(x, SETTINGS)), "a later replay must not change an earlier result"
 
 
@@ -90,7 +90,7 @@ def doubled(x: Tensor, settings: NsSettings) -> Tensor:
 def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Give torch.cuda what a capture calls; return the streams that were made current and the captures' arguments."""
     calls: list[Any] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream = SimpleNamespace(wait_stream=lambda awaited: None)
 
     @contextlib.contextmanager
     def graph(graph: FakeGraph, **arguments: Any) -> Iterator[None]:
@@ -111,7 +111,7 @@ def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_replay_returns_a_tensor_of_its_own_and_other_threads_may_call_cuda(cuda_calls: list[Any]) -> None:
+def test_a_replay_returns_a_new_tensor_and_threads_may_call_cuda(cuda_calls: list[Any]) -> None:
     replay = graphs.capture_cuda(doubled, torch.zeros(3), SETTINGS)
     # NCCL's watchdog queries events at any time, which would end a capture in the mode "global".
     assert [call["capture_error_mode"] for call in cuda_calls] == ["thread_local"]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_muon.ops import builder, torch_operators
 from tests.support.calls import calls
 from tests.support.comparisons import close
-from tests.support.fragments import momentum_pack, rates, unpack_apply, whole
+from tests.support.fragments import momentum_pack, one_row, rates, unpack_apply
 from tests.support.matrices import DTYPES
 from tests.support.thinning import pairwise
 
@@ -53,10 +53,10 @@ def test_bad_arguments_are_refused(ops: Any) -> None:
     refused("rows, cols", ops.frobenius_norms, x[0])
     refused("must be float32, bfloat16 or float16", ops.frobenius_norms, x.double())
     strided = torch.ones(16)[::2]
-    refused("gradient must be contiguous", ops.momentum_pack_, [flat], [strided], [flat], whole(8), one)
-    refused("its gradient", ops.momentum_pack_, [flat], [torch.ones(4)], [flat.clone()], whole(4), one)
-    refused("must be float32", ops.unpack_apply_, [flat.double()], [flat], whole(8), one)
-    refused("int64", ops.unpack_apply_, [flat], [flat.clone()], whole(8).int(), one)
+    refused("gradient must be contiguous", ops.momentum_pack_, [flat], [strided], [flat], one_row(8), one)
+    refused("its gradient", ops.momentum_pack_, [flat], [torch.ones(4)], [flat.clone()], one_row(4), one)
+    refused("must be float32", ops.unpack_apply_, [flat.double()], [flat], one_row(8), one)
+    refused("int64", ops.unpack_apply_, [flat], [flat.clone()], one_row(8).int(), one)
     for row, said in [
         ((1, 0, 0, 0, 8, 0), "outside"),
         ((0, 1, 0, 0, 8, 0), "outside"),
@@ -124,7 +124,10 @@ FRAGMENTS = [(0, 3, 4000), (4003, 5, 1), (4010, 8000, 40_000), (50_000, 60_000, 
 
 def fragments(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return a table of two tensors' fragments in two others, and different rates for each."""
-    rows = [(n % 2, start, (n + 1) % 2, other, numel, n) for n, (start, other, numel) in enumerate(FRAGMENTS)]
+    rows = [
+        (n % 2, start, (n + 1) % 2, target_start, numel, n)
+        for n, (start, target_start, numel) in enumerate(FRAGMENTS)
+    ]
     numbers = torch.rand(len(FRAGMENTS), 2, generator=generator, dtype=torch.float64)
     numbers[::2, 1] = 0.0  # without Nesterov
     return torch.tensor(rows), numbers
@@ -156,7 +159,7 @@ def test_a_table_of_fragments(
         values = expected[0][tensor].narrow(0, start, numel)
         fp32, direction = values.float(), torch.empty(numel)
         grad = grads[tensor].narrow(0, start, numel).float()
-        passes.momentum_pack_([fp32], [grad], [direction], whole(numel), numbers[number : number + 1])
+        passes.momentum_pack_([fp32], [grad], [direction], one_row(numel), numbers[number : number + 1])
         values.copy_(fp32)
         expected[2][out].narrow(0, out_start, numel).copy_(direction)
     with on_threads(threads):
@@ -166,7 +169,7 @@ def test_a_table_of_fragments(
         for tensor, start, out, out_start, numel, number in table.tolist():
             values = expected[0][tensor].narrow(0, start, numel)
             fp32, update = values.float(), expected[2][out].narrow(0, out_start, numel).float()
-            passes.unpack_apply_([fp32], [update], whole(numel), numbers[number : number + 1])
+            passes.unpack_apply_([fp32], [update], one_row(numel), numbers[number : number + 1])
             values.copy_(fp32)
         passes.unpack_apply_(bufs, outs, table, numbers)
         assert all(map(torch.equal, bufs, expected[0])) and all(map(torch.equal, outs, expected[2]))

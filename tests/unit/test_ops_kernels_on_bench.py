@@ -43,14 +43,14 @@ SHAPES = [(1, 8, 8), (1, 128, 64), (1, 136, 72), (2, 264, 200), (3, 512, 8), (1,
 
 
 # Both dtypes, every way in which asynchronous work ends, one and several multiprocessors.
-WAYS = [(torch.float16, ANY_TIME, 3), (torch.bfloat16, LATE, 1), (torch.float16, EARLY, 1)]
+MODES = [(torch.float16, ANY_TIME, 3), (torch.bfloat16, LATE, 1), (torch.float16, EARLY, 1)]
 
 
-@pytest.mark.parametrize(("shape", "way"), pairwise(product(SHAPES, range(len(WAYS)))))
-def test_sym_gemm(bench: Bench, shape: tuple[int, int, int], way: int) -> None:
-    dtype, mode, processors = WAYS[way]
-    bench.configure(processors=processors, mode=mode, seed=100 * way + 1)
-    cases.sym_gemm(bench, shape, dtype, Inputs("cpu", way))
+@pytest.mark.parametrize(("shape", "mode_index"), pairwise(product(SHAPES, range(len(MODES)))))
+def test_sym_gemm(bench: Bench, shape: tuple[int, int, int], mode_index: int) -> None:
+    dtype, mode, processors = MODES[mode_index]
+    bench.configure(processors=processors, mode=mode, seed=100 * mode_index + 1)
+    cases.sym_gemm(bench, shape, dtype, Inputs("cpu", mode_index))
 
 
 @pytest.mark.parametrize("case", [cases.nothing_outside_is_written, cases.c_may_be_the_output])
@@ -59,7 +59,7 @@ def test_operands_that_are_views_or_the_output(bench: Bench, case: Callable[[Ben
     case(bench, Inputs("cpu"))
 
 
-def test_what_the_sanitizers_run(bench: Bench) -> None:
+def test_calls_of_the_sanitizers(bench: Bench) -> None:
     bench.configure(major=9, processors=2)
     calls = sanitized.kernels_of(bench, "cpu")
     assert {"sym_gemm", "momentum_pack_int8", "divide_transposed"} <= calls.keys()
@@ -67,7 +67,7 @@ def test_what_the_sanitizers_run(bench: Bench) -> None:
         call()
 
 
-def test_what_is_refused(bench: Bench) -> None:
+def test_refused_operands(bench: Bench) -> None:
     refusals(bench)
     a, d = (torch.zeros(2, 128, k, dtype=torch.float16) for k in (64, 128))
     # One case per reason that `refusals` lacks; a pointer is never followed.
@@ -331,7 +331,7 @@ def passes(kernels: Bench) -> None:
 def refusals(kernels: Bench) -> None:
     """What a kernel must refuse."""
     kernels.configure()
-    cases.what_is_refused(kernels, Inputs("cpu"))
+    cases.refused_operands(kernels, Inputs("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +374,7 @@ ALWAYS_PLANTED = {
         for defect in DEFECTS
     ],
 )
-def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[str, str]) -> None:
+def test_planted_defects_fail(bench: Bench, tmp_path: Path, defect: dict[str, str]) -> None:
     mutation = {defect["old"]: defect["new"]}
     broken = (
         cuda_bench.build_binding(tmp_path, bench, mutation)
@@ -390,5 +390,5 @@ def test_a_planted_defect_is_found(bench: Bench, tmp_path: Path, defect: dict[st
     # The others are what the tests above run.
     [name for name in FINDERS if name not in ("products", "passes", "refusals", "every_case")],
 )
-def test_what_finds_a_defect_passes_without_it(bench: Bench, finder: str) -> None:
+def test_finders_pass_without_a_defect(bench: Bench, finder: str) -> None:
     FINDERS[finder](bench)

@@ -16,16 +16,16 @@ from deepspeed_muon.ops import self_test
 @pytest.mark.native
 def test_the_selftest_passes_and_covers_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--selftest", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert all(check["ok"] for check in found["selftest"])
-    tested = {check["op"].split()[0] for check in found["selftest"]}
-    assert tested == set(self_test.TESTS["flat passes"]) and found["build"]["library"]
-    assert set(found["ops"]) == {name for names in self_test.TESTS.values() for name in names}
-    assert all("cpu" in found["ops"][name] for name in tested)
-    assert found["versions"]["torch"] and found["versions"]["deepspeed"] and found["build"]["folder"]
+    report = json.loads(capsys.readouterr().out)
+    assert all(check["ok"] for check in report["selftest"])
+    tested = {check["op"].split()[0] for check in report["selftest"]}
+    assert tested == set(self_test.TESTS["flat passes"]) and report["build"]["library"]
+    assert set(report["ops"]) == {name for names in self_test.TESTS.values() for name in names}
+    assert all("cpu" in report["ops"][name] for name in tested)
+    assert report["versions"]["torch"] and report["versions"]["deepspeed"] and report["build"]["folder"]
 
 
-def test_the_text_names_what_a_reader_looks_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_names_all_components(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report"]) == 0
     text = capsys.readouterr().out
     for word in ("torch", "deepspeed", "MPI", "g++", "nvcc", "ninja", "sym_gemm", "architectures", "Hopper"):

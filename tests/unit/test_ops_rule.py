@@ -91,7 +91,7 @@ def test_the_rule_on_hopper(machine: Machine, shape: tuple[int, ...], expected: 
     assert "standard" in chosen(shape, replace(HALF, method="standard"))
 
 
-def test_what_other_machines_run(machine: Machine) -> None:
+def test_the_rule_without_hopper(machine: Machine) -> None:
     shape = (1, 1024, 2816)
     for kernel in ("the device cannot run it", ""):
         machine(kernel)
@@ -100,7 +100,7 @@ def test_what_other_machines_run(machine: Machine) -> None:
         assert chosen(shape) == "torch gram graph"
 
 
-def test_what_failed_the_self_test_is_left_out(machine: Machine) -> None:
+def test_failures_of_the_self_test_are_left_out(machine: Machine) -> None:
     shape = (1, 1024, 2816)
     machine(failed={"symmetric product": "error 1, bound 0"})
     assert chosen(shape) == "triton gram graph"
@@ -163,7 +163,7 @@ def test_every_backend_has_the_contract_of_the_torch_code(backend: NsBackend, sh
     assert all(entry["calls"] == 1 for entry in orthogonalizer.report())
 
 
-def test_the_report_says_what_ran() -> None:
+def test_the_report_names_the_kernels() -> None:
     orthogonalizer = Orthogonalizer("auto")
     for _ in range(3):
         orthogonalizer(torch.randn(24, 64), settings=SETTINGS)
@@ -196,7 +196,7 @@ def test_two_runs_have_the_same_bits() -> None:
     assert first == second and "256x512" in first.replace("512x256", "256x512")
 
 
-def test_the_flat_passes_of_each_backend() -> None:
+def test_the_flat_passes_of_all_backends() -> None:
     """That they agree is shown in tests/unit/test_ops_kernels.py."""
     cases: tuple[tuple[NsBackend, str, Any], ...] = (
         ("ops", "ops", builder.load()),
@@ -211,7 +211,7 @@ def test_the_flat_passes_of_each_backend() -> None:
             assert getattr(passes, operator) == getattr(expected, "default", expected)
 
 
-def test_other_devices_have_torchs_passes(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_devices_have_torchs_passes(caplog: pytest.LogCaptureFixture) -> None:
     builder.load()
     with pytest.raises(InstallationError, match="no flat passes for meta"):
         dispatch.flat_passes("ops", "meta")

@@ -35,7 +35,7 @@ def check(ok: bool) -> dict[str, Any]:
     return {"op": "product", "device": "cuda", "error": 0.0 if ok else 0.5, "bound": 1e-3, "ok": ok}
 
 
-def test_what_is_wrong_is_left_out_with_one_warning(
+def test_a_wrong_component_is_left_out_with_one_warning(
     give: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     give(lambda component, device: [check(True), check(component != "Triton's product")])
@@ -46,7 +46,7 @@ def test_what_is_wrong_is_left_out_with_one_warning(
     assert "the self-test of the Triton's product failed" in warning.getMessage()
 
 
-def test_what_raises_is_left_out(give: Callable[..., None]) -> None:
+def test_a_component_that_raises_is_left_out(give: Callable[..., None]) -> None:
     def raises(*_: object) -> None:
         raise ImportError("no driver")
 

@@ -91,12 +91,12 @@ def owners_by_definition(costs: list[float], placements: list[Placement], load: 
         while order and crosses_a_later_boundary(order[0], together[-1], costs, holders):
             together.append(order.pop(0))
 
-        def key(way: tuple[int, ...], together: list[int] = together) -> tuple[float, tuple[int, ...]]:
+        def key(assignment: tuple[int, ...], together: list[int] = together) -> tuple[float, tuple[int, ...]]:
             times = [
-                ends(index)[rank] + costs[index] * (1 + (rank in way[:number][-1:]))
-                for number, (index, rank) in enumerate(zip(together, way, strict=True))
+                ends(index)[rank] + costs[index] * (1 + (rank in assignment[:number][-1:]))
+                for number, (index, rank) in enumerate(zip(together, assignment, strict=True))
             ]
-            return sum(times), way[::-1]
+            return sum(times), assignment[::-1]
 
         for index, owner in zip(together, min(itertools.product(*map(ends, together)), key=key), strict=True):
             owners[index] = owner
@@ -169,7 +169,7 @@ def test_the_work_of_many_matrices_is_even() -> None:
     layouts = MAKERS["sharded"]([generator.choice(shapes) for _ in range(10_000)], 1024)
     load = np.zeros(1024)
     assign_owners(
-        [matrix_flops(layout) for layout in layouts], [each.placement for each in layouts], load=load
+        [matrix_flops(layout) for layout in layouts], [matrix.placement for matrix in layouts], load=load
     )
     assert load.max() / load.mean() <= LIMIT
 

@@ -51,11 +51,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "world", "part", "balance"), CASES)
-def test_real_models(model: str, world: int, part: float, balance: float) -> None:
+@pytest.mark.parametrize(("model", "world", "share", "balance"), CASES)
+def test_real_models(model: str, world: int, share: float, balance: float) -> None:
     routes = routes_of(model)
     before, after = (exchange_of(routes, PlanSettings(world, 1, reordered=new)) for new in (False, True))
-    assert after.gather_elements.sum() <= part * before.gather_elements.sum()
+    assert after.gather_elements.sum() <= share * before.gather_elements.sum()
     assert after.balance <= balance
 
 

@@ -21,18 +21,21 @@ def slices(draw: st.DrawFn) -> TensorSlice:
     return TensorSlice("w", shape, dim, tuple(ranges))
 
 
-def reference(part: TensorSlice) -> list[int]:
+def reference(tensor_slice: TensorSlice) -> list[int]:
     """Return the whole tensor's element for each of the part's elements."""
-    numbers = torch.arange(math.prod(part.shape)).view(part.shape)
-    cut = torch.cat([numbers.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
-    assert tuple(cut.shape) == part.local_shape
+    numbers = torch.arange(math.prod(tensor_slice.shape)).view(tensor_slice.shape)
+    cut = torch.cat(
+        [numbers.narrow(tensor_slice.dim, start, stop - start) for start, stop in tensor_slice.ranges],
+        tensor_slice.dim,
+    )
+    assert tuple(cut.shape) == tensor_slice.local_shape
     return [int(number) for number in cut.reshape(-1)]
 
 
-def shown(part: TensorSlice, start: int, stop: int) -> dict[int, int]:
+def shown(tensor_slice: TensorSlice, start: int, stop: int) -> dict[int, int]:
     """Return the whole element of each of the part's elements by their runs, none of which is there twice."""
     elements: dict[int, int] = {}
-    for run in part.strided_ranges(start, stop):
+    for run in tensor_slice.strided_ranges(start, stop):
         for number in range(run.count):
             for element in range(run.numel):
                 position = run.local_offset + number * run.local_stride + element
@@ -42,20 +45,24 @@ def shown(part: TensorSlice, start: int, stop: int) -> dict[int, int]:
 
 
 @given(slices(), st.data())
-def test_runs_are_those_of_the_reference(part: TensorSlice, data: st.DataObject) -> None:
-    expected = reference(part)
+def test_runs_are_those_of_the_reference(tensor_slice: TensorSlice, data: st.DataObject) -> None:
+    expected = reference(tensor_slice)
     stop = data.draw(st.integers(0, len(expected)))
     start = data.draw(st.integers(0, stop))
-    assert shown(part, start, stop) == {position: expected[position] for position in range(start, stop)}
-    assert len(list(part.strided_ranges(start, stop))) <= 3 * len(part.ranges), (
+    assert shown(tensor_slice, start, stop) == {
+        position: expected[position] for position in range(start, stop)
+    }
+    assert len(list(tensor_slice.strided_ranges(start, stop))) <= 3 * len(tensor_slice.ranges), (
         "runs do not grow with the rows"
     )
 
 
 @given(slices(), st.data())
-def test_elements_of_a_range_of_the_whole_tensor(part: TensorSlice, data: st.DataObject) -> None:
-    element = data.draw(st.integers(0, math.prod(part.shape)))
-    assert part.local_elements_before(element) == sum(index < element for index in reference(part))
+def test_elements_of_a_range_of_the_whole_tensor(tensor_slice: TensorSlice, data: st.DataObject) -> None:
+    element = data.draw(st.integers(0, math.prod(tensor_slice.shape)))
+    assert tensor_slice.local_elements_before(element) == sum(
+        index < element for index in reference(tensor_slice)
+    )
 
 
 def test_slices_of_fused_parts_add_up() -> None:

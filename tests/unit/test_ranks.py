@@ -15,14 +15,14 @@ from deepspeed_muon.transport.ranks import Ranks, all_ranks
 ITEMS: list[list[str]] = [[], ["a"], ["b", "c"], ["d", "e"]]
 
 
-def told(rank: int, world_size: int, *, grid: bool, most: int) -> Any:
-    own = all_ranks()
+def heard(rank: int, world_size: int, *, grid: bool, most: int) -> Any:
+    members = all_ranks()
     if grid:
         groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
-        own = Ranks.of([group for ranks, group in groups.items() if rank in ranks])
-    collected = own.collect(ITEMS[rank], most=most, purpose="test")
-    numbers = [own.all_reduce([float(rank), -0.5], how, purpose="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
-    result = [own.position, collected, numbers, own.all_reduce([1, rank], "sum", purpose="test")]
+        members = Ranks.of([group for ranks, group in groups.items() if rank in ranks])
+    collected = members.collect(ITEMS[rank], most=most, purpose="test")
+    numbers = [members.all_reduce([float(rank), -0.5], how, purpose="test") for how in ("sum", "max", "min")]  # type: ignore[arg-type]
+    result = [members.position, collected, numbers, members.all_reduce([1, rank], "sum", purpose="test")]
     if grid:
         for group in groups.values():
             if dist.get_rank(group) >= 0:
@@ -36,7 +36,7 @@ def test_items_numbers_and_sums(ranks: Any, grid: bool, most: int) -> None:
     items = [[1, "a"], [2, "b"], [2, "c"], [3, "d"], [3, "e"]]
     numbers = [[6.0, -2.0], [3.0, -0.5], [0.0, -0.5]]
     expected = [[rank, items[:most], numbers, [4, 6]] for rank in range(4)]
-    assert ranks(4).run(told, grid=grid, most=most) == expected
+    assert ranks(4).run(heard, grid=grid, most=most) == expected
 
 
 def test_a_single_rank() -> None:

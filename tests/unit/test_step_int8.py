@@ -40,16 +40,16 @@ def test_values_of_codes_have_the_same_codes(numbers: list[float], exponent: int
     largest = torch.finfo(torch.float32).max
     values = (torch.tensor(numbers) * 2.0**exponent).clamp(-largest, largest)
     codes, scales = quantized(values)
-    found = from_codes(codes, scales, 0)
-    again, same = quantized(found)
+    read_back = from_codes(codes, scales, 0)
+    again, same = quantized(read_back)
     assert torch.equal(codes, again) and torch.equal(scales, same)
-    assert torch.equal(found.double(), codes.double() * scales.double()), "products are exact"
+    assert torch.equal(read_back.double(), codes.double() * scales.double()), "products are exact"
     if scales.item():
         assert int(codes.abs().max()) == 127
         # Half a code, and the scale's 17 bits over 127 codes.
         bound = 0.5 * scales.double() * (1 + 2**-8)
-        assert bool(((found.double() - values.double()).abs() <= bound).all())
-        close(found.double(), in_8_bits(values), rtol=2**-16, atol=1.01 * scales.item())
+        assert bool(((read_back.double() - values.double()).abs() <= bound).all())
+        close(read_back.double(), in_8_bits(values), rtol=2**-16, atol=1.01 * scales.item())
     else:
         assert not codes.any() and float(values.abs().max()) < 128 * 2.0**-126
 
@@ -112,7 +112,7 @@ def test_native_and_torch_pass_agree(
 
 
 @pytest.mark.parametrize("backend", ["ops", "torch"])
-def test_what_is_not_finite_stays_so(backend: NsBackend) -> None:
+def test_infinities_and_nan_stay(backend: NsBackend) -> None:
     gradient = random(3 * BLOCK, torch.float32, 2)
     gradient[BLOCK + 5] = math.inf
     direction, codes, scales = pack(backend, 0, gradient, torch.float32, False)
@@ -173,15 +173,17 @@ def test_state_dicts(before: str, after: str) -> None:
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     if before == after:
-        for own, loaded in zip(first.state.values(), second.state.values(), strict=True):
+        for entries, loaded in zip(first.state.values(), second.state.values(), strict=True):
             for key in ("momentum_buffer", "momentum_scale"):
-                assert key not in own or torch.equal(own[key], loaded[key])
+                assert key not in entries or torch.equal(entries[key], loaded[key])
     train_alone(models[0], first, 2, first=2)
     train_alone(models[1], second, 2, first=2)
-    for param, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+    for param, twin in zip(models[0].parameters(), models[1].parameters(), strict=True):
         if before == after:
-            assert torch.equal(param, other)
+            assert torch.equal(param, twin)
         # Two steps at 0.02 of an update that is off by some percent.
-        assert float((param - other).detach().norm()) <= 0.02 * float(param.detach().norm())
-    dtypes = {own["momentum_buffer"].dtype for own in second.state.values() if "momentum_buffer" in own}
+        assert float((param - twin).detach().norm()) <= 0.02 * float(param.detach().norm())
+    dtypes = {
+        entries["momentum_buffer"].dtype for entries in second.state.values() if "momentum_buffer" in entries
+    }
     assert dtypes == {torch.int8 if after == "int8" else torch.float32}

@@ -50,7 +50,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.waits = self.calls = 0
-        self.part = "passes"
+        self.phase = "passes"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,23 +65,23 @@ class Launches(TorchDispatchMode):
         elif not any(tensor.device == META for tensor in tensors):
             return func(*args, **kwargs)
         if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
-            self.counts[self.part] += 1
+            self.counts[self.phase] += 1
             flags = torch.zeros(args[0].shape, dtype=args[0].dtype)
             flags[: len(flags) // 2] = 1  # all matrices have a finite gradient, none was left out
             return flags
         if not (func.is_view or "empty" in name or name == "detach"):
-            self.counts[self.part] += launches_of(name, tensors)
+            self.counts[self.phase] += launches_of(name, tensors)
         return func(*args, **kwargs)
 
-    def during(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def during(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose launches count for a part of the step."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, self.part = self.part, part
+            before, self.phase = self.phase, phase
             try:
                 return function(*args, **kwargs)
             finally:
-                self.part = before
+                self.phase = before
 
         return run
 
@@ -100,7 +100,11 @@ def bound_of(
 ) -> BoundSteps:
     """Return the step sets of one rank at ZeRO 3, on the meta device and in bf16; messages and passes only count."""
     config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant, **params})
-    routes = [each for each in route_parameters(load_model(model), config) if each.algorithm == "muon"]
+    routes = [
+        candidate
+        for candidate in route_parameters(load_model(model), config)
+        if candidate.algorithm == "muon"
+    ]
     layouts, offset = [], 0
     for route in routes:
         shard = -(-route.numel // ranks)

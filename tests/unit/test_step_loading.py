@@ -53,14 +53,14 @@ def snapshot(optimizer: Muon) -> Any:
     )
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: Any, second: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one, second)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return one.keys() == second.keys() and all(same(value, second[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+        return len(one) == len(second) and all(map(same, one, second))
+    return bool(one == second)
 
 
 def keller(momentum: list[torch.Tensor], **more: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_adamws_group_goes_on(kind: type[torch.optim.Optimizer]) -> None:
             Muon([{"params": vectors(ours), "algorithm": "adamw"}]).load_state_dict(saver.state_dict())
 
 
-def test_what_is_missing_begins_anew() -> None:
+def test_missing_state_begins_anew() -> None:
     """Parameters without state, and settings that the saved group does not have."""
     net = model()
     optimizer = muon_of(net, nesterov=False, betas=(0.7, 0.8))
@@ -262,7 +262,7 @@ REFUSED: list[tuple[Callable[[], Any], type[MuonError], str]] = [
 
 
 @pytest.mark.parametrize(("make", "kind", "said"), REFUSED, ids=[case[2][:40] for case in REFUSED])
-def test_refused_as_a_whole(make: Callable[[], Any], kind: type[MuonError], said: str) -> None:
+def test_refused_entirely(make: Callable[[], Any], kind: type[MuonError], said: str) -> None:
     """With a typed error when it is loaded, and nothing of it is taken."""
     optimizer = both()
     before = snapshot(optimizer)
@@ -293,7 +293,7 @@ def test_errors_name_the_parameter() -> None:
         optimizer.load_state_dict(saved)
 
 
-def test_what_schedulers_write_is_loaded() -> None:
+def test_keys_of_schedulers_are_loaded() -> None:
     """Some of their keys look like misspelt settings."""
     net = model()
     optimizer = Muon(net, lr=0.02)

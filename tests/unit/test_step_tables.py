@@ -92,11 +92,11 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
     expected = torch.full((4, 48), -1.0)
     for index, segment in chunk.owner_buffer.segments:
         for piece in range(segment.shape[1]):
-            start, at = (
+            start, position = (
                 segment.buffer_offset + piece * segment.buffer_strides[1],
                 segment.matrix_offset + piece * 16,
             )
-            expected[index, at : at + 16] = received[start : start + 16]
+            expected[index, position : position + 16] = received[start : start + 16]
     assert torch.equal(matrices.view(4, 48), expected) and (expected >= 0).all()
     # Any other batch finds the same, matrix by matrix.
     for indices in ([1, 3], [3, 0], [2]):
@@ -158,9 +158,9 @@ def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, 
 
 def test_a_large_stack_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     together, once = updated(monkeypatch, 1 << 25)
-    apart, parts = updated(monkeypatch, 2 * 6 * 4)
+    apart, chunked = updated(monkeypatch, 2 * 6 * 4)
     assert once == [(5, 6, 4)]
-    assert parts == [(2, 6, 4), (2, 6, 4), (1, 6, 4)]
+    assert chunked == [(2, 6, 4), (2, 6, 4), (1, 6, 4)]
     # The same products in batches of other sizes, whose sums round differently; five steps in fp32.
     close(apart, together, rtol=0, atol=1e-5)
 

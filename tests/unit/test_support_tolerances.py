@@ -35,7 +35,7 @@ def test_a_wrong_update_is_far_from_every_limit() -> None:
         assert all(allowed[name] < 0.3 for name in MATRICES["toy"])
 
 
-def test_what_fails() -> None:
+def test_failures() -> None:
     within(0.0, 0.0)
     close(torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.inf]), rtol=1e-6, atol=0)
     for error, limit in ((1.1, 1.0), (math.nan, 1.0), (1e-9, 0.0)):

@@ -105,7 +105,7 @@ class _WhenImported:
             return None
         finders = (finder for finder in sys.meta_path if finder is not self)
         spec = next(
-            (candidate for each in finders if (candidate := each.find_spec(name, path, target))), None
+            (candidate for locator in finders if (candidate := locator.find_spec(name, path, target))), None
         )
         if spec is None or spec.loader is None:
             return spec
