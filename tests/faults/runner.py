@@ -487,7 +487,11 @@ def main() -> None:
             continue
         cuts, last = judge.power_cuts(case, RANKS[case.saver])
         left = judge.left(case.target, RANKS[case.saver])
-        without[f"{case.saver}, {case.phase}"] = {"left": left, "power cuts": sorted(cuts), "at the end": last}
+        without[f"{case.saver}, {case.phase}"] = {
+            "left": left,
+            "power cuts": sorted(cuts),
+            "at the end": last,
+        }
     outcomes = [judge.after(case, ranks) for case, ranks in zip(chosen, said, strict=True)]
     (work / "results.json").write_text(json.dumps({"without a fault": without, "cases": outcomes}))
 
