@@ -42,7 +42,7 @@ def test_fused_projections_and_their_heads(ranks: Any, stage: int, world: int, z
 
 
 def test_bf16_optimizer_splits_too(ranks: Any) -> None:
-    """BF16_Optimizer, which DeepSpeed's own per_head_muon passes by. The bound is argued in test_variants."""
+    """BF16_Optimizer, which DeepSpeed's own per_head_muon passes by. The bound is argued in test_equivalence."""
     arguments = {"stage": 1, "precision": "bf16", "extra": training.FP32_SUMS}
     results = ranks(2).run(training.train, kind="fused", params=FUSED_PARAMS, **arguments)
     compare_matrices(results, "fused", 2, 0.0, BF16_MODEL)
