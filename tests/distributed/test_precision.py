@@ -234,7 +234,7 @@ def test_bf16_masters_match_the_rounding_reference(
     # dtypes that happens to a few masters alone.
     within(max(errors.values()), 2e-2 if momentum == "bf16" else 2e-3, "path")
     equal = sum(int((result["params"][name] == end[name].double()).sum()) for name in end)
-    assert equal >= (0.9 if momentum == "bf16" else 0.99) * sum(setting.numel() for setting in end.values())
+    assert equal >= (0.9 if momentum == "bf16" else 0.99) * sum(value.numel() for value in end.values())
 
 
 def test_momentum_dtype_wins_over_bf16_optimizer_states(ranks: Any) -> None:
