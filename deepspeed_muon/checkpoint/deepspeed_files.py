@@ -125,7 +125,8 @@ class SavedTag:
 
     def __str__(self) -> str:
         ranks = counted(range(self.ranks), "data-parallel rank")
-        return f"{self.folder}: saved by {self.kind} at ZeRO stage {self.stage} on {ranks}"
+        precision = f" in {self.record['precision']}" if "precision" in self.record else ""
+        return f"{self.folder}: saved by {self.kind} at ZeRO stage {self.stage} on {ranks}{precision}"
 
     def refuse_universal(self) -> None:
         """Raise a CheckpointError if it is a universal checkpoint, which has another loader."""

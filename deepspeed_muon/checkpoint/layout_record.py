@@ -40,7 +40,7 @@ from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, full
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
-RECORD_VERSION: Literal[3] = 3
+RECORD_VERSION: Literal[4] = 4
 SAVE_KEY = "deepspeed_muon_save"
 """Key of the save's id in a file with a model; in the state of an optimizer the id is in the record."""
 
@@ -141,16 +141,18 @@ class LayoutRecord(BaseModel):
         save: Random id of the save.
         order: See :func:`order_of`.
         row_order: See :func:`row_order_of`.
+        precision: See :func:`precision_of`.
         optimizer: The settings of the optimizer.
         groups: The data-parallel groups of the rank.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[3] = RECORD_VERSION
+    version: Literal[4] = RECORD_VERSION
     save: str
     order: str
     row_order: str
+    precision: str
     optimizer: dict[str, Any]
     groups: tuple[_Group, ...]
 
@@ -289,6 +291,7 @@ def add_record_to_state_dict(engine: Any) -> None:
             "save": host_of(optimizer).save_id,
             "order": order_of(optimizer),
             "row_order": row_order_of(optimizer),
+            "precision": precision_of(optimizer),
         }
         try:
             state_dict[RECORD_KEY] = {**record, **record_of(collect(engine))}
@@ -330,6 +333,11 @@ def row_order_of(optimizer: Muon) -> str:
         for matrix, fragment in zip(runner.plan.matrices, runner.row_fragments, strict=False)
     ]
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest() if rows else ""
+
+
+def precision_of(optimizer: Muon) -> str:
+    """Return the dtype of the weights that the forward pass uses, such as ``bfloat16``."""
+    return str(optimizer.runners[0].step_set.model_dtype).removeprefix("torch.") if optimizer.runners else ""
 
 
 def record_of(state: LiveState) -> Mapping[str, Any]:

@@ -136,6 +136,7 @@ def restore_from_source(
             source = open_source()
             stack.callback(source.close)
             before, state = SettingsSnapshot(engine), collect(engine)
+            state.host.view.require_reloaded()
             # Raised below, together with the parameters that no rank has.
             problems = _compare_parameters(state, source, with_state)
             if not problems:

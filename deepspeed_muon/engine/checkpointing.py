@@ -22,7 +22,14 @@ from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is_ours
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
-from deepspeed_muon.checkpoint.layout_record import RECORD_VERSION, SAVE_KEY, order_of, row_order_of, save_of
+from deepspeed_muon.checkpoint.layout_record import (
+    RECORD_VERSION,
+    SAVE_KEY,
+    order_of,
+    precision_of,
+    row_order_of,
+    save_of,
+)
 from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
@@ -203,6 +210,8 @@ def _check_native(
     save_id: str | None = None
     load = functools.cache(functools.partial(load_pickle, trust=True))  # as DeepSpeed's loader will
     with raise_on_all_ranks(CheckpointError, ranks=ranks) as agreed:
+        if engine.zero_optimization_stage() == 3:  # the other stages load into the tensors where they are
+            view_of(engine.optimizer).require_reloaded()
         folder, tag = Path(load_dir), _tag_to_load(load_dir, given_tag, "latest")
         agreed.record("tag", tag)
         file = None
@@ -314,20 +323,22 @@ def _save_id(
 
 
 def _require_same_kind(engine: DeepSpeedEngine, saved: SavedTag) -> None:
-    """Raise unless our optimizer saved a checkpoint at a stage and on ranks with which DeepSpeed can load it here."""
+    """Raise unless our optimizer saved a checkpoint of the engine's stage, ranks and precision."""
     saved.refuse_universal()
-    stage, ranks = int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size)
-    same_files = stage == saved.stage or {stage, saved.stage} == {1, 2}
-    if saved.kind != OURS or not same_files or (stage and ranks != saved.ranks):
-        raise CheckpointError(
-            f"{saved}. engine.load_checkpoint continues what deepspeed_muon saved at the engine's own stage and number "
-            f"of ranks ({stage} and {ranks}): {saved.remedy()} instead of loading this"
-        )
-    if saved.record.get("version") != RECORD_VERSION:
+    if saved.kind == OURS and saved.record.get("version") != RECORD_VERSION:
         raise CheckpointError(
             f"{saved.folder}: saved by a version of deepspeed_muon that stores its state otherwise (layout record "
             f"{saved.record.get('version')}, this version has {RECORD_VERSION}): with that version "
             f"{saved.remedy()} here"
+        )
+    stage, ranks = int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size)
+    precision = precision_of(optimizer_of(engine))
+    fits = stage == saved.stage or {stage, saved.stage} == {1, 2}
+    fits = fits and (not stage or ranks == saved.ranks) and saved.record.get("precision") == precision
+    if saved.kind != OURS or not fits:
+        raise CheckpointError(
+            f"{saved}. engine.load_checkpoint continues what deepspeed_muon saved at the engine's own stage, number of "
+            f"ranks and precision ({stage}, {ranks} and {precision}): {saved.remedy()} instead of loading this"
         )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import training
+import deepspeed_muon
+from tests.support import snapshots, training
 from tests.support.checkpoints import (
     CODES,
     NORMUON,
@@ -196,3 +197,44 @@ def test_damaged_state_of_one_rank_is_refused_by_all(
     first, second = ranks(2).run(load_damaged, stage=stage, folder=str(tmp_path), missing=missing)
     assert first.startswith("CheckpointError") and second.startswith("CheckpointError"), (first, second)
     assert ("no such file" if missing else "three") in second
+
+
+def load_refused(
+    rank: int, world_size: int, *, stage: int, folder: str, offload: bool, precision: str
+) -> Any:
+    """Return what a load says into an engine of another precision, or one whose states were moved away."""
+    saver = trained_for(rank, world_size, stage)
+    saver.save_checkpoint(folder, tag="saved")
+    deepspeed_muon.consolidate(saver, f"{folder}/set")
+    engine = engine_for(stage, seed=7, precision=precision)
+    before = snapshots.tensors_of(engine)
+    if offload:
+        engine.offload_states()
+        said = training.refusal(lambda: deepspeed_muon.restore(engine, f"{folder}/set"))
+        if stage == 3:
+            said += training.refusal(lambda: engine.load_checkpoint(folder, tag="saved"))
+        engine.reload_states()
+    else:
+        said = training.refusal(lambda: engine.load_checkpoint(folder, tag="saved"))
+    assert not snapshots.changed(before, snapshots.tensors_of(engine))
+    train_step(engine, 0, rank, world_size)
+    return said
+
+
+@pytest.mark.parametrize(("stage", "precision"), each_value(product((0, 1, 2, 3), ("bf16", "fp16"))))
+def test_a_save_of_another_precision_is_refused(
+    ranks: Any, tmp_path: Path, stage: int, precision: str
+) -> None:
+    """It said that files are missing, or raised a KeyError after the weights had been replaced."""
+    arguments = {"stage": stage, "folder": str(tmp_path), "offload": False, "precision": precision}
+    for said in ranks(2).run(load_refused, **arguments):
+        assert said.startswith("CheckpointError") and "in float32" in said and "restore_from" in said
+        assert {"bf16": "bfloat16", "fp16": "float16"}[precision] in said
+
+
+@pytest.mark.parametrize("stage", [full(1), 2, 3])
+def test_a_load_while_states_are_offloaded_is_refused(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """It ended in an IndexError after masters and state had been written."""
+    arguments = {"stage": stage, "folder": str(tmp_path), "offload": True, "precision": "fp32"}
+    for said in ranks(2).run(load_refused, **arguments):
+        assert said.count("call engine.reload_states()") == (2 if stage == 3 else 1)

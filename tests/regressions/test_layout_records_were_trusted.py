@@ -131,7 +131,7 @@ def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, name: s
 
 def test_a_record_of_another_format(saved: Any, tmp_path: Path) -> None:
     folder = changed(saved[2], tmp_path / "in", of_record(version=1))
-    said = r"not of version 3.*with the version of deepspeed_muon that saved it"
+    said = r"not of version 4.*with the version of deepspeed_muon that saved it"
     with pytest.raises(CheckpointError, match=said):
         consolidate_files(folder, tmp_path / "out")
 
@@ -146,7 +146,7 @@ def test_an_engine_names_the_command_for_another_format(ranks: Any, saved: Any, 
     folder = changed(saved[2], tmp_path / "in", of_record(version=2))
     command = f"python -m deepspeed_muon checkpoint consolidate {folder / 't'} "
     for message in ranks(2).run(load_it, folder=str(folder)):
-        assert "layout record 2, this version has 3" in message
+        assert "layout record 2, this version has 4" in message
         assert f"with that version run '{command}" in message
 
 

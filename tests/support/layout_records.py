@@ -33,7 +33,9 @@ def joined_record(folder: Path) -> dict[str, Any]:
 def record_of_rank(record: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return what the file of a rank has of a record of :func:`joined_record`."""
     common = {
-        key: record[key] for key in ("version", "save", "order", "row_order", "optimizer") if key in record
+        key: record[key]
+        for key in ("version", "save", "order", "row_order", "precision", "optimizer")
+        if key in record
     }
     group = {key: record[key] for key in ("name", "world_size", "parameters") if key in record}
     if rank:

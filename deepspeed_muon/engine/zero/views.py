@@ -37,7 +37,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_muon.errors import BindingError, ConfigError
+from deepspeed_muon.errors import BindingError, CheckpointError, ConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Placement, flat_placement, replicated_placement, sharded_placement
@@ -145,6 +145,13 @@ class View:
 
     def refresh_weights(self) -> None:
         """Round the masters into the weights of the forward pass. Must be called by all ranks."""
+
+    def require_reloaded(self) -> None:
+        """Raise a CheckpointError while ``engine.offload_states`` has moved tensors away that a load writes."""
+        if getattr(self.wrapper, "offloaded_states", None):
+            raise CheckpointError(
+                "engine.offload_states() moved the state away: call engine.reload_states() before a load"
+            )
 
     def end_of_load(self) -> None:
         """Undo what the wrapper did before it loads a checkpoint, where it raised. Must be called by all ranks."""
