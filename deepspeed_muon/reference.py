@@ -71,7 +71,7 @@ class ReferenceMuon:
 
     def muon(self, name: str, weight: Tensor, grad: Tensor) -> None:
         """Update one parameter, matrix by matrix."""
-        update = torch.zeros(weight.shape, dtype=torch.float64)
+        update = torch.zeros_like(weight, dtype=torch.float64)
         views = map(self.matrices[name], (self.direction(name, grad), update))
         for number, (u, out) in enumerate(zip(*views, strict=True)):
             out.copy_(self.update_of(u, (name, number)))

@@ -137,7 +137,9 @@ def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[
         return
     rows = resolve_schedule("quintic")  # (a, b, c) of each step
     flat = [value for row in rows for value in row]
-    x = torch.randn(2, 96, 320, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        2, 96, 320, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     expected = torch.stack([newton_schulz(matrix, rows) for matrix in x])
     for method in ("standard", "gram"):
         restarts = sorted(restart_steps(rows, dtype)) if method == "gram" else []
@@ -179,7 +181,12 @@ def products(product: Callable[..., Tensor], device: str, dtype: torch.dtype) ->
     """Compare symmetric products, which must be symmetric to the last bit."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 0
     for shape in product_shapes(processors):
-        a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 16
+        a = (
+            torch.randn(
+                shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+            ).to(device, dtype)
+            / 16
+        )
         c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)  # (batch, m, m)
         result = product(a, a, c, 1.5, -0.5, 2.0)
         error = error_of(result.double(), torch_operators.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
@@ -190,15 +197,19 @@ def products(product: Callable[..., Tensor], device: str, dtype: torch.dtype) ->
 
 def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     # More tiles of 32 x 32 than a GPU runs at once, and incomplete ones at the edges.
-    x = torch.randn(3, 1300, 520, generator=torch.Generator().manual_seed(0)).to(device)
-    norms = torch.tensor([0.5, 3.0, 700.0], device=device).view(3, 1, 1)
+    x = torch.randn(
+        3, 1300, 520, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+    ).to(device)
+    norms = torch.tensor([0.5, 3.0, 700.0], dtype=torch.float32, device=device).view(3, 1, 1)
     for matrices in (x, *map(x.to, _HALF)):
         quotients = operators.divide_transposed(matrices, norms, dtype)  # (batch, cols, rows)
         yield f" of {matrices.dtype}", _relative(quotients, (matrices.mT / norms).to(dtype)), 0.0
 
 
 def _frobenius_norms(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    x = torch.randn(3, 200, 500, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    x = torch.randn(
+        3, 200, 500, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+    ).to(device, dtype)
     yield "", _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double())), 1e-6
 
 
@@ -213,19 +224,23 @@ def _fragments() -> Tensor:
         (1, 8, 9, 10_000, 1),
         *((i % 2, 25_000 + 50 * i, 25_001 + 50 * i, 50, i // 2 % 2) for i in range(200)),
     ]  # tensor, offset, offset in the tensor of the other list, elements, matrix
-    return torch.tensor([(i, begin, 1 - i, end, numel, matrix) for i, begin, end, numel, matrix in fragments])
+    rows = [(i, begin, 1 - i, end, numel, matrix) for i, begin, end, numel, matrix in fragments]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def _flat(device: str, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
     """Return flat random tensors of :data:`_NUMEL` elements, the same in each call up to rounding."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(_NUMEL, generator=generator).to(device, dtype) for dtype in dtypes]
+    return [
+        torch.randn(_NUMEL, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+        for dtype in dtypes
+    ]
 
 
 # Products with powers of two are exact, so that a fused multiply-add rounds as a product and a sum do, and all results
 # are equal to the last bit. One matrix without Nesterov.
-_MOMENTUM_RATES = torch.tensor([(0.75, 1.0), (0.25, 0.0)], dtype=torch.float64)
-_APPLY_RATES = torch.tensor([(0.25, 0.5), (0.125, 1.0)], dtype=torch.float64)
+_MOMENTUM_RATES = torch.tensor([(0.75, 1.0), (0.25, 0.0)], dtype=torch.float64, device="cpu")
+_APPLY_RATES = torch.tensor([(0.25, 0.5), (0.125, 1.0)], dtype=torch.float64, device="cpu")
 
 
 def _momentum_pack(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
@@ -271,7 +286,7 @@ def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iter
         results = []
         for run in (operators.momentum_pack_int8_, torch_operators.momentum_pack_int8_):
             codes = _flat(device, (torch.int8, torch.int8))
-            scales = [torch.zeros(int(counts.sum()), device=device) for _ in codes]
+            scales = [torch.zeros(int(counts.sum()), dtype=torch.float32, device=device) for _ in codes]
             outs = _flat(device, (dtype, dtype))
             # The second step decodes what the first one has encoded.
             for _ in range(2):
@@ -301,7 +316,10 @@ def _graphs(device: torch.device) -> Checks:
     """Compare replayed CUDA graphs with direct calls, bit for bit."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 256, 640, generator=generator).to(device) for _ in range(3)]
+    inputs = [
+        torch.randn(2, 256, 640, generator=generator, dtype=torch.float32, device="cpu").to(device)
+        for _ in range(3)
+    ]
     runs = {"torch": torch_iteration("gram")}
     operators = builder.try_load()
     if builder.has_kernel(operators, "cuda", "sym_gemm") and not failure("symmetric product", device):
@@ -331,7 +349,7 @@ def _relative(result: Tensor, expected: Tensor) -> float:
 
 def _largest(errors: list[float]) -> float:
     """Return the largest error; NaN if one is NaN, which ``max`` would drop."""
-    return float(torch.tensor(errors, dtype=torch.float64).max())
+    return float(torch.tensor(errors, dtype=torch.float64, device="cpu").max())
 
 
 def _check(op: str, device: str, error: float, bound: float) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
     """
     fragments = [tensors[row[0]].narrow(0, row[1], row[4]) for row in table.tolist()]
     if not fragments:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     # A GPU has a multi-tensor kernel for the norm; on a CPU it takes twenty times as long as minimum and maximum.
     if fragments[0].device.type == "cpu":
         extremes = torch.stack(

@@ -495,7 +495,7 @@ def _write_shards(
             errors.append(CheckpointError(f"{path}: {error}; {UNTOUCHED}"))
 
     # Two buffers (piece_numel,) fp32: one is exchanged while the thread writes the other.
-    contents = [torch.empty(plan.piece_numel, dtype=torch.float32) for _ in range(2)]
+    contents = [torch.empty(plan.piece_numel, dtype=torch.float32, device="cpu") for _ in range(2)]
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save") as thread:
             # Each piece is appended while the next one is exchanged.

@@ -328,7 +328,7 @@ class _RestorePlan:
             # One tensor for all matrices of the partition: (rows that this rank stores,).
             parameters = (p for p in self.state.parameters.values() if p.partition == partition.index)
             numel = sum(rows.numel for p in parameters for rows in p.local_fragments(key))
-            new_tensors[key] = torch.empty(numel, device=partition.tensor.device)
+            new_tensors[key] = torch.empty(numel, dtype=torch.float32, device=partition.tensor.device)
         elif key not in new_tensors:
             new_tensors[key] = policy.make(key, partition.tensor).to(dtype)
         return new_tensors[key].view(-1)

@@ -201,7 +201,7 @@ class ConsolidatedSource(StateSource):
         name = self.parameters[parameter].tensors[key]
         with refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, offsets = self._open(name)
-            values = torch.empty(numel, dtype=torch.float32)
+            values = torch.empty(numel, dtype=torch.float32, device="cpu")
             file.seek(offsets[tensor_name(key, parameter)] + start * ITEM_BYTES)
             # Not memory-mapped: pages of a mapping count towards the memory of the process.
             if file.readinto(memoryview(values.numpy().data).cast("B")) < numel * ITEM_BYTES:  # type: ignore[attr-defined]

@@ -143,7 +143,8 @@ def adam_step_(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
     device = params[0].device
     # The kernel increments the counter before it uses it, and wants one tensor for each parameter: views of a vector,
     # which takes a single launch to fill.
-    steps = list(torch.full((len(params),), float(settings.step - 1), device=device).unbind())
+    counts = torch.full((len(params),), float(settings.step - 1), dtype=torch.float32, device=device)
+    steps = list(counts.unbind())
     # The functional forms: torch.optim.AdamW would keep a state of its own.
     function = adamw if settings.decoupled else adam
     function(

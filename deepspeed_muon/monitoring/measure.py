@@ -80,8 +80,8 @@ def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     batch, short, _ = x.shape  # (batch, short, long)
     steps = min(_LANCZOS_STEPS, short)
     generator = torch.Generator(device=x.device).manual_seed(seed)
-    signs = torch.randint(2, (batch, _PROBES, short), generator=generator, device=x.device)
-    v = (2.0 * signs - 1.0) / math.sqrt(short)  # (batch, probes, short) fp32, unit vectors
+    signs = torch.randint(2, (batch, _PROBES, short), generator=generator, dtype=torch.int64, device=x.device)
+    v = (2.0 * signs.float() - 1.0) / math.sqrt(short)  # (batch, probes, short) fp32, unit vectors
     basis, diagonal, off_diagonal = [v], [], []
     for _ in range(steps):
         w = _gram_times(x, v)
@@ -119,7 +119,7 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]
     packed = torch.cat((diagonal, off_diagonal), dim=-1).double().cpu()
     steps = diagonal.shape[-1]
     if not bool(torch.isfinite(packed).all()):
-        nan = torch.full((*packed.shape[:-1], steps), math.nan, dtype=torch.float64)
+        nan = torch.full((*packed.shape[:-1], steps), math.nan, dtype=torch.float64, device="cpu")
         return nan, nan
     tridiagonal = torch.diag_embed(packed[..., :steps])
     if steps > 1:
@@ -190,7 +190,7 @@ def combine(block_sums: Sequence[MeasuredBlocks]) -> dict[str, float]:
 def _products(u: Tensor, x: Tensor) -> Tensor:
     """Return ``<u, u>, <x, x>, <u, x>`` of every matrix, ``(3, batch)`` fp32, in blocks of columns."""
     width = max(1, _CONVERT_NUMEL // (x.shape[0] * x.shape[1]))
-    total = torch.zeros(3, x.shape[0], device=x.device)
+    total = torch.zeros(3, x.shape[0], dtype=torch.float32, device=x.device)
     for left, right in zip(u.split(width, dim=-1), x.split(width, dim=-1), strict=True):
         a, b = left.float(), right.float()
         total += torch.stack([torch.einsum("bij,bij->b", p, q) for p, q in ((a, a), (b, b), (a, b))])

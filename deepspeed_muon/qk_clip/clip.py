@@ -185,7 +185,9 @@ class QkClip:
         for recorder in self._recorders:
             for recorded in (recorder.largest, recorder.bounds):
                 if recorded is None:
-                    recorded = torch.full((recorder.heads,), -math.inf, device=self._device)
+                    recorded = torch.full(
+                        (recorder.heads,), -math.inf, dtype=torch.float32, device=self._device
+                    )
                 local.append(recorded.to(self._device))
         # A maximum with NaN would differ between ranks.
         flat = torch.cat(local).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)

@@ -205,7 +205,7 @@ class ResultCheck:
         # 2. which are wrong, (blocks,) bool
         # The result for zeros (a head without a gradient) is zero, as may be that for smaller inputs than the iteration
         # normalises: raising its norm to the lower bound leaves only the upper one.
-        norms = norms.maximum((inputs < SMALLEST_NORM) * lowest)
+        norms = norms.maximum((inputs < SMALLEST_NORM).to(norms.dtype) * lowest)
         wrong = norms.clamp(lowest, highest) != norms  # true for NaN, too
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.row_state is not None and self.recorder.sampling:
@@ -281,7 +281,7 @@ class ResultCheck:
             self.recorder.redone += 1
         else:
             self.recorder.failed += 1
-            self.left_out.append(([self._origin[index]], torch.ones(1, dtype=torch.bool)))
+            self.left_out.append(([self._origin[index]], torch.ones(1, dtype=torch.bool, device="cpu")))
         self._warn(index, self._matrices[index], why, failure)
 
     def _warn(self, index: PlanIndex, matrix: MatrixLayout, why: str, failure: str | None) -> None:

@@ -64,11 +64,11 @@ class GradientStatus:
         step_set = runner.step_set
         self._check, self._step_set, self._device = runner.check, step_set, runner.context.device
         self._local_fragments = step_set.local_fragments()
-        self._status_limits = torch.tensor(_STATUS_LIMITS, device=self._device)
+        self._status_limits = torch.tensor(_STATUS_LIMITS, dtype=torch.float32, device=self._device)
         # The table of the fragments for gradients of these lengths: the same in almost every step.
         self._lengths: list[list[int]] | None = None
-        self._table = torch.empty(0, COLUMNS, dtype=torch.int64)
-        self._parameter_of_row = torch.empty(0, dtype=torch.int64)
+        self._table = torch.empty(0, COLUMNS, dtype=torch.int64, device="cpu")
+        self._parameter_of_row = torch.empty(0, dtype=torch.int64, device="cpu")
         self.names = [layout.name for layout in step_set.layouts]
         self.flags: Tensor | None = None
         self.wider_group, self.stage_group = step_set.wider_group, step_set.stage_group
@@ -173,7 +173,10 @@ class GradientStatus:
                     rows.append((*(first_tensor + tensor, offset) * 2, end - start, number))
                     start = end
             first_tensor += len(numels)
-        self._lengths, self._table = lengths, torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        self._lengths, self._table = (
+            lengths,
+            torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS),
+        )
         self._parameter_of_row = torch.tensor(
             [row[-1] for row in rows], dtype=torch.int64, device=self._device
         )

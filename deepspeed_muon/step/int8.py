@@ -81,7 +81,7 @@ class Int8Blocks:
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes, int8 like ``values``, and scales ``(count,)`` of a partition's flat fp32 momentum."""
         codes = torch.zeros_like(values, dtype=torch.int8)  # padding keeps 0
-        scales = torch.zeros(self.count, device=values.device)
+        scales = torch.zeros(self.count, dtype=torch.float32, device=values.device)
         for fragment, scale in zip(self._fragments, self._first_scales, strict=True):
             offset, numel = fragment.partition_offset, fragment.numel
             new_codes, new_scales = quantize(values.narrow(0, offset, numel), fragment.matrix_offset % BLOCK)
@@ -97,7 +97,7 @@ def scales_of(entry: dict[str, Any], partition: Partition, count: int) -> Tensor
         BindingError: If the state was saved with another layout.
     """
     if SCALE_KEY not in entry:
-        entry[SCALE_KEY] = torch.zeros(count, device=partition.tensor.device)
+        entry[SCALE_KEY] = torch.zeros(count, dtype=torch.float32, device=partition.tensor.device)
     scales: Tensor = entry[SCALE_KEY]
     check_numel(scales, count, "scales of the momentum", partition)
     return scales

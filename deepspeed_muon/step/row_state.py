@@ -234,4 +234,4 @@ def _stacked_view(views: Sequence[Tensor]) -> Tensor | None:
 @functools.lru_cache(maxsize=256)
 def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return numbers as fp32 ``(values, 1)``; the same ones every step, so that the host need not wait for a copy."""
-    return torch.tensor(values, dtype=torch.float64).to(device, torch.float32).unsqueeze(1)
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(device, torch.float32).unsqueeze(1)

@@ -121,7 +121,7 @@ class StepRunner:
                 blocks = [
                     self.int8_blocks[self._muon[position].index].row(start) for position, start in fragments
                 ]
-                table.int8_blocks = torch.tensor(blocks, dtype=torch.int64).view(-1, 2)
+                table.int8_blocks = torch.tensor(blocks, dtype=torch.int64, device="cpu").view(-1, 2)
 
     @functools.cached_property
     def int8_blocks(self) -> dict[PartitionIndex, Int8Blocks]:
@@ -224,7 +224,8 @@ class StepRunner:
         matrix_flags = flags[: len(self.step_set.matrices)]
         mask = None
         if not all(matrix_flags):
-            mask = torch.tensor([bool(flags[origin]) for origin in self.assignment.origin])  # (matrices,)
+            active = [bool(flags[origin]) for origin in self.assignment.origin]
+            mask = torch.tensor(active, dtype=torch.bool, device="cpu")  # (matrices,)
         # The number of this step, from 1, for the momentum's warm-up; state_of increments the counter below.
         steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
         rates = self._rates.of({index: groups[index] for index in indices}, steps)

@@ -93,7 +93,7 @@ def row_state_of(partition: Partition, state: State, variant: Variant, numel: in
                 entry["step"] - 1,
                 variant.name,
             )
-        entry[row_state.key] = torch.zeros(numel, device=partition.tensor.device)
+        entry[row_state.key] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
     rows: Tensor = entry[row_state.key]
     check_numel(rows, numel, row_state.label, partition)
     return rows

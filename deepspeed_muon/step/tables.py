@@ -115,7 +115,7 @@ class ChunkTable:
         if chunk.gathers:
             self.pack_table = torch.cat((self.pack_table, sent_table))
         self.apply_table = torch.cat((self._table(owned, UNSENT, offsets[: len(owned)]), sent_table))
-        self.int8_blocks = torch.empty((0, 2), dtype=torch.int64)
+        self.int8_blocks = torch.empty((0, 2), dtype=torch.int64, device="cpu")
 
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
         self._segments_of = functools.lru_cache(maxsize=len(batches) + 64)(self._make_segments)
@@ -173,7 +173,7 @@ class ChunkTable:
             fragment, partition = self._fragments[index], self._matrices[index].partition
             position = self._list_position[partition]
             rows.append((position, fragment.partition_offset, target, offset, fragment.numel, index))
-        return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS)
 
 
 def _join_matrices(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:
@@ -226,7 +226,7 @@ class RateTable:
         self._keys = [setting.name for setting in variant.settings]
         self._list_position = list_position
         self._positions = torch.tensor(
-            [list_position[matrix.partition] for matrix in matrices], dtype=torch.int64
+            [list_position[matrix.partition] for matrix in matrices], dtype=torch.int64, device="cpu"
         )  # (matrices,)
         # A schedule changes the learning rates in every step, but not the scale rules.
         self._scales = functools.lru_cache(maxsize=4)(self._scales_by)
@@ -282,11 +282,12 @@ class RateTable:
         # Columns: learning rate, decay, momentum, Nesterov, and then the variant's settings.
         settings = [values[4:] for values in numbers]
         columns = 4 + len(self._keys)
-        rows = torch.tensor(numbers, dtype=torch.float64).view(-1, columns)[
+        rows = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, columns)[
             self._positions
         ]  # (matrices, columns)
         rows[:, 0] *= first
-        cautious = torch.tensor([mode == "cautious" for _, _, mode, *_ in read])  # (partitions,)
+        modes = [mode == "cautious" for _, _, mode, *_ in read]
+        cautious = torch.tensor(modes, dtype=torch.bool, device="cpu")  # (partitions,)
         return Rates(
             rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
@@ -309,7 +310,7 @@ class RateTable:
             shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
             rule, factor = rules[position]
             scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
-        return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64)
+        return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,5 +412,6 @@ def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tu
     ]
     moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
     table = table.clone()
-    table[:, 2], table[:, 3] = torch.arange(len(table)), 0  # fragment i is the i-th tensor, from its start
+    table[:, 2] = torch.arange(len(table), dtype=torch.int64, device="cpu")
+    table[:, 3] = 0  # fragment i is the i-th tensor, from its start
     return table, moved

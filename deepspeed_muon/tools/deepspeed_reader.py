@@ -374,7 +374,9 @@ class DeepSpeedFiles:
         file = parameter.members[member]
         scales: Any = self.state_of(parameter.partition, file).get(SCALE_KEY)
         if scales is None and not flat.narrow(0, offset, numel).any():
-            return torch.zeros(numel)  # nothing in the partition has had a gradient yet
+            return torch.zeros(
+                numel, dtype=torch.float32, device="cpu"
+            )  # nothing in the partition has had a gradient yet
         where = f"{self.files[file]}: {SCALE_KEY} of parameter {parameter.name}"
         check_tensor(scales, where)
         if scales.shape != (blocks.count,):

@@ -276,7 +276,9 @@ def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[st
 def _from_shapes(shapes: Shapes) -> list[NamedParameter]:
     """Return parameters on the meta device with the given names and shapes, in the same order."""
     return [
-        NamedParameter((name,), nn.Parameter(torch.empty(shape, device="meta"), requires_grad=True))
+        NamedParameter(
+            (name,), nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"), requires_grad=True)
+        )
         for name, shape in shapes.items()
     ]
 

@@ -66,7 +66,7 @@ def route_saved(
     members = [
         NamedParameter(
             (name, *aliases.get(name, ())),
-            torch.nn.Parameter(torch.empty(tuple(shape), device="meta")),
+            torch.nn.Parameter(torch.empty(tuple(shape), dtype=torch.float32, device="meta")),
             Layer("convolution") if kinds[name] else Layer("experts") if len(shape) == 3 else None,
         )
         for name, shape in shapes.items()

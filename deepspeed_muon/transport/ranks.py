@@ -101,7 +101,7 @@ class Ranks:
             how: The reduction.
             purpose: Named in the error if a rank does not take part.
         """
-        reduced = torch.tensor(numbers, dtype=torch.float64)
+        reduced = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         for group in self.groups:
             # Where torch puts the objects that it gathers: a GPU where the group reaches no other memory.
             reduced = reduced.to(c10d._get_object_coll_device(group))

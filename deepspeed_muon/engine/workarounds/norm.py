@@ -167,7 +167,7 @@ def _norms(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> Tensor:
     if group is not None:
         return _norms_over(engine, lists, group)
     grads_of = [[grad for _, grad in pairs if grad is not None] for pairs in lists]
-    zero = torch.zeros((), device=engine.device)
+    zero = torch.zeros((), dtype=torch.float32, device=engine.device)
     return torch.stack([torch.nn.utils.get_total_norm(grads) if grads else zero for grads in grads_of])
 
 
@@ -215,7 +215,7 @@ def _norms_of_all_experts(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> T
                 square = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square()
                 squares.setdefault((number, name), []).append(square)
 
-    zero = torch.zeros((), device=engine.device)
+    zero = torch.zeros((), dtype=torch.float32, device=engine.device)
 
     # (lists,): the sum of squares of each list over the experts of one group of ranks, or over all that is no expert
     def sums(name: str | None) -> Tensor:
