@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
+from deepspeed import zero
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
@@ -53,6 +55,21 @@ def load_tag(
         return original(load_dir, tag, *args, **kwargs)
 
 
+class _GatheredScalars(GatheredParameters):  # type: ignore[misc]  # DeepSpeed has no types
+    """Broadcasts scalars as vectors: DeepSpeed views what it broadcasts as bytes."""
+
+    def __exit__(self, *exc: object) -> None:
+        for param in self.params if self.enabled else ():
+            param.data = param.data.reshape(-1) if param.data.dim() == 0 else param.data
+        super().__exit__(*exc)
+
+
+def load_scalars(original: Original, engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
+    """Load the weights, scalars among them, into the gathered parameters of ZeRO 3."""
+    with mock.patch.object(zero, "GatheredParameters", _GatheredScalars):
+        return original(*args, **kwargs)
+
+
 def _is_stage_3(view: View) -> bool:
     return isinstance(view, Zero3View)
 
@@ -85,4 +102,12 @@ TAG_OF_LATEST = Workaround(
     last="0.19.8",
     test="tests/distributed/test_deepspeed_features.py::test_loading_weights[3-True-options4]",
     hooks=(Hook(DeepSpeedEngine, "load_checkpoint", load_tag, _is_stage_3),),
+)
+
+SCALAR_WEIGHTS = Workaround(
+    defect="ZeRO 3 cannot broadcast a scalar that a load without the optimizer's state has filled",
+    first="0.19.2",
+    last="0.19.8",
+    test="tests/distributed/test_deepspeed_features.py::test_loading_weights[3-False-options5]",
+    hooks=(Hook(DeepSpeedEngine, "load_module_state_dict", load_scalars, _is_stage_3),),
 )

@@ -48,9 +48,12 @@ def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
     optimizer._record_norms(measure_by_algorithm(engine))
     if (norm := _exact_norm(engine)) is not None:
         torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
-        optimizer._global_grad_norm = norm
     else:
-        optimizer._global_grad_norm = clip_grad_norm_(_params(engine), max_norm=limit, mpu=engine.mpu)
+        norm = _deepspeeds_norm(engine)
+        torch._foreach_mul_(
+            _gradients(engine), (torch.full_like(norm, limit) / (norm + 1e-6)).clamp_(max=1.0)
+        )
+    optimizer._global_grad_norm = norm
 
 
 def measure_without_clipping(engine: DeepSpeedEngine, view: View) -> None:
@@ -75,9 +78,23 @@ def measure_norms(reference: weakref.ref[Any]) -> dict[str, Tensor]:
     if norm is None and tensor_parallel_group(engine) is None:
         norm = torch.nn.utils.get_total_norm(_gradients(engine))
     elif norm is None:
-        # DeepSpeed's clipping counts shards on every rank and copies once; clipping to infinity changes no gradient.
-        norm = clip_grad_norm_(_params(engine), max_norm=float("inf"), mpu=engine.mpu)
+        norm = _deepspeeds_norm(engine)
     return {"all": norm, **measure_by_algorithm(engine)}
+
+
+def _deepspeeds_norm(engine: DeepSpeedEngine) -> Tensor:
+    """Return the norm by which DeepSpeed clips: it counts shards on every rank and copies once."""
+    # Its coefficient is a vector, by which it cannot multiply a scalar, and has torch's default dtype. Clipping to
+    # infinity changes no gradient.
+    params = [param if param.dim() else _as_vector(param) for param in _params(engine)]
+    norm: Tensor = clip_grad_norm_(params, max_norm=float("inf"), mpu=engine.mpu)
+    return norm
+
+
+def _as_vector(scalar: Tensor) -> Tensor:
+    vector = scalar.detach().view(1)
+    vector.grad = None if scalar.grad is None else scalar.grad.view(1)
+    return vector
 
 
 def _params(engine: DeepSpeedEngine) -> list[Tensor]:
