@@ -24,7 +24,13 @@ from torch.optim.optimizer import StateDict
 from typing_extensions import Never, Unpack
 
 from deepspeed_muon.config.keywords import MuonKeywords
-from deepspeed_muon.config.settings import RATE_KEYS, GroupSettings, MuonConfig, takes_settings
+from deepspeed_muon.config.settings import (
+    RATE_KEYS,
+    GroupSettings,
+    MuonConfig,
+    refuse_unusable,
+    takes_settings,
+)
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, ConfigError, NumericalError, RoutingError
 from deepspeed_muon.logs import warn
@@ -202,6 +208,8 @@ class Muon(torch.optim.Optimizer):
         self._model = model if any(getattr(config, key) is not None for key in STEP_HOOKS) else None
         # Whether the rates of Muon and AdamW were compared, as in the first step whose rates are not 0.
         self._rates_compared = False
+        # See refuse_unusable.
+        self._checked_settings: dict[int, tuple[object, ...]] = {}
         self._orthogonalizer: Orthogonalizer | None = None
         self._bound: BoundSteps | None = None
         # The runner of each step set, with its exchange plan; empty before the optimizer is bound.
@@ -281,7 +289,7 @@ class Muon(torch.optim.Optimizer):
         bound = self._bound_steps
         # 1. What concerns the whole step. The engine calls the checks once for all calls of a step.
         if not self.managed:
-            self._warn_of_equal_rates()
+            self._check_settings()
         # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
         scale: Tensor | None = getattr(self, "grad_scale", None)
         measured = {} if self.measure_norms is None else self.measure_norms()
@@ -354,8 +362,12 @@ class Muon(torch.optim.Optimizer):
                 f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
             )
 
-    def _warn_of_equal_rates(self) -> None:
-        """Warn in the first step if Muon and AdamW train a group of the caller with one rate and were given two."""
+    def _check_settings(self) -> None:
+        """Raise a ConfigError for a setting in the param groups that cannot be used, saved or loaded.
+
+        Warn in the first step if Muon and AdamW train a group of the caller with one rate and were given two.
+        """
+        refuse_unusable(self.param_groups, self.config, self._checked_settings)
         self._rates_compared = self._rates_compared or warn_of_equal_rates(self.param_groups)
 
     # Binding

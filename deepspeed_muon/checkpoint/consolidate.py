@@ -81,6 +81,7 @@ from deepspeed_muon.checkpoint.parameters import (
     slices_by_name,
     transfers,
 )
+from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
@@ -241,7 +242,8 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
 
 
 def _index_fields(state: LiveState) -> dict[str, Any]:
-    """Return the entries of the index that describe the run."""
+    """Return the entries of the index that describe the run; raise for settings that no load would take."""
+    refuse_unusable(state.optimizer.param_groups, state.optimizer.config, {})
     return {
         "source": {
             "writer": "engine",

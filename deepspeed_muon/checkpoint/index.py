@@ -25,10 +25,10 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from torch import Tensor
 from typing_extensions import TypedDict
 
 from deepspeed_muon.checkpoint.files import MAX_BYTES, read_regular, refusing
+from deepspeed_muon.config.values import plain
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.variants import ROW_STATE
 
@@ -370,11 +370,7 @@ def saved_schedule(state: object) -> dict[str, Any] | None:
 
 def json_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the settings of a param group that JSON can hold; a tensor of one element becomes its number."""
-    settings = {
-        str(key): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key != "params"
-    }
+    settings = {str(key): plain(value) for key, value in group.items() if key != "params"}
     return {key: value for key, value in settings.items() if is_json(value)}
 
 

@@ -16,14 +16,14 @@ import difflib
 import inspect
 import math
 import numbers
+import operator
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
-from torch import Tensor
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.keywords import MuonKeywords
@@ -388,8 +388,10 @@ GROUP_SETTINGS = frozenset(MuonConfig().group_defaults("muon"))
 GROUP_KEYS = GROUP_SETTINGS | {"muon_lr", "adam_lr", "muon_weight_decay", "adam_weight_decay"}
 """The settings that a caller may write into a param group."""
 
-_GROUP_RATES = ("initial_lr", "lr_ratio")
-"""Numbers that schedulers and the optimizer store in a param group beside ``lr``."""
+_GROUP_RATES = {"lr": (-1e4, 1e4), "initial_lr": (0.0, math.inf), "lr_ratio": (0.0, math.inf)}
+"""Numbers that schedulers and the optimizer write into a param group, with their bounds. As in AdamW, a schedule may
+take ``lr`` below 0, which ``optimizer.params`` refuses.
+"""
 
 
 def refuse_misspelt_keys(group: Mapping[str, object], where: str, not_misspelt: Collection[str]) -> None:
@@ -417,7 +419,7 @@ def refuse_misspelt_keys(group: Mapping[str, object], where: str, not_misspelt: 
 def checked_group_settings(
     group: Mapping[str, object], where: str, config: MuonConfig | None = None
 ) -> GroupSettings:
-    """Check the settings in a saved param group as ``optimizer.params`` is checked, and return those that it has.
+    """Check the settings in a param group as ``optimizer.params`` is checked, and return those that it has.
 
     Args:
         group: The param group. Keys that are no settings are ignored.
@@ -428,17 +430,14 @@ def checked_group_settings(
         ConfigError: With one line per bad key, naming the key, the value and what is allowed.
     """
     # 1. None, which stands for a default in optimizer.params, and rates that are no settings.
-    values = {key: group[key] for key in sorted(group.keys() & GROUP_SETTINGS)}
-    rates = {key: group[key] for key in _GROUP_RATES if key in group}
+    values = {key: group[key] for key in sorted(group.keys() & GROUP_SETTINGS - _GROUP_RATES.keys())}
+    rates = {key: v.plain(group[key]) for key in _GROUP_RATES if key in group}
     problems = [f"{where}.{key}: must be set (got None)" for key, value in values.items() if value is None]
-    for key, value in rates.items():
-        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, numbers.Real)
-            or not 0 <= float(number) < math.inf
-        ):
-            problems.append(f"{where}.{key}: must be a number of at least 0 (got {shown(value)})")
+    for key, number in rates.items():
+        low, high = _GROUP_RATES[key]
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        if not is_number or not low <= float(number) <= high or math.isinf(number):
+            problems.append(f"{where}.{key}: must be a number of at least {low:g} (got {shown(group[key])})")
     if problems:
         raise ConfigError("\n".join(problems))
     # 2. The settings, each alone and together.
@@ -446,6 +445,33 @@ def checked_group_settings(
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
     checked = settings.with_group_settings({"momentum_warmup": None, **values}, where)
     return {**{key: getattr(checked, key) for key in values}, **rates}
+
+
+def refuse_unusable(
+    groups: Sequence[Mapping[str, Any]], config: MuonConfig, checked: dict[int, tuple[object, ...]]
+) -> None:
+    """Raise a ConfigError for what :func:`checked_group_settings` refuses of the settings that are in the groups now.
+
+    Args:
+        groups: The param groups.
+        config: The settings with which they have to be compatible.
+        checked: By number of the group, the values that the last call took. Mutated. A step takes some microseconds:
+            beside the rate, only values that changed are checked.
+    """
+    low, high = _GROUP_RATES["lr"]
+    for number, group in enumerate(groups):
+        lr, others = v.plain(group["lr"]), _other_settings(group)
+        try:
+            is_known = checked.get(number) == others
+        except (RuntimeError, ValueError):  # a tensor or array of several elements, which the check refuses
+            is_known = False
+        is_number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
+        if not (is_known and is_number and low <= lr <= high):
+            checked_group_settings(group, f"param group {number}", config)
+            checked[number] = tuple(map(v.plain, others))
+
+
+_other_settings = operator.itemgetter(*sorted(GROUP_SETTINGS - {"lr"}))
 
 
 KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS)

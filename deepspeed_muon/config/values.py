@@ -141,10 +141,16 @@ HEALTH_EVERY = 100
 """Default of ``health``: steps between two samples."""
 
 
+def plain(value: Any) -> Any:
+    """Return the number in a tensor or array of one element, and any other value as it is."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.item()
+    return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+
+
 def _number(value: object) -> float:
     """Accept numbers, also of numpy and in one-element tensors; raise with a hint for anything else."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.item()
+    value = plain(value)
     if isinstance(value, str):
         if value == "auto":
             raise ValueError(

@@ -33,6 +33,7 @@ from deepspeed_muon.checkpoint.layout_record import (
 from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
 from deepspeed_muon.checkpoint.sources import StateSource, open_universal
+from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.zero.views import View, view_of
@@ -111,6 +112,7 @@ def save_checkpoint(
     client_state = {**(client_state or {}), SAVE_KEY: save_id}
     host_of(optimizer).save_id = save_id
     with raise_on_all_ranks(CheckpointError, ranks=optimizer.ranks):
+        refuse_unusable(optimizer.param_groups, optimizer.config, {})
         if save_dir:
             # Where it cannot be made DeepSpeed's first rank raises, and the others wait for it.
             make_folder(folder)

@@ -179,6 +179,7 @@ def _admitted(
         optimizer = client_optimizer or _configured(engine, model_parameters)
         if client_optimizer is not None:
             refuse_unsupported(engine, optimizer.config)
+            _refuse_state(engine, optimizer)
             optimizer.routed = route_again(
                 optimizer.routed,
                 optimizer.param_groups,
@@ -218,6 +219,18 @@ def _admitted(
         settings = optimizer.config.ns_settings(_compute_device())
         order_for_partitions(optimizer.param_groups, optimizer.routed.by_id, ranks, settings)
     return optimizer
+
+
+def _refuse_state(engine: DeepSpeedEngine, optimizer: Muon) -> None:
+    """Raise for an optimizer with state of whole parameters, which DeepSpeed's wrapper would not divide."""
+    is_wrapped = engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
+    if is_wrapped and any(optimizer.state.values()):
+        raise ConfigError(
+            "the optimizer that deepspeed.initialize got has state: it has stepped, or loaded a state dict. State "
+            "continues in an engine at zero_optimization.stage 0 in fp32 only: make one, call "
+            "deepspeed_muon.consolidate(engine, folder), and start this engine with a new optimizer and that folder in "
+            "optimizer.params.restore_from"
+        )
 
 
 def _refuse_foreign(engine: DeepSpeedEngine, optimizer: Muon) -> None:

@@ -86,7 +86,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
     host = host_of(optimizer)
     host.require_restored()
     host.step_thread = threading.get_ident()
-    optimizer._warn_of_equal_rates()
+    optimizer._check_settings()
     _warn_of_unfrozen(view_of(engine.optimizer).memory)
     optimizer._record_norms({})
     number, recorder = engine.global_steps + 1, optimizer.recorder

@@ -152,7 +152,7 @@ def _mask_of_arguments(
         arguments: Of the attention function.
     """
     keys = key.shape[2]
-    index = torch.arange(keys, device=query.device)
+    index = torch.arange(keys, dtype=torch.int64, device=query.device)
     window = arguments.get("sliding_window") or keys
     # Of each position the number of its packed sequence, -1 for padding: (batch or 1, positions).
     sequence = torch.zeros_like(index).unsqueeze(0)

@@ -215,6 +215,8 @@ def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.S
             refusal = f"{key!r} is {value.dtype} {'without' if is_int8 else 'with'} {SCALE_KEY!r}"
         elif shape is not None and key in STATE_TENSORS and value.shape != shape:
             refusal = f"{key!r} has the shape {list(value.shape)}, and the parameter {list(shape)}"
+        elif not torch.isfinite(value).all():
+            refusal = f"{key!r} holds an infinity or NaN, with which it would never train again"
     if refusal:
         raise CheckpointError(
             f"{label}: {refusal}; remove its entry from 'state', and it starts without state"

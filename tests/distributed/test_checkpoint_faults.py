@@ -108,7 +108,7 @@ def transpose_in_index(folder: Path) -> tuple[str, ...]:
 
 
 def change_setting(folder: Path) -> tuple[str, ...]:
-    edit(folder / INDEX, lambda content: content["groups"][0].update(lr=-1))
+    edit(folder / INDEX, lambda content: content["groups"][0].update(lr=1e9))
     return "param group 0.lr", "hyperparameters=False"
 
 

@@ -382,3 +382,51 @@ def test_distributed_tensors_are_refused(ranks: Any) -> None:
     for message in ranks(2).run(distributed_tensors):
         assert message.startswith("RoutingError")
         assert "0.weight of shape [16, 8] is a DTensor" in message and "leave out fully_shard" in message
+
+
+def with_scalar(rank: int, world_size: int, *, stage: int, folder: str) -> Any:
+    """Train a model with a scalar, clipped; save, and load the weights alone."""
+    model = build("toy")
+    model.gain = torch.nn.Parameter(torch.tensor(1.0))
+    model.register_forward_hook(lambda module, _, loss: loss * module.gain)
+    config = training.ds_config(stage, clipping=0.01)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    training.run_step(engine, 0, rank, world_size, 1)
+    engine.save_checkpoint(folder, tag="t")
+    saved = training.full_masters(engine)
+    training.run_step(engine, 1, rank, world_size, 1)
+    trained = training.full_masters(engine)
+    engine.load_checkpoint(folder, tag="t", load_optimizer_states=False)
+    return saved, trained, training.full_masters(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3, full(1), full(2)])
+def test_a_scalar_is_clipped_and_loaded(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """The first step raised at stage 0, and a load of weights alone at stage 3."""
+    saved, trained, loaded = ranks(2).run(with_scalar, stage=stage, folder=str(tmp_path))[0]
+    assert saved["gain"] not in (1.0, trained["gain"])
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def with_state(rank: int, world_size: int, *, stage: int) -> str:
+    """Give an engine an optimizer that has stepped, and return what it says."""
+    model = build("toy")
+    optimizer = deepspeed_muon.Muon(model)
+    model(*batch(0, rank)).backward()
+    optimizer.step()
+    config = training.ds_config(stage)
+    del config["optimizer"]
+
+    def start() -> None:
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        training.run_step(engine, 1, rank, world_size, 1)
+        assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+    return training.refusal(start)
+
+
+@pytest.mark.parametrize("stage", [0, 1, full(2), 3])
+def test_an_optimizer_with_state_continues_or_is_refused(ranks: Any, stage: int) -> None:
+    """From ZeRO 1 on its state was dropped, and every later save raised a KeyError."""
+    for said in ranks(2).run(with_state, stage=stage):
+        assert ("restore_from" in said) == (stage > 0), said

@@ -60,3 +60,21 @@ def test_the_package_imports_no_tool() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
     modules = [name for name in done.stdout.split() if name.startswith("deepspeed_muon")]
     assert done.returncode == 0 and not modules, done.stdout + done.stderr
+
+
+# Functions of torch that make a tensor of torch's default dtype, on its default device, unless they are told.
+MAKES_TENSORS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
+
+
+def test_every_new_tensor_has_its_dtype_and_device() -> None:
+    """Programs change both defaults, and AdamW's count of steps was a bf16 number then."""
+    calls = [
+        (f"{path.relative_to(PACKAGE)}:{node.lineno}", {keyword.arg for keyword in node.keywords})
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in MAKES_TENSORS
+    ]
+    assert len(calls) > 30 and [where for where, given in calls if not {"dtype", "device"} <= given] == []

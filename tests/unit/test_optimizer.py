@@ -8,8 +8,10 @@ import functools
 import logging
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -479,3 +481,65 @@ def test_checkpoints_of_an_engine_need_one(setting: dict[str, Any]) -> None:
     layer(torch.ones(2, 4)).sum().backward()
     with pytest.raises(deepspeed_muon.ConfigError, match="only with DeepSpeed"):
         Muon(layer, **setting).step()
+
+
+@pytest.mark.parametrize("momentum_dtype", [None, "int8"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64, "meta"], ids=str)
+def test_torchs_defaults_change_nothing(default: torch.dtype | str, momentum_dtype: str | None) -> None:
+    """AdamW's count of steps was a number of the default dtype: in bf16 it is wrong from step 257 on."""
+    results = []
+    for changes in (False, True):
+        model = build("toy")
+        optimizer = Muon(model, momentum_dtype=momentum_dtype, health=1, **SETTINGS)  # type: ignore[arg-type]
+        backward(model, 0, 1)
+        try:
+            if changes and isinstance(default, str):
+                torch.set_default_device(default)
+            elif changes:
+                torch.set_default_dtype(default)
+            for step in range(3):
+                optimizer.step()
+                for state in optimizer.state.values():
+                    state["step"] += 300 * (step == 0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("lr", value) for value in (math.nan, math.inf, "0.1", Decimal("0.1"), True, None, torch.ones(2))),
+        ("weight_decay", math.nan),
+        ("weight_decay", torch.ones(2)),
+        ("momentum", 1.5),
+    ],
+    ids=str,
+)
+def test_a_setting_that_no_load_takes_is_refused_in_the_step(key: str, value: Any) -> None:
+    model = build("toy")
+    optimizer = Muon(model, **SETTINGS)  # type: ignore[arg-type]
+    for step in range(2):
+        backward(model, step, 1)
+        before = copy.deepcopy(model.state_dict())
+        if step == 0:
+            optimizer.step()
+        else:
+            optimizer.param_groups[0][key] = value
+            with pytest.raises(deepspeed_muon.ConfigError, match=rf"param group 0\.{key}"):
+                optimizer.step()
+            assert all(torch.equal(before[name], param) for name, param in model.state_dict().items())
+
+
+@pytest.mark.parametrize("rate", [-1e-9, np.array(0.01), torch.tensor(0.01), np.float32(0.01), 1], ids=str)
+def test_a_rate_that_is_used_can_be_loaded(rate: Any) -> None:
+    """A linear schedule ends below 0 one step past its end; as AdamW does, the step takes it, and so does a load."""
+    optimizer = Muon(build("toy"), **SETTINGS)  # type: ignore[arg-type]
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    again = Muon(build("toy"), **SETTINGS)  # type: ignore[arg-type]
+    again.load_state_dict(optimizer.state_dict())
+    assert [float(group["lr"]) for group in again.param_groups] == [float(rate)] * len(again.param_groups)
