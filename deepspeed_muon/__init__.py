@@ -8,8 +8,8 @@ import os
 import sys
 
 # A command parses its arguments before the imports below, which take seconds. "-m" is sys.argv[0] during this import.
-if sys.argv[:1] in (["-m"], program := sys.orig_argv[-len(sys.argv) :][:1]) and (
-    os.path.basename("".join(program)) in ("deepspeed_muon", "deepspeed-muon")
+if sys.argv[:1] in (["-m"], _program := sys.orig_argv[-len(sys.argv) :][:1]) and (
+    os.path.basename("".join(_program)) in ("deepspeed_muon", "deepspeed-muon")
 ):
     from deepspeed_muon.tools import command_line
 

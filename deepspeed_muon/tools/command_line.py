@@ -21,7 +21,6 @@ MODEL_FORMS = (
 
 SIZES = {
     "width": "hidden size",
-    "depth": "layers",
     "tokens": "tokens of the whole run",
     "batch": "tokens in a step",
 }

@@ -192,7 +192,7 @@ def report(
         settings: Stage, parallel sizes and hardware.
         owners: Whether to list the owner of every matrix.
     """
-    exchange, iteration = predict.exchange_of(routes, settings), settings.iteration
+    exchange = predict.exchange_of(routes, settings)
     names = [route.name for route in routes if route.algorithm == "muon"]
     counts = np.bincount(np.asarray(exchange.owners, dtype=np.int64), minlength=settings.world_size)
     step = forecast(routes, settings, exchange)
@@ -203,11 +203,6 @@ def report(
         "algorithms": totals_of(routes),
         "settings": {
             **{key: getattr(settings, key) for key in (*_OPTIONS, "gpu", "wire_bytes")},
-            "ns_steps": len(iteration.coefficients),
-            "ns_method": iteration.method,
-            "ns_dtype": str(iteration.dtype).removeprefix("torch."),
-            "model_bytes": settings.model_dtype.itemsize,
-            "exchange_chunk_numel": settings.config.exchange_chunk_numel,
             "overlap": exchange.overlap,
             "assumed_efficiency": settings.efficiency,
             "assumed_link_efficiency": LINK_EFFICIENCY,
@@ -239,13 +234,7 @@ def render(data: Mapping[str, Any]) -> str:
         f"{data['model']}: {_elements(data['elements'])} parameters; ZeRO {chosen['stage']} on "
         f"{chosen['world_size']} x {gpu['name'].upper()}, tensor parallel {chosen['tensor_parallel']}, "
         f"expert parallel {chosen['expert_parallel']}, {chosen['gpus_per_node']} GPUs a node",
-        "\nroutes",
     ]
-    for row in data["routes"]:
-        shape = "x".join(map(str, row["shape"])) or "scalar"
-        lines.append(
-            f"  {row['algorithm']:<6} {row['tensors']:>6} x {shape:<16} {row['name']}: {row['reason']}"
-        )
     lines.append(f"\nowners\n  {owners['matrices']} matrices, {owners['moving']} of them on several ranks")
     for label, spread, unit in (
         ("matrices per rank", owners["matrices_per_rank"], 1),
