@@ -143,10 +143,9 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
     if name != "muon":
         proposal.put("adjust_lr_fn", "match_rms_adamw", "updates of AdamW's usual size, 0.2 times the rate")
         defaults: list[tuple[str, Any, str]] = [("betas", [0.9, 0.999], ""), ("eps", 1e-8, "")]
+        # DeepSpeed's AdamW has no decay by default, torch's has.
         if given.get("torch_adam") and (name == "adamw" or given.get("adam_w_mode", True)):
-            defaults.append(
-                ("weight_decay", 0.01, "torch's ")
-            )  # of torch.optim.AdamW; DeepSpeed's default is 0
+            defaults.append(("weight_decay", 0.01, "torch's "))
         for key, default, whose in defaults:
             if key not in proposal.params:
                 proposal.put(key, default, f"{whose}AdamW's default, which is another one here")
@@ -172,8 +171,7 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
     rule = config.adjust_lr_fn
     exponents, name = powers(rule), measured_name(config.variant, rule)
     ratios = {size: after[size] / before[size] for size in exponents if size in before and size in after}
-    changed = [size for size, ratio in ratios.items() if ratio != 1.0]
-    if not changed or rate_key is None:
+    if set(ratios.values()) <= {1.0} or rate_key is None:
         return
     if rule not in WIDTH_EXPONENT:
         proposal.notes.append(f"the rate is not carried: how it follows a size under {rule} was not measured")
