@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -257,118 +258,85 @@ def test_sizes_that_cannot_be_read(
 
 # ---- the table of other frameworks: the formula of each, written out from its source, takes the same steps ----
 
-LR, DECAY = 0.03, 0.2
+LR, DECAY, MU = 0.03, 0.2, 0.95
 Theirs = Mapping[str, Any]
 Orthogonalize = Callable[[Tensor], Tensor]
 
 
-def mean_of_gradients(grads: list[Tensor], beta: float) -> Tensor:
-    """``buf.lerp_(grad, 1 - beta)``."""
-    buf = torch.zeros_like(grads[0])
-    for grad in grads:
-        buf = buf + (1 - beta) * (grad - buf)
-    return buf
-
-
-def sum_of_gradients(grads: list[Tensor], mu: float) -> Tensor:
-    """``buf.mul_(mu).add_(grad)``."""
-    buf = torch.zeros_like(grads[0])
-    for grad in grads:
-        buf = mu * buf + grad
-    return buf
-
-
-def decoupled(weight: Tensor, update: Tensor, scale: float) -> Tensor:
-    """``p.mul_(1 - lr * weight_decay); p.add_(update, alpha=-lr * scale)``."""
-    return weight * (1 - LR * DECAY) - LR * scale * update
-
-
-# Each function returns the weight after a step, from the weight before it and the gradients of all steps so far.
-
-
-def megatron(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
-    rows, cols = weight.shape
-    scale = {
+def megatron(rows: int, cols: int, theirs: Theirs) -> float:
+    scales = {
         "spectral": max(rows, cols) ** 0.5,
         "unit_rms_norm": (rows / cols) ** 0.5,
         "shape_scaling": max(1, rows / cols) ** 0.5,
-    }[theirs["muon_scale_mode"]]
-    update = orthogonalize(mean_of_gradients(grads, 0.95))
-    return decoupled(weight, update, theirs.get("muon_extra_scale_factor", 1.0) * scale)
+    }
+    return float(theirs.get("muon_extra_scale_factor", 1.0) * scales[theirs["muon_scale_mode"]])
 
 
-def verl(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
+def verl(rows: int, cols: int, theirs: Theirs) -> float:
     assert theirs["muon_match_adamw_update_rms"]
     beta1 = theirs["betas"][0]
-    factor = math.sqrt((1.0 - beta1) / (1.0 + beta1))
-    return megatron(weight, grads, {**theirs, "muon_extra_scale_factor": factor}, orthogonalize)
+    return math.sqrt((1.0 - beta1) / (1.0 + beta1)) * megatron(rows, cols, theirs)
 
 
-def pytorch(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
-    rows, cols = weight.shape
-    matched = theirs["adjust_lr_fn"] == "match_rms_adamw"
-    scale = 0.2 * math.sqrt(max(rows, cols)) if matched else math.sqrt(max(1, rows / cols))
-    buf = mean_of_gradients(grads, 0.95)
-    return decoupled(weight, orthogonalize(grads[-1] + 0.95 * (buf - grads[-1])), scale)
+def matched(rows: int, cols: int, _: Theirs) -> float:
+    return 0.2 * math.sqrt(max(rows, cols))
 
 
-def keller(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
-    assert not theirs
-    rows, cols = weight.shape
-    buf = mean_of_gradients(grads, 0.95)
-    update = orthogonalize(grads[-1] + 0.95 * (buf - grads[-1]))
-    return decoupled(weight, update, max(1, rows / cols) ** 0.5)
+def keller(rows: int, cols: int, _: Theirs) -> float:
+    return float(max(1, rows / cols) ** 0.5)
 
 
-def dion(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
-    rows, cols = weight.shape
-    scale = {"rms_norm": 0.2 * math.sqrt(max(rows, cols)), "spectral_norm": math.sqrt(rows / cols)}
-    return decoupled(weight, orthogonalize(sum_of_gradients(grads, 0.95)), scale[theirs["adjust_lr"]])
+def pytorch(rows: int, cols: int, theirs: Theirs) -> float:
+    return (matched if theirs["adjust_lr_fn"] == "match_rms_adamw" else keller)(rows, cols, theirs)
 
 
-def xtuner(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
-    """Its ``MuonConfig`` asks for Nesterov momentum."""
-    rows, cols = weight.shape
-    scale = {"rms_norm": 0.2 * math.sqrt(max(rows, cols)), "spectral_norm": math.sqrt(rows / cols)}
-    update = orthogonalize(grads[-1] + 0.95 * sum_of_gradients(grads, 0.95))
-    return decoupled(weight, update, scale[theirs["adjust_lr"]])
+def dion(rows: int, cols: int, theirs: Theirs) -> float:
+    return {"rms_norm": matched(rows, cols, theirs), "spectral_norm": math.sqrt(rows / cols)}[
+        theirs["adjust_lr"]
+    ]
 
 
-def moonlight(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
-    assert not theirs
-    update = orthogonalize(grads[-1] + 0.95 * sum_of_gradients(grads, 0.95))
-    return decoupled(weight, update, 0.2 * math.sqrt(max(weight.shape)))
+# Whether momentum is a mean of the gradients (``lerp_``) or a sum (``mul_().add_()``), Nesterov's, and the scale.
+FORMULAS = {
+    "Megatron-LM": ("mean", False, megatron),
+    "verl": ("mean", False, verl),
+    "torch": ("mean", True, pytorch),
+    "Keller Jordan": ("mean", True, keller),
+    "DeepSpeed": ("mean", True, keller),
+    "Dion": ("sum", False, dion),
+    "Moonlight": ("sum", True, matched),
+    "xtuner": ("sum", True, dion),
+}
 
 
-def nanochat(weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize) -> Tensor:
+def stepped(
+    framework: str, weight: Tensor, grads: list[Tensor], theirs: Theirs, orthogonalize: Orthogonalize
+) -> Tensor:
+    """Return the weight after a step, from the weight before it and the gradients of all steps so far."""
+    if framework == "nanochat":
+        return nanochat(weight, grads, orthogonalize)
+    momentum, nesterov, scale = FORMULAS[framework]
+    buf = torch.zeros_like(weight)
+    for grad in grads:
+        buf = buf + (1 - MU) * (grad - buf) if momentum == "mean" else MU * buf + grad
+    if nesterov:
+        buf = grad + MU * (buf - grad if momentum == "mean" else buf)
+    return weight * (1 - LR * DECAY) - LR * scale(*weight.shape, theirs) * orthogonalize(buf)
+
+
+def nanochat(weight: Tensor, grads: list[Tensor], orthogonalize: Orthogonalize) -> Tensor:
     """Without what the row says remains different."""
-    assert not theirs
     buf, v = torch.zeros_like(weight), torch.zeros(len(weight), 1, dtype=weight.dtype)
     for number, grad in enumerate(grads):
         done = min(number / 400, 1)
         momentum = (1 - done) * 0.85 + done * 0.97
         buf = buf + (1 - momentum) * (grad - buf)
         g = orthogonalize(grad + momentum * (buf - grad))
-        v_mean = g.square().mean(dim=-1, keepdim=True)
-        v = v + (1 - 0.9) * (v_mean - v)
+        v = v + (1 - 0.9) * (g.square().mean(dim=-1, keepdim=True) - v)
         step_size = v.clamp_min(1e-10).rsqrt()
         g = g * step_size * (g.norm() / (g * step_size).norm())
     lr = LR * max(1.0, weight.shape[-2] / weight.shape[-1]) ** 0.5
-    mask = (g * weight) >= 0
-    return weight - (lr * g + LR * DECAY * weight * mask)
-
-
-FORMULAS = {
-    "Megatron-LM": megatron,
-    "verl": verl,
-    "torch": pytorch,
-    "Keller Jordan": keller,
-    "DeepSpeed": keller,
-    "Dion": dion,
-    "Moonlight": moonlight,
-    "xtuner": xtuner,
-    "nanochat": nanochat,
-}
+    return weight - (lr * g + LR * DECAY * weight * ((g * weight) >= 0))
 
 
 def rows_of_the_page() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -389,7 +357,7 @@ ROWS = rows_of_the_page()
 
 
 def test_every_framework_has_a_formula() -> None:
-    assert {framework for framework, *_ in ROWS} == FORMULAS.keys() and len(ROWS) == 16
+    assert {framework for framework, *_ in ROWS} == {*FORMULAS, "nanochat"} and len(ROWS) == 16
 
 
 @pytest.mark.parametrize("shape", [(24, 16), (16, 40), (20, 20)])
@@ -419,9 +387,8 @@ def test_takes_the_same_steps(
         scale * torch.randn(shape, generator=generator, dtype=torch.float64) for scale in (9.0, 1.0, 1.0)
     ]
     for number, grad in enumerate(grads, 1):
-        expected = FORMULAS[framework](
-            expected, grads[:number], theirs, lambda u: newton_schulz(u, config.coefficients())
-        )
+        orthogonalize = functools.partial(newton_schulz, coefficients=config.coefficients())
+        expected = stepped(framework, expected, grads[:number], theirs, orthogonalize)
         reference.step(weights, {"w": grad})
     # NorMuon adds 1e-8 to the root of a moment, where nanochat bounds the moment.
     close(weights["w"], expected, rtol=1e-6 if framework == "nanochat" else 1e-10, atol=1e-9)
