@@ -437,7 +437,9 @@ def checked_group_settings(
         low, high = _GROUP_RATES[key]
         is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
         if not is_number or not low <= float(number) <= high or math.isinf(number):
-            problems.append(f"{where}.{key}: must be a number of at least {low:g} (got {shown(group[key])})")
+            problems.append(
+                f"{where}.{key}: must be a number from {low:g} to {high:g} (got {shown(group[key])})"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
     # 2. The settings, each alone and together.
@@ -460,18 +462,17 @@ def refuse_unusable(
     """
     low, high = _GROUP_RATES["lr"]
     for number, group in enumerate(groups):
-        lr, others = v.plain(group["lr"]), _other_settings(group)
+        lr, settings = v.plain(group["lr"]), _settings_of(group)
         try:
-            is_known = checked.get(number) == others
+            is_checked = checked.get(number) == settings
         except (RuntimeError, ValueError):  # a tensor or array of several elements, which the check refuses
-            is_known = False
-        is_number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
-        if not (is_known and is_number and low <= lr <= high):
+            is_checked = False
+        if not (is_checked and isinstance(lr, float) and low <= lr <= high):
             checked_group_settings(group, f"param group {number}", config)
-            checked[number] = tuple(map(v.plain, others))
+            checked[number] = tuple(map(v.plain, settings))
 
 
-_other_settings = operator.itemgetter(*sorted(GROUP_SETTINGS - {"lr"}))
+_settings_of = operator.itemgetter(*sorted(GROUP_SETTINGS - {"lr"}))
 
 
 KEYS = sorted(MuonConfig.model_fields.items(), key=lambda item: item[0] in VARIANT_SETTINGS)

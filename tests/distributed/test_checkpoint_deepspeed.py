@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,21 @@ def test_a_load_while_states_are_offloaded_is_refused(ranks: Any, tmp_path: Path
     arguments = {"stage": stage, "folder": str(tmp_path), "offload": True, "precision": "fp32"}
     for said in ranks(2).run(load_refused, **arguments):
         assert said.count("call engine.reload_states()") == (2 if stage == 3 else 1)
+
+
+def save_refused(rank: int, world_size: int, *, folder: str) -> list[str]:
+    """Return what saves say while one rank has a rate that no load takes."""
+    engine = trained_for(rank, world_size, 2)
+    if rank == 0:
+        engine.basic_optimizer.param_groups[0]["lr"] = math.nan
+    saves = (
+        lambda: engine.save_checkpoint(folder, tag="saved"),
+        lambda: deepspeed_muon.consolidate(engine, f"{folder}/set"),
+    )
+    return [training.refusal(save) for save in saves]
+
+
+def test_a_rate_that_no_load_takes_is_not_saved(ranks: Any, tmp_path: Path) -> None:
+    for refusals in ranks(2).run(save_refused, folder=str(tmp_path)):
+        assert all("param group 0.lr: must be a number from" in said for said in refusals), refusals
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
