@@ -132,14 +132,17 @@ def _checks_of(component: Component, device: torch.device) -> Checks:
         ]
 
 
+def _normal(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+    generator = generator or torch.Generator("cpu").manual_seed(0)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def _orthogonalize(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     if dtype not in _HALF:  # in fp32 a GPU uses cuBLAS only, in TF32 if the program allows it
         return
     rows = resolve_schedule("quintic")  # (a, b, c) of each step
     flat = [value for row in rows for value in row]
-    x = torch.randn(
-        2, 96, 320, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
-    )
+    x = _normal(2, 96, 320)
     expected = torch.stack([newton_schulz(matrix, rows) for matrix in x])
     for method in ("standard", "gram"):
         restarts = sorted(restart_steps(rows, dtype)) if method == "gram" else []
@@ -181,12 +184,7 @@ def products(product: Callable[..., Tensor], device: str, dtype: torch.dtype) ->
     """Compare symmetric products, which must be symmetric to the last bit."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device == "cuda" else 0
     for shape in product_shapes(processors):
-        a = (
-            torch.randn(
-                shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
-            ).to(device, dtype)
-            / 16
-        )
+        a = _normal(*shape).to(device, dtype) / 16
         c = torch_operators.sym_gemm(a, a, None, 0.5, 0.0, 0.0)  # (batch, m, m)
         result = product(a, a, c, 1.5, -0.5, 2.0)
         error = error_of(result.double(), torch_operators.sym_gemm(a, a, c, 1.5, -0.5, 2.0).double())
@@ -197,9 +195,7 @@ def products(product: Callable[..., Tensor], device: str, dtype: torch.dtype) ->
 
 def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
     # More tiles of 32 x 32 than a GPU runs at once, and incomplete ones at the edges.
-    x = torch.randn(
-        3, 1300, 520, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
-    ).to(device)
+    x = _normal(3, 1300, 520).to(device)
     norms = torch.tensor([0.5, 3.0, 700.0], dtype=torch.float32, device=device).view(3, 1, 1)
     for matrices in (x, *map(x.to, _HALF)):
         quotients = operators.divide_transposed(matrices, norms, dtype)  # (batch, cols, rows)
@@ -207,9 +203,7 @@ def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Itera
 
 
 def _frobenius_norms(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    x = torch.randn(
-        3, 200, 500, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
-    ).to(device, dtype)
+    x = _normal(3, 200, 500).to(device, dtype)
     yield "", _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double())), 1e-6
 
 
@@ -231,10 +225,7 @@ def _fragments() -> Tensor:
 def _flat(device: str, dtypes: Iterable[torch.dtype]) -> list[Tensor]:
     """Return flat random tensors of :data:`_NUMEL` elements, the same in each call up to rounding."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(_NUMEL, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
-        for dtype in dtypes
-    ]
+    return [_normal(_NUMEL, generator=generator).to(device, dtype) for dtype in dtypes]
 
 
 # Products with powers of two are exact, so that a fused multiply-add rounds as a product and a sum do, and all results
@@ -316,10 +307,7 @@ def _graphs(device: torch.device) -> Checks:
     """Compare replayed CUDA graphs with direct calls, bit for bit."""
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
     generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(2, 256, 640, generator=generator, dtype=torch.float32, device="cpu").to(device)
-        for _ in range(3)
-    ]
+    inputs = [_normal(2, 256, 640, generator=generator).to(device) for _ in range(3)]
     runs = {"torch": torch_iteration("gram")}
     operators = builder.try_load()
     if builder.has_kernel(operators, "cuda", "sym_gemm") and not failure("symmetric product", device):
