@@ -382,7 +382,8 @@ def _check_all_stages(optimizer: Muon, data_parallel: dist.ProcessGroup, *, norm
     if norm_by_group and any(of_stage != algorithms for _, of_stage in stages):
         optimizer.norms_by_algorithm = None
     route_of = {route.name: route for routes, _ in stages for route in routes}
-    check_routes([((name,), route) for name, route in route_of.items()], optimizer.config)
+    frozen = [name for name, route in route_of.items() if route.algorithm == "frozen"]
+    check_routes([((name,), route) for name, route in route_of.items()], optimizer.config, frozen=frozen)
     warn_without_muon(list(route_of.values()))
     warn_of_large_guesses(list(route_of.values()))
 

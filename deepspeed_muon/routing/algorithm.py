@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -47,6 +48,7 @@ _NO_VOCABULARY = re.compile(r".*(pos|type|segment).*|wpe", re.IGNORECASE)
 _ORDER: tuple[Rule, ...] = (
     *("norm", "embedding", "head", "tied", "bias", "no_product", "router", "input", "adapter", "hidden"),
 )
+PERHAPS_HEAD = "hidden matrix, perhaps an output head"
 _REASONS = {
     "matrix": "hidden matrix",
     "convolution": "filters of a convolution",
@@ -143,7 +145,17 @@ def _components(member: NamedParameter) -> list[str]:
 
 
 def _in_attention(components: Sequence[str]) -> bool:
-    return any("attention" in component or "attn" in component for component in map(str.lower, components))
+    return any(re.search("attention|attn|location", component.lower()) for component in components)
+
+
+def _is_layer(member: NamedParameter) -> bool:
+    """Return whether a matrix multiplies activations, by its module."""
+    return member.kind not in ("embedding", "norm", "bare") or _has_product(member)
+
+
+def _has_product(member: NamedParameter) -> bool:
+    """Return whether attributes or a bias show which side of a weight are its outputs."""
+    return member.layer is not None and bool(member.layer.product)
 
 
 # 1. What a module is
@@ -214,7 +226,11 @@ def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator
         outermost = _outermost(matrices, structure)
         heads = {**_vocabulary_heads(matrices, outermost), **heads}
         # The last layer counts where no other head is certain, a tied embedding among them.
-        certain = heads.keys() | {key for key, (claim, _) in named.items() if claim.certain}
+        certain = {
+            key
+            for key, claim in (*heads.items(), *((key, claim) for key, (claim, _) in named.items()))
+            if claim.certain
+        }
         certain |= {
             id(member.param) for member in matrices if member.kind == "embedding" and len(member.names) > 1
         }
@@ -224,7 +240,8 @@ def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator
     has_certain = any(claim.certain for claim in claims)
     for key, (claim, meaning) in named.items():
         if meaning != "only head" or not has_certain:
-            heads[key] = claim if key not in heads or claim.certain else heads[key]
+            is_new = key not in heads or heads[key].rule == "hidden"
+            heads[key] = claim if is_new or claim.certain else heads[key]
     # What adapts the layer of a head makes outputs, too: "lm_head.lora_B.default.weight".
     paths = {
         holder_path(member.name): heads[id(member.param)] for member in matrices if id(member.param) in heads
@@ -234,36 +251,55 @@ def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator
             yield id(member.param), head
 
 
-def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> set[int]:
+def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> dict[int, bool]:
     """Return ``id`` of the layers that may be output heads: outside of blocks, and no adapters or recurrent weights.
 
-    A block is a module with several matrices in a list. A layer of an ``nn.Sequential`` is in no block.
+    A block is a module of several matrices in a list, like another one there; a layer of an ``nn.Sequential`` is in
+    none. ``False`` marks the layers of a module that differs from all others of its list (graph networks).
     """
-    layers = [
-        member
-        for member in matrices
-        if member.kind in ("linear", "convolution", "weight")
-        and len(member.names) == 1
-        and plain_name(member.name).rpartition(".")[2] == "weight"
-        and "experts" not in _components(member)
-        and not _in_attention(_components(member))
-        and not any(claim.rule == "adapter" for claim in _name_claims(member))
-        and not _is_lora_b(member)
-    ]
-    blocks: dict[int, list[str]] = {}
-    for member in layers:
+    # path of a module in a list to the names and shapes of its matrices
+    contents: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    modules_of: dict[int, list[str]] = {}
+    for member in matrices:
         components = _components(member)
         paths = [".".join(components[:length]) for length in range(len(components) + 1)]
-        blocks[id(member.param)] = [
+        modules_of[id(member.param)] = [
             path
             for parent, path in itertools.pairwise(paths)
             if parent in structure.lists and path not in structure.lists
         ]
-    sizes = Counter(path for paths in blocks.values() for path in paths)
-    return {key for key, paths in blocks.items() if all(sizes[path] == 1 for path in paths)}
+        for path in modules_of[id(member.param)]:
+            contents.setdefault(path, []).append((paths[-1].removeprefix(path), member.full_shape))
+    several = {path: tuple(shapes) for path, shapes in contents.items() if len(shapes) > 1}
+    in_list = Counter(path.rpartition(".")[0] for path in contents)
+    alike = Counter((path.rpartition(".")[0], shapes) for path, shapes in several.items())
+    blocks = {
+        path
+        for path, shapes in several.items()
+        if in_list[(parent := path.rpartition(".")[0])] == 1 or alike[parent, shapes] > 1
+    }
+    return {
+        id(member.param): several.keys().isdisjoint(modules_of[id(member.param)])
+        for member in matrices
+        if (
+            member.kind in ("linear", "convolution", "weight")
+            or (_has_product(member) and len(member.full_shape) == 2)
+        )
+        and not any(
+            path in blocks or named_below(_components(member), path.count(".")) > 1
+            for path in modules_of[id(member.param)]
+            if path in several
+        )
+        and len(member.names) == 1
+        and (member.kind == "bare" or plain_name(member.name).rpartition(".")[2] == "weight")
+        and "experts" not in _components(member)
+        and not _in_attention(_components(member))
+        and not any(claim.rule == "adapter" for claim in _name_claims(member))
+        and not _is_lora_b(member)
+    }
 
 
-def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: set[int]) -> dict[int, Claim]:
+def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: Mapping[int, bool]) -> dict[int, Claim]:
     """Return the layers with an output for each row of an embedding that is no table of positions."""
     rows = {
         member.full_shape[0]
@@ -273,49 +309,87 @@ def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: set[int]) -
         and not any(map(_NO_VOCABULARY.fullmatch, _components(member)))
     }
     # A number of features that layers read is the width of hidden layers.
-    rows -= {_inputs(member) for member in matrices if member.kind != "embedding"}
-    claim = Claim("head", "output head: an output for each row of an embedding")
-    return {id(m.param): claim for m in matrices if id(m.param) in outermost and m.sides[0] in rows}
+    widths = {_inputs(member) for member in matrices if member.kind != "embedding"}
+    claims = {}
+    for member in matrices:
+        # The very last layer of the model makes outputs also where the vocabulary is as large as a hidden layer.
+        is_certain = member.sides[0] not in widths
+        if (
+            outermost.get(id(member.param))
+            and member.sides[0] in rows
+            and (is_certain or member is matrices[-1])
+        ):
+            reason = "output head: an output for each row of an embedding"
+            claims[id(member.param)] = Claim("head", reason, is_certain)
+    return claims
 
 
 def _last_layers(
-    matrices: Sequence[NamedParameter], outermost: set[int], heads: set[int]
+    matrices: Sequence[NamedParameter], outermost: Mapping[int, bool], heads: set[int]
 ) -> dict[int, Claim]:
     """Return the last layer, and those in parallel with it or with ``heads``."""
     # 1. The ends of the model: layers whose outputs neither a later layer nor one inside a block reads.
-    layers = [member for member in matrices if member.kind not in ("embedding", "norm", "bare")]
+    layers = [member for member in matrices if _is_layer(member)]
     read = {_inputs(member) for member in layers if id(member.param) not in outermost}
-    # A tied embedding is multiplied by, too.
+    # A tied embedding is multiplied by, too, and perhaps a bare matrix (prototypes); what has one row is added.
     read |= {member.sides[1] for member in matrices if len(member.names) > 1}
+    read |= {
+        size
+        for member in matrices
+        if not _is_layer(member)
+        and member.kind == "bare"
+        and len(member.full_shape) == 2
+        and 1 not in member.full_shape
+        for size in member.full_shape
+    }
     ends: list[NamedParameter] = []  # the last one first
-    for member in reversed(layers):
+    trailing: set[int] = set()  # the ends behind which there are only ends
+    is_trailing = True
+    for member in reversed(matrices):
         outputs, inputs = member.sides
-        if id(member.param) in outermost and outputs != inputs and outputs not in read:
+        is_end = id(member.param) in outermost and outputs != inputs and outputs not in read
+        is_trailing &= is_end
+        if is_end:
             ends.append(member)
-        read.add(inputs)
+            trailing |= {id(member.param)} if is_trailing else set()
+        if _is_layer(member):
+            read.add(inputs)
+            if member.kind == "weight" and not _has_product(member):
+                read.add(outputs)  # perhaps stored as input x output
     # 2. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
     certain = [member for member in matrices if id(member.param) in heads]
-    if not certain and len(layers) > 1:
+    if not certain and layers:
         narrow = [member for member in ends if member.sides[0] < member.sides[1]]
         last = next(iter(narrow or (member for member in ends if member is layers[-1])), None)
-        if last is not None:
+        if last is not None and len(layers) > 1:
             is_unread = last.kind == "linear" and last.sides[0] not in read
-            is_certain = last is layers[-1] and (bool(narrow) or is_unread)
+            is_certain = last is layers[-1] and (bool(narrow) or is_unread) and outermost[id(last.param)]
             claims[id(last.param)] = Claim("head", "output head: the last layer", is_certain)
-            certain = narrow[:1]
-    # 3. Those in parallel: with the same outputs, or the same inputs beside it or, a guess, in a module of the same
-    # layers beside its own ("actor.2" and "critic.2").
+            certain = [last]
+        elif outermost.get(id(layers[-1].param)) and (last is not None or len(layers) > 1):
+            claims[id(layers[-1].param)] = Claim("hidden", PERHAPS_HEAD, certain=False)
+    # 3. Those in parallel: beside it or, a guess, at its position in a module beside its own ("actor.2", "critic.2").
     for member, head in itertools.product(ends, certain):
         outputs, inputs = member.sides
         components, components_of_head = _components(member), _components(head)
         is_beside = len(head.names) == 1 and components[:-1] == components_of_head[:-1]
-        is_twin = components[1:] == components_of_head[1:]
-        if outputs == head.sides[0] or (outputs < inputs == head.sides[1] and (is_beside or is_twin)):
-            is_certain = id(head.param) in heads or claims[id(head.param)].certain
-            is_certain &= is_beside or outputs == head.sides[0]
+        is_twin = (
+            len(components) == len(components_of_head)
+            and components[-1] == components_of_head[-1]
+            and sum(map(operator.ne, components, components_of_head)) == 1
+        )
+        reads_alike = inputs == head.sides[1] and (is_beside or is_twin)
+        is_certain = id(head.param) in heads or claims[id(head.param)].certain
+        makes_alike = outputs == head.sides[0] and (is_certain or reads_alike)
+        # A wide layer beside the last one may make outputs, too (a policy and a value).
+        is_wide = is_beside and reads_alike and id(member.param) in trailing and not components[-1].isdigit()
+        if makes_alike or (reads_alike and outputs < inputs):
+            is_certain &= is_beside or makes_alike
             claim = Claim("head", "output head: in parallel with the last layer", is_certain)
             claims.setdefault(id(member.param), claim)
+        elif is_wide or (is_twin and outputs < inputs):
+            claims.setdefault(id(member.param), Claim("hidden", PERHAPS_HEAD, certain=False))
     return claims
 
 
@@ -327,6 +401,8 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
     claims: dict[int, tuple[Claim, Meaning]] = {}
     # A tied embedding is multiplied by last.
     later = {member.sides[1] for member in matrices if len(member.names) > 1}
+    below: set[str] = set()  # paths of modules with a later layer
+    layers = [member for member in matrices if _is_layer(member)]
     for member in reversed(matrices):
         outputs, inputs = member.sides
         for name in member.names if member.kind in (None, "linear", "convolution", "weight", "bare") else ():
@@ -348,8 +424,14 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
                 is_direct = named_below(components, end) == 0
                 if entry.meaning == "only head" and not is_direct:
                     continue  # a decoder of several modules is no projection
-                # A layer whose outputs a later one reads is hidden, and so is a square one ("lm_head.dense").
-                is_output = outputs not in later if outputs != inputs else is_direct and entry.certain
+                # A layer whose outputs a later one reads is hidden, and so is a square one ("lm_head.dense") but the
+                # last one of the model, or of a module that is certain to be a head.
+                path = ".".join(components[: end + 1])
+                is_last = member is layers[-1] and len(layers) > 1
+                is_output = outputs not in later
+                if outputs == inputs:
+                    is_output = is_direct and (is_last or (entry.certain and path not in below))
+                below.add(path)
                 if is_output or (is_direct and entry.meaning == "head"):
                     claim = Claim("head", f"output head by name ({components[end]})", entry.certain)
                     claims.setdefault(id(member.param), (claim, entry.meaning))

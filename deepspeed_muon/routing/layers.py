@@ -30,8 +30,12 @@ _TRANSPOSED_EXPERTS = frozenset({"Llama4TextExperts"})
 def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, Layer, tuple[Claim, ...]]]:
     """Yield the direct parameters of the module at ``path``, each with its layer and the claims on it."""
     parameters = list(direct_parameters(module))
-    # Sizes of the biases, for the weights beside them.
-    vectors = {name: shape[0] for name, param in parameters if len(shape := true_shape(param)) == 1}
+    # Sizes of the biases, for the weights beside them; some are stored as (1, outputs).
+    vectors = {
+        name: shape[-1]
+        for name, param in parameters
+        if len(shape := true_shape(param)) == 1 or shape[:-1] == (1,)
+    }
     for name, param in parameters:
         kind = _kind(module, name)
         shape = true_shape(param)
@@ -46,13 +50,20 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
             product = f"{stack} experts in one matrix" if stack else ""
         elif len(shape) == 2 and kind in ("linear", "weight", "bare") and transposed is None:
             # Outputs and inputs by the attributes of the module, else by the bias, else as torch stores them.
-            sides = getattr(module, "out_features", None), getattr(module, "in_features", None)
             side = _side_of_bias(name, shape, vectors)
-            if shape[0] != shape[1] and shape in (sides, sides[::-1]):
-                transposed = shape != sides
-            elif side is not None:
-                transposed = side == 1
             product = "" if side is None else f"has a bias for its {shape[side]} outputs"
+            # in_features and out_features, or a pair like them: in_channels (PyG), _in_feats (DGL), input_dim, d_in
+            attributes = (
+                (name, getattr(module, name, None)) for name in ("in_features", "out_features", *vars(module))
+            )
+            sizes = {name: value for name, value in attributes if isinstance(value, int)}
+            for inputs, size in sizes.items():
+                outputs = re.sub(r"in(?=put|_|$)", "out", inputs, count=1)
+                sides = sizes.get(outputs), size
+                if shape[0] != shape[1] and shape in (sides, sides[::-1]):
+                    side, product = int(shape != sides), f"has the size of {outputs} x {inputs}"
+                    break
+            transposed = None if side is None else side == 1
         if len(shape) > 1 and kind == "embedding":
             claims = (Claim("embedding", "weight of an embedding module"),)
         elif len(shape) > 1 and kind == "norm":

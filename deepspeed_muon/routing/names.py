@@ -59,7 +59,7 @@ TABLE: tuple[NameEntry, ...] = (
     ),
     NameEntry("embedding", r".*emb", "nanoGPT and torchtune: tok_emb, pos_emb", certain=False),
     NameEntry("embedding", r"(?!.*(proj|mapping|unembed|embed_out)).*embed.*", "many", certain=False),
-    NameEntry("input", r"patch_?embed(s|ding|dings|der)?", "timm, transformers"),
+    NameEntry("input", r"(to_)?patch_?embed(s|ding|dings|der)?", "timm, transformers, vit-pytorch"),
     NameEntry("input", r"(all_)?x_embedder|img_in|embeds", "DiT, diffusers, timm's NaFlexViT", certain=False),
     NameEntry("input", r"vision_embed_tokens", "Fuyu: patches of images"),
     NameEntry("head", r"lm_heads?", "transformers; a list has one for each codebook: MusicGen"),
@@ -115,8 +115,8 @@ TABLE: tuple[NameEntry, ...] = (
 _COMPILED = {entry: re.compile(entry.pattern) for entry in TABLE}
 # In peft the name of an adapter follows each of these; the parameters below belong to the module that is adapted.
 _WITH_ADAPTER_NAME = re.compile(r"modules_to_save|lora_[ab]|lora_weight_[12]|lora_down|lora_up")
-# The parameters from which torch.nn.utils.weight_norm, spectral_norm and prune compute the weight.
-_RENAMED = {"weight_g": "weight", "weight_v": "weight", "weight_orig": "weight"}
+# The parameters from which torch.nn.utils.weight_norm, spectral_norm and prune compute the weight; the weight in flax.
+_RENAMED = {"weight_g": "weight", "weight_v": "weight", "weight_orig": "weight", "kernel": "weight"}
 
 
 @functools.lru_cache(maxsize=65536)
@@ -129,7 +129,7 @@ def match_name(text: str, *meanings: Meaning) -> NameEntry | None:
 
 
 def parameter_name(name: str) -> str:
-    """Return the name that a parameter has without weight norm, spectral norm or pruning."""
+    """Return the name that a parameter has without weight norm, spectral norm, pruning or the names of flax."""
     return _RENAMED.get(name, name)
 
 

@@ -307,7 +307,10 @@ def build_groups(
     # 2. Route all parameters, frozen ones as if they were trained.
     explicit = _explicit_algorithms((group.settings, group.members) for group in callers)
     partial = model is not None and is_divided(model)
-    routes = routes_if_trained(list(members.values()), config, explicit=explicit, partial=partial)
+    unrouted = _names_beside(members, in_model)
+    routes = routes_if_trained(
+        list(members.values()), config, explicit=explicit, partial=partial, unrouted=unrouted
+    )
     if_trained = {key: route for key, route in zip(members, routes, strict=True) if route is not None}
     # 3. Divide the groups by algorithm.
     groups = [group for caller in callers for group in _divide(caller, if_trained, config, rates or {})]
@@ -368,7 +371,10 @@ def route_again(
         (routed.callers[group[CALLER_GROUP]].settings, [members[id(param)] for param in group["params"]])
         for group in groups
     )
-    routes = routes_if_trained(list(members.values()), config, explicit=explicit, partial=is_divided(model))
+    partial, unrouted = is_divided(model), _names_beside(members, in_model)
+    routes = routes_if_trained(
+        list(members.values()), config, explicit=explicit, partial=partial, unrouted=unrouted
+    )
     if_trained = {key: route for key, route in zip(members, routes, strict=True) if route is not None}
     again = replace(
         routed,
@@ -376,7 +382,7 @@ def route_again(
         members=members,
         if_trained=if_trained,
         routed_by="",
-        partial=is_divided(model),
+        partial=partial,
     )
     return again.current()
 
@@ -513,6 +519,11 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
             f"none. Name all of them, as model.named_parameters() does, or none"
         )
     return groups
+
+
+def _names_beside(members: Mapping[int, NamedParameter], in_model: Mapping[int, NamedParameter]) -> list[str]:
+    """Return the names of the model's parameters that are in no group."""
+    return [name for key, member in in_model.items() if key not in members for name in member.names]
 
 
 def _refuse_replaced(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.algorithm import Structure, claims_of_model
 from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter
@@ -21,6 +23,7 @@ __all__ = [
     "is_pipeline",
     "model_parameters_by_name",
     "parameters_by_pipeline_rule",
+    "refuse_lazy",
 ]
 
 
@@ -37,6 +40,7 @@ def model_parameters_by_name(
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
+        refuse_lazy((name,), param)
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
     # 2. what each module implies about its parameters
@@ -83,6 +87,15 @@ def model_parameters_by_name(
         id(member.param): replace(member, claims=(*member.claims, *joint.get(id(member.param), ())))
         for member in members
     }
+
+
+def refuse_lazy(names: Sequence[str], param: nn.Parameter) -> None:
+    """Raise for a parameter of a lazy module that has not run yet."""
+    if is_lazy(param):
+        raise RoutingError(
+            f"parameter {', '.join(names) or '<unnamed>'} has no shape yet: run the model once, so that its lazy "
+            f"modules make their weights, before the optimizer is made"
+        )
 
 
 _EXPERTS_LORA = "LoRA of stacked experts, whose matrices alternate in one tensor"

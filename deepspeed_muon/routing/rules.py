@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import MatricesConfig
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.logs import warn
-from deepspeed_muon.routing.algorithm import Structure, claims_of_model, decide
+from deepspeed_muon.routing.algorithm import PERHAPS_HEAD, Structure, claims_of_model, decide
 from deepspeed_muon.routing.evidence import Claim, NamedParameter
 from deepspeed_muon.routing.names import matches, plain_name
+from deepspeed_muon.routing.parameters import refuse_lazy
 from deepspeed_muon.routing.route import Algorithm, MatrixKind, Route, rows_of
 from deepspeed_muon.routing.shapes import (
     check_heads,
@@ -66,6 +66,7 @@ def routes_if_trained(
     *,
     explicit: Mapping[int, Algorithm] | None = None,
     partial: bool = False,
+    unrouted: Sequence[str] = (),
 ) -> list[Route | None]:
     """Decide the algorithm of every parameter as if none were frozen.
 
@@ -75,6 +76,7 @@ def routes_if_trained(
         explicit: ``id(param)`` to the algorithm that the caller's param group sets.
         partial: Whether these are the parameters of one pipeline stage. Then a pattern may match in another stage, and
             :func:`check_routes` is left to the caller, with the routes of all stages.
+        unrouted: Names of the model's parameters that are in no group, which patterns may match.
 
     Returns:
         One route per parameter, in the same order; ``None`` for frozen ones that cannot be trained.
@@ -85,11 +87,7 @@ def routes_if_trained(
     """
     config = config or _DEFAULTS
     for member in parameters:
-        if is_lazy(member.param):
-            raise RoutingError(
-                f"parameter {', '.join(member.names) or '<unnamed>'} has no shape yet: run the model once, so that its "
-                f"lazy modules make their weights, before the optimizer is made"
-            )
+        refuse_lazy(member.names, member.param)
     # Without modules there are only the claims of names and shapes.
     if any(member.layer is None for member in parameters):
         by_name = claims_of_model(parameters, Structure())
@@ -108,9 +106,11 @@ def routes_if_trained(
             if member.param.requires_grad:
                 raise
             routes.append(None)
-    if not partial:
-        routed = zip(parameters, routes, strict=True)
-        check_routes([(member.names, route) for member, route in routed if route is not None], config)
+    # Head counts and sections of a tensor-parallel shard are checked once an engine says how it is cut.
+    routed = [(m, route) for m, route in zip(parameters, routes, strict=True) if route is not None]
+    if not partial and not any(_awaits_shards(m) for m, route in routed if route.algorithm == "muon"):
+        frozen = [name for member in parameters if not member.param.requires_grad for name in member.names]
+        check_routes([(m.names, route) for m, route in routed], config, frozen=(*frozen, *unrouted))
     return routes
 
 
@@ -135,15 +135,20 @@ def current_route(member: NamedParameter, if_trained: Route | None) -> Route:
     return if_trained
 
 
-def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConfig) -> None:
+def check_routes(
+    routed: Sequence[tuple[Sequence[str], Route]], config: MuonConfig, *, frozen: Sequence[str] = ()
+) -> None:
     """Check the settings against the names and routes of all parameters of a complete model.
+
+    A pattern of any key may match parameters alone that are ``frozen``, or in no group.
 
     Raises:
         RoutingError: If a pattern matches nothing, or no heads were found.
     """
-    names = [name for parameter_names, _ in routed for name in parameter_names]
+    names = [*(name for parameter_names, _ in routed for name in parameter_names), *frozen]
     muon = [
-        name for parameter_names, route in routed if route.algorithm == "muon" for name in parameter_names
+        *(name for parameter_names, route in routed if route.algorithm == "muon" for name in parameter_names),
+        *frozen,
     ]
     no_name = "matches no parameter name; names look like"
     for key, candidates, problem in (
@@ -166,6 +171,12 @@ def check_routes(routed: Sequence[tuple[Sequence[str], Route]], config: MuonConf
         )
 
 
+def _awaits_shards(member: NamedParameter) -> bool:
+    """Return whether a parameter is a tensor-parallel shard, by its mark, and the full shape is not known yet."""
+    marks = (getattr(member.param, name, False) for name in ("tensor_model_parallel", "model_parallel"))
+    return member.shards is None and any(marks)
+
+
 def warn_without_muon(routes: Sequence[Route]) -> None:
     """Warn if Muon updates no parameter of a complete model: intended if only a head is trained, else a mistake."""
     if any(route.algorithm == "muon" for route in routes):
@@ -180,8 +191,14 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
 
 
 def warn_of_large_guesses(routes: Sequence[Route]) -> None:
-    """Warn of large weights whose algorithm is a guess, the largest first."""
-    rows = rows_of([route for route in routes if not route.certain and route.numel >= _LARGE])
+    """Warn of large weights whose algorithm is a guess, and of Muon's that may be heads; the largest first."""
+    rows = rows_of(
+        [
+            route
+            for route in routes
+            if not route.certain and (route.numel >= _LARGE or route.reason.startswith(PERHAPS_HEAD))
+        ]
+    )
     if not rows:
         return
     rows.sort(key=lambda row: row["elements"], reverse=True)
@@ -192,7 +209,7 @@ def warn_of_large_guesses(routes: Sequence[Route]) -> None:
     warn(
         "deepspeed_muon: the algorithm of %s is a guess: %s%s. Name those that Muon should train in 'include', the "
         "others in 'exclude'",
-        "a large weight" if sum(row["tensors"] for row in rows) == 1 else "large weights",
+        "a weight" if sum(row["tensors"] for row in rows) == 1 else "weights",
         shown,
         "; ..." if len(rows) > 5 else "",
     )
@@ -284,7 +301,9 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
             f"optimizer.params.exclude"
         )
     # 3. Into which blocks does it divide, in the unsharded layer and in this rank's shard?
-    blocks, per_head, description = _divide(member, kind, experts, transposed, settings)
+    blocks, per_head, description = (
+        ((0,), False, "") if _awaits_shards(member) else _divide(member, kind, experts, transposed, settings)
+    )
     shards = member.shards
     if shards is not None:
         fused = settings.split is not None

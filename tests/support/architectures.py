@@ -1,4 +1,4 @@
-"""Architectures of transformers, timm, diffusers and torchvision, and the table of their routes.
+"""Architectures of transformers, timm, diffusers and torchvision, small structures, and the table of their routes.
 
 Models have their own sizes but few layers, and are built on the meta device; nothing is downloaded. The first lines of
 the table say how it is written anew. Review what changed before you commit it.
@@ -33,6 +33,7 @@ from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from tests.support.native_ops import REPOSITORY
+from tests.support.structures import BUILDERS
 
 TABLE = REPOSITORY / "tests" / "unit" / "routes_of_architectures.txt"
 LIBRARIES = Path(sys.prefix) / "architectures"
@@ -71,11 +72,13 @@ class Architecture:
 def build(name: str, settings: dict[str, Any]) -> nn.Module:
     """Return the model ``LIBRARY.NAME`` on the meta device, with the given settings."""
     library, _, model = name.partition(".")
-    module = importlib.import_module(library)
+    module: Any = None if library == "structures" else importlib.import_module(library)
     with torch.device("meta"):
         if library == "transformers":
             kind = getattr(module, model)
             return kind(kind.config_class(**settings))
+        if library == "structures":
+            return BUILDERS[model]()
         if library == "timm":
             return module.create_model(model, **settings)
         if library == "torchvision":
@@ -220,7 +223,7 @@ def _all_routes() -> dict[str, list[str]]:
     installed = installed_versions()
     routes: dict[str, list[str]] = {}
     for heading, architecture in architectures().items():
-        if installed[architecture.library] is None:
+        if installed.get(architecture.library, "") is None:
             continue
         started = time.perf_counter()
         try:

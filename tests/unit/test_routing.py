@@ -284,6 +284,24 @@ def test_patterns() -> None:
         algorithms(include=["a.bias"])
 
 
+@pytest.mark.parametrize("setting", ["include", "exclude", "matrices"])
+@pytest.mark.parametrize("pattern", ["embed*", "packed"])
+@pytest.mark.parametrize("all_parameters", [True, False])
+def test_a_pattern_may_match_frozen_weights_alone(setting: str, pattern: str, all_parameters: bool) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "mix": nn.Linear(4, 4)})
+    model.packed = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
+    model["embed"].requires_grad_(False)
+    params = [param for param in model.parameters() if all_parameters or param.requires_grad]
+    Muon(params, model=model, **{setting: {pattern: {"heads": 2}} if setting == "matrices" else [pattern]})
+
+
+def test_a_lazy_module_has_to_run_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4))
+    for params in (model, model.named_parameters()):
+        with pytest.raises(RoutingError, match=r"0\.weight has no shape yet: run the model once"):
+            Muon(params)
+
+
 def test_groups_are_split_and_keep_their_settings() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     groups = [

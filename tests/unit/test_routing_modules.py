@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from typing import Any
@@ -268,6 +269,8 @@ def test_first_convolutions_and_hidden_embedders() -> None:
         squeeze=nn.Conv2d(32, 4, 1),
         excite=nn.Conv2d(4, 32, 1),
         patch_embed=Tree(proj=Linear(48, 64), after=Linear(64, 64)),
+        to_patch_embedding=nn.Sequential(nn.LayerNorm(48), Linear(48, 64)),  # lucidrains/vit-pytorch
+        location_layer=Tree(location_conv=nn.Conv1d(2, 32, 31)),  # reads attention weights
         time_embed=nn.Sequential(Linear(64, 128), nn.SiLU(), Linear(128, 64)),
         condition_embedding=Tree(linear=Linear(64, 128)),
         lm_head=Linear(64, 100),
@@ -276,28 +279,35 @@ def test_first_convolutions_and_hidden_embedders() -> None:
     assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {
         "stem.weight",
         "patch_embed.proj.weight",
+        "to_patch_embedding.1.weight",
         "lm_head.weight",
     }
 
 
-class GraphLayer(nn.Module):
-    """Stores its weight as input x output, which its attributes or its bias show."""
-
-    def __init__(self, inputs: int, outputs: int, *, attributes: bool) -> None:
-        super().__init__()
-        self.weight = parameter(inputs, outputs)
-        if attributes:
-            self.in_features, self.out_features = inputs, outputs
-        else:
-            self.bias = parameter(outputs)
-
-
-@pytest.mark.parametrize("attributes", [True, False])
-def test_attributes_or_the_bias_say_which_dimension_is_the_output(attributes: bool) -> None:
-    route = routes(Tree(conv1=GraphLayer(1433, 16, attributes=attributes), conv2=Linear(16, 7)))[
-        "conv1.weight"
-    ]
-    assert (route.algorithm, route.transposed) == ("muon", True)
+@pytest.mark.parametrize(
+    ("attributes", "bias"),
+    [
+        (("in_features", "out_features"), None),  # pygcn
+        (("in_channels", "out_channels"), None),  # torch_geometric
+        (("_in_feats", "_out_feats"), None),  # dgl
+        (("d_in", "d_out"), None),  # lectures
+        (("input_dim", "output_dim"), None),
+        ((), (16,)),
+        ((), (1, 16)),
+    ],
+)
+@pytest.mark.parametrize("name", ["weight", "kernel", "W"])
+def test_attributes_or_the_bias_say_which_dimension_is_the_output(
+    attributes: tuple[str, ...], bias: tuple[int, ...] | None, name: str
+) -> None:
+    layer = Tree(**{name: parameter(1433, 16)}, **dict(zip(attributes, (1433, 16), strict=False)))
+    if bias is not None:
+        layer.register_parameter("b" if name == "W" else "bias", parameter(*bias))
+    for wrapped in (layer, parametrizations.weight_norm(copy.deepcopy(layer), name)):
+        result = routes(Tree(conv1=wrapped, conv2=Linear(16, 7)))
+        route = next(route for route in result.values() if route.shape == (1433, 16))
+        assert (route.algorithm, route.transposed, route.certain) == ("muon", True, True), route
+        assert result["conv2.weight"].rule == "head"
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -334,11 +344,70 @@ def mlp(*sizes: int) -> nn.Sequential:
             {"out": True},
         ),
         (Tree(fc=Linear(100, 64), mix=Linear(128, 128), head=Linear(128, 10)), {"head": True}),
+        # a vocabulary as large as the hidden layers
+        (Tree(tokens=nn.Embedding(64, 64), body=mlp(64, 64, 64), out=Linear(64, 64)), {"out": False}),
+        # square layers of which only the name says that they make outputs, or that others do
+        (Tree(body=mlp(64, 64, 64), decoder=nn.Sequential(nn.Conv2d(64, 64, 1))), {"decoder.0": False}),
+        (Tree(body=mlp(64, 32), classifier=mlp(128, 64, 64, 10)), {"classifier.2": True}),
+        # several in parallel: in modules beside each other, or with the same outputs as a layer that may be one
+        (
+            Tree(body=mlp(100, 256), tasks=nn.ModuleDict({"age": mlp(256, 64, 50), "sex": mlp(256, 64, 2)})),
+            {"tasks.sex.1": True, "tasks.age.1": False},
+        ),
+        (
+            Tree(
+                model=nn.ModuleList(
+                    [
+                        nn.Conv2d(16, 32, 3),
+                        Tree(m=nn.ModuleList([nn.Conv2d(32, 85, 1), nn.Conv2d(32, 85, 1)])),
+                    ]
+                )
+            ),
+            {"model.1.m.0": False, "model.1.m.1": False},
+        ),
+        # the last layers of a list, which are like no others of it
+        (
+            Tree(
+                convs=nn.ModuleList(
+                    Tree(l=Linear(a, b), r=Linear(a, b)) for a, b in ((100, 256), (256, 256), (256, 47))
+                )
+            ),
+            {"convs.2.l": False, "convs.2.r": False},
+        ),
+        # flax's names
+        (
+            Tree(
+                a=Tree(kernel=parameter(64, 32), bias=parameter(32)),
+                b=Tree(kernel=parameter(32, 5), bias=parameter(5)),
+            ),
+            {"b.kernel": True},
+        ),
+        # what reads a hidden layer may be a bare parameter
+        (Tree(prototypes=parameter(100, 32), body=mlp(64, 64, 32)), {}),
     ],
 )
 def test_the_last_layers_of_a_model_are_heads(model: nn.Module, heads: dict[str, bool]) -> None:
     result = {name: route for name, route in routes(model).items() if route.rule == "head"}
     assert {name.removesuffix(".weight"): route.certain for name, route in result.items()} == heads
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Linear(64, 10), ""),  # the only layer
+        (Tree(body=mlp(64, 128, 128), out=Linear(128, 128)), "out."),
+        (Tree(body=mlp(13, 64, 64), policy=Linear(64, 180), value=Linear(64, 3)), "policy."),
+        (Tree(actor=mlp(37, 64, 17), critic=mlp(37, 128, 3)), "actor.1."),
+    ],
+)
+def test_a_layer_that_may_be_a_head_is_a_guess_for_muon_and_warned_of(
+    model: nn.Module, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "deepspeed_muon"):
+        route = routes(model)[f"{name}weight"]
+    assert (route.algorithm, route.certain) == ("muon", False) and "perhaps an output head" in route.reason
+    (warning,) = (record.getMessage() for record in caplog.records if "is a guess" in record.getMessage())
+    assert f"{name}weight" in warning and "to Muon" in warning
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, parametrizations.weight_norm])

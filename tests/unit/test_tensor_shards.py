@@ -77,6 +77,16 @@ def test_counts_and_sizes_are_those_of_the_whole_layer() -> None:
     assert parts == (4, 4, 4, 4) and shards is not None and shards.complete == (True, True, True, False)
 
 
+def test_a_shard_is_divided_once_its_full_shape_is_known() -> None:
+    """An optimizer made in a callable of deepspeed.initialize saw 16 outputs, which no split into 32 divides."""
+    model = Fused()
+    model.qkv_proj.weight.tensor_model_parallel = True
+    config = MuonConfig.from_params({"matrices": {"*": {"heads": "config"}, "qkv*": {"split": [16, 8, 8]}}})
+    assert build_groups(model, config).routes[0].output_blocks == ()
+    with pytest.raises(RoutingError, match="no attention projection"):
+        build_groups(model, config, shards={id(model.qkv_proj.weight): TensorShards(0, (16, 16), (16, 8, 8))})
+
+
 @pytest.mark.parametrize(
     ("parts", "asked", "said"),
     [
