@@ -117,12 +117,12 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
     """
     matrices = [member for member in members if _is_matrix(member)]
     claims: dict[int, list[Claim]] = {
-        id(member.param): [*_embedding(member, structure), *_name_claims(member)] for member in members
+        member.key: [*_embedding(member, structure), *_name_claims(member)] for member in members
     }
     mixtures = Mixtures.read(members)
     for member in matrices:
         if (router := mixtures.router(member)) is not None:
-            claims[id(member.param)].append(router)
+            claims[member.key].append(router)
     for key, claim in (*_first_layers(matrices, structure), *_heads(matrices, structure)):
         claims[key].append(claim)
     return claims
@@ -148,23 +148,13 @@ def _in_attention(components: Sequence[str]) -> bool:
     return any(re.search("attention|attn|location", component.lower()) for component in components)
 
 
-def _is_layer(member: NamedParameter) -> bool:
-    """Return whether a matrix multiplies activations, by its module."""
-    return member.kind not in ("embedding", "norm", "bare") or _has_product(member)
-
-
-def _has_product(member: NamedParameter) -> bool:
-    """Return whether attributes or a bias show which side of a weight are its outputs."""
-    return member.layer is not None and bool(member.layer.product)
-
-
 # 1. What a module is
 
 
 def _embedding(member: NamedParameter, structure: Structure) -> Iterator[Claim]:
     if len(member.full_shape) < 2:
         return
-    if id(member.param) in structure.embeddings:
+    if member.key in structure.embeddings:
         yield Claim("embedding", "weight of an embedding module")
     # by name (point 3)
     for components in (holder_path(name).split(".") for name in member.names):
@@ -193,12 +183,12 @@ def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> I
             # Tacotron's location layer reads the channels of attention weights.
             if is_data and not _in_attention(components):
                 yield (
-                    id(member.param),
+                    member.key,
                     Claim("input", f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}"),
                 )
             elif structure.is_ordered and member is matrices[0]:
                 yield (
-                    id(member.param),
+                    member.key,
                     Claim("input", "first convolution, in the order of the modules", certain=False),
                 )
         if member.kind in ("convolution", "linear"):
@@ -207,9 +197,9 @@ def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> I
                 if entry and named_below(components, position) <= 1 and not in_block(components[:position]):
                     # A patch embedding may have several layers ("patch_embed.conv.3"); all but the first are hidden.
                     path = ".".join(components[: position + 1])
-                    if first_below.setdefault(path, id(member.param)) == id(member.param):
+                    if first_below.setdefault(path, member.key) == member.key:
                         yield (
-                            id(member.param),
+                            member.key,
                             Claim("input", f"first layer by name ({component.lower()})", entry.certain),
                         )
         outputs.add(member.sides[0])
@@ -226,29 +216,21 @@ def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator
         outermost = _outermost(matrices, structure)
         heads = {**_vocabulary_heads(matrices, outermost), **heads}
         # The last layer counts where no other head is certain, a tied embedding among them.
-        certain = {
-            key
-            for key, claim in (*heads.items(), *((key, claim) for key, (claim, _) in named.items()))
-            if claim.certain
-        }
-        certain |= {
-            id(member.param) for member in matrices if member.kind == "embedding" and len(member.names) > 1
-        }
+        claims = [*heads.items(), *((key, claim) for key, (claim, _) in named.items())]
+        certain = {key for key, claim in claims if claim.certain}
+        certain |= {member.key for member in matrices if member.kind == "embedding" and len(member.names) > 1}
         heads = {**_last_layers(matrices, outermost, certain), **heads}
     # 3. Names such as "fc" count only where no head is certain.
-    claims = [*heads.values(), *(claim for claim, _ in named.values())]
-    has_certain = any(claim.certain for claim in claims)
+    has_certain = any(claim.certain for claim in (*heads.values(), *(claim for claim, _ in named.values())))
     for key, (claim, meaning) in named.items():
         if meaning != "only head" or not has_certain:
             is_new = key not in heads or heads[key].rule == "hidden"
             heads[key] = claim if is_new or claim.certain else heads[key]
     # What adapts the layer of a head makes outputs, too: "lm_head.lora_B.default.weight".
-    paths = {
-        holder_path(member.name): heads[id(member.param)] for member in matrices if id(member.param) in heads
-    }
+    paths = {holder_path(member.name): heads[member.key] for member in matrices if member.key in heads}
     for member in matrices:
-        if head := heads.get(id(member.param)) or paths.get(holder_path(member.name)):
-            yield id(member.param), head
+        if head := heads.get(member.key) or paths.get(holder_path(member.name)):
+            yield member.key, head
 
 
 def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> dict[int, bool]:
@@ -263,40 +245,34 @@ def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> dict
     for member in matrices:
         components = _components(member)
         paths = [".".join(components[:length]) for length in range(len(components) + 1)]
-        modules_of[id(member.param)] = [
+        modules_of[member.key] = [
             path
             for parent, path in itertools.pairwise(paths)
             if parent in structure.lists and path not in structure.lists
         ]
-        for path in modules_of[id(member.param)]:
+        for path in modules_of[member.key]:
             contents.setdefault(path, []).append((paths[-1].removeprefix(path), member.full_shape))
     several = {path: tuple(shapes) for path, shapes in contents.items() if len(shapes) > 1}
-    in_list = Counter(path.rpartition(".")[0] for path in contents)
-    alike = Counter((path.rpartition(".")[0], shapes) for path, shapes in several.items())
-    blocks = {
-        path
-        for path, shapes in several.items()
-        if in_list[(parent := path.rpartition(".")[0])] == 1 or alike[parent, shapes] > 1
-    }
-    return {
-        id(member.param): several.keys().isdisjoint(modules_of[id(member.param)])
-        for member in matrices
+    lengths = Counter(path.rpartition(".")[0] for path in contents)
+    copies = Counter((path.rpartition(".")[0], shapes) for path, shapes in several.items())
+    outermost: dict[int, bool] = {}
+    for member in matrices:
+        components, is_in_block = _components(member), False
+        for path in several.keys() & set(modules_of[member.key]):
+            parent = path.rpartition(".")[0]
+            is_in_block |= lengths[parent] == 1 or copies[parent, several[path]] > 1
+            is_in_block |= named_below(components, path.count(".")) > 1
+        is_weight = member.kind in ("linear", "convolution", "weight") and plain_name(member.name).endswith(
+            ".weight"
+        )
+        is_adapter = _is_lora_b(member) or any(claim.rule == "adapter" for claim in _name_claims(member))
         if (
-            member.kind in ("linear", "convolution", "weight")
-            or (_has_product(member) and len(member.full_shape) == 2)
-        )
-        and not any(
-            path in blocks or named_below(_components(member), path.count(".")) > 1
-            for path in modules_of[id(member.param)]
-            if path in several
-        )
-        and len(member.names) == 1
-        and (member.kind == "bare" or plain_name(member.name).rpartition(".")[2] == "weight")
-        and "experts" not in _components(member)
-        and not _in_attention(_components(member))
-        and not any(claim.rule == "adapter" for claim in _name_claims(member))
-        and not _is_lora_b(member)
-    }
+            (is_weight or (member.has_product and len(member.full_shape) == 2))
+            and len(member.names) == 1
+            and not (is_in_block or is_adapter or "experts" in components or _in_attention(components))
+        ):
+            outermost[member.key] = several.keys().isdisjoint(modules_of[member.key])
+    return outermost
 
 
 def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: Mapping[int, bool]) -> dict[int, Claim]:
@@ -310,18 +286,14 @@ def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: Mapping[int
     }
     # A number of features that layers read is the width of hidden layers.
     widths = {_inputs(member) for member in matrices if member.kind != "embedding"}
-    claims = {}
-    for member in matrices:
-        # The very last layer of the model makes outputs also where the vocabulary is as large as a hidden layer.
-        is_certain = member.sides[0] not in widths
-        if (
-            outermost.get(id(member.param))
-            and member.sides[0] in rows
-            and (is_certain or member is matrices[-1])
-        ):
-            reason = "output head: an output for each row of an embedding"
-            claims[id(member.param)] = Claim("head", reason, is_certain)
-    return claims
+    reason = "output head: an output for each row of an embedding"
+    # The very last layer of the model makes outputs also where the vocabulary is as large as a hidden layer.
+    return {
+        member.key: Claim("head", reason, member.sides[0] not in widths)
+        for member in matrices
+        if outermost.get(member.key) and member.sides[0] in rows
+        if member.sides[0] not in widths or member is matrices[-1]
+    }
 
 
 def _last_layers(
@@ -329,46 +301,36 @@ def _last_layers(
 ) -> dict[int, Claim]:
     """Return the last layer, and those in parallel with it or with ``heads``."""
     # 1. The ends of the model: layers whose outputs neither a later layer nor one inside a block reads.
-    layers = [member for member in matrices if _is_layer(member)]
-    read = {_inputs(member) for member in layers if id(member.param) not in outermost}
-    # A tied embedding is multiplied by, too, and perhaps a bare matrix (prototypes); what has one row is added.
-    read |= {member.sides[1] for member in matrices if len(member.names) > 1}
-    read |= {
-        size
-        for member in matrices
-        if not _is_layer(member)
-        and member.kind == "bare"
-        and len(member.full_shape) == 2
-        and 1 not in member.full_shape
-        for size in member.full_shape
-    }
+    layers = [member for member in matrices if member.is_layer]
+    read = {_inputs(member) for member in layers if member.key not in outermost}
+    for member in matrices:
+        # A tied embedding is multiplied by, too, and perhaps a bare matrix (prototypes); what has one row is added.
+        is_bare = member.kind == "bare" and not member.is_layer and 1 not in member.full_shape
+        read |= set(member.full_shape) if is_bare and len(member.full_shape) == 2 else set()
+        read |= {member.sides[1]} if len(member.names) > 1 else set()
     ends: list[NamedParameter] = []  # the last one first
     trailing: set[int] = set()  # the ends behind which there are only ends
-    is_trailing = True
-    for member in reversed(matrices):
+    for count, member in enumerate(reversed(layers)):
         outputs, inputs = member.sides
-        is_end = id(member.param) in outermost and outputs != inputs and outputs not in read
-        is_trailing &= is_end
-        if is_end:
+        if member.key in outermost and outputs != inputs and outputs not in read:
+            trailing |= {member.key} if len(ends) == count else set()
             ends.append(member)
-            trailing |= {id(member.param)} if is_trailing else set()
-        if _is_layer(member):
-            read.add(inputs)
-            if member.kind == "weight" and not _has_product(member):
-                read.add(outputs)  # perhaps stored as input x output
+        read.add(inputs)
+        if member.kind == "weight" and not member.has_product:
+            read.add(outputs)  # perhaps stored as input x output
     # 2. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
-    certain = [member for member in matrices if id(member.param) in heads]
+    certain = [member for member in matrices if member.key in heads]
     if not certain and layers:
         narrow = [member for member in ends if member.sides[0] < member.sides[1]]
         last = next(iter(narrow or (member for member in ends if member is layers[-1])), None)
         if last is not None and len(layers) > 1:
             is_unread = last.kind == "linear" and last.sides[0] not in read
-            is_certain = last is layers[-1] and (bool(narrow) or is_unread) and outermost[id(last.param)]
-            claims[id(last.param)] = Claim("head", "output head: the last layer", is_certain)
+            is_certain = last is layers[-1] and (bool(narrow) or is_unread) and outermost[last.key]
+            claims[last.key] = Claim("head", "output head: the last layer", is_certain)
             certain = [last]
-        elif outermost.get(id(layers[-1].param)) and (last is not None or len(layers) > 1):
-            claims[id(layers[-1].param)] = Claim("hidden", PERHAPS_HEAD, certain=False)
+        elif outermost.get(layers[-1].key) and (last is not None or len(layers) > 1):
+            claims[layers[-1].key] = Claim("hidden", PERHAPS_HEAD, certain=False)
     # 3. Those in parallel: beside it or, a guess, at its position in a module beside its own ("actor.2", "critic.2").
     for member, head in itertools.product(ends, certain):
         outputs, inputs = member.sides
@@ -380,16 +342,16 @@ def _last_layers(
             and sum(map(operator.ne, components, components_of_head)) == 1
         )
         reads_alike = inputs == head.sides[1] and (is_beside or is_twin)
-        is_certain = id(head.param) in heads or claims[id(head.param)].certain
+        is_certain = head.key in heads or claims[head.key].certain
         makes_alike = outputs == head.sides[0] and (is_certain or reads_alike)
         # A wide layer beside the last one may make outputs, too (a policy and a value).
-        is_wide = is_beside and reads_alike and id(member.param) in trailing and not components[-1].isdigit()
+        is_wide = is_beside and reads_alike and member.key in trailing and not components[-1].isdigit()
         if makes_alike or (reads_alike and outputs < inputs):
             is_certain &= is_beside or makes_alike
             claim = Claim("head", "output head: in parallel with the last layer", is_certain)
-            claims.setdefault(id(member.param), claim)
+            claims.setdefault(member.key, claim)
         elif is_wide or (is_twin and outputs < inputs):
-            claims.setdefault(id(member.param), Claim("hidden", PERHAPS_HEAD, certain=False))
+            claims.setdefault(member.key, Claim("hidden", PERHAPS_HEAD, certain=False))
     return claims
 
 
@@ -402,7 +364,7 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
     # A tied embedding is multiplied by last.
     later = {member.sides[1] for member in matrices if len(member.names) > 1}
     below: set[str] = set()  # paths of modules with a later layer
-    layers = [member for member in matrices if _is_layer(member)]
+    layers = [member for member in matrices if member.is_layer]
     for member in reversed(matrices):
         outputs, inputs = member.sides
         for name in member.names if member.kind in (None, "linear", "convolution", "weight", "bare") else ():
@@ -434,7 +396,7 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
                 below.add(path)
                 if is_output or (is_direct and entry.meaning == "head"):
                     claim = Claim("head", f"output head by name ({components[end]})", entry.certain)
-                    claims.setdefault(id(member.param), (claim, entry.meaning))
+                    claims.setdefault(member.key, (claim, entry.meaning))
         later.add(_inputs(member))
     return claims
 

@@ -87,6 +87,21 @@ class NamedParameter:
         return self.names[0] if self.names else f"<unnamed {'x'.join(map(str, true_shape(self.param)))}>"
 
     @property
+    def key(self) -> int:
+        """``id`` of the parameter."""
+        return id(self.param)
+
+    @property
+    def has_product(self) -> bool:
+        """Whether attributes or a bias show which side of a weight are its outputs."""
+        return self.layer is not None and bool(self.layer.product)
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether its module multiplies activations by it, for a matrix."""
+        return self.kind not in ("embedding", "norm", "bare") or self.has_product
+
+    @property
     def kind(self) -> LayerKind | None:
         """The kind of its layer; ``None`` if the module is unknown."""
         return None if self.layer is None else self.layer.kind

@@ -86,17 +86,6 @@ def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield name, param
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer: PyTorch's, or another one with its attributes or its name."""
-    kind = type(module).__name__
-    return (
-        isinstance(module, nn.Linear)
-        or (hasattr(module, "in_features") and hasattr(module, "out_features"))
-        or (kind == "Conv1D" and hasattr(module, "nf"))
-        or "Linear" in kind
-    )
-
-
 def _kind(module: nn.Module, name: str) -> LayerKind:
     kind = type(module).__name__
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -111,7 +100,12 @@ def _kind(module: nn.Module, name: str) -> LayerKind:
     # weight_ih_l0, weight_hh_l0, in_proj_weight
     if isinstance(module, _RECURRENT) and "weight" in name:
         return "linear"
-    if is_linear(module) and name in ("weight", "bias"):
+    is_linear = (
+        isinstance(module, nn.Linear) or "Linear" in kind or (kind == "Conv1D" and hasattr(module, "nf"))
+    )
+    if name in ("weight", "bias") and (
+        is_linear or (hasattr(module, "in_features") and hasattr(module, "out_features"))
+    ):
         return "linear"
     # Types that only their names identify.
     if "Experts" in kind:

@@ -208,11 +208,10 @@ def warn_of_rates(
     settings = {caller.number: caller.settings for caller in callers}
     given: dict[str, set[tuple[str | None, float]]] = {"muon": set(), "adamw": set()}
     for group in groups:
-        algorithm, of_config = group["algorithm"], vars(config)
-        keys = ("muon_lr" if algorithm == "muon" else "adam_lr", "lr")
-        sources = [(key, values) for values in (settings[group[CALLER_GROUP]], of_config) for key in keys]
-        key = next((key for key, values in sources if values.get(key) is not None), None)
-        given[algorithm].add((key, float(group["lr"])))
+        keys = ("muon_lr" if group["algorithm"] == "muon" else "adam_lr", "lr")
+        sources = (settings[group[CALLER_GROUP]], vars(config))
+        key = next((key for values in sources for key in keys if values.get(key) is not None), None)
+        given[group["algorithm"]].add((key, float(group["lr"])))
     # 2. One algorithm's rate is set, and the other trains at a default.
     ends = (("muon", "muon_lr"), ("adamw", "adam_lr"))
     for (algorithm, key), (second, second_key) in (ends, ends[::-1]):
@@ -307,11 +306,7 @@ def build_groups(
     # 2. Route all parameters, frozen ones as if they were trained.
     explicit = _explicit_algorithms((group.settings, group.members) for group in callers)
     partial = model is not None and is_divided(model)
-    unrouted = _names_beside(members, in_model)
-    routes = routes_if_trained(
-        list(members.values()), config, explicit=explicit, partial=partial, unrouted=unrouted
-    )
-    if_trained = {key: route for key, route in zip(members, routes, strict=True) if route is not None}
+    if_trained = _routes_if_trained(members, in_model, config, explicit, partial=partial)
     # 3. Divide the groups by algorithm.
     groups = [group for caller in callers for group in _divide(caller, if_trained, config, rates or {})]
     if not groups:
@@ -371,18 +366,9 @@ def route_again(
         (routed.callers[group[CALLER_GROUP]].settings, [members[id(param)] for param in group["params"]])
         for group in groups
     )
-    partial, unrouted = is_divided(model), _names_beside(members, in_model)
-    routes = routes_if_trained(
-        list(members.values()), config, explicit=explicit, partial=partial, unrouted=unrouted
-    )
-    if_trained = {key: route for key, route in zip(members, routes, strict=True) if route is not None}
+    if_trained = _routes_if_trained(members, in_model, config, explicit, partial=is_divided(model))
     again = replace(
-        routed,
-        by_id={},
-        members=members,
-        if_trained=if_trained,
-        routed_by="",
-        partial=partial,
+        routed, by_id={}, members=members, if_trained=if_trained, routed_by="", partial=is_divided(model)
     )
     return again.current()
 
@@ -521,9 +507,19 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
     return groups
 
 
-def _names_beside(members: Mapping[int, NamedParameter], in_model: Mapping[int, NamedParameter]) -> list[str]:
-    """Return the names of the model's parameters that are in no group."""
-    return [name for key, member in in_model.items() if key not in members for name in member.names]
+def _routes_if_trained(
+    members: Mapping[int, NamedParameter],
+    in_model: Mapping[int, NamedParameter],
+    config: MuonConfig,
+    explicit: Mapping[int, Algorithm],
+    *,
+    partial: bool,
+) -> dict[int, Route]:
+    """Route ``members`` as if none were frozen; those that cannot be trained are missing."""
+    unrouted = [name for key, member in in_model.items() if key not in members for name in member.names]
+    parameters = list(members.values())
+    routes = routes_if_trained(parameters, config, explicit=explicit, partial=partial, unrouted=unrouted)
+    return {key: route for key, route in zip(members, routes, strict=True) if route is not None}
 
 
 def _refuse_replaced(

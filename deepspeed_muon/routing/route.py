@@ -223,8 +223,5 @@ def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings)
     """
     kinds = [route.kinds_of_blocks() for route in routes]
     return balanced_order(
-        [route.numel for route in routes],
-        [blocks_flops(kind, settings) for kind in kinds],
-        kinds,
-        ranks,
+        [route.numel for route in routes], [blocks_flops(kind, settings) for kind in kinds], kinds, ranks
     )

@@ -24,13 +24,7 @@ from deepspeed_muon.routing.evidence import Claim, NamedParameter
 from deepspeed_muon.routing.names import matches, plain_name
 from deepspeed_muon.routing.parameters import refuse_lazy
 from deepspeed_muon.routing.route import Algorithm, MatrixKind, Route, rows_of
-from deepspeed_muon.routing.shapes import (
-    check_heads,
-    leaf_name,
-    shard_blocks,
-    split_output,
-    true_shape,
-)
+from deepspeed_muon.routing.shapes import check_heads, leaf_name, shard_blocks, split_output, true_shape
 
 # Kinds of layers whose weight is (out, in / groups, *kernel), or transposed (in, out / groups, *kernel).
 _FILTERS = ("convolution", "grouped convolution", "transposed convolution")
@@ -192,13 +186,8 @@ def warn_without_muon(routes: Sequence[Route]) -> None:
 
 def warn_of_large_guesses(routes: Sequence[Route]) -> None:
     """Warn of large weights whose algorithm is a guess, and of Muon's that may be heads; the largest first."""
-    rows = rows_of(
-        [
-            route
-            for route in routes
-            if not route.certain and (route.numel >= _LARGE or route.reason.startswith(PERHAPS_HEAD))
-        ]
-    )
+    guesses = [route for route in routes if not route.certain]
+    rows = rows_of([r for r in guesses if r.numel >= _LARGE or r.reason.startswith(PERHAPS_HEAD)])
     if not rows:
         return
     rows.sort(key=lambda row: row["elements"], reverse=True)
@@ -401,10 +390,7 @@ def _is_experts(member: NamedParameter) -> bool:
 
 
 def _decide(
-    member: NamedParameter,
-    kind: MatrixKind | None,
-    config: MuonConfig,
-    explicit: Mapping[int, Algorithm],
+    member: NamedParameter, kind: MatrixKind | None, config: MuonConfig, explicit: Mapping[int, Algorithm]
 ) -> tuple[Algorithm, Claim]:
     """Return the algorithm and the claim that decides it."""
     if id(member.param) in explicit:
