@@ -310,9 +310,12 @@ def _last_layers(
         read |= {member.sides[1]} if len(member.names) > 1 else set()
     ends: list[NamedParameter] = []  # the last one first
     trailing: set[int] = set()  # the ends behind which there are only ends
+    inputs_of_all = set(map(_inputs, layers))
     for count, member in enumerate(reversed(layers)):
         outputs, inputs = member.sides
-        if member.key in outermost and outputs != inputs and outputs not in read:
+        # In a list of modules that differ, the next one may read the outputs, and so may the first.
+        readers = read if outermost.get(member.key) else inputs_of_all | read
+        if member.key in outermost and outputs != inputs and outputs not in readers:
             trailing |= {member.key} if len(ends) == count else set()
             ends.append(member)
         read.add(inputs)
@@ -344,13 +347,15 @@ def _last_layers(
         reads_alike = inputs == head.sides[1] and (is_beside or is_twin)
         is_certain = head.key in heads or claims[head.key].certain
         makes_alike = outputs == head.sides[0] and (is_certain or reads_alike)
+        # Beside a layer with more outputs than inputs may stand equal hidden layers.
+        is_sure = head.key in heads or head.sides[0] < head.sides[1]
         # A wide layer beside the last one may make outputs, too (a policy and a value).
-        is_wide = is_beside and reads_alike and member.key in trailing and not components[-1].isdigit()
-        if makes_alike or (reads_alike and outputs < inputs):
+        is_beside_last = is_beside and reads_alike and member.key in trailing and not components[-1].isdigit()
+        if is_sure and (makes_alike or (reads_alike and outputs < inputs)):
             is_certain &= is_beside or makes_alike
             claim = Claim("head", "output head: in parallel with the last layer", is_certain)
             claims.setdefault(member.key, claim)
-        elif is_wide or (is_twin and outputs < inputs):
+        elif makes_alike or is_beside_last or (is_twin and outputs < inputs):
             claims.setdefault(member.key, Claim("hidden", PERHAPS_HEAD, certain=False))
     return claims
 

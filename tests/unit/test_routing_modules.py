@@ -363,7 +363,7 @@ def mlp(*sizes: int) -> nn.Sequential:
                     ]
                 )
             ),
-            {"model.1.m.0": False, "model.1.m.1": False},
+            {"model.1.m.1": False},
         ),
         # the last layers of a list, which are like no others of it
         (
