@@ -317,73 +317,17 @@ def mlp(*sizes: int) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("model", "heads"),
     [
-        # the README's example
-        (nn.Sequential(nn.Embedding(256, 64), Linear(64, 64), nn.GELU(), Linear(64, 256)), {"3": True}),
-        (Tree(convs=nn.Sequential(nn.Conv2d(16, 32, 3)), fc=mlp(256, 128, 10)), {"fc.1": True}),
-        (Tree(encoder=mlp(784, 256, 32), decoder=mlp(32, 256, 784)), {"decoder.1": False}),
-        (Tree(critic=mlp(376, 256, 3), actor=mlp(376, 256, 17)), {"actor.1": True, "critic.1": False}),
         (Tree(conv1=Tree(lin=Linear(1433, 64)), conv2=Tree(lin=Linear(64, 7))), {"conv2.lin": True}),
         (Tree(a=nn.Conv2d(16, 64, 5), b=nn.Conv2d(64, 9, 3)), {"b": True}),
-        (
-            Tree(fc1=Linear(376, 256), mean=Linear(256, 17), log_std=Linear(256, 17)),
-            dict.fromkeys(("mean", "log_std"), True),
-        ),
-        (
-            Tree(body=mlp(64, 64, 64), out=Linear(64, 8), time=Linear(128, 64), mix=Linear(64, 64)),
-            {"out": False},
-        ),
-        # a vocabulary, and a table of positions with more rows
-        (
-            Tree(
-                chars=nn.Embedding(65, 256),
-                positions=nn.Embedding(1024, 256),
-                up=Linear(256, 1024),
-                down=Linear(1024, 256),
-                out=Linear(256, 65),
-            ),
-            {"out": True},
-        ),
-        (Tree(fc=Linear(100, 64), mix=Linear(128, 128), head=Linear(128, 10)), {"head": True}),
-        # a vocabulary as large as the hidden layers
-        (Tree(tokens=nn.Embedding(64, 64), body=mlp(64, 64, 64), out=Linear(64, 64)), {"out": False}),
         # square layers of which only the name says that they make outputs, or that others do
         (Tree(body=mlp(64, 64, 64), decoder=nn.Sequential(nn.Conv2d(64, 64, 1))), {"decoder.0": False}),
         (Tree(body=mlp(64, 32), classifier=mlp(128, 64, 64, 10)), {"classifier.2": True}),
-        # several in parallel: in modules beside each other, or with the same outputs as a layer that may be one
+        # equal layers beside a wide last one, and layers of a list that differ
         (
-            Tree(body=mlp(100, 256), tasks=nn.ModuleDict({"age": mlp(256, 64, 50), "sex": mlp(256, 64, 2)})),
-            {"tasks.sex.1": True, "tasks.age.1": False},
+            nn.Sequential(nn.Conv2d(8, 16, 1), Tree(m=nn.ModuleList(Linear(32, 85) for _ in range(3)))),
+            {"1.m.2": True},
         ),
-        (
-            Tree(
-                model=nn.ModuleList(
-                    [
-                        nn.Conv2d(16, 32, 3),
-                        Tree(m=nn.ModuleList([nn.Conv2d(32, 85, 1), nn.Conv2d(32, 85, 1)])),
-                    ]
-                )
-            ),
-            {"model.1.m.1": False},
-        ),
-        # the last layers of a list, which are like no others of it
-        (
-            Tree(
-                convs=nn.ModuleList(
-                    Tree(l=Linear(a, b), r=Linear(a, b)) for a, b in ((100, 256), (256, 256), (256, 47))
-                )
-            ),
-            {"convs.2.l": False, "convs.2.r": False},
-        ),
-        # flax's names
-        (
-            Tree(
-                a=Tree(kernel=parameter(64, 32), bias=parameter(32)),
-                b=Tree(kernel=parameter(32, 5), bias=parameter(5)),
-            ),
-            {"b.kernel": True},
-        ),
-        # what reads a hidden layer may be a bare parameter
-        (Tree(prototypes=parameter(100, 32), body=mlp(64, 64, 32)), {}),
+        (Tree(blocks=nn.ModuleList(Tree(up=Linear(64, n), down=Linear(n, 64)) for n in (128, 256))), {}),
     ],
 )
 def test_the_last_layers_of_a_model_are_heads(model: nn.Module, heads: dict[str, bool]) -> None:
