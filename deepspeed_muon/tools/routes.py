@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> Output:
         routes = route_parameters(load_model(arguments.model, arguments.device), config)
     data = table(arguments.model, routes, per_parameter=arguments.all)
     if arguments.guesses:
-        data["routes"] = [row for row in data["routes"] if not row["certain"]]
+        guesses = [row for row in data["routes"] if not row["certain"]]
+        data["routes"] = sorted(guesses, key=lambda row: row["elements"], reverse=True)
     return Output(data, render(data))
 
 
