@@ -205,7 +205,7 @@ class ResultCheck:
         # 2. which are wrong, (blocks,) bool
         # The result for zeros (a head without a gradient) is zero, as may be that for smaller inputs than the iteration
         # normalises: raising its norm to the lower bound leaves only the upper one.
-        norms = norms.maximum((inputs < SMALLEST_NORM).to(norms.dtype) * lowest)
+        norms = torch.where(inputs < SMALLEST_NORM, norms.clamp(min=lowest), norms)
         wrong = norms.clamp(lowest, highest) != norms  # true for NaN, too
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.row_state is not None and self.recorder.sampling:
