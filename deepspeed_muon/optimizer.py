@@ -367,7 +367,13 @@ class Muon(torch.optim.Optimizer):
 
         Warn in the first step if Muon and AdamW train a group of the caller with one rate and were given two.
         """
-        refuse_unusable(self.param_groups, self.config, self._checked_settings)
+        try:
+            refuse_unusable(self.param_groups, self.config, self._checked_settings)
+        except ConfigError as error:
+            if not self.managed:
+                raise
+            self._bound_steps.refusal = error  # the ranks raise together
+            return
         self._rates_compared = self._rates_compared or warn_of_equal_rates(self.param_groups)
 
     # Binding

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.errors import BindingError
+from deepspeed_muon.errors import BindingError, ConfigError
 from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Floats
 from deepspeed_muon.step.gradient_status import (
     FLAGS_PURPOSE,
     NOT_FINITE,
+    REFUSED,
     Gradients,
     GradientStatus,
     flagged,
@@ -36,7 +37,10 @@ class BoundSteps:
         runners: The runner of each step set.
         gradient_status: The exchange of gradient status of each runner's step set.
         process_groups: The process groups over which the step sets communicate, without duplicates.
+        refusal: Why this rank refuses the step; all ranks raise when they exchange their flags.
     """
+
+    refusal: ConfigError | None = None
 
     def __init__(self, contexts: Sequence[StepContext]) -> None:
         """Make the exchange plans; nothing is sent.
@@ -140,7 +144,8 @@ class BoundSteps:
         for runner in self.runners if runners is None else runners:
             status = self.gradient_status[runner]
             by_groups.setdefault(tuple(status.groups), []).append(status)
-        reduced = [GradientStatus.reduce(statuses, grads) for statuses in by_groups.values()]
+        refused = self.refusal is not None
+        reduced = [GradientStatus.reduce(statuses, grads, refused=refused) for statuses in by_groups.values()]
         # 2. Over the ranks that must skip the same steps: two flags, (2,), for each step set.
         counts_of = [[len(status.names) for status in statuses] for statuses in by_groups.values()]
         wrong_by_status: dict[GradientStatus, Tensor] = {}
@@ -166,9 +171,15 @@ class BoundSteps:
         for statuses, counts in zip(by_groups.values(), counts_of, strict=True):
             for status, flags in zip(statuses, next(copies).split(counts, dim=1), strict=True):
                 status.flags = flags
+        statuses_on_cpu = [flags[0].tolist() for flags in on_cpu[len(norms) : len(norms) + len(reduced)]]
         for status, wrong in zip(wrong_by_status, copies, strict=True):
-            nonfinite, failed = wrong.tolist()
-            status.wider_flags = (bool(nonfinite), bool(failed))
+            largest, failed = wrong.tolist()
+            statuses_on_cpu.append([largest])
+            status.wider_flags = (largest == NOT_FINITE, bool(failed))
+        if any(REFUSED in flags for flags in statuses_on_cpu):
+            refusal, self.refusal = self.refusal, None
+            self.forget_flags()
+            raise refusal or ConfigError("another rank refuses a setting in its param groups, and says which")
         return on_cpu[: len(norms)]
 
     def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:

@@ -27,6 +27,7 @@ FLAGS_PURPOSE = "exchange of gradient flags"
 # Gradient status, max-reduced over fragments and ranks: 0 all zero, 1 finite, 2 inf or NaN. The limits are for
 # torch.bucketize, which sorts NaN above all numbers.
 NOT_FINITE = 2
+REFUSED = 3  # some rank refuses the step
 _STATUS_LIMITS = (0.0, torch.finfo(torch.float32).max)
 
 Gradients = Mapping[PartitionIndex, Sequence[Tensor]]
@@ -82,7 +83,7 @@ class GradientStatus:
         self.groups += [group for group in (step_set.tensor_group, step_set.stack_group) if group is not None]
 
     @staticmethod
-    def reduce(statuses: Sequence[GradientStatus], grads: Gradients) -> Tensor:
+    def reduce(statuses: Sequence[GradientStatus], grads: Gradients, *, refused: bool = False) -> Tensor:
         """Return the flags of several step sets of the same groups, reduced in one message.
 
         Must be called by all ranks of the groups.
@@ -90,18 +91,21 @@ class GradientStatus:
         Args:
             statuses: One for each step set.
             grads: Partition index to its gradient; a missing one counts as zero.
+            refused: Whether this rank refuses the step.
 
         Returns:
             ``(2, parameters of all sets)`` on the device.
         """
         local = [status._local_flags(grads) for status in statuses]
         flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
+        if refused:
+            flags[0].fill_(REFUSED)
         for group in statuses[0].groups if flags.numel() else ():
             flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
         return flags
 
     def any_wrong(self, flags: Tensor) -> Tensor:
-        """Return whether any gradient is not finite, and whether any matrix was wrong in fp32 too.
+        """Return the largest status of a gradient, and whether any matrix was wrong in fp32 too.
 
         Args:
             flags: The reduced flags of this step set, on the device.
@@ -110,8 +114,8 @@ class GradientStatus:
             ``(2,)`` uint8 on the device.
         """
         failed = flags[1] * self._check.failing(flags.shape[1], flags.device)  # (parameters,) uint8
-        wrong = torch.stack(((flags[0] == NOT_FINITE).any(), failed.any()))
-        return wrong.to(torch.uint8)
+        largest = flags[0].amax() if flags.shape[1] else torch.zeros_like(failed.any())
+        return torch.stack((largest.to(torch.uint8), failed.any().to(torch.uint8)))
 
     def report(self) -> GradientReport:
         """Return what all ranks know of this step, and pass :attr:`.StepRunner.check` the matrices that were left out.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.engine import supported
-from tests.support import training
+from tests.support import snapshots, training
 from tests.support.contract import STEPS, compare, compare_matrices
 from tests.support.models import batch, build
 from tests.support.rounding import BF16_MODEL
@@ -430,3 +430,22 @@ def test_an_optimizer_with_state_continues_or_is_refused(ranks: Any, stage: int)
     """From ZeRO 1 on its state was dropped, and every later save raised a KeyError."""
     for said in ranks(2).run(with_state, stage=stage):
         assert ("restore_from" in said) == (stage > 0), said
+
+
+def with_bad_rate(rank: int, world_size: int, *, stage: int, precision: str) -> str:
+    """Give one rank a rate that is no number; return what the step says, and train on."""
+    engine = training.make_engine(training.ds_config(stage, precision=precision, clipping=0.5), "toy")
+    training.run_step(engine, 0, rank, world_size, 1)
+    group, before = engine.basic_optimizer.param_groups[0], snapshots.tensors_of(engine)
+    rate = group["lr"]
+    group["lr"] = "fast" if rank == 0 else rate
+    said = training.refusal(lambda: training.run_step(engine, 1, rank, world_size, 1))
+    assert not snapshots.changed(before, snapshots.tensors_of(engine))
+    group["lr"] = rate
+    return said
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), full(0, "bf16"), (2, "bf16"), (3, "fp32")])
+def test_all_ranks_refuse_a_rate_of_one(ranks: Any, stage: int, precision: str) -> None:
+    first, second = ranks(2).run(with_bad_rate, stage=stage, precision=precision)
+    assert "param group 0.lr: must be a number" in first and second.startswith("ConfigError: another rank")
