@@ -71,6 +71,8 @@ class HostWaits(TorchFunctionMode):
             return func(*args, **kwargs)
         is_on_device = [self._is_on_device(tensor) for tensor in tensors]
         device = kwargs.get("device")
+        if isinstance(device, str) and device == "cpu":  # the host's own, which our code names by this text
+            device = None
         if name == "to" and device is None and len(args) > 1 and isinstance(args[1], (torch.device, str)):
             device = args[1]
         if self._waits(name, args, kwargs, any(is_on_device), all(is_on_device), device is not None):
