@@ -485,7 +485,7 @@ def _read_with_shards(
             # Where there is a stack, every rank of the group has other experts, none of them sharded.
             if step_set.stack_group is None:
                 matrices = tuple(
-                    replace(matrix, shards=matrix.shards or shards_of.get(matrix.name, replicated))
+                    replace(matrix, tp_shards=matrix.tp_shards or shards_of.get(matrix.name, replicated))
                     for matrix in step_set.matrices
                 )
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
@@ -521,7 +521,7 @@ def _fingerprints(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
     fingerprints = {}
     for matrix in step_set.matrices:
         digest, fragment = "", matrix.placement.fragment_on(step_set.rank)
-        if not matrix.is_sharded:
+        if not matrix.is_tp_shard:
             digest = "copy"  # of a rank that has no elements of it
             if fragment is not None:
                 values = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)

@@ -135,7 +135,7 @@ class Chunk:
         owner_buffer: All fragments of the matrices that this rank owns.
         gathers: Whether any rank sends anything in gather.
         scatters: Whether any rank sends anything in scatter.
-        copies: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
+        receivers: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
     """
 
     matrices: tuple[PlanIndex, ...]
@@ -144,13 +144,13 @@ class Chunk:
     owner_buffer: BufferPlan
     gathers: bool
     scatters: bool
-    copies: int = 0
+    receivers: int = 0
 
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends in gather and scatter; a broadcast counts once for each receiver."""
-        receivers = self.copies or self.scatters
-        return self.fragment_buffer.remote_numel * self.gathers + self.owner_buffer.remote_numel * receivers
+        times = self.receivers or self.scatters
+        return self.fragment_buffer.remote_numel * self.gathers + self.owner_buffer.remote_numel * times
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,10 +307,9 @@ def build_chunk(
         # One copy of this rank's updates for all ranks; no peer has a slice of its own.
         updates = _by_owner(placements, owners, owned, rank)
         owner_buffer = BufferPlan(updates.segments, _ints(()), _ints(()), updates.numel, updates.numel)
-        copies = len(placements[sent[0]].ranks) - 1
-        return Chunk(
-            tuple(indices), owned, fragment_buffer, owner_buffer, gathers=False, scatters=True, copies=copies
-        )
+        receivers = len(placements[sent[0]].ranks) - 1
+        buffers = fragment_buffer, owner_buffer
+        return Chunk(tuple(indices), owned, *buffers, gathers=False, scatters=True, receivers=receivers)
     return Chunk(
         tuple(indices),
         owned,

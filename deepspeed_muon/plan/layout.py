@@ -83,7 +83,7 @@ class MatrixLayout:
             for one block with all rows.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
-        shards: How the full matrix is spread over its group, if this is one shard or replica; ``None`` without a group.
+        tp_shards: How the full matrix is spread over its tensor-parallel group; ``None`` without a group.
         first_row: For a slice of blocks with an owner of its own, its first row in the parameter.
     """
 
@@ -95,7 +95,7 @@ class MatrixLayout:
     row_blocks: tuple[int, ...] = ()
     col_blocks: tuple[int, ...] = ()
     transposed: bool = False
-    shards: TensorShards | None = None
+    tp_shards: TensorShards | None = None
     first_row: int = 0
 
     @property
@@ -104,22 +104,22 @@ class MatrixLayout:
         return self.rows * self.cols
 
     @property
-    def is_sharded(self) -> bool:
+    def is_tp_shard(self) -> bool:
         """Whether this is one shard of a matrix, which one of the ranks that have the others gathers."""
-        return self.shards is not None and self.shards.dim is not None
+        return self.tp_shards is not None and self.tp_shards.dim is not None
 
     @property
     def shards_outputs(self) -> bool:
         """Whether the ranks of the group have different outputs of the layer (rows, unless it is transposed)."""
-        return self.is_sharded and self.shards is not None and (self.shards.dim == 0) != self.transposed
+        return self.tp_shards is not None and self.tp_shards.dim == int(self.transposed)
 
     @property
     def logical_shape(self) -> tuple[int, int]:
         """Rows and columns of the full matrix, also if this is one shard of it."""
-        if self.shards is None or self.shards.dim is None:
+        if self.tp_shards is None or self.tp_shards.dim is None:
             return self.rows, self.cols
-        total = sum(self.shards.sizes)
-        return (total, self.cols) if self.shards.dim == 0 else (self.rows, total)
+        total = sum(self.tp_shards.sizes)
+        return (total, self.cols) if self.tp_shards.dim == 0 else (self.rows, total)
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -139,7 +139,7 @@ class MatrixLayout:
     @property
     def batch_key(self) -> Hashable:
         """Equal for matrices that may be orthogonalised in one batch."""
-        return self.logical_shape, self.block_shapes, self.transposed, self.is_sharded
+        return self.logical_shape, self.block_shapes, self.transposed, self.is_tp_shard
 
     @property
     def first_cols(self) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class MatrixLayout:
 
         A matrix that is sharded over a group is one block, the full matrix.
         """
-        return (self.logical_shape,) if self.is_sharded else tuple(itertools.product(*self.grid))
+        return (self.logical_shape,) if self.is_tp_shard else tuple(itertools.product(*self.grid))
 
     def slice_blocks(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
         """Return blocks that follow each other, from row ``first`` on, as a matrix of their own."""
@@ -178,7 +178,7 @@ class MatrixLayout:
             row_blocks if len(row_blocks) > 1 else (),
             self.col_blocks,
             self.transposed,
-            self.shards,
+            self.tp_shards,
             self.first_row + first,
         )
 

@@ -307,7 +307,7 @@ def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int
         divisor: As for :func:`assign`.
     """
     count = matrix.equal_blocks or 1
-    if count == 1 or matrix.shards is not None or matrix.placement.only_rank is not None:
+    if count == 1 or matrix.tp_shards is not None or matrix.placement.only_rank is not None:
         return [matrix]
     rows, cols = matrix.block_shape
     slices = split_blocks(
@@ -324,11 +324,11 @@ def split_shard(matrix: MatrixLayout) -> list[MatrixLayout]:
     Args:
         matrix: Any matrix; only one with :attr:`TensorShards.complete` is split.
     """
-    shards = matrix.shards
+    shards = matrix.tp_shards
     if shards is None or not shards.complete:
         return [matrix]
     if all(shards.complete):
-        return [replace(matrix, shards=None)]
+        return [replace(matrix, tp_shards=None)]
     blocks = matrix.grid[0]
     # Complete blocks that follow each other remain together; a shard of a block is alone.
     slices = [
@@ -343,7 +343,7 @@ def split_shard(matrix: MatrixLayout) -> list[MatrixLayout]:
             rows = (blocks[numbers[0]],) * len(shards.sizes)
             block_shards = TensorShards(shards.dim, rows if shards.dim == 0 else shards.sizes)
         layout = matrix.slice_blocks(first_rows[numbers[0]], blocks[numbers[0] : numbers[-1] + 1])
-        layouts.append(replace(layout, shards=block_shards))
+        layouts.append(replace(layout, tp_shards=block_shards))
     return layouts
 
 

@@ -122,7 +122,7 @@ class QkClip:
         if self._tensor_group is not None:
             rank, ranks = dist.get_rank(self._tensor_group), dist.get_world_size(self._tensor_group)
             cut_of = {
-                matrix.name: matrix.is_sharded for step_set in step_sets for matrix in step_set.matrices
+                matrix.name: matrix.is_tp_shard for step_set in step_sets for matrix in step_set.matrices
             }
             self._divisions = [_division(layer, cut_of) for layer in self.layers]
         # 2. The rows of the heads in this rank's partitions, and the data-parallel group of the attention weights.

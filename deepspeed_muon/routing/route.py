@@ -133,7 +133,7 @@ class Route:
             row_blocks=self.row_blocks,
             col_blocks=self.col_blocks,
             transposed=self.transposed,
-            shards=self.shards,
+            tp_shards=self.shards,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,8 +89,7 @@ class BoundSteps:
             left_out: Tensors in the groups that are in no step set.
 
         Raises:
-            BindingError: If the groups have an unknown tensor, or some but not all partitions of a step set, or if the
-                dtype of a tensor changed.
+            BindingError: If the groups have an unknown tensor, or the dtype of a tensor changed.
         """
         group_of: dict[int, dict[str, Any]] = {
             id(p): group for group in param_groups for p in group["params"]
@@ -103,17 +102,12 @@ class BoundSteps:
                 f"ZeRO handed over tensors of shapes {shapes} that were not in its groups when the optimizer was "
                 f"bound; were the optimizer's tensors replaced after deepspeed.initialize?"
             )
-        # 2. of each step set the call must have all partitions, or none
+        # 2. of each step set the call has all partitions, or none
         current = []
         for runner in self.runners:
             partitions = runner.step_set.partitions
-            present = [partition for partition in partitions if id(partition.tensor) in group_of]
-            if not present:
+            if not any(id(partition.tensor) in group_of for partition in partitions):
                 continue
-            if len(present) < len(partitions):
-                raise BindingError(
-                    f"ZeRO handed over {len(present)} of {len(partitions)} partitions that belong to one step"
-                )
             for partition, dtype in zip(partitions, self._dtypes[runner], strict=True):
                 if partition.tensor.dtype != dtype:
                     raise BindingError(
@@ -146,33 +140,16 @@ class BoundSteps:
             by_groups.setdefault(tuple(status.groups), []).append(status)
         refused = self.refusal is not None
         reduced = [GradientStatus.reduce(statuses, grads, refused=refused) for statuses in by_groups.values()]
-        # 2. Over the ranks that must skip the same steps: two flags, (2,), for each step set.
-        counts_of = [[len(status.names) for status in statuses] for statuses in by_groups.values()]
-        wrong_by_status: dict[GradientStatus, Tensor] = {}
-        by_wider_group: dict[dist.ProcessGroup, list[GradientStatus]] = {}
-        for statuses, flags, counts in zip(by_groups.values(), reduced, counts_of, strict=True):
-            for status, of_set in zip(statuses, flags.split(counts, dim=1), strict=True):
-                if status.wider_group is not None or status.stage_group is not None:
-                    wrong_by_status[status] = status.any_wrong(of_set)
-                if status.wider_group is not None:
-                    by_wider_group.setdefault(status.wider_group, []).append(status)
-        for group, members in by_wider_group.items():
-            flags = torch.cat([wrong_by_status[status] for status in members])
-            flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
-            wrong_by_status.update(zip(members, flags.view(-1, 2), strict=True))
-        # The stages of a pipeline may have different step sets, so that they reduce two flags of all sets.
-        for stage_group in {status.stage_group for status in wrong_by_status} - {None}:
-            flags = torch.stack(list(wrong_by_status.values())).amax(0)
-            flags = all_reduce_tensor(flags, stage_group, purpose=FLAGS_PURPOSE, how="max")
-            wrong_by_status = dict.fromkeys(wrong_by_status, flags)
+        # 2. Over the ranks that must skip the same steps; none with data parallelism alone.
+        wrong_of = self._reduce_further(_by_status(by_groups.values(), reduced))
         # 3. To the CPU.
-        on_cpu = read_together([*norms, *reduced, *wrong_by_status.values()])
-        copies = iter(on_cpu[len(norms) :])
-        for statuses, counts in zip(by_groups.values(), counts_of, strict=True):
-            for status, flags in zip(statuses, next(copies).split(counts, dim=1), strict=True):
-                status.flags = flags
-        statuses_on_cpu = [flags[0].tolist() for flags in on_cpu[len(norms) : len(norms) + len(reduced)]]
-        for status, wrong in zip(wrong_by_status, copies, strict=True):
+        on_cpu = iter(read_together([*norms, *reduced, *wrong_of.values()]))
+        norms = [next(on_cpu) for _ in norms]
+        flags_of = _by_status(by_groups.values(), [next(on_cpu) for _ in reduced])
+        for status, flags in flags_of.items():
+            status.flags = flags
+        statuses_on_cpu = [flags[0].tolist() for flags in flags_of.values()]
+        for status, wrong in zip(wrong_of, on_cpu, strict=True):
             largest, failed = wrong.tolist()
             statuses_on_cpu.append([largest])
             status.wider_flags = (largest == NOT_FINITE, bool(failed))
@@ -180,7 +157,34 @@ class BoundSteps:
             refusal, self.refusal = self.refusal, None
             self.forget_flags()
             raise refusal or ConfigError("another rank refuses a setting in its param groups, and says which")
-        return on_cpu[: len(norms)]
+        return norms
+
+    @staticmethod
+    def _reduce_further(flags_of: Mapping[GradientStatus, Tensor]) -> dict[GradientStatus, Tensor]:
+        """Reduce over ranks with other experts or other stages of a pipeline, whose parameters are different ones.
+
+        Returns:
+            For each step set that has such ranks two flags, ``(2,)``: see :meth:`.GradientStatus.any_wrong`.
+        """
+        wrong_of = {
+            status: status.any_wrong(flags)
+            for status, flags in flags_of.items()
+            if status.wider_group is not None or status.stage_group is not None
+        }
+        by_wider_group: dict[dist.ProcessGroup, list[GradientStatus]] = {}
+        for status in wrong_of:
+            if status.wider_group is not None:
+                by_wider_group.setdefault(status.wider_group, []).append(status)
+        for group, members in by_wider_group.items():
+            flags = torch.cat([wrong_of[status] for status in members])
+            flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
+            wrong_of.update(zip(members, flags.view(-1, 2), strict=True))
+        # The stages of a pipeline may have different step sets, so that they reduce two flags of all sets.
+        for stage_group in {status.stage_group for status in wrong_of} - {None}:
+            flags = torch.stack(list(wrong_of.values())).amax(0)
+            flags = all_reduce_tensor(flags, stage_group, purpose=FLAGS_PURPOSE, how="max")
+            wrong_of = dict.fromkeys(wrong_of, flags)
+        return wrong_of
 
     def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is inf or NaN on a rank of ``group``, or ``None`` if the flags do not say so.
@@ -249,7 +253,7 @@ class BoundSteps:
             if step_set.tensor_group is not None:
                 # Tensor-parallel ranks call collectives in the order of the plan, and iterate with the same settings.
                 tensor_ranks = Scope.of(step_set.tensor_group)
-                shards = [matrix.shards for matrix in step_set.matrices]
+                shards = [matrix.tp_shards for matrix in step_set.matrices]
                 facts.record(f"plan of step set {number}", (plan.digest(), shards, overlap), tensor_ranks)
                 # Only the names, because the shards of AdamW's parameters may have unequal sizes.
                 names = [layout.name for layout in step_set.layouts]
@@ -260,6 +264,17 @@ class BoundSteps:
                 settings = runner.context.config.model_dump_json()
                 facts.record(f"optimizer.params for step set {number}", settings, tensor_ranks)
         return facts
+
+
+def _by_status(
+    statuses: Iterable[Sequence[GradientStatus]], flags: Sequence[Tensor]
+) -> dict[GradientStatus, Tensor]:
+    """Divide the flags that step sets reduced together, ``(2, parameters of all sets)``, between them."""
+    flags_of: dict[GradientStatus, Tensor] = {}
+    for together, of_all in zip(statuses, flags, strict=True):
+        counts = [len(status.names) for status in together]
+        flags_of.update(zip(together, of_all.split(counts, dim=1), strict=True))
+    return flags_of
 
 
 def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:

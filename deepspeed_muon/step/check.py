@@ -31,7 +31,7 @@ from deepspeed_muon.step.row_state import OwnedRows
 Member = tuple[PlanIndex, int]
 """A matrix and the number of one of its blocks."""
 
-LeftOut = tuple[list[SetIndex], Tensor]
+LeftOut = tuple[list[PlanIndex], Tensor]
 """Matrices, and a flag for each, on the device: whether its update was left out."""
 
 
@@ -43,7 +43,7 @@ class Result:
         members: Index of the matrix, and number of its block, of each entry.
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
-        scales: Factor of the update before the learning rate, for each block of each matrix of the plan.
+        block_scales: Factor of the update before the learning rate, for each block of each matrix of the plan.
         row_state: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the
             updates.
         dtype: The dtype of updates that :attr:`row_state` makes.
@@ -54,7 +54,7 @@ class Result:
     members: Sequence[Member]
     inputs: Tensor
     blocks: Tensor
-    scales: Sequence[tuple[float, ...]]
+    block_scales: Sequence[tuple[float, ...]]
     row_state: OwnedRows | None = None
     dtype: torch.dtype = torch.float32
     updates: Tensor = field(init=False)
@@ -69,10 +69,26 @@ class Result:
 class ResultCheck:
     """Checks and samples the results of one exchange plan.
 
+    What happens to a matrix whose update is wrong in step n:
+
+    =====  =================================================  ==========================================================
+    step   on a CPU                                           on an accelerator, where the host must not wait
+    =====  =================================================  ==========================================================
+    n      :meth:`settle` computes it again in fp32; if that  :meth:`settle` makes it zero on the device and records a
+           is wrong too, it is zero and ``left_out`` records  flag in ``left_out``, which the host has not read
+           it
+    n + 1  the ranks exchange ``left_out`` with their         the same; :meth:`read_verdicts` warns, and the matrix is
+           gradient status, and :meth:`read_verdicts` names   one of ``_fp32_only``; its row state restarts in this step
+           it (a single process: :meth:`take_local_failures`  alone (``_rows_restart``)
+           in step n)
+    n + 2  as if nothing had happened                         it remains in fp32; where that was wrong in step n + 1,
+                                                              :meth:`read_verdicts` names it
+    =====  =================================================  ==========================================================
+
     Attributes:
         left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
-        is_deferred: Whether a verdict remains on the device until the next step, so that the host never waits for it,
-            and a wrong result is left out instead of computed again.
+        is_deferred: Whether the second column holds.
+        origin: The position of each matrix of the plan in the step set, by which the ranks exchange verdicts.
     """
 
     def __init__(
@@ -93,20 +109,16 @@ class ResultCheck:
             device: Where the iteration runs.
             ns: The iteration.
             norms: Returns the Frobenius norms of a batch in fp32.
-            origin: The position of each matrix in the step set, by which the ranks exchange verdicts; by default that
-                in the plan.
+            origin: As the attribute; by default the positions in the plan.
         """
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
-        # Verdicts on the device that this rank has yet to count: indices in the plan, and their flags.
-        self._uncounted: list[tuple[list[PlanIndex], Tensor]] = []
-        # Positions in the step set: what is computed in fp32 from now on, and what was left out in the step before,
-        # whose row state restarts in this one.
+        # Positions in the step set.
         self._fp32_only: set[SetIndex] = set()
         self._rows_restart: frozenset[SetIndex] = frozenset()
         self._matrices = matrices
-        self._origin = [SetIndex(index) for index in range(len(matrices))] if origin is None else origin
+        self.origin = [SetIndex(index) for index in range(len(matrices))] if origin is None else origin
         self._first = recorder.reserve(len(matrices))
         self._ns = ns
         self._norms = norms
@@ -147,13 +159,12 @@ class ResultCheck:
             The names of those that were wrong in fp32 too.
         """
         failed = self.failed(positions)
-        self.left_out.clear()
+        left_out, self.left_out = self.left_out, []
         if not self.is_deferred:
             return failed
-        uncounted, self._uncounted = self._uncounted, []
-        for indices, flags in uncounted if positions else ():
-            for index, left_out in zip(indices, flags.tolist(), strict=True):
-                if left_out:
+        for indices, flags in left_out if positions else ():
+            for index, flag in zip(indices, flags.tolist(), strict=True):
+                if flag:
                     self.recorder.failed += 1
                     self._warn(index, self._matrices[index], "its norm is outside of its bounds", None)
         self._fp32_only.update(positions)
@@ -181,23 +192,23 @@ class ResultCheck:
         """
         if self.is_deferred:
             return []
-        failed = {position for positions, _ in self.left_out for position in positions}
+        failed = {self.origin[index] for indices, _ in self.left_out for index in indices}
         self.left_out.clear()
         return self._names(failed)
 
     def _names(self, positions: Collection[SetIndex]) -> list[str]:
         """Return the names of some matrices of the step set, in its order."""
-        pairs = zip(self._origin, self._matrices, strict=True) if positions else ()
+        pairs = zip(self.origin, self._matrices, strict=True) if positions else ()
         name_of = {position: matrix.name for position, matrix in pairs}
         return [name_of[position] for position in sorted(positions)]
 
     def _settle_on_device(self, result: Result) -> Tensor:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
         for position, (index, _) in enumerate(result.members if self._fp32_only else ()):
-            if self._origin[index] in self._fp32_only:
+            if self.origin[index] in self._fp32_only:
                 # It replaces the entry of the batch, which ran as configured.
                 # Row state, which may be the cause, restarts once.
-                update = self._in_fp32(result, position, anew=self._origin[index] in self._rows_restart)
+                update = self._in_fp32(result, position, anew=self.origin[index] in self._rows_restart)
                 self._replace(result, position, update, "", None)
         # 1. the norms of updates and inputs, (blocks,) fp32
         lowest, highest = self._bounds_of(result)
@@ -212,8 +223,7 @@ class ResultCheck:
             result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
         # 3. the verdicts, for the exchange of flags in the next step
         indices = [index for index, _ in result.members]  # several blocks of a matrix repeat its index
-        self.left_out.append(([self._origin[index] for index in indices], wrong))
-        self._uncounted.append((indices, wrong))
+        self.left_out.append((indices, wrong))
         return wrong
 
     def _settle_now(self, result: Result) -> None:
@@ -281,7 +291,7 @@ class ResultCheck:
             self.recorder.redone += 1
         else:
             self.recorder.failed += 1
-            self.left_out.append(([self._origin[index]], torch.ones(1, dtype=torch.bool, device="cpu")))
+            self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
         self._warn(index, self._matrices[index], why, failure)
 
     def _warn(self, index: PlanIndex, matrix: MatrixLayout, why: str, failure: str | None) -> None:
@@ -330,5 +340,5 @@ class ResultCheck:
 
     def _measured(self, result: Result, positions: list[int]) -> MeasuredBlocks:
         index, number = result.members[positions[0]]
-        scale = result.scales[index][number]
+        scale = result.block_scales[index][number]
         return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)

@@ -142,7 +142,9 @@ class GradientStatus:
         flags = torch.zeros((2, len(self.names)), dtype=torch.uint8, device=self._device)
         if left_out := self._check.left_out:
             # Almost always the same matrices as in the step before: the host would wait for a copy of their positions.
-            matrices = self._positions(tuple(n for numbers, _ in left_out for n in numbers))
+            matrices = self._positions(
+                tuple(self._check.origin[index] for indices, _ in left_out for index in indices)
+            )
             wrong = torch.cat([verdicts.to(self._device) for _, verdicts in left_out])
             flags[1].scatter_reduce_(0, matrices, wrong.view(torch.uint8), "amax")
         tensors = [grads.get(partition.index, ()) for partition in self._step_set.partitions]

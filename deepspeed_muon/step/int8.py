@@ -66,8 +66,8 @@ class Int8Blocks:
             offset: The first element to decode.
             numel: The number of elements to decode.
         """
-        before, scale = self.row(offset)
-        scales = scales.narrow(0, scale, -(-(before + numel) // BLOCK))  # of the blocks of these elements
+        before, first = self.row(offset)
+        scales = scales.narrow(0, first, -(-(before + numel) // BLOCK))  # of the blocks of these elements
         return from_codes(codes.narrow(0, offset, numel), scales, before)
 
     def decode_all(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -82,11 +82,11 @@ class Int8Blocks:
         """Return codes, int8 like ``values``, and scales ``(count,)`` of a partition's flat fp32 momentum."""
         codes = torch.zeros_like(values, dtype=torch.int8)  # padding keeps 0
         scales = torch.zeros(self.count, dtype=torch.float32, device=values.device)
-        for fragment, scale in zip(self._fragments, self._first_scales, strict=True):
+        for fragment, first in zip(self._fragments, self._first_scales, strict=True):
             offset, numel = fragment.partition_offset, fragment.numel
             new_codes, new_scales = quantize(values.narrow(0, offset, numel), fragment.matrix_offset % BLOCK)
             codes.narrow(0, offset, numel).copy_(new_codes)
-            scales.narrow(0, scale, len(new_scales)).copy_(new_scales)
+            scales.narrow(0, first, len(new_scales)).copy_(new_scales)
         return codes, scales
 
 

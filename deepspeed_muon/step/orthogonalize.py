@@ -124,7 +124,7 @@ class LocalOrthogonalizer:
         planned = []
         for indices in batches(self.matrices, self.context, owned):
             first = self.matrices[indices[0]]
-            shapes, is_stack = first.block_shapes, first.is_sharded or first.equal_blocks is not None
+            shapes, is_stack = first.block_shapes, first.is_tp_shard or first.equal_blocks is not None
             # 2. their blocks by shape: of a stack in the order of its memory, so that a call reads a view of it, of a
             # grid the first block of each matrix, then the second one of each
             members_of: dict[tuple[int, int], list[Member]] = {}
@@ -161,7 +161,7 @@ class LocalOrthogonalizer:
         """Return the updates of ``(matrices, rows, cols)`` that are grids of blocks, which are copied out and back."""
         # Example: a fused 12 x 4 weight split into 8, 2 and 2 rows has three row blocks and one column block. The
         # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.
-        update, scales = torch.empty_like(directions), step.rates.scales
+        update, scales = torch.empty_like(directions), step.rates.block_scales
         grid = self.matrices[batch.indices[0]].grid
         in_batch = {index: BatchIndex(number) for number, index in enumerate(batch.indices)}
         sources, targets = _block_views(directions, *grid), _block_views(update, *grid)
@@ -185,7 +185,7 @@ class LocalOrthogonalizer:
         inputs = before_iteration(self.context.variant, inputs, self.matrices[members[0][0]])
         with self.check.recorder.span("newton_schulz"):
             blocks = self._orthogonalize(inputs, settings=self.context.ns_settings)
-        result = Result(members, inputs, blocks, step.rates.scales, step.row_state, dtype)
+        result = Result(members, inputs, blocks, step.rates.block_scales, step.row_state, dtype)
         self.check.settle(result)
         return result.updates
 

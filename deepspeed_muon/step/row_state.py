@@ -207,7 +207,7 @@ class OwnedRows:
         views = []
         for index, number in blocks:
             matrix, rows = self._matrices[index], self.rows[index]
-            if not matrix.is_sharded:  # a shard is a single block
+            if not matrix.is_tp_shard:  # a shard is a single block
                 row_blocks, col_blocks = matrix.grid
                 row, col = divmod(number, len(col_blocks))
                 if matrix.transposed:

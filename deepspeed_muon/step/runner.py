@@ -239,9 +239,9 @@ class StepRunner:
             if (rows := row_state_of(partition, state, variant, row_counts.get(partition.index, 0)))
             is not None
         }
-        scales = None
+        momentum_scales = None
         if self._policy.quantizes_momentum:
-            scales = [
+            momentum_scales = [
                 scales_of(partition_state, partition, self.int8_blocks[partition.index].count)
                 for partition_state, partition in zip(states, self._muon, strict=True)
             ]
@@ -257,7 +257,7 @@ class StepRunner:
                 grads=self.step_set.gradients_of_muon(grads, flat, matrix_flags),
                 row_state=row_state,
                 passes=self._passes,
-                scales=scales,
+                momentum_scales=momentum_scales,
             )
 
     def _pack(self, flight: InFlight, step: Step) -> None:
@@ -270,7 +270,7 @@ class StepRunner:
         # Offloaded partitions pack on the CPU; the buffer gets a copy.
         sent = send if device == send.device else torch.empty_like(send, device=device)
         pack(table, step, directions, sent)
-        flight.directions = directions.to(context.device)
+        flight.local_buffer = directions.to(context.device)
         # 2. the fragment buffer
         if sent is not send and flight.chunk.gathers:
             send.copy_(sent)
@@ -286,7 +286,7 @@ class StepRunner:
             for segment in segments.received:
                 segment.in_buffer(flight.owner_buffer).copy_(segment.in_matrices(updates))
             for segment in segments.local:
-                segment.in_buffer(flight.directions).copy_(segment.in_matrices(updates))
+                segment.in_buffer(flight.local_buffer).copy_(segment.in_matrices(updates))
 
     def _directions(self, flight: InFlight, indices: Sequence[PlanIndex]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
@@ -296,7 +296,7 @@ class StepRunner:
         # 1. where the fragments of these matrices are: in what the holders sent, or on this rank alone
         first, segments = self.plan.matrices[indices[0]], self._tables[flight.number].segments_of(indices)
         shape = len(indices), first.rows, first.cols
-        sources, buffer = segments.local, flight.directions
+        sources, buffer = segments.local, flight.local_buffer
         if flight.chunk.gathers:
             sources, buffer = segments.received, flight.owner_buffer
         # 2. as one tensor
@@ -312,8 +312,8 @@ class StepRunner:
         # The table says for each fragment in which of the two tensors its update is: scatter brought those that are
         # sent where gather took the directions from.
         table = step.active_fragments(self._tables[flight.number].apply_table)
-        apply(table, step, [flight.directions, flight.fragment_buffer])
-        del flight.directions  # as large as what this rank owns
+        apply(table, step, [flight.local_buffer, flight.fragment_buffer])
+        del flight.local_buffer  # as large as what this rank owns
 
     def _record_weights(
         self, groups: Mapping[PartitionIndex, dict[str, Any]], flat: Mapping[PartitionIndex, Tensor]

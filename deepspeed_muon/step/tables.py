@@ -199,14 +199,14 @@ class Rates:
             the weights; with cautious decay it is the fraction that the decayed weights lose.
         cautious: ``(partitions,)`` bool: where only weights decay whose sign is that of their update; ``None`` if there
             is no such partition.
-        scales: ``update_scale`` times the factor of the scale rule (``adjust_lr_fn``) for each block of each matrix.
+        block_scales: ``update_scale`` times the factor of ``adjust_lr_fn``, for each block of each matrix.
         settings: Values of the variant's settings for each matrix; empty if it has none.
     """
 
     momentum: Tensor
     lr_and_decay: Tensor
     cautious: Tensor | None
-    scales: Sequence[tuple[float, ...]]
+    block_scales: Sequence[tuple[float, ...]]
     settings: Sequence[tuple[float, ...]]
 
 
@@ -271,7 +271,7 @@ class RateTable:
         )
 
     def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
-        scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
+        block_scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
         numbers = []
         for lr, weight_decay, mode, _, momentum, nesterov, *of_variant in read:
             # Cautious decay has no common factor: the pass gets the fraction that decayed weights lose.
@@ -292,7 +292,7 @@ class RateTable:
             rows[:, 2:4].contiguous(),
             rows[:, :2].contiguous(),
             cautious if cautious.any() else None,
-            scales,
+            block_scales,
             [settings[position] for position in self._positions.tolist()] if self._keys else (),
         )
 
@@ -327,7 +327,7 @@ class Step:
         grads: The gradients.
         row_state: The variant's ``row_factors`` with the row state of owned matrices; ``None`` if it has none.
         passes: The native or torch implementation of the elementwise passes.
-        scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
+        momentum_scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
     """
 
     mask: Tensor | None
@@ -337,7 +337,7 @@ class Step:
     grads: Sequence[Tensor]
     row_state: OwnedRows | None
     passes: FlatPasses
-    scales: Sequence[Tensor] | None = None
+    momentum_scales: Sequence[Tensor] | None = None
 
     def active(self, indices: Sequence[PlanIndex]) -> Sequence[PlanIndex]:
         """Return those of the matrices ``indices`` that are active: any rank has a gradient of them."""
@@ -366,14 +366,14 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
         [directions, send],
         step.rates.momentum,
     )
-    if step.scales is None:
+    if step.momentum_scales is None:
         step.passes.momentum_pack(step.momentum, step.grads, outputs, fragments, rates)
         return
     int8_blocks = table.int8_blocks
     if step.mask is not None:
         int8_blocks = int8_blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
     step.passes.momentum_pack_int8(
-        step.momentum, step.scales, step.grads, outputs, fragments, rates, int8_blocks
+        step.momentum, step.momentum_scales, step.grads, outputs, fragments, rates, int8_blocks
     )
 
 

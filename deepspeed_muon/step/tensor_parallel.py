@@ -88,7 +88,7 @@ class OverTensorGroup:
         local, shards, copies = list[PlanIndex](), list[PlanIndex](), list[PlanIndex]()
         for index in owned:
             matrix = self._matrices[index]
-            (local if matrix.shards is None else shards if matrix.is_sharded else copies).append(index)
+            (local if matrix.tp_shards is None else shards if matrix.is_tp_shard else copies).append(index)
         return _WorkPlan(local, [*self._assigned(copies), *self._assigned(shards)])
 
     def _assigned(self, indices: Sequence[PlanIndex]) -> list[list[list[PlanIndex]]]:
@@ -232,7 +232,7 @@ class OverTensorGroup:
 
     def _shards(self, index: PlanIndex) -> tuple[int | None, tuple[int, ...]]:
         """Return the dimension that is sharded, ``None`` for copies, and the length of each rank's shard in it."""
-        shards = self._matrices[index].shards
+        shards = self._matrices[index].tp_shards
         assert shards is not None
         return shards.dim, shards.sizes
 

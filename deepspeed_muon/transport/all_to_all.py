@@ -107,7 +107,7 @@ class InFlight:
             scatter brings. Without a gather (see :class:`.Chunk`) only these.
         owner_buffer: Fragments of the matrices that this rank owns: first the directions that gather brings, then the
             updates that scatter sends. Without a gather only these.
-        directions: Directions of matrices that are not sent, flat, and then their updates.
+        local_buffer: Fragments of matrices that are not sent: first the directions, then the updates.
         works: The messages that are under way.
     """
 
@@ -115,7 +115,7 @@ class InFlight:
     number: int
     fragment_buffer: Tensor
     owner_buffer: Tensor
-    directions: Tensor = field(init=False)
+    local_buffer: Tensor = field(init=False)
     works: list[dist.Work] = field(default_factory=list)
 
 
@@ -294,8 +294,8 @@ def start_messages(
     send, out = flight.fragment_buffer, flight.owner_buffer
     if exchange == "scatter":  # the same fragments in the other direction
         sent, received, send, out = received, sent, out, send
-    counts.count_exchange((chunk.copies or 1) * sent.remote_numel * send.element_size())
-    if not chunk.copies:
+    counts.count_exchange((chunk.receivers or 1) * sent.remote_numel * send.element_size())
+    if not chunk.receivers:
         splits = _splits(received, plan.world_size), _splits(sent, plan.world_size)
         return [start_all_to_all(out, send, *splits, group=group)]
     # Replicated matrices: each owner broadcasts its part of the buffer; this rank is the source of its own.

@@ -317,7 +317,7 @@ def assembled(engine: Any, key: str | None, group: Any) -> dict[str, Tensor]:
     """Return full masters or states: over the data-parallel ranks by the layouts, then over the shards."""
     local_tensors = training.full_masters(engine) if key is None else training.full_states(engine, key)
     runners = deepspeed_muon.muon_optimizer(engine).runners
-    cuts = {matrix.name: matrix.shards for runner in runners for matrix in runner.step_set.matrices}
+    cuts = {matrix.name: matrix.tp_shards for runner in runners for matrix in runner.step_set.matrices}
     full: dict[str, Tensor] = {}
     for name, local in local_tensors.items():
         shards = [local]

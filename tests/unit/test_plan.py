@@ -79,9 +79,9 @@ def test_what_one_rank_sends_another_receives_in_the_same_order(
             for b in range(world):
                 stored, owned = (
                     elements(chunks[a].fragment_buffer, b, world),
-                    elements(chunks[b].owner_buffer, a, world, copies=chunks[b].copies),
+                    elements(chunks[b].owner_buffer, a, world, copies=chunks[b].receivers),
                 )
-                assert stored == owned or (a == b and not stored and chunks[b].copies)
+                assert stored == owned or (a == b and not stored and chunks[b].receivers)
 
 
 @settings(max_examples=100)
@@ -104,7 +104,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             for chunk in per_rank[owner].chunks
             for peer in range(world)
             if peer != owner or not matrix.replicated
-            for element in elements(chunk.owner_buffer, peer, world, copies=chunk.copies)
+            for element in elements(chunk.owner_buffer, peer, world, copies=chunk.receivers)
             if element[0] == index
         ]
         stays = matrix.placement.ranks == range(owner, owner + 1)

@@ -38,16 +38,16 @@ def test_share_of_blocks(what: str) -> None:
 
 def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
     shards = TensorShards(0, (8,) * 4, (16, 8, 8), (True, False, False))
-    matrix = MatrixLayout("qkv", 8, 16, 0, flat_placement(0, 128, 64), row_blocks=(4, 2, 2), shards=shards)
+    matrix = MatrixLayout("qkv", 8, 16, 0, flat_placement(0, 128, 64), row_blocks=(4, 2, 2), tp_shards=shards)
     heads, key, value = split_shard(matrix)
-    assert heads.shards is None and (heads.rows, heads.first_row) == (4, 0)
-    assert [(each.first_row, each.logical_shape, each.is_sharded) for each in (key, value)] == [
+    assert heads.tp_shards is None and (heads.rows, heads.first_row) == (4, 0)
+    assert [(each.first_row, each.logical_shape, each.is_tp_shard) for each in (key, value)] == [
         (4, (8, 16), True),
         (6, (8, 16), True),
     ]
     for each, start in ((heads, 0), (key, 64), (value, 96)):
         assert each.placement.rank_of(0) == start // 64
-    whole = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), shards=TensorShards(0, (8, 8)))
+    whole = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), tp_shards=TensorShards(0, (8, 8)))
     assert split_shard(whole) == [whole]
     iteration = MuonConfig().ns_settings(torch.device("cpu"))
     assert len(assign([matrix], iteration, np.zeros(2), divisor=32).matrices) == 3
