@@ -206,8 +206,8 @@ class Muon(torch.optim.Optimizer):
         self.step_ends_outside = False
         # For hooks only: a model that its optimizer refers to lives longer.
         self._model = model if any(getattr(config, key) is not None for key in STEP_HOOKS) else None
-        # Whether the rates of Muon and AdamW were compared, as in the first step whose rates are not 0.
-        self._rates_compared = False
+        # Whether a step had a rate that is not 0, and whether one rate for Muon and AdamW was reported.
+        self._had_rates = self._reported_equal_rates = False
         # See refuse_unusable.
         self._checked_settings: dict[int, tuple[object, ...]] = {}
         self._orthogonalizer: Orthogonalizer | None = None
@@ -365,7 +365,7 @@ class Muon(torch.optim.Optimizer):
     def _check_settings(self) -> None:
         """Raise a ConfigError for a setting in the param groups that cannot be used, saved or loaded.
 
-        Warn in the first step if Muon and AdamW train a group of the caller with one rate and were given two.
+        Warn once if Muon and AdamW train a group of the caller with one rate and were given two.
         """
         try:
             refuse_unusable(self.param_groups, self.config, self._checked_settings)
@@ -374,7 +374,11 @@ class Muon(torch.optim.Optimizer):
                 raise
             self._bound_steps.refusal = error  # the ranks raise together
             return
-        self._rates_compared = self._rates_compared or warn_of_equal_rates(self.param_groups)
+        if not self._reported_equal_rates and any(float(group["lr"]) for group in self.param_groups):
+            self._reported_equal_rates = warn_of_equal_rates(
+                self.param_groups, reference=self.config.reference_lr, is_first=not self._had_rates
+            )
+            self._had_rates = True
 
     # Binding
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,7 @@ from deepspeed_muon.engine.zero.views import (
     view_of,
 )
 from deepspeed_muon.errors import InstallationError
+from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 
 
@@ -86,6 +88,16 @@ def _configure_optimizer(
     if muon_of(engine) is not None:
         fingerprints.warn_of_unknown(followed_functions)
         hook_engine(engine)
+    elif (
+        "_deepspeed_muon_switch" in sys.modules
+        and client_optimizer is not None
+        and not engine.optimizer_name()
+    ):
+        warn(
+            "deepspeed_muon: DEEPSPEED_MUON is set, and this engine trains with the %s that the program passes: its "
+            'configuration has no optimizer section. Write "optimizer": {"type": "Muon", ...} into it',
+            type(engine.basic_optimizer).__name__,
+        )
     return result
 
 

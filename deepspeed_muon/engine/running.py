@@ -21,9 +21,11 @@ from deepspeed_muon.checkpoint.parameters import host_of
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.zero.views import Memory, view_of
+from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.routing.param_groups import CALLER_GROUP
 from deepspeed_muon.transport.ranks import phase
 
 _KEYS = {"muon": "muon_lr", "adamw": "adam_lr"}
@@ -35,7 +37,19 @@ def configure_lr_scheduler(
     """Let DeepSpeed make the scheduler, restore the ratio between the groups' rates in it, load ``restore_from``."""
     optimizer = muon_of(engine)
     configured = {} if optimizer is None else rates(optimizer)  # before the schedule writes its first rates
-    result = original(engine, *args, **kwargs)
+    try:
+        result = original(engine, *args, **kwargs)
+    except ValueError as error:
+        if optimizer is None:
+            raise
+        shown = ", ".join(
+            f"{group['algorithm']} of group {group[CALLER_GROUP]}" for group in optimizer.param_groups
+        )
+        raise RoutingError(
+            f"lr_scheduler: {error}. Each group of the program is divided into one of Muon and one of AdamW, so that "
+            f"the optimizer has {len(optimizer.param_groups)}: {shown}. Choose functions and numbers by "
+            f"group['{CALLER_GROUP}']"
+        ) from error
     if optimizer is not None:
         from_config = engine.client_lr_scheduler is None
         given = dict(engine.scheduler_params() or {}) if from_config else {}

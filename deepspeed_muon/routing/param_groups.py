@@ -173,18 +173,23 @@ class RoutedGroups:
             )
 
 
-def warn_of_equal_rates(groups: Sequence[GroupSettings]) -> bool:
+def warn_of_equal_rates(groups: Sequence[GroupSettings], *, reference: float, is_first: bool) -> bool:
     """Warn of a schedule or program that writes one rate into groups that were given different ones.
 
+    Args:
+        groups: The optimizer's groups.
+        reference: The rate of a group whose ``lr_ratio`` is 1.
+        is_first: Whether these are the rates of the first step. In later steps a rate below all that were given is
+            taken for the floor of a schedule, where groups may meet.
+
     Returns:
-        Whether the rates say so; those of a warm-up may all be 0 at first.
+        Whether it warned.
     """
-    if not any(float(group["lr"]) for group in groups):
-        return False
     for number, halves in itertools.groupby(groups, key=lambda group: group.get(CALLER_GROUP, 0)):
         rates = {(float(group["lr"]), group["lr_ratio"]) for group in halves}
         (rate, *different) = {rate for rate, _ in rates}
-        if rate and not different and len(rates) > 1:
+        floor = 0.0 if is_first else reference * min(ratio for _, ratio in rates)
+        if rate > floor and not different and len(rates) > 1:
             warn(
                 "deepspeed_muon: Muon and AdamW train param group %d with one rate, %g, and were given two: a "
                 "schedule or the program writes one number into both halves of the group. Give the schedule a "
@@ -193,8 +198,8 @@ def warn_of_equal_rates(groups: Sequence[GroupSettings]) -> bool:
                 number,
                 rate,
             )
-            break
-    return True
+            return True
+    return False
 
 
 def warn_of_rates(

@@ -173,6 +173,24 @@ def test_one_rate_for_both_halves_is_a_warning(ranks: Any, stage: int) -> None:
     assert len(first) == 1 and "with one rate, 0.00" in first[0] and not second
 
 
+def too_few_functions(rank: int, world_size: int) -> str:
+    """Return the error of a schedule that has a function for each of the program's groups."""
+    model = build("toy")
+    groups = [
+        {"params": params} for params in (list(model.blocks.parameters()), list(model.lm_head.parameters()))
+    ]
+    make = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0] * 2)  # noqa: E731
+    return training.refusal(
+        lambda: training.initialize(model, training.ds_config(1), model_parameters=groups, lr_scheduler=make)
+    )
+
+
+def test_a_schedule_with_too_few_functions_names_the_groups(ranks: Any) -> None:
+    (message,) = ranks(1).run(too_few_functions)
+    assert message.startswith("RoutingError: lr_scheduler: Expected 3 lr_lambdas, but got 2")
+    assert "has 3: muon of group 0, adamw of group 0, adamw of group 1" in message
+
+
 def warned_of_rates(
     rank: int, world_size: int, *, params: dict[str, Any], scheduler: dict[str, Any]
 ) -> list[str]:

@@ -377,6 +377,23 @@ def test_one_rate_for_both_halves_is_a_warning(write: Any, caplog: pytest.LogCap
     assert "max_lr=[g['lr'] for g in optimizer.param_groups]" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["SWALR", "a loop"])
+def test_one_rate_that_is_written_later_is_a_warning(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the first step was looked at."""
+    model = build("toy")
+    optimizer = Muon(model, **HALVES)
+    train_alone(model, optimizer, 2)
+    assert "with one rate" not in caplog.text
+    schedule = torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=2) if how == "SWALR" else None
+    for _ in range(4):
+        for group in optimizer.param_groups if schedule is None else ():
+            group["lr"] = 0.001
+        train_alone(model, optimizer, 1)
+        if schedule is not None:
+            schedule.step()
+    assert caplog.text.count("with one rate, 0.0") == 1
+
+
 def test_a_loop_over_the_callers_groups_is_a_warning_too(caplog: pytest.LogCaptureFixture) -> None:
     """The rates of two groups differ, and both halves of each have one."""
     model = build("toy")
