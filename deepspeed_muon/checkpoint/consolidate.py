@@ -5,9 +5,9 @@ however the ranks have partitioned them. The ranks write in rounds: in each roun
 all-to-all, the next few megabytes of the file that it writes (a :class:`Piece`) and appends them. So pieces bound the
 memory, whatever the size of the model.
 
-The new set replaces the one before atomically. The first rank locks the folder and writes a random id into the lock
-file; all ranks read it, because shards of a rank with another folder would be lost. Then each step is on the disk
-before the next one begins:
+The new set replaces the one before atomically. The first rank locks the folder and makes an empty file with the random
+id of the save in its name; all ranks look for it, because shards of a rank with another folder would be lost. Then each
+step is on the disk before the next one begins:
 
 1. Every rank writes its shards under temporary names, syncs and renames them, and syncs the folder.
 2. All ranks agree that their shards are there.
@@ -25,11 +25,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import math
 import os
 import re
 import secrets
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,31 +43,29 @@ from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import (
     UNTOUCHED,
+    exclusive,
     folder_of,
     fsync_folder,
-    lock,
     make_folder,
-    read_regular,
+    refusing,
     regular_size,
     replace,
     replace_file,
     temporary_path,
-    unlink,
-    unlock,
 )
 from deepspeed_muon.checkpoint.index import (
+    CONSOLIDATED_FOLDER,
     FORMAT,
     INDEX_NAME,
     ITEM_BYTES,
     OURS,
     SHARD_PATTERN,
     CheckpointIndex,
+    FileLayout,
     FileRecord,
-    ParameterRecord,
     Shapes,
     json_settings,
     load_index,
-    shard_header,
     software_versions,
     tensor_name,
 )
@@ -93,6 +91,8 @@ DEFAULT_SHARD_BYTES = 2 << 30
 _PIECE_BYTES = 4 << 20
 
 LOCK_NAME = ".muon_save.lock"
+# Weights of another kind, and the state of Hugging Face's Trainer.
+_OTHER_CHECKPOINTS = re.compile(r".*\.(safetensors|gguf)|pytorch_model.*\.bin|trainer_state\.json")
 # Shards, and what killed saves leave of shards and of indexes.
 _FILES_OF_SAVES = re.compile(
     rf"{SHARD_PATTERN.pattern}|\.({SHARD_PATTERN.pattern}|{re.escape(INDEX_NAME)})\.[0-9a-f]{{12}}\.tmp"
@@ -129,6 +129,7 @@ def consolidate(
             steps taken, or if another save is writing into ``out_dir``. The message says which set the folder holds.
     """
     require_all_ranks(engine)
+    ranks = all_ranks()
     writer: FolderWriter | None = None
     with contextlib.ExitStack() as stack:
         with save_failure(f"{out_dir}: {UNTOUCHED}"):
@@ -141,18 +142,20 @@ def consolidate(
                 index_fields = _index_fields(state)
                 make_folder(folder)
                 if is_first_rank():
-                    writer = stack.enter_context(contextlib.closing(FolderWriter(folder)))
+                    writer = stack.enter_context(folder_writer(folder))
                 _add_facts(facts, state, folder, shard_bytes)
-            save_id = _require_shared_folder(folder, writer)
             # 2. Plan from metadata: the first rank of each data-parallel group describes the group's parameters.
             described = [p.metadata() for p in state.parameters.values() if p.group_rank == 0]
-            gathered = all_ranks().all_gather(described, purpose="plan of a save").values()
-            parameters = list(chain.from_iterable(gathered))
-            plan = SavePlan(slices_by_name(parameters), shard_bytes, save_id, all_ranks().size)
+            gathered = ranks.all_gather((writer and writer.save_id, described), purpose="plan of a save")
+            save_ids, of_groups = zip(*gathered.values(), strict=True)
+            save_id, parameters = str(save_ids[0]), list(chain(*of_groups))
+            with raise_on_all_ranks(CheckpointError):
+                _require_shared(folder, save_id)
+                plan = SavePlan(slices_by_name(parameters), shard_bytes, save_id, ranks.size)
             _compare_replicas(state, parameters)
         # 3. Write the shards and replace the index.
         fill = functools.partial(_exchange_pieces, state, plan)
-        write_set(folder, plan, fill, index_fields, writer, all_ranks())
+        write_set(folder, plan, fill, index_fields, writer, ranks)
     return folder
 
 
@@ -181,25 +184,14 @@ def _add_facts(facts: RankFacts, state: LiveState, folder: Path, shard_bytes: in
         facts.record(f"plan of the save{suffix}", hashlib.sha256(plan.encode()).hexdigest(), scope)
 
 
-def _require_shared_folder(folder: Path, writer: FolderWriter | None) -> str:
-    """Return the id of the save; raise on every rank unless all ranks see the same folder.
-
-    Must be called by all ranks, by the first one with the ``writer`` of the folder.
-    """
-    local_id = "" if writer is None else writer.save_id
-    save_id = str(next(iter(all_ranks().all_gather(local_id, purpose="naming of a save").values())))
-    # The path may name another folder on another machine, whose lock file has another id or is missing.
-    content = b""
-    with raise_on_all_ranks(CheckpointError):
-        with contextlib.suppress(OSError, CheckpointError):
-            content = read_regular(folder / LOCK_NAME, 64)
-        if content != save_id.encode():
-            raise CheckpointError(
-                f"{os.path.abspath(folder)}: this rank does not see what rank 0 wrote into {folder}. All ranks must "
-                f"share the folder: name it by its absolute path on a file system that every machine mounts. Nothing "
-                f"was written, {UNTOUCHED}"
-            )
-    return save_id
+def _require_shared(folder: Path, save_id: str) -> None:
+    """Raise unless this rank sees what the first one made in the folder; a path may lead elsewhere on each machine."""
+    if not os.path.lexists(_id_file(folder, save_id)):
+        raise CheckpointError(
+            f"{os.path.abspath(folder)}: this rank does not see what rank 0 wrote into {folder}. All ranks must share "
+            f"the folder: name it by its absolute path on a file system that every machine mounts. Nothing was "
+            f"written, {UNTOUCHED}"
+        )
 
 
 def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParameter]) -> None:
@@ -268,13 +260,16 @@ class Piece:
         file: Name of the file.
         start: The first element, counted over all tensors of the file.
         stop: The element after the last.
-        is_last: Whether it completes the file.
     """
 
     file: str
     start: int
     stop: int
-    is_last: bool
+
+
+def shard_name(save_id: str, number: int) -> str:
+    """Return the file name of a shard. No other save has the ``save_id``, so none has a file of that name."""
+    return f"muon-{save_id}-{number:05d}.safetensors"
 
 
 def pack(tensors: Shapes, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
@@ -291,18 +286,14 @@ def pack(tensors: Shapes, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
     return shards
 
 
-def shard_name(save_id: str, number: int) -> str:
-    """Return the file name of a shard. No other save has the ``save_id``, so none has a file of that name."""
-    return f"muon-{save_id}-{number:05d}.safetensors"
-
-
 class SavePlan:
-    """The files of a set, their tensors, the rank that writes each and its pieces.
+    """What is in the files of a set, the rank that writes each file, and its pieces.
 
     Made from metadata alone, and equal on all ranks.
 
     Attributes:
-        files: Name of each file to the shapes of its tensors.
+        parameters: The record of every parameter, with the names of its files.
+        layouts: The layout of each file.
         piece_numel: Elements of the largest piece.
     """
 
@@ -322,30 +313,39 @@ class SavePlan:
             world_size: Ranks that write.
         """
         self._slices = slices
-        self._records = {name: first.record for name, (first, *_) in slices.items()}
-        tensors = {
+        records = {name: first.record for name, (first, *_) in slices.items()}
+        shapes = {
             tensor_name(key, name): record.shape_of(key)
-            for name, record in self._records.items()
+            for name, record in records.items()
             for key in record.tensor_keys
         }
         # Small models too are written by all ranks.
-        bytes_per_rank = -(-sum(map(math.prod, tensors.values())) * ITEM_BYTES // world_size)
-        shards = pack(tensors, min(shard_bytes, max(bytes_per_rank, 1)))
-        self.files = {shard_name(save_id, number): shard for number, shard in enumerate(shards)}
+        bytes_per_rank = -(-sum(map(math.prod, shapes.values())) * ITEM_BYTES // world_size)
+        shards = pack(shapes, min(shard_bytes, max(bytes_per_rank, 1)))
+        self.layouts = {shard_name(save_id, n): FileLayout.of(shard) for n, shard in enumerate(shards)}
+        file_of = {tensor: file for file, layout in self.layouts.items() for tensor in layout.starts}
+        self.parameters = {
+            name: record.model_copy(
+                update={"tensors": {key: file_of[tensor_name(key, name)] for key in record.tensor_keys}}
+            )
+            for name, record in records.items()
+        }
         # Each rank has two buffers of a piece. The buffers of all ranks together are no larger than a file.
         piece_bytes = max(1 << 10, min(_PIECE_BYTES, shard_bytes // (2 * world_size)))
-        self.piece_numel = numel = piece_bytes // ITEM_BYTES
+        self.piece_numel = step = piece_bytes // ITEM_BYTES
         # The largest files first, each to the rank with the least to write.
         self._pieces: list[list[Piece]] = [[] for _ in range(world_size)]
         load = [0] * world_size
-        numel_of = {file: sum(map(math.prod, shard.values())) for file, shard in self.files.items()}
-        for file, size in sorted(numel_of.items(), key=lambda item: -item[1]):
+        for file, layout in sorted(self.layouts.items(), key=lambda item: -item[1].numel):
             rank = load.index(min(load))
-            load[rank] += size
+            load[rank] += layout.numel
             self._pieces[rank] += [
-                Piece(file, start, min(start + numel, size), start + numel >= size)
-                for start in range(0, size, numel)
+                Piece(file, start, min(start + step, layout.numel)) for start in range(0, layout.numel, step)
             ]
+        # Of each file the names of the tensors and their first elements, in which a piece is looked up.
+        self._tensors = {
+            file: (list(layout.starts), list(layout.starts.values())) for file, layout in self.layouts.items()
+        }
 
     def rounds(self) -> Iterator[tuple[Piece | None, ...]]:
         """Yield the piece of every rank in each round; ``None`` for ranks that are done."""
@@ -353,29 +353,15 @@ class SavePlan:
 
     def transfers(self, piece: Piece, writer: int = 0) -> Iterator[Transfer]:
         """Yield the transfers that make up the piece of a rank, in an order that all ranks share."""
-        offset = 0  # where the tensor begins, in elements of the file
-        for tensor, shape in self.files[piece.file].items():
-            numel = math.prod(shape)
-            start, stop = max(piece.start - offset, 0), min(piece.stop - offset, numel)
-            if start < stop:
-                key, _, name = tensor.partition("/")
-                piece_start = piece.start - offset
-                yield from transfers(
-                    self._slices[name], key, start, stop, piece_start=piece_start, writer=writer
-                )
-            offset += numel
-            if offset >= piece.stop:
-                return
-
-    def records(self) -> dict[str, ParameterRecord]:
-        """Return the record of every parameter, with the names of its files."""
-        file_of = {tensor: file for file, tensors in self.files.items() for tensor in tensors}
-        return {
-            name: record.model_copy(
-                update={"tensors": {key: file_of[tensor_name(key, name)] for key in record.tensor_keys}}
+        names, starts = self._tensors[piece.file]
+        # From the tensor in which the piece begins to the one in which it ends.
+        for index in range(bisect_right(starts, piece.start) - 1, bisect_right(starts, piece.stop - 1)):
+            key, _, name = names[index].partition("/")
+            piece_start = piece.start - starts[index]  # counted in the tensor
+            stop = min(piece.stop - starts[index], math.prod(self.parameters[name].shape_of(key)))
+            yield from transfers(
+                self._slices[name], key, max(piece_start, 0), stop, piece_start=piece_start, writer=writer
             )
-            for name, record in self._records.items()
-        }
 
 
 # ---- from partitions to files ------------------------------------------------------------------------------
@@ -428,21 +414,16 @@ def _exchange_pieces(
 class ShardFile:
     """One safetensors file that is written piece by piece, under a temporary name until :meth:`finish`."""
 
-    def __init__(self, path: Path, tensors: Shapes) -> None:
-        """Open the file under its temporary name and write the header for ``tensors``."""
-        self._path = path
-        self._temporary = temporary_path(path)
-        entries, nbytes = shard_header(tensors)
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-        # safetensors: the length of the header in 8 bytes, the JSON padded to a multiple of 8, then the tensors.
-        header += b" " * (-len(header) % 8)
-        self._expected_bytes = 8 + len(header) + nbytes
+    def __init__(self, path: Path, layout: FileLayout) -> None:
+        """Open the file under its temporary name and write the header of the layout."""
+        self._path, self._temporary = path, temporary_path(path)
+        self._expected_bytes = layout.nbytes
         self._written_bytes = 0
         self._sha256 = hashlib.sha256()
         self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by close()
         try:
-            self._append(len(header).to_bytes(8, "little") + header)
-        except OSError:
+            self._append(layout.header)
+        except BaseException:
             self.close()
             raise
 
@@ -455,9 +436,14 @@ class ShardFile:
         self._sha256.update(data)
         self._written_bytes += self._file.write(data)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the file is written."""
+        return self._written_bytes == self._expected_bytes
+
     def finish(self) -> FileRecord:
         """Sync the file, give it its name and return its record. The folder is not synced."""
-        assert self._written_bytes == self._expected_bytes, (self._written_bytes, self._expected_bytes)
+        assert self.is_complete, (self._written_bytes, self._expected_bytes)
         self._file.close()
         replace(self._temporary, self._path)
         return FileRecord(bytes=self._written_bytes, sha256=self._sha256.hexdigest())
@@ -489,30 +475,29 @@ def _write_shards(
         path = folder / piece.file
         try:
             if not current:
-                current.append(ShardFile(path, plan.files[piece.file]))
+                current.append(ShardFile(path, plan.layouts[piece.file]))
             current[0].write(content.narrow(0, 0, piece.stop - piece.start))
-            if piece.is_last:
+            if current[0].is_complete:
                 records[piece.file] = current.pop().finish()
         except OSError as error:
             errors.append(CheckpointError(f"{path}: {error}; {UNTOUCHED}"))
 
     # Two buffers (piece_numel,) fp32: one is exchanged while the thread writes the other.
     contents = [torch.empty(plan.piece_numel, dtype=torch.float32, device="cpu") for _ in range(2)]
-    try:
-        with ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save") as thread:
-            # Each piece is appended while the next one is exchanged.
-            writing = thread.submit(append, None, contents[0])
-            for number, pieces in enumerate(plan.rounds()):
-                content = contents[number % 2]
-                fill(pieces, content)
-                writing.result()  # the other buffer is free now
-                writing = thread.submit(append, pieces[rank], content)
-                _log_progress(folder, "piece")
-            writing.result()
-    finally:
-        thread.shutdown(cancel_futures=True)  # an interrupt of the block above may leave it writing
-        for file in current:
-            file.close()
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [file.close() for file in current])
+        thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save")
+        stack.callback(thread.shutdown)  # waits again, if an interrupt ends the wait of the next line
+        stack.enter_context(thread)
+        # Each piece is appended while the next one is exchanged.
+        writing = thread.submit(append, None, contents[0])
+        for number, pieces in enumerate(plan.rounds()):
+            content = contents[number % 2]
+            fill(pieces, content)
+            writing.result()  # the other buffer is free now
+            writing = thread.submit(append, pieces[rank], content)
+            _log_progress(folder, "piece")
+        writing.result()
     if records and not errors:
         try:
             fsync_folder(folder)
@@ -575,7 +560,7 @@ def write_set(
                 format=FORMAT,
                 versions=software_versions(),
                 files=all_files,
-                parameters=plan.records(),
+                parameters=plan.parameters,
                 **index_fields,
             )
             writer.commit(index)
@@ -609,45 +594,56 @@ def save_failure(outcome: str) -> Iterator[None]:
         raise CheckpointError(f"{outcome}. The ranks did not finish the save together: {error}") from error
 
 
-class FolderWriter:
-    """The process that writes the index of a folder; its lock keeps other saves out until :meth:`close`.
+def _id_file(folder: Path, save_id: str) -> Path:
+    """Return the empty file that says which save is writing into a folder."""
+    return folder / f".{INDEX_NAME}.{save_id}.tmp"
+
+
+@contextlib.contextmanager
+def folder_writer(folder: Path) -> Iterator[FolderWriter]:
+    """Lock a folder, which must exist, and yield its writer; in the end, remove files of saves that no index names.
 
     Another save would remove the shards of this one, which no index names yet.
 
+    Raises:
+        CheckpointError: If another save is writing into the folder, it cannot be written to, or it is not one of a set.
+    """
+    busy = f"{folder}: another save is writing into this folder; wait for it, or name another folder"
+    with exclusive(folder / LOCK_NAME, busy) as is_locked:
+        writer = FolderWriter(folder, is_locked)
+        try:
+            with refusing(f"{folder}: {UNTOUCHED}"):
+                _require_folder_of_sets(folder)
+                _id_file(folder, writer.save_id).touch()
+            yield writer
+        finally:
+            # Before the lock is released: the shards of the next save are in no index yet.
+            remove_stale(folder, writer.is_stale)
+
+
+def _require_folder_of_sets(folder: Path) -> None:
+    """Raise if a folder holds weights of another kind, or what Hugging Face's Trainer saves, as readers mix them up."""
+    for name in sorted(os.listdir(folder)):
+        if _OTHER_CHECKPOINTS.fullmatch(name) and not _FILES_OF_SAVES.fullmatch(name):
+            raise CheckpointError(
+                f"{folder}: holds {name}, which is of another checkpoint: name a folder for the set alone, such as "
+                f"{folder / CONSOLIDATED_FOLDER}; {UNTOUCHED}"
+            )
+
+
+class FolderWriter:
+    """The process that writes the index of a folder, made by :func:`folder_writer`.
+
     Attributes:
-        save_id: Random; in the names of all files of this save and, meanwhile, in the lock file.
+        save_id: Random; in the names of all files of this save.
+        is_stale: Which files of saves are removed in the end, by name: those of this save, until it renames its index.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Lock a folder, which must exist.
-
-        Raises:
-            CheckpointError: If another save is writing into it, or it cannot be written to.
-        """
+    def __init__(self, folder: Path, is_locked: bool) -> None:
+        """Draw the id. Nothing is written."""
         self.save_id = secrets.token_hex(6)
-        self._folder = folder
-        self._lock: int | None = None
-        # Which files close() removes: those of this save, until it renames its index.
-        self._is_stale: Callable[[str], bool] = lambda name: self.save_id in name
-        path = folder / LOCK_NAME
-        try:
-            self._lock = lock(path, os.O_RDWR | os.O_CREAT)
-            # Network file systems show the content to other machines once the file is closed.
-            with open(path, "wb") as file:
-                file.write(self.save_id.encode())
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{folder}: another save is writing into this folder; wait for it, or name another folder"
-            ) from None
-        except OSError as error:
-            self._release()
-            raise CheckpointError(f"{path}: {error}; {UNTOUCHED}") from error
-        if self._lock is None:
-            logger.warning(
-                "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. Files that "
-                "killed saves leave there are not removed",
-                folder,
-            )
+        self._folder, self._is_locked = folder, is_locked
+        self.is_stale: Callable[[str], bool] = lambda name: self.save_id in name
 
     def commit(self, index: CheckpointIndex) -> None:
         """Make ``index`` the index of the folder. Its shards, and their names, must be on the disk.
@@ -658,7 +654,7 @@ class FolderWriter:
         # Without a lock another save may be writing shards that no index names yet. Then only the files of the set that
         # is replaced are removed.
         replaced_files: set[str] = set()
-        if self._lock is None:
+        if not self._is_locked:
             with contextlib.suppress(CheckpointError):
                 replaced_files.update(load_index(self._folder).files)
 
@@ -667,24 +663,12 @@ class FolderWriter:
                 size = regular_size(self._folder / name)
                 if size != record.bytes:
                     raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
-            self._is_stale = lambda name: False  # until the rename returns, either index may be there
+            self.is_stale = lambda name: False  # until the rename returns, either index may be there
 
         replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=check_shards)
-        is_locked = self._lock is not None
-        self._is_stale = lambda name: name not in index.files and (is_locked or name in replaced_files)
-
-    def close(self) -> None:
-        """Remove files of saves that no index names, and release the lock."""
-        # Before the lock is released: the shards of the next save are in no index yet.
-        remove_stale(self._folder, self._is_stale)
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            # Removed before it is unlocked, so nobody removes a file that another save has locked.
-            unlink(self._folder / LOCK_NAME)
-            unlock(self._lock)
-            self._lock = None
+        self.is_stale = lambda name: (
+            name not in index.files and (self._is_locked or name in replaced_files or self.save_id in name)
+        )
 
 
 def remove_stale(folder: Path, is_stale: Callable[[str], bool]) -> None:

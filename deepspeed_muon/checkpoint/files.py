@@ -1,4 +1,4 @@
-"""Files and folders of checkpoints: safe reading of untrusted ones, atomic replacement, and one kind of lock.
+"""Files and folders of checkpoints: safe reading of untrusted ones, atomic replacement, and locks (of filelock).
 
 Reading: only regular files are read, never pipes or devices, nor links, except to pickles. Unless the caller trusts
 them, pickles are loaded only if they hold nothing but tensors, numbers and a few classes of DeepSpeed.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import glob
 import hashlib
 import math
@@ -29,9 +28,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from deepspeed_muon.errors import CheckpointError, MuonError
+from deepspeed_muon.logs import logger
 
 _ZERO_STAGES = "deepspeed.runtime.zero.config:ZeroStageEnum"
 # DeepSpeed's own classes that its files may hold.
@@ -45,8 +46,8 @@ MAX_BYTES = 40 << 20
 """Largest file that is parsed: the index of some 80,000 parameters. Parsing takes many times the size of the text."""
 # Do not follow a link that replaced the file, and do not wait for a writer of a pipe.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-# Errors of file systems without locks. NFS answers EBADF for a folder, which cannot be opened for writing.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+# Errors of file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 UNTOUCHED = "what the folder held before is untouched"
 
@@ -83,6 +84,13 @@ def folder_of(argument: str, value: object) -> Path:
     if "\0" in os.fspath(value):
         raise CheckpointError(f"{argument} has a null character: {os.fspath(value)!r}")
     return Path(value)
+
+
+def require_folder(folder: Path) -> None:
+    """Raise a CheckpointError unless a folder exists."""
+    if not folder.is_dir():
+        problem = "is no folder" if os.path.lexists(folder) else "no such folder"
+        raise CheckpointError(f"{folder}: {problem}")
 
 
 def is_name(text: str) -> bool:
@@ -308,33 +316,27 @@ def new_folder(path: Path) -> Iterator[Path]:
         path: The folder to make, with those above it; an empty one there is replaced.
 
     Raises:
-        CheckpointError: If it cannot be written, or is not empty.
+        CheckpointError: If it cannot be written, is not empty, or another process is making it.
     """
-    temporary = temporary_path(path)
-    descriptor: int | None = None
-    try:
+    make_folder(path.parent)
+    busy = f"{path}: another process is making this folder; wait for it, or name a new one"
+    with exclusive(path.with_name(f".{path.name}.lock"), busy) as is_locked:
         if path.exists() and any(path.iterdir()):
             raise CheckpointError(f"{path}: already holds something; name a new folder")
-        # Remove what killed processes left that wrote the same folder. A living one holds the lock of its folder.
-        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"):
-            with contextlib.suppress(OSError):
-                abandoned_descriptor = lock(abandoned)
-                if abandoned_descriptor is not None:
-                    shutil.rmtree(abandoned, ignore_errors=True)
-                    unlock(abandoned_descriptor)
-        temporary.mkdir(parents=True)
-        descriptor = lock(temporary)  # so that other processes do not take it for abandoned
-        yield temporary
-        replace(temporary, path)
-        fsync_folder(path.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
+        # What killed processes left that made the same folder; without locks a living one may be writing it.
+        pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"
+        for abandoned in path.parent.glob(pattern) if is_locked else ():
+            shutil.rmtree(abandoned, ignore_errors=True)
+        temporary = temporary_path(path)
+        try:
+            temporary.mkdir()
+            yield temporary
+            replace(temporary, path)
+            fsync_folder(path.parent)
+        except OSError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        raise
-    finally:
-        if descriptor is not None:
-            unlock(descriptor)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # nothing is left of a folder that was renamed
 
 
 def make_folder(folder: Path) -> None:
@@ -375,41 +377,37 @@ def unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# ---- locks -------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def exclusive(path: Path, busy: str) -> Iterator[bool]:
+    """Lock a file for this process without waiting, and remove it in the end.
 
-
-def lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
-    """Lock a file or folder for this process without waiting, and return the descriptor for :func:`unlock`.
-
-    The lock ends with the process. On a file system without locks nothing is locked, and ``None`` is returned.
+    The lock ends with the block, whatever is raised in it, and with the process.
 
     Args:
-        path: The file or folder.
-        flags: With which to open it.
+        path: The file; made if needed.
+        busy: The error if another process, or another block of this one, holds the lock.
+
+    Yields:
+        Whether it is locked: some file systems have no locks.
 
     Raises:
-        BlockingIOError: If another process holds the lock.
-        OSError: If it cannot be opened.
+        CheckpointError: If it is locked, or cannot be made.
     """
-    while True:
-        descriptor = os.open(path, flags, 0o666)
+    lock = FileLock(path)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)  # before it is acquired, so that no interrupt comes between the two
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The process that held the lock may have removed the file between the two calls: then try again.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return descriptor
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in _NO_LOCKS:
-                raise
-            return None
-        os.close(descriptor)
-
-
-def unlock(descriptor: int) -> None:
-    """Release a lock of :func:`lock`."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise CheckpointError(busy) from None
+        except (OSError, NotImplementedError) as error:
+            if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
+                raise CheckpointError(f"{path}: {error}; {UNTOUCHED}") from error
+            logger.warning(
+                "deepspeed_muon: %s is on a file system without locks: never run two saves into it at once. Files that "
+                "killed saves leave there are not removed",
+                path.parent,
+            )
+        # Removed before it is unlocked, so that nobody removes a file that another process has locked.
+        stack.callback(unlink, path)
+        yield lock.is_locked

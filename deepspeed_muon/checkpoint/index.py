@@ -4,9 +4,12 @@ A consolidated set is a folder with ``muon_index.json`` and the safetensors file
 tensors by name, which each have a :class:`ParameterRecord` in the index. A save writes the index last, so a folder
 without one holds no set.
 
+The records describe the files completely: :func:`tensors_by_file` says which tensors each file has, in which order, and
+:class:`FileLayout` which bytes. A save writes these, a reader compares the header of a file with that of the layout.
+
 The index is untrusted. Its size is bounded, it must fit :class:`CheckpointIndex` exactly, file names cannot lead out of
-the folder, and the sizes of tensors are compared with those of the files. The checksum is computed from a canonical
-form, so white space and the order of keys do not matter; it detects damage, and does not prove who wrote the file.
+the folder, and the sizes of tensors are compared with those of the files. Its last entry is the checksum of the text
+before it, which detects damage, and does not prove who wrote the file.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -27,7 +31,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypedDict
 
-from deepspeed_muon.checkpoint.files import MAX_BYTES, read_regular, refusing
+from deepspeed_muon.checkpoint.files import MAX_BYTES, read_regular, refusing, require_folder
 from deepspeed_muon.config.values import plain
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.variants import ROW_STATE
@@ -43,9 +47,10 @@ SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Counters of an engine."""
 
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 """Version of the format."""
 _CHECKSUM = "sha256"
+_BEFORE_CHECKSUM = b',\n "sha256": "'
 
 STATE_KEYS: dict[str, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 """Optimizer state with the shape of the parameter, by algorithm; the fp32 master comes on top."""
@@ -192,6 +197,7 @@ class CheckpointIndex(BaseModel):
     Attributes:
         format: :data:`FORMAT`.
         version: The version of the format.
+        sha256: The checksum of the text that it was read from; equal on all ranks that read the same set.
         versions: The versions of the software that wrote it.
         source: The origin of the state; its ``optimizer`` is :data:`OURS`, or the optimizer that it was converted from.
         lossy: Sentences about what a conversion from another optimizer lost or made up.
@@ -205,7 +211,8 @@ class CheckpointIndex(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["deepspeed_muon.consolidated"]
-    version: Literal[1] = VERSION
+    version: Literal[2] = VERSION
+    sha256: str = ""
     versions: dict[str, str]
     source: dict[str, Any] = {}
     lossy: list[str] = []
@@ -217,7 +224,7 @@ class CheckpointIndex(BaseModel):
 
     def to_bytes(self) -> bytes:
         """Return the content of the file, with the checksum and without entries that have their default."""
-        return sealed_json(self.model_dump(mode="json", exclude_defaults=True))
+        return sealed_json(self.model_dump(exclude_defaults=True))
 
     @model_validator(mode="after")
     def _validate(self) -> CheckpointIndex:
@@ -225,7 +232,7 @@ class CheckpointIndex(BaseModel):
         for name in self.files:
             if not SHARD_PATTERN.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a shard of this folder")
-        used = dict.fromkeys(self.files, 0)  # bytes of the tensors in each file
+        used = dict.fromkeys(self.files, 0)  # bytes of the tensors in every file
         for name, record in self.parameters.items():
             if record.group >= len(self.groups):
                 raise ValueError(f"parameter {name}: param group {record.group} does not exist")
@@ -270,6 +277,7 @@ def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
         try:
             text = read_regular(path)
         except FileNotFoundError:
+            require_folder(path.parent)
             raise CheckpointError(
                 f"{folder}: no {INDEX_NAME}: not a consolidated checkpoint, or its save did not finish"
             ) from None
@@ -323,13 +331,51 @@ def refuse_float64(dtype: torch.dtype, source: str) -> None:
         )
 
 
-def shard_header(tensors: Shapes) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors header for fp32 tensors, and the bytes of all of them together."""
-    header, end = {}, 0
-    for name, shape in tensors.items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES  # in bytes, from the end of the header
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    return header, end
+def tensors_by_file(parameters: Mapping[str, ParameterRecord]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the tensors in every file of a set, in the order in which the file has them."""
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, record in parameters.items():
+        for key in record.tensor_keys:
+            files.setdefault(record.tensors[key], {})[tensor_name(key, name)] = record.shape_of(key)
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """The bytes of a safetensors file with fp32 tensors.
+
+    Attributes:
+        header: All that comes before the first tensor.
+        starts: Name of every tensor to its first element, counted over all tensors of the file, in ascending order.
+        numel: Elements of all tensors together.
+    """
+
+    header: bytes
+    starts: Mapping[str, int]
+    numel: int
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> FileLayout:
+        """Return the layout of the file with some tensors."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, stop = {}, 0
+        for name, shape in shapes.items():
+            starts[name], stop = stop, stop + math.prod(shape)
+            offsets = [starts[name] * ITEM_BYTES, stop * ITEM_BYTES]  # in bytes, from the end of the header
+            entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": offsets}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        # safetensors: the length of the header in 8 bytes, the JSON padded to a multiple of 8, then the tensors.
+        text += b" " * (-len(text) % 8)
+        return cls(len(text).to_bytes(8, "little") + text, starts, stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + self.numel * ITEM_BYTES
+
+    def offset_of(self, name: str) -> int:
+        """Return the byte of the file with which a tensor begins."""
+        return len(self.header) + self.starts[name] * ITEM_BYTES
 
 
 # ---- what JSON can hold ------------------------------------------------------------------------------------
@@ -386,21 +432,22 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
     Raises:
         CheckpointError: If JSON cannot hold it, or a reader would refuse it.
     """
+    document = {**content, "version": VERSION}
+    document.pop(_CHECKSUM, None)
+
+    def line(key: str, value: object) -> str:
+        return json.dumps({key: value}, allow_nan=False)[1:-1]  # without the braces: "key": value
+
     try:
-        text = json.dumps({**content, "version": VERSION}, allow_nan=False)
+        lines = []
+        for key, value in document.items():
+            # A line for each parameter and file, so that grep and diff are of use.
+            entries = value.items() if isinstance(value, dict) else ()
+            rows = ",\n".join(f"  {line(name, entry)}" for name, entry in entries)
+            lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else f" {line(key, value)}")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"JSON cannot hold what is to be written: {error}") from error
-    # The checksum is that of the document as a reader will see it: lists for tuples, text for every key.
-    document = parse_json(text.encode(), "what is to be written")
-    document[_CHECKSUM] = _checksum(document)
-    lines = []
-    for key, value in document.items():
-        entries = value.items() if isinstance(value, dict) else ()
-        # A line for each parameter and file, so that grep and diff are of use.
-        # [1:-1] takes the braces off: "name": {...}
-        rows = ",\n".join("  " + json.dumps({name: entry})[1:-1] for name, entry in entries)
-        lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else " " + json.dumps({key: value})[1:-1])
-    sealed = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    sealed = _sealed(("{\n" + ",\n".join(lines)).encode())
     if len(sealed) > MAX_BYTES:
         raise CheckpointError(
             f"what is to be written has {len(sealed)} bytes, more than the {MAX_BYTES} that are read"
@@ -409,7 +456,7 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
 
 
 def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
-    """Return a document without its checksum, after comparing format, version and checksum.
+    """Return a document after comparing format, version and checksum.
 
     Args:
         text: The content of the file.
@@ -428,11 +475,16 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
             f"{path}: format version {version!r}; this release reads version {VERSION}: consolidate DeepSpeed's "
             f"checkpoint again, or use the release that wrote it"
         )
-    checksum = content.pop(_CHECKSUM, None)
-    if checksum != _checksum(content):
-        problem = "its checksum is missing" if checksum is None else "its checksum is not that of its content"
+    if text != _sealed(text.rpartition(_BEFORE_CHECKSUM)[0]):
+        is_missing = _CHECKSUM not in content
+        problem = "its checksum is missing" if is_missing else "its checksum is not that of its content"
         raise CheckpointError(f"{path}: {problem}: the file was changed or is damaged")
     return content
+
+
+def _sealed(text: bytes) -> bytes:
+    """Return the text of a document with its checksum as the last entry."""
+    return text + _BEFORE_CHECKSUM + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n'
 
 
 def parse_json(text: bytes, path: str) -> dict[str, Any]:
@@ -455,14 +507,6 @@ def parse_json(text: bytes, path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: no JSON object")
     return content
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    """Return the sha256 of a document in canonical form, without the checksum that it may have."""
-    document = {key: value for key, value in content.items() if key != _CHECKSUM}
-    # Sorted and without spaces, so that the digest does not depend on the layout of the file.
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from deepspeed_muon.checkpoint.files import (
     open_regular,
     refusing,
     regular_size,
+    require_folder,
 )
 from deepspeed_muon.checkpoint.index import (
     CONSOLIDATED_FOLDER,
@@ -33,13 +34,13 @@ from deepspeed_muon.checkpoint.index import (
     ITEM_BYTES,
     STATE_KEYS,
     CheckpointIndex,
+    FileLayout,
     ParameterRecord,
     Shapes,
     checked,
     load_index,
-    parse_json,
-    shard_header,
     tensor_name,
+    tensors_by_file,
 )
 from deepspeed_muon.checkpoint.parameters import matching_views
 from deepspeed_muon.errors import CheckpointError
@@ -69,11 +70,11 @@ class StateSource(ABC):
         self._folder = folder
         self.where = str(folder)
         self.index = index
-        # By file and name of the tensor in it: parameter and key.
-        self._tensors_in: dict[str, dict[str, tuple[str, str]]] = {name: {} for name in index.files}
-        for parameter, record in self.parameters.items():
-            for key, file in record.tensors.items():
-                self._tensors_in.setdefault(file, {})[tensor_name(key, parameter)] = parameter, key
+        # A file without tensors is one that nobody reads, but all files are verified.
+        self._shapes_in: dict[str, Shapes] = {
+            **{file: {} for file in index.files},
+            **tensors_by_file(index.parameters),
+        }
 
     @property
     def parameters(self) -> Mapping[str, ParameterRecord]:
@@ -82,7 +83,7 @@ class StateSource(ABC):
 
     def digest(self) -> str:
         """Return a digest that is equal on all ranks that read the same checkpoint."""
-        return hashlib.sha256(self.index.model_dump_json().encode()).hexdigest()
+        return self.index.sha256
 
     def verify(self, rank: int, world_size: int, names: Container[str] | None = None) -> list[str]:
         """Check this rank's share of the files against the records; every file is checked by one rank.
@@ -99,29 +100,29 @@ class StateSource(ABC):
             CheckpointError: Naming the file and the parameters in it.
         """
         nonfinite = []
+        # By file: parameter and key of every tensor.
+        tensors_in = {
+            file: [(parameter, key) for key, _, parameter in (name.partition("/") for name in shapes)]
+            for file, shapes in self._shapes_in.items()
+        }
+        numel_in = {file: sum(map(math.prod, shapes.values())) for file, shapes in self._shapes_in.items()}
         # The largest first and the ranks in turn, so that each reads about as many bytes.
-        files = [
-            file
-            for file, tensors in self._tensors_in.items()
-            if names is None or any(parameter in names for parameter, _ in tensors.values())
-        ]
-        for name in sorted(files, key=self._numel, reverse=True)[rank::world_size]:
-            tensors = self._tensors_in[name].values()
+        files = sorted(tensors_in, key=numel_in.__getitem__, reverse=True)
+        if names is not None:
+            files = [file for file in files if any(parameter in names for parameter, _ in tensors_in[file])]
+        for file in files[rank::world_size]:
             try:
-                with refusing(str(self._folder / name)):
-                    self._check(name)
+                with refusing(str(self._folder / file)):
+                    self._check(file)
             except CheckpointError as error:
-                affected = listed([f"{parameter} ({key})" for parameter, key in tensors], 3)
+                affected = listed([f"{parameter} ({key})" for parameter, key in tensors_in[file]], 3)
                 raise CheckpointError(f"{error}; it holds {affected}") from error
             nonfinite += [
-                f"{parameter} ({key})" for parameter, key in tensors if not self._is_finite(parameter, key)
+                f"{parameter} ({key})"
+                for parameter, key in tensors_in[file]
+                if not self._is_finite(parameter, key)
             ]
         return nonfinite
-
-    def _numel(self, file: str) -> int:
-        """Return the elements of a file, by the records."""
-        shapes = (self.parameters[name].shape_of(key) for name, key in self._tensors_in[file].values())
-        return sum(map(math.prod, shapes))
 
     @abstractmethod
     def _check(self, file: str) -> None:
@@ -181,35 +182,38 @@ class ConsolidatedSource(StateSource):
         """Read the index; raises a CheckpointError if there is none or it is not valid."""
         super().__init__(Path(folder), load_index(folder))
         self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
-        # By file: the offset in bytes of every tensor in it.
-        self._offsets: dict[str, dict[str, int]] = {}
+        self._layouts: dict[str, FileLayout] = {}
         # Inode, size and time of each file when it was first opened, since it may be closed and opened again.
         self._identities: dict[str, tuple[int, ...]] = {}
 
     def _check(self, file: str) -> None:
-        """Compare size, checksum and header."""
+        """Compare size, header and checksum, in this order: nothing is read of a file that is too large."""
         path, record = self._folder / file, self.index.files[file]
         size = regular_size(path)
         if size != record.bytes:
             raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
+        self._open(file)
         if file_digest(path) != record.sha256:
             raise CheckpointError(f"{path}: its checksum is not that of the index")
-        self._open(file)
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return a range of a tensor; see :class:`StateSource`."""
         name = self.parameters[parameter].tensors[key]
         with refusing(f"{self._folder / name}: {parameter} ({key})"):
-            file, offsets = self._open(name)
+            file, layout = self._open(name)
             values = torch.empty(numel, dtype=torch.float32, device="cpu")
-            file.seek(offsets[tensor_name(key, parameter)] + start * ITEM_BYTES)
+            file.seek(layout.offset_of(tensor_name(key, parameter)) + start * ITEM_BYTES)
             # Not memory-mapped: pages of a mapping count towards the memory of the process.
             if file.readinto(memoryview(values.numpy().data).cast("B")) < numel * ITEM_BYTES:  # type: ignore[attr-defined]
                 raise CheckpointError("the file ends early")
             return values
 
-    def _open(self, name: str) -> tuple[BinaryIO, dict[str, int]]:
-        """Return an open file of the set, and the offset in bytes of each tensor in it."""
+    def _open(self, name: str) -> tuple[BinaryIO, FileLayout]:
+        """Return an open file of the set, and the layout that it has by the index.
+
+        Raises:
+            CheckpointError: If its header is another one, or it was replaced since it was first opened.
+        """
         path = self._folder / name
         with refusing(str(path)):
             file = self._open_files.pop(name, None) or open_regular(path)
@@ -221,13 +225,16 @@ class ConsolidatedSource(StateSource):
             # A set may have more files than a process may open.
             if len(self._open_files) > _MAX_OPEN_FILES:
                 self._open_files.pop(next(iter(self._open_files))).close()
-            if name not in self._offsets:
-                shapes = {
-                    entry: self.parameters[parameter].shape_of(key)
-                    for entry, (parameter, key) in self._tensors_in[name].items()
-                }
-                self._offsets[name] = _tensor_offsets(path, file, shapes)
-        return file, self._offsets[name]
+            if name not in self._layouts:
+                layout = FileLayout.of(self._shapes_in[name])
+                if status.st_size != layout.nbytes:
+                    raise CheckpointError(
+                        f"{path}: {status.st_size} bytes, its tensors have {layout.nbytes} by the index"
+                    )
+                if file.read(len(layout.header)) != layout.header:
+                    raise CheckpointError(f"{path}: its header is not that of its tensors by the index")
+                self._layouts[name] = layout
+        return file, self._layouts[name]
 
     def close(self) -> None:
         """Close the files."""
@@ -304,7 +311,7 @@ class UniversalSource(StateSource):
 
     def _check(self, file: str) -> None:
         """Compare the number of elements; the shape says nothing, since DeepSpeed flattens tensors of stage 3."""
-        tensor, numel = self._tensor(file), self._numel(file)
+        tensor, numel = self._tensor(file), sum(map(math.prod, self._shapes_in[file].values()))
         if tensor.numel() != numel:
             raise CheckpointError(
                 f"{self._folder / file}: shape {list(tensor.shape)}, expected {numel} elements"
@@ -352,8 +359,7 @@ def find_consolidated(folder: Path) -> Path:
     If the tag that ``latest`` names has no set, it is the newest complete set of all tags.
     """
     with refusing(f"{str(folder)!r}"):
-        if _exists(folder) and not folder.is_dir():
-            raise CheckpointError(f"{folder}: is no folder; name the folder that holds {INDEX_NAME}")
+        require_folder(folder)
         # 1. The folder itself, its set, and the set of the latest tag.
         tag = latest_tag(folder)
         tag_folder = folder / tag if tag is not None and is_name(tag) else folder
@@ -397,39 +403,3 @@ def _exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def _tensor_offsets(path: Path, file: BinaryIO, shapes: Shapes) -> dict[str, int]:
-    """Return the offset in bytes of each tensor of a safetensors file.
-
-    The header must describe exactly the tensors that the index expects, one after the other, to the end of the file. So
-    nothing longer than such a header is read.
-
-    Args:
-        path: The file, for errors.
-        file: The same, open.
-        shapes: The expected tensors.
-
-    Raises:
-        CheckpointError: If the header has anything else.
-    """
-    # The fixed words and the offsets of an entry have at most 128 characters, a dimension has 24.
-    longest = 1024 + sum(len(json.dumps(name)) + 128 + 24 * len(shape) for name, shape in shapes.items())
-    file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
-    if length > longest:
-        raise CheckpointError(
-            f"{path}: its header has {length} bytes, that of the {len(shapes)} tensors in the index at most {longest}"
-        )
-    header = parse_json(file.read(length), f"{path}: its header")
-    header.pop("__metadata__", None)
-    expected, nbytes = shard_header({name: shapes[name] for name in header if name in shapes})
-    for name in sorted(header.keys() | shapes.keys()):
-        if name not in expected or header[name] != expected[name]:
-            raise CheckpointError(
-                f"{path}: tensor {name} of parameter {name.partition('/')[2]} is {header.get(name)} by the file's "
-                f"header, {expected.get(name)} by the index"
-            )
-    if 8 + length + nbytes != os.fstat(file.fileno()).st_size:
-        raise CheckpointError(f"{path}: its tensors do not end where the file ends")
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in expected.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -23,11 +22,11 @@ from tqdm import tqdm
 
 from deepspeed_muon.checkpoint.consolidate import (
     DEFAULT_SHARD_BYTES,
-    FolderWriter,
     Piece,
     SavePlan,
     ShardFile,
     checked_folder,
+    folder_writer,
     pack,
     write_set,
 )
@@ -37,6 +36,7 @@ from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     ITEM_BYTES,
     CheckpointIndex,
+    FileLayout,
     load_index,
     tensor_name,
 )
@@ -85,10 +85,9 @@ def consolidate_files(
                 saved.copy(plan.transfers(piece), content)
                 bar.update((piece.stop - piece.start) * ITEM_BYTES)
 
-    with contextlib.closing(FolderWriter(out)) as writer:
+    with folder_writer(out) as writer:
         plan = SavePlan(saved.slices, shard_bytes, writer.save_id)
-        shapes = itertools.chain.from_iterable(shard.values() for shard in plan.files.values())
-        with bytes_bar("convert", ITEM_BYTES * sum(map(math.prod, shapes))) as bar:
+        with bytes_bar("convert", ITEM_BYTES * sum(layout.numel for layout in plan.layouts.values())) as bar:
             index = write_set(out, plan, fill, saved.index_fields, writer, Ranks())
     assert index is not None
     return index
@@ -189,7 +188,7 @@ def export_weights(
             for number, shard in enumerate(shards, 1):
                 file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
                 file_of |= dict.fromkeys(shard, file)
-                with contextlib.closing(ShardFile(partial / file, shard)) as written:
+                with contextlib.closing(ShardFile(partial / file, FileLayout.of(shard))) as written:
                     for entry, shape in shard.items():
                         numel = math.prod(shape)
                         for start in range(0, numel, WINDOW_NUMEL):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.checkpoint.consolidate import ShardFile, shard_name
-from deepspeed_muon.checkpoint.index import FORMAT, sealed_json
+from deepspeed_muon.checkpoint.index import FORMAT, FileLayout, sealed_json
 from deepspeed_muon.logs import logger
 from tests.support import training
 from tests.support.models import MATRICES, batch
@@ -264,7 +264,7 @@ def write_set(
     """Write a set of matrices of 4 x 3, without an engine; return its shard."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{key}/{name}": (4, 3) for name in names for key in ("fp32", "momentum_buffer")}
-    shard = ShardFile(folder / FILE, tensors)
+    shard = ShardFile(folder / FILE, FileLayout.of(tensors))
     shard.write(torch.arange(12.0 * (2 * len(names) - 1)))
     shard.write(torch.arange(12.0) if momentum is None else momentum)
     record = shard.finish()
