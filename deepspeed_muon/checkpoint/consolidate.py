@@ -482,10 +482,14 @@ def _write_shards(
         except OSError as error:
             errors.append(CheckpointError(f"{path}: {error}; {UNTOUCHED}"))
 
+    def close_current() -> None:
+        for file in current:
+            file.close()
+
     # Two buffers (piece_numel,) fp32: one is exchanged while the thread writes the other.
     contents = [torch.empty(plan.piece_numel, dtype=torch.float32, device="cpu") for _ in range(2)]
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: [file.close() for file in current])
+        stack.callback(close_current)
         thread = ThreadPoolExecutor(1, thread_name_prefix="deepspeed_muon-save")
         stack.callback(thread.shutdown)  # waits again, if an interrupt ends the wait of the next line
         stack.enter_context(thread)
@@ -613,7 +617,7 @@ def folder_writer(folder: Path) -> Iterator[FolderWriter]:
         writer = FolderWriter(folder, is_locked)
         try:
             with refusing(f"{folder}: {UNTOUCHED}"):
-                _require_folder_of_sets(folder)
+                _refuse_other_checkpoints(folder)
                 _id_file(folder, writer.save_id).touch()
             yield writer
         finally:
@@ -621,14 +625,17 @@ def folder_writer(folder: Path) -> Iterator[FolderWriter]:
             remove_stale(folder, writer.is_stale)
 
 
-def _require_folder_of_sets(folder: Path) -> None:
-    """Raise if a folder holds weights of another kind, or what Hugging Face's Trainer saves, as readers mix them up."""
-    for name in sorted(os.listdir(folder)):
-        if _OTHER_CHECKPOINTS.fullmatch(name) and not _FILES_OF_SAVES.fullmatch(name):
-            raise CheckpointError(
-                f"{folder}: holds {name}, which is of another checkpoint: name a folder for the set alone, such as "
-                f"{folder / CONSOLIDATED_FOLDER}; {UNTOUCHED}"
-            )
+def _refuse_other_checkpoints(folder: Path) -> None:
+    """Raise if a folder without a set holds other weights, or what Hugging Face's Trainer saves."""
+    names = sorted(os.listdir(folder))
+    others = [
+        name for name in names if _OTHER_CHECKPOINTS.fullmatch(name) and not _FILES_OF_SAVES.fullmatch(name)
+    ]
+    if others and INDEX_NAME not in names:
+        raise CheckpointError(
+            f"{folder}: holds {others[0]}, which is of another checkpoint: name a folder for the set alone, such as "
+            f"{folder / CONSOLIDATED_FOLDER}; {UNTOUCHED}"
+        )
 
 
 class FolderWriter:

@@ -394,8 +394,13 @@ def exclusive(path: Path, busy: str) -> Iterator[bool]:
         CheckpointError: If it is locked, or cannot be made.
     """
     lock = FileLock(path)
+
+    def release() -> None:
+        with contextlib.suppress(OSError):  # the block is over, and the lock ends with the process
+            lock.release()
+
     with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)  # before it is acquired, so that no interrupt comes between the two
+        stack.callback(release)  # before it is acquired, so that no interrupt comes between the two
         try:
             lock.acquire(blocking=False)
         except Timeout:

@@ -432,7 +432,7 @@ def test_only_files_of_ours_are_removed(tmp_path: Path, monkeypatch: pytest.Monk
     """And nothing is written that no reader takes: such a save ended well, and its set could not be restored."""
     saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
     folder = tmp_path / "set"
-    folder.mkdir()
+    consolidate_files(tmp_path / "step1", folder)
     stay = {"model.safetensors", "muon-notes.safetensors"}
     for name in (*stay, FILE, f".{FILE}.0123456789ab.tmp"):
         (folder / name).write_text("")
