@@ -34,7 +34,7 @@ Kernels = Literal["sm90", "triton", "torch", "torch fp32", "ops"]
 iteration is in half precision; or, with ``ns_backend: ops``, the native iteration for every shape."""
 
 # Elements of the largest batch: stacking copies its matrices, and the iteration needs three times that memory again.
-BATCH_NUMEL = 1 << 25
+BATCH_NUMEL = 1 << 26
 
 # Up to this many FLOPs a CUDA graph is replayed: 1.5 ms of an H200, about what the host needs to launch an iteration.
 # Above, the GPU takes longer than the host, and a graph would only cost memory.

@@ -261,16 +261,19 @@ def divide_into_chunks(
         # The rank towards whose bound a matrix counts: its owner. What is broadcast arrives on every rank, so all of it
         # counts towards a single bound, that of rank 0.
         rank_of = {index: 0 if is_broadcast else owners[index] for index in members}
-        # 2. the size of a chunk: an eighth of what the busiest rank owns, within the bounds
+        # 2. the size of a chunk: an eighth of what the busiest rank owns, within the bounds. What is not sent has
+        # nothing to overlap with, and large batches fill a GPU: as much as the bound allows
         totals = np.zeros(world_size, dtype=np.int64)  # elements that each rank owns
         for index in members:
             totals[rank_of[index]] += matrices[index].numel
         least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
-        limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least))
+        limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least)) if sent else bound
         # 3. every rank fills chunk after chunk: the chunk that it fills now, and the elements that it has in it
         new_chunks: list[list[PlanIndex]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
-        for index in sorted(members, key=lambda index: matrices[index].numel, reverse=True):
+        for index in sorted(
+            members, key=lambda index: (matrices[index].numel, matrices[index].rows), reverse=True
+        ):
             rank, numel = rank_of[index], matrices[index].numel
             if filled[rank] and filled[rank] + numel > limit:
                 number[rank] += 1

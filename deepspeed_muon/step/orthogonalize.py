@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
@@ -32,18 +33,24 @@ in the communication dtype."""
 def batches(
     matrices: Sequence[MatrixLayout], context: StepContext, indices: Sequence[PlanIndex]
 ) -> list[list[PlanIndex]]:
-    """Group matrices of equal blocks into batches of bounded size.
+    """Group matrices of equal blocks into batches of bounded size; those stored alike follow each other.
 
     Blocks that do not run in batches (:attr:`.StepContext.batch_below`: on a CPU all but small ones) make their matrix
     a batch of its own.
     """
-    # 1. which may run together
+    # 1. which may run together: the polar factor of a transpose is the transpose, unless a variant looks at the rows
+    variant = context.variant
+    reads_rows = variant.before_iteration is not None or variant.row_factors is not None
     members_of: dict[object, list[PlanIndex]] = {}
     for index in indices:
-        members_of.setdefault(matrices[index].batch_key, []).append(index)
+        matrix = matrices[index]
+        joins = not reads_rows and len(matrix.block_shapes) == 1
+        key = tuple(sorted(matrix.logical_shape)) if joins else matrix.batch_key
+        members_of.setdefault(key, []).append(index)
     # 2. as many as a batch may have
     grouped: list[list[PlanIndex]] = []
     for members in members_of.values():
+        members.sort(key=lambda index: matrices[index].logical_shape)  # wide matrices before their transposes
         first = matrices[members[0]]
         rows, cols = first.logical_shape
         size = _batch_size(context, *first.block_shapes[0], numel=rows * cols)
@@ -61,14 +68,14 @@ class _BatchPlan:
     """Matrices of equal blocks, and how they run.
 
     Attributes:
-        indices: The matrices.
+        groups: The matrices. Those of a second group are stored as transposes of those of the first.
         shapes: Rows and columns of each block of a matrix.
         is_stack: Whether the blocks of a matrix are equal and follow each other in its memory.
         calls: The blocks of each call of the iteration: of a stack matrix by matrix, else by shape and number.
         counted: How many of the matrices this rank counts: a stack with several owners counts once, at the first.
     """
 
-    indices: list[PlanIndex]
+    groups: list[list[PlanIndex]]
     shapes: tuple[tuple[int, int], ...]
     is_stack: bool
     calls: list[list[Member]]
@@ -107,9 +114,13 @@ class LocalOrthogonalizer:
         """
         for batch in self._batches(tuple(owned)):
             self.context.counts.matrices_orthogonalized += batch.counted
-            matrices = directions(batch.indices)  # (matrices, rows, cols) in the communication dtype
+            stored = [directions(indices) for indices in batch.groups]
+            # (matrices, rows, cols) in the communication dtype; a view unless transposes are joined
+            matrices = stored[0] if len(stored) == 1 else torch.cat((stored[0], stored[1].mT))
             run = self._stacks if batch.is_stack else self._grids
-            yield batch.indices, run(batch, matrices, step).view(len(batch.indices), -1)
+            updates = run(batch, matrices, step).view(matrices.shape).split([len(group) for group in stored])
+            for number, (indices, update) in enumerate(zip(batch.groups, updates, strict=True)):
+                yield indices, (update.mT if number else update).flatten(1)
 
     def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
         """Yield empty tensors, on the meta device, like those that :meth:`orthogonalized` returns the updates of."""
@@ -141,7 +152,8 @@ class LocalOrthogonalizer:
                 calls += [members[start : start + size] for start in range(0, len(members), size)]
             # A slice of a stack that starts further down belongs to a matrix that the owner of row 0 counts.
             counted = sum(self.matrices[index].first_row == 0 for index in indices)
-            planned.append(_BatchPlan(indices, shapes, is_stack, calls, counted))
+            groups = itertools.groupby(indices, lambda index: self.matrices[index].logical_shape)
+            planned.append(_BatchPlan([[*group] for _, group in groups], shapes, is_stack, calls, counted))
         return planned
 
     def _stacks(self, batch: _BatchPlan, directions: Tensor, step: Step) -> Tensor:
@@ -162,8 +174,9 @@ class LocalOrthogonalizer:
         # Example: a fused 12 x 4 weight split into 8, 2 and 2 rows has three row blocks and one column block. The
         # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.
         update, scales = torch.empty_like(directions), step.rates.block_scales
-        grid = self.matrices[batch.indices[0]].grid
-        in_batch = {index: BatchIndex(number) for number, index in enumerate(batch.indices)}
+        (indices,) = batch.groups
+        grid = self.matrices[indices[0]].grid
+        in_batch = {index: BatchIndex(number) for number, index in enumerate(indices)}
         sources, targets = _block_views(directions, *grid), _block_views(update, *grid)
         for members in batch.calls:
             # Blocks that are side by side are strided views, and the iteration reads contiguous batches.

@@ -184,9 +184,9 @@ class StepRunner:
             #    0: gather 1                 orthogonalise 0, scatter 0
             #    1:                          orthogonalise 1, scatter 1, second half; apply 0
             #    2:                          apply 1
-            # AdamW and one half of the local matrices hide the first gather, the other half hides the last scatter.
-            # Without overlap, or with nothing exchanged, "half" is all of them.
-            half = len(local) - (len(local) // 2 if ahead and exchanged else 0)
+            # AdamW and one half of the local matrices hide the first gather, the other half (a single chunk too) hides
+            # the last scatter. Without overlap, or with nothing exchanged, "half" is all of them.
+            half = len(local) // 2 if ahead and exchanged else len(local)
             flights: list[InFlight] = []
             for turn in range(-ahead, max(len(exchanged), 1) + ahead):
                 if turn + ahead < len(exchanged):

@@ -119,10 +119,6 @@ class ChunkTable:
 
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
         self._segments_of = functools.lru_cache(maxsize=len(batches) + 64)(self._make_segments)
-        for batch in batches:
-            # Matrices of one logical shape may have tensor-parallel shards of unequal size.
-            if len({plan.matrices[index].numel for index in batch}) == 1:
-                self.segments_of(batch)
 
     def segments_of(self, indices: Sequence[PlanIndex]) -> BatchSegments:
         """Return the segments of owned matrices whose shards have one size; cached."""
