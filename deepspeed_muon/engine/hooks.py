@@ -133,8 +133,9 @@ ENGINE_HOOKS = (
     # The host would wait for the device again to look at the norm, at ZeRO 1 and 2 once more for each param group.
     Hook((Zero3View,), "_get_norm_groups", step.norm_groups),
     Hook((Zero12View,), "scaled_global_norm", step.global_norm),
-    # Nobody would know the norms of Muon's and of AdamW's gradients: DeepSpeed combines those of all partitions.
-    Hook((ZeroView,), "get_grad_norm_direct", step.partition_norm),
+    # Nobody would know the norms of Muon's and of AdamW's gradients: DeepSpeed combines those of all partitions, and
+    # reads one gradient after another.
+    Hook((ZeroView,), "get_grad_norm_direct", step.norm_at_once),
     Hook((ZeroView,), "complete_grad_norm_calculation_for_cpu_offload", step.partition_norm),
     # Samples of a step would not have all of it, the wait for other ranks would have no bound, and AdamW's rate would
     # not be in the monitor.

@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_muon
+from deepspeed_muon.engine.zero.views import view_of
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.autoep_models import AUTOEP_MATRICES, STACKS
@@ -334,3 +336,41 @@ def test_stages_of_other_algorithms(ranks: Any) -> None:
     """ZeRO 1 adds up the norms of groups of one number, which are of two algorithms here."""
     for norm, by_algorithm in ranks(2).run(in_other_orders):
         assert norm > 0 and by_algorithm is None
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.overloadpacket.__name__ != "detach"
+        return func(*args, **(kwargs or {}))
+
+
+def measure_gradients(
+    rank: int, world_size: int, *, stage: int, scale: float
+) -> tuple[int, list[float], float]:
+    """Return the operations of the norm, those of Muon's and AdamW's partition, and the norm of all in float64."""
+    engine = training.make_engine(training.ds_config(stage, precision="fp16"))
+    tokens, targets = batch(0, rank)
+    engine.backward(engine(tokens, targets))
+    view = view_of(engine.optimizer)
+    gradients = [gradient for group in view.wrapper.averaged_gradients.values() for gradient in group]
+    for gradient in gradients:
+        gradient.mul_(scale)
+    with Operations() as operations:
+        norms = view.norms_on_device()[:2]
+    square = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
+    torch.distributed.all_reduce(square)
+    return operations.count, [float(norm) for norm in norms], float(square.sqrt())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_norm_reads_all_gradients_of_a_partition_at_once(ranks: Any, stage: int) -> None:
+    """DeepSpeed takes three operations a gradient, 46 here; where one is not finite the norm stays -1."""
+    for count, norms, expected in ranks(2).run(measure_gradients, stage=stage, scale=1.0):
+        assert math.hypot(*norms) == pytest.approx(expected, rel=2e-7)  # rounded to fp32
+        assert count <= 38, count
+    for _, norms, _ in ranks(2).run(measure_gradients, stage=stage, scale=math.inf):
+        assert norms == [-1.0, -1.0]

@@ -90,7 +90,8 @@ def test_what_runs_in_a_step_was_prepared_when_the_optimizer_was_bound(variant: 
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer.step()
-    assert [entry["calls"] for entry in optimizer.kernel_report()] == [1, 1]
+    # Variants that look at rows do not join a transpose.
+    assert [entry["calls"] for entry in optimizer.kernel_report()] == [1] * (1 if variant == "muon" else 2)
 
 
 def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,14 +19,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.topology import tensor_parallel_group
-from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView, View, view_of
+from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView, View, norms_of, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
@@ -46,14 +46,9 @@ def clip_fp32_gradients(original: Original, engine: DeepSpeedEngine) -> None:
     optimizer = engine.basic_optimizer
     limit = engine.gradient_clipping()
     optimizer._record_norms(measure_by_algorithm(engine))
-    if (norm := _exact_norm(engine)) is not None:
-        torch._foreach_mul_(_gradients(engine), (limit / (norm + 1e-6)).clamp_(max=1.0))
-    else:
-        norm = _deepspeeds_norm(engine)
-        torch._foreach_mul_(
-            _gradients(engine), (torch.full_like(norm, limit) / (norm + 1e-6)).clamp_(max=1.0)
-        )
-    optimizer._global_grad_norm = norm
+    optimizer._global_grad_norm = norm = _norm(engine)
+    if gradients := [grad for _, grad in _pairs(engine) if grad is not None]:
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp_(max=1.0))
 
 
 def measure_without_clipping(engine: DeepSpeedEngine, view: View) -> None:
@@ -74,42 +69,16 @@ def measure_norms(reference: weakref.ref[Any]) -> dict[str, Tensor]:
         The norm of all gradients as ``all``; behind it, in a sampled step, those by algorithm.
     """
     engine: DeepSpeedEngine = reference()
-    norm = _exact_norm(engine)
-    if norm is None and tensor_parallel_group(engine) is None:
-        norm = torch.nn.utils.get_total_norm(_gradients(engine))
-    elif norm is None:
-        norm = _deepspeeds_norm(engine)
-    return {"all": norm, **measure_by_algorithm(engine)}
+    return {"all": _norm(engine), **measure_by_algorithm(engine)}
 
 
-def _deepspeeds_norm(engine: DeepSpeedEngine) -> Tensor:
-    """Return the norm by which DeepSpeed clips: it counts shards on every rank and copies once."""
-    # Its coefficient is a vector, by which it cannot multiply a scalar, and has torch's default dtype. Clipping to
-    # infinity changes no gradient.
-    params = [param if param.dim() else _as_vector(param) for param in _params(engine)]
-    norm: Tensor = clip_grad_norm_(params, max_norm=float("inf"), mpu=engine.mpu)
-    return norm
+def _pairs(engine: DeepSpeedEngine) -> _Pairs:
+    return [(param, param.grad) for group in engine.basic_optimizer.param_groups for param in group["params"]]
 
 
-def _as_vector(scalar: Tensor) -> Tensor:
-    vector = scalar.detach().view(1)
-    vector.grad = None if scalar.grad is None else scalar.grad.view(1)
-    return vector
-
-
-def _params(engine: DeepSpeedEngine) -> list[Tensor]:
-    return [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
-
-
-def _gradients(engine: DeepSpeedEngine) -> list[Tensor]:
-    return [param.grad for param in _params(engine) if param.grad is not None]
-
-
-def _exact_norm(engine: DeepSpeedEngine) -> Tensor | None:
-    """Return the norm of the gradients of all stages or of all experts, ``None`` if DeepSpeed's own is right."""
-    if not is_divided(engine.module) and not engine.has_moe_layers:
-        return None
-    return _norms(engine, [[(param, param.grad) for param in _params(engine)]])[0]
+def _norm(engine: DeepSpeedEngine) -> Tensor:
+    """Return the norm of the gradients of all stages, shards and experts."""
+    return _norms(engine, [_pairs(engine)])[0]
 
 
 # ZeRO 0 in half precision
@@ -151,9 +120,12 @@ def grads_for_norm(
 ) -> object:
     """Return the gradients of the norm or of clipping, also of parameters that only other ranks used."""
     view.count_all_gradients()
-    if not for_clipping:
-        view.optimizer._record_norms(measure_by_algorithm(view.memory.engine()))
-    return original(for_clipping, *args, **kwargs)
+    if for_clipping:
+        return original(for_clipping, *args, **kwargs)
+    view.optimizer._record_norms(measure_by_algorithm(view.memory.engine()))
+    # One tensor of norms has the norm of all gradients, of which DeepSpeed would read one after another.
+    others, experts = original(for_clipping, *args, **kwargs)
+    return [norms_of(others)], {name: [norms_of(grads)] for name, grads in experts.items()}
 
 
 # Norms by algorithm
@@ -184,8 +156,9 @@ def _norms(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> Tensor:
     if group is not None:
         return _norms_over(engine, lists, group)
     grads_of = [[grad for _, grad in pairs if grad is not None] for pairs in lists]
-    zero = torch.zeros((), dtype=torch.float32, device=engine.device)
-    return torch.stack([torch.nn.utils.get_total_norm(grads) if grads else zero for grads in grads_of])
+    zero = torch.zeros((), dtype=torch.float64, device=engine.device)
+    norms = [torch.linalg.vector_norm(norms_of(grads)) if grads else zero for grads in grads_of]
+    return torch.stack(norms).float()
 
 
 def _norms_over(engine: DeepSpeedEngine, lists: Sequence[_Pairs], group: dist.ProcessGroup) -> Tensor:
@@ -210,8 +183,8 @@ def _norms_over(engine: DeepSpeedEngine, lists: Sequence[_Pairs], group: dist.Pr
             and not getattr(p, "ds_pipe_replicated", False)
             and (first or is_model_parallel_parameter(p))
         ]
-        for norm in torch._foreach_norm(counted) if counted else []:
-            squared[number] += norm.double() ** 2
+        if counted:
+            squared[number] = norms_of(counted).square().sum()
     dist.all_reduce(squared, group=group)
     return squared.sqrt().float()
 
@@ -222,23 +195,20 @@ def _norms_of_all_experts(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> T
     DeepSpeed averages the norms of the ranks, each of which has its own experts, or leaves experts out. Must be called
     by all ranks.
     """
-    squares: dict[tuple[int, str | None], list[Tensor]] = {}
+    grads_of: dict[tuple[int, str | None], list[Tensor]] = {}
     names: set[str] = set()
     for number, pairs in enumerate(lists):
         for param, grad in pairs:
             name = expert_group_name(param)
             names |= set() if name is None else {name}
             if grad is not None:
-                square = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square()
-                squares.setdefault((number, name), []).append(square)
-
+                grads_of.setdefault((number, name), []).append(grad.detach())
+    squares = {key: norms_of(grads).square().sum().float() for key, grads in grads_of.items()}
     zero = torch.zeros((), dtype=torch.float32, device=engine.device)
 
     # (lists,): the sum of squares of each list over the experts of one group of ranks, or over all that is no expert
     def sums(name: str | None) -> Tensor:
-        return torch.stack(
-            [torch.stack(squares.get((number, name)) or [zero]).sum() for number in range(len(lists))]
-        )
+        return torch.stack([squares.get((number, name), zero) for number in range(len(lists))])
 
     total = sums(None)  # (lists,)
     for name in sorted(names):  # in one order on all ranks

@@ -599,6 +599,20 @@ class Zero3View(ZeroView):
             stream.synchronize()
 
 
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norms of the gradients that have elements, one-dimensional, in one pass.
+
+    The sums are in float64, as DeepSpeed's: the relative error is below 1e-9 for up to 2^23 elements added one after
+    another, which no reduction does, and only a norm above 1e154 overflows. DeepSpeed takes three operations for each
+    gradient, and writes a float64 copy.
+    """
+    # Of tensors without elements torch returns uninitialised norms on CUDA.
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return gradients[0].new_zeros(len(gradients), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(filled, dtype=torch.float64))
+
+
 def _combined(norms: Sequence[Tensor]) -> Tensor:
     """Return the norm of tensors from their norms, of which DeepSpeed makes -1 where they are not finite."""
     stacked = torch.stack([norm.float() for norm in norms])
