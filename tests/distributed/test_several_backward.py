@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed_muon
 from tests.support import training
@@ -118,6 +120,59 @@ def test_gradients_are_added_up(ranks: Any, setting: str, manner: str) -> None:
     for name, value in params.items():
         # fp32 gradients and updates against float64's, relative to the update of two steps.
         within(relative(trained["params"][name], value, start[name]), 1e-4, f"path of {name}")
+
+
+class Tiled(Toy):
+    """The output head's gradient is computed in the forward pass, by ALST's loss."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+
+        def loss(head: Any, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(head(x).double(), y)
+
+        arguments = (
+            loss,
+            self.lm_head,
+            self.after_blocks(x),
+            targets,
+            None,
+            2,
+            [self.lm_head.weight],
+            "mean",
+        )
+        return TiledFusedLogitsLoss.apply(*arguments)
+
+
+def lost_gradients(rank: int, world_size: int, *, kind: str, immediate: bool) -> list[float]:
+    """Take two steps with a loss that the forward pass differentiates, or with that of two forward passes."""
+    torch.manual_seed(0)
+    model = (Tiled if kind == "tiled" else Reentrant)(exact=False)
+    extra = {**FP32_SUMS, "bf16": {"immediate_grad_update": immediate}}
+    engine = training.initialize(model, training.ds_config(1, precision="bf16", extra=extra))
+    norms = []
+    for step in range(2):
+        losses = [engine(*batch(step, rank + 2 * number)) for number in range(1 if kind == "tiled" else 2)]
+        engine.backward(sum(losses))
+        engine.step()
+        norms.append(training.norm_of(engine))
+    return norms
+
+
+class Reentrant(Toy):
+    def before_blocks(self, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[0], x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("kind", ["tiled", "two forward passes"])
+def test_gradients_that_bf16_optimizer_cleared(ranks: Any, kind: str) -> None:
+    """A forward pass cleared the head's gradient of ALST's loss, and a backward pass that of one of two losses."""
+    late, expected = (ranks(2).run(lost_gradients, kind=kind, immediate=now)[0] for now in (False, True))
+    assert late == pytest.approx(expected, rel=0.02)  # bf16
 
 
 def zero_grad_between(rank: int, world_size: int, *, stage: int) -> float:

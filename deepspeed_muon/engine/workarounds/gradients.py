@@ -17,9 +17,10 @@ numbers. Nothing is communicated: the ranks that reduce a parameter together all
 
 **Several backward passes in the last micro-step**, such as one for each of two losses. ZeRO 1 and 2 replace the
 gradients of the earlier ones. With the workaround they are added up, as at stages 0 and 3 and in torch.
-``BF16_Optimizer`` (ZeRO 1 in bf16 with fp32 sums) adds up itself, but two backward passes after one forward pass count
-the first gradient twice: the weights' own gradients, which it adds to the sum, are only cleared once after each forward
-pass.
+``BF16_Optimizer`` (ZeRO 1 in bf16 with fp32 sums) adds the weights' gradients to its sums after a backward pass, and
+clears them at the first gradient of each forward pass's outputs. So it counts the first of two backward passes after
+one forward pass twice, and loses what a forward pass computed (``TiledFusedLogitsLoss``), or the backward pass through
+another forward pass's outputs. With the workaround it clears what the sums have, and no more.
 """
 
 from __future__ import annotations
@@ -118,6 +119,17 @@ def begin_backward(original: Original, engine: DeepSpeedEngine, *args: object, *
     return original(*args, **kwargs)
 
 
+def begin_gradients(original: Original, view: Bf16View, *args: object, **kwargs: object) -> None:
+    """Clear what the sums have, where DeepSpeed clears everything."""
+    view.begin_backward()
+
+
+def count_gradients(original: Original, view: Bf16View, *args: object, **kwargs: object) -> object:
+    """Add the weights' gradients to the sums, and record that these have them."""
+    view.memory.counted = True
+    return original(*args, **kwargs)
+
+
 def add_earlier(original: Original, view: Zero12View, *args: object, **kwargs: object) -> object:
     """Set aside what earlier backward passes of the step left, which DeepSpeed replaces, and add it to the result."""
     memory = view.memory
@@ -199,12 +211,20 @@ STALE_GRADIENTS = Workaround(
     ),
 )
 
-EARLIER_COUNTED_TWICE = Workaround(
-    defect="BF16_Optimizer counts the gradient of the first of two backward passes after one forward pass twice",
+CLEARED_BY_FORWARD_PASS = Workaround(
+    defect="BF16_Optimizer counts the gradient of the first of two backward passes after one forward pass twice, and "
+    "loses gradients of a forward pass, or of one of several whose outputs one backward pass reaches",
     first="0.19.2",
     last="0.19.8",
     test="tests/distributed/test_several_backward.py::test_gradients_are_added_up[1-bf16-fp32-sums-one forward]",
-    hooks=(Hook(DeepSpeedEngine, "backward", begin_backward, lambda view: isinstance(view, Bf16View)),),
+    hooks=(
+        *(
+            Hook(DeepSpeedEngine, call, begin_backward, lambda view: isinstance(view, Bf16View))
+            for call in ("forward", "backward")
+        ),
+        Hook((Bf16View,), "backward_prologue", begin_gradients),
+        Hook((Bf16View,), "backward_epilogue", count_gradients),
+    ),
 )
 
 LAST_MICRO_STEP_ONLY = Workaround(

@@ -61,6 +61,7 @@ class Memory:
         partition_norms: The norm of every partition's gradients over all ranks in the running step, times the loss
             scale; negative if it is not finite. Empty until DeepSpeed has computed them (ZeRO 1 to 3).
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
+        counted: Whether the fp32 sums have the weights' gradients (ZeRO 1 in bf16 with fp32 sums).
         frozen: Name and tensor of the parameters that were frozen when the engine was made, until one is warned of.
     """
 
@@ -69,6 +70,7 @@ class Memory:
     queued: set[int] = field(default_factory=set)
     restart: bool = False
     waiting: frozenset[int] = frozenset()
+    counted: bool = False
     norms: list[Tensor] = field(default_factory=list)
     partition_norms: list[Tensor] = field(default_factory=list)
     earlier: dict[int, Any] = field(default_factory=dict)
@@ -269,8 +271,10 @@ class Bf16View(FlatView):
         self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
 
     def begin_backward(self) -> None:
-        """Drop the gradients of an earlier backward pass, which are part of the fp32 sums already."""
-        self.wrapper.clear_lp_grads(set_to_none=True)
+        """Drop gradients that are part of the fp32 sums already, and no others."""
+        if self.memory.counted:
+            self.wrapper.clear_lp_grads(set_to_none=True)
+            self.memory.counted = False
 
     def reduced_gradients(self, index: int) -> Sequence[Tensor | None]:
         gradients: Sequence[Tensor] = self.wrapper.fp32_groups_gradients[index]
