@@ -1,3 +1,3 @@
 """The version, which packaging reads without importing the package."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

@@ -3,7 +3,7 @@
     scripts/release_version.py [TAG]
 
 ``deepspeed_muon/version.py`` has it. ``CITATION.cff`` and the newest release of ``CHANGELOG.md`` repeat it, with one
-date; a TAG is ``v`` and the version.
+date; a TAG is ``v`` and the version. Between releases it ends with ``.dev0``, and those two have the last release.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ def faults(root: Path, tag: str | None = None) -> list[str]:
     date = stated("CITATION.cff", r'^date-released: "(.*)"')
     release = stated("CHANGELOG.md", r"^## \[(\d.*)$")
     wrong = []
-    if (cited := stated("CITATION.cff", r"^version: (.*)")) != version:
+    cited = stated("CITATION.cff", r"^version: (.*)")
+    is_release = not version.endswith(".dev0")
+    if (cited == version) != is_release:
         wrong.append(f"CITATION.cff has version {cited}, version.py {version}")
-    if release != f"{version}] - {date}":
-        wrong.append(f"the newest release of CHANGELOG.md is [{release}, expected [{version}] - {date}")
+    if release != f"{cited}] - {date}":
+        wrong.append(f"the newest release of CHANGELOG.md is [{release}, expected [{cited}] - {date}")
     if tag is not None and tag != f"v{version}":
         wrong.append(f"the tag is {tag}, version.py has {version}")
     if tag is not None and "## [Unreleased]" in (root / "CHANGELOG.md").read_text():

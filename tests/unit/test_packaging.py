@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -41,8 +40,8 @@ def wheel(source: Path) -> Path:
     return build_wheel(source, source.parent)
 
 
-def test_version_is_stated_once() -> None:
-    assert metadata.version("deepspeed-muon") == deepspeed_muon.__version__
+def test_version_is_stated_once(wheel: Path) -> None:
+    assert wheel.name.startswith(f"deepspeed_muon-{deepspeed_muon.__version__}-")
 
 
 def test_a_wheel_holds_every_module_and_nothing_else(source: Path, wheel: Path) -> None:
@@ -119,6 +118,13 @@ def test_citation_and_changelog_have_the_version_of_the_code() -> None:
     faults = load_script("release_version").faults
     assert not faults(REPOSITORY)
     assert faults(REPOSITORY, "v0.0.1")[0].startswith("the tag is v0.0.1")
+
+
+def test_a_release_has_links_to_the_project() -> None:
+    """The wheel's metadata had none."""
+    links = load_script("absolute_links").with_links
+    project = links((REPOSITORY / "pyproject.toml").read_text(), "https://github.com/a/b", "v1.0")
+    assert '[project.urls]\nRepository = "https://github.com/a/b"\nDocumentation = "https://github' in project
 
 
 def test_a_wheel_made_from_the_archive_is_that_of_the_tree(source: Path, wheel: Path, tmp_path: Path) -> None:
