@@ -107,11 +107,22 @@ STAGES_AND_DTYPES = [
 CASES = [(*case, variant) for case, variant in product(STAGES_AND_DTYPES, VARIANTS)]
 
 
+def waiting_settings(variant: str, stage: int, dtype: str) -> dict[str, Any]:
+    """Return the arguments of ``count_waits``, also for ``benchmarks/step_launches.py``."""
+    params = {"variant": variant, "ns_backend": "torch", "health": 1000}
+    extra = FP32_SUMS if "sums" in dtype else {}
+    return {
+        "stage": stage,
+        "clipping": 0.2,
+        "params": params,
+        "precision": dtype.partition(",")[0],
+        "extra": extra,
+    }
+
+
 @pytest.mark.parametrize(("stage", "dtype", "variant"), pairwise(CASES))
 def test_the_host_waits_once_in_a_step(ranks: Any, stage: int, dtype: str, variant: str) -> None:
     """Status, overflow, norm and those by algorithm are read at once; what DeepSpeed itself waits for counts apart."""
-    params = {"variant": variant, "ns_backend": "torch", "health": 1000}
-    settings = {"precision": dtype.partition(",")[0], "extra": FP32_SUMS if "sums" in dtype else {}}
-    for counts in ranks(2).run(count_waits, stage=stage, clipping=0.2, params=params, **settings):
+    for counts in ranks(2).run(count_waits, **waiting_settings(variant, stage, dtype)):
         waits = {where: count for where, count in counts.items() if where.startswith("deepspeed_muon")}
         assert sum(waits.values()) == 1, counts
