@@ -50,8 +50,8 @@ from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
 
-OPTIMIZER_TYPES = ("muon", "deepspeed_muon")
-"""``optimizer.type`` in lower case. DeepSpeed has a Muon too; the second name is unknown to it."""
+OUR_TYPE = "deepspeed_muon"
+"""A name of ``optimizer.type`` beside ``Muon``, which DeepSpeed's own Muon has too."""
 
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4

@@ -34,6 +34,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.ops.adam import fused_adam
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -45,6 +46,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import groups
 from packaging.version import Version
 
+from deepspeed_muon.config.settings import OUR_TYPE
 from deepspeed_muon.engine import (
     checkpointing,
     configure,
@@ -231,6 +233,7 @@ def register() -> None:
         _INSTALLED[hook] = original, replacement
     # An optimizer that is not in this list needs zero_allow_untested_optimizer. Other modules hold the list.
     ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
+    DEEPSPEED_OPTIMIZERS.append(OUR_TYPE)
 
 
 def _replacement(original: Original, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,6 +260,7 @@ def unregister() -> None:
         setattr(hook.owner, hook.attribute, original)
     if Muon in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.remove(Muon)
+        DEEPSPEED_OPTIMIZERS.remove(OUR_TYPE)
 
 
 def replaced_functions() -> list[tuple[Any, str, Callable[..., Any]]]:

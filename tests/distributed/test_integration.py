@@ -173,6 +173,24 @@ def test_one_rate_for_both_halves_is_a_warning(ranks: Any, stage: int) -> None:
     assert len(first) == 1 and "with one rate, 0.00" in first[0] and not second
 
 
+def second_name(rank: int, world_size: int) -> list[Any]:
+    """Return what trains under the type ``deepspeed_muon``, and the error where the package is not registered."""
+    config = training.ds_config(1)
+    config["optimizer"]["type"] = "deepspeed_muon"
+    is_ours = deepspeed_muon.is_active(training.initialize(build("toy"), config))
+    deepspeed_muon.unregister()
+    try:
+        return [is_ours, training.refusal(lambda: training.initialize(build("toy"), config), AssertionError)]
+    finally:
+        deepspeed_muon.register()
+
+
+def test_a_forgotten_import_fails_at_once_under_our_name(ranks: Any) -> None:
+    """Under ``Muon`` DeepSpeed's own one trained in silence."""
+    ((is_ours, error),) = ranks(1).run(second_name)
+    assert is_ours and "deepspeed_muon is not a supported DeepSpeed Optimizer" in error
+
+
 def too_few_functions(rank: int, world_size: int) -> str:
     """Return the error of a schedule that has a function for each of the program's groups."""
     model = build("toy")

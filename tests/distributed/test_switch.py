@@ -46,9 +46,6 @@ print(f"RESULT {kind.__module__}.{kind.__name__} {engine.basic_optimizer.param_g
     ("optimizer", "switch", "said"),
     [
         ("Muon", "1", "RESULT deepspeed_muon.optimizer.Muon 0.03"),
-        ("deepspeed_muon", "1", "RESULT deepspeed_muon.optimizer.Muon 0.03"),
-        # DeepSpeed's own Muon trained in silence where the import was forgotten.
-        ("deepspeed_muon", "", "no attribute 'deepspeed_muon'"),
         # The Trainer's AdamW trained in silence.
         ("program's", "1", "this engine trains with the AdamW that the program passes"),
     ],
