@@ -389,6 +389,13 @@ class Muon(torch.optim.Optimizer):
         unfrozen = any(param.requires_grad and param.grad is not None for param in self._frozen)
         if self._bound is not None and not is_converted and not unfrozen:
             return
+        for member in self.routed.members.values():
+            if member.awaits_shards and self.config.matrices:
+                raise RoutingError(
+                    f"parameter {member.name}, {tuple(member.param.shape)}, is marked as a shard of tensor "
+                    f"parallelism, and optimizer.params.matrices divides whole matrices: only an engine of "
+                    f"deepspeed.initialize says how it is cut"
+                )
         params = [param for group in self.param_groups for param in group["params"]]
         if not {id(param) for param in params} <= self.routed.by_id.keys():
             raise BindingError(

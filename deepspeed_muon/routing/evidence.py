@@ -72,6 +72,7 @@ class NamedParameter:
         claims: The rules that apply by its module and its position in the model; meaningful with ``layer`` only.
         attention: The heads of the attention module around it, if a configuration gives them.
         shards: How tensor parallelism cuts it; ``None`` if it does not, or if that is unknown.
+        awaits_shards: Whether it is marked as a shard, and no engine has said yet how it is cut.
     """
 
     names: tuple[str, ...]
@@ -80,6 +81,7 @@ class NamedParameter:
     claims: tuple[Claim, ...] = ()
     attention: AttentionShape | None = None
     shards: TensorShards | None = None
+    awaits_shards: bool = False
 
     @property
     def name(self) -> str:

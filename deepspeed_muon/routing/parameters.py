@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+# What Megatron and DeepSpeed's AutoTP set on the shards of tensor parallelism, also where one rank has all of a weight.
+_SHARD_MARKS = ("tensor_model_parallel", "model_parallel")
+
+
 def model_parameters_by_name(
     model: nn.Module, shards: Mapping[int, TensorShards] | None = None
 ) -> dict[int, NamedParameter]:
@@ -34,7 +38,8 @@ def model_parameters_by_name(
 
     Args:
         model: The module.
-        shards: ``id(param)`` to the shards of each matrix that tensor parallelism cuts.
+        shards: ``id(param)`` to the shards of each matrix that tensor parallelism cuts; ``None`` before an engine
+            says which those are.
     """
     # 1. all names of every parameter
     names: dict[int, list[str]] = {}
@@ -66,6 +71,7 @@ def model_parameters_by_name(
             tuple(claims.get(key, ())),
             shapes.get(names[key][0].rpartition(".")[0]),  # of the module that has the parameter
             (shards or {}).get(key),
+            shards is None and any(getattr(param, mark, False) for mark in _SHARD_MARKS),
         )
         for key, param in params.items()
     ]

@@ -102,7 +102,7 @@ def routes_if_trained(
             routes.append(None)
     # Head counts and sections of a tensor-parallel shard are checked once an engine says how it is cut.
     routed = [(m, route) for m, route in zip(parameters, routes, strict=True) if route is not None]
-    if not partial and not any(_awaits_shards(m) for m, route in routed if route.algorithm == "muon"):
+    if not partial and not any(m.awaits_shards for m, route in routed if route.algorithm == "muon"):
         frozen = [name for member in parameters if not member.param.requires_grad for name in member.names]
         check_routes([(m.names, route) for m, route in routed], config, frozen=(*frozen, *unrouted))
     return routes
@@ -163,12 +163,6 @@ def check_routes(
             "the model's config (num_attention_heads, num_key_value_heads, head_dim; a client optimizer needs model=). "
             "A fused projection needs 'split' too. Otherwise write their number, or leave 'heads' out"
         )
-
-
-def _awaits_shards(member: NamedParameter) -> bool:
-    """Return whether a parameter is a tensor-parallel shard, by its mark, and the full shape is not known yet."""
-    marks = (getattr(member.param, name, False) for name in ("tensor_model_parallel", "model_parallel"))
-    return member.shards is None and any(marks)
 
 
 def warn_without_muon(routes: Sequence[Route]) -> None:
@@ -291,7 +285,7 @@ def _route(member: NamedParameter, config: MuonConfig, explicit: Mapping[int, Al
         )
     # 3. Into which blocks does it divide, in the unsharded layer and in this rank's shard?
     blocks, per_head, description = (
-        ((0,), False, "") if _awaits_shards(member) else _divide(member, kind, experts, transposed, settings)
+        ((0,), False, "") if member.awaits_shards else _divide(member, kind, experts, transposed, settings)
     )
     shards = member.shards
     if shards is not None:

@@ -83,6 +83,8 @@ def test_a_shard_is_divided_once_its_full_shape_is_known() -> None:
     model.qkv_proj.weight.tensor_model_parallel = True
     config = MuonConfig.from_params({"matrices": {"*": {"heads": "config"}, "qkv*": {"split": [16, 8, 8]}}})
     assert build_groups(model, config).routes[0].output_blocks == ()
+    with pytest.raises(RoutingError, match=r"qkv_proj\.weight"):  # one rank has all of it: 16 rows are not 32
+        build_groups(model, config, shards={})
     with pytest.raises(RoutingError, match="no attention projection"):
         build_groups(model, config, shards={id(model.qkv_proj.weight): TensorShards(0, (16, 16), (16, 8, 8))})
 
