@@ -93,7 +93,7 @@ def _configure_optimizer(
     elif (
         "_deepspeed_muon_switch" in sys.modules
         and client_optimizer is not None
-        and not engine.optimizer_name()
+        and engine._config.optimizer_name is None  # engine.optimizer_name() is the class of the client's
     ):
         warn(
             "deepspeed_muon: DEEPSPEED_MUON is set, and this engine trains with the %s that the program passes: its "

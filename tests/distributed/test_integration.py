@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -189,6 +191,23 @@ def test_a_forgotten_import_fails_at_once_under_our_name(ranks: Any) -> None:
     """Under ``Muon`` DeepSpeed's own one trained in silence."""
     ((is_ours, error),) = ranks(1).run(second_name)
     assert is_ours and "deepspeed_muon is not a supported DeepSpeed Optimizer" in error
+
+
+def without_a_section(rank: int, world_size: int) -> list[str]:
+    """Return what is said of a program's AdamW where DEEPSPEED_MUON is set."""
+    messages, model, config = training.heard(), build("toy"), training.ds_config(1)
+    del config["optimizer"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "_deepspeed_muon_switch", ModuleType("_deepspeed_muon_switch"))
+        training.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters()))
+    return messages
+
+
+def test_the_switch_without_an_optimizer_section_is_a_warning(ranks: Any) -> None:
+    """AdamW trained in silence."""
+    (messages,) = ranks(1).run(without_a_section)
+    (message,) = [text for text in messages if "DEEPSPEED_MUON is set" in text]
+    assert "trains with the AdamW that the program passes" in message and "no optimizer section" in message
 
 
 def too_few_functions(rank: int, world_size: int) -> str:
