@@ -14,7 +14,6 @@ int constant_mirror_steps() { return kMirrorSteps; }
 int constant_flat_vector() { return kFlatVector; }
 
 int64_t schedule_total(int m, int batch) { return TileSchedule(m, batch).total; }
-int64_t schedule_blocks(int m, int batch, int64_t most) { return TileSchedule(m, batch).blocks(most); }
 
 // out[work] = (batch, row, col), in the order in which work is dealt out.
 void schedule_tiles(int m, int batch, int32_t* out) {

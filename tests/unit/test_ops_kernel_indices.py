@@ -27,8 +27,7 @@ def build(folder: Path) -> ctypes.CDLL:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     library = ctypes.CDLL(str(target))
-    library.schedule_total.restype = library.schedule_blocks.restype = ctypes.c_int64
-    library.schedule_blocks.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    library.schedule_total.restype = ctypes.c_int64
     library.triangle_row_of.argtypes = [ctypes.c_int64]
     library.flat_plan.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     return library
@@ -96,9 +95,7 @@ def test_persistent_blocks_share_the_work_evenly(maps: Maps, blocks: int) -> Non
             work = maps.schedule(m, batch)
             rows = -(-m // maps.tile)
             assert len(work) == batch * rows * (rows + 1) // 2
-            grid = maps.library.schedule_blocks(m, batch, blocks)
-            assert grid <= blocks and -(-len(work) // grid) == -(-len(work) // blocks)
-            dealt = [tuple(tile) for block in range(grid) for tile in work[block::grid].tolist()]
+            dealt = [tuple(tile) for block in range(blocks) for tile in work[block::blocks].tolist()]
             assert len(set(dealt)) == len(dealt) == len(work)
             assert {(z, y, x) for z in range(batch) for y in range(rows) for x in range(y + 1)} == set(dealt)
 

@@ -179,7 +179,7 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
   const int status = describe(p, &map_a, &map_b);
   if (status != MUON_OK) return status;
   const TileSchedule schedule(static_cast<int>(p.m), static_cast<int>(p.batch));
-  const unsigned grid = static_cast<unsigned>(schedule.blocks(prepared.blocks));
+  const unsigned grid = static_cast<unsigned>(schedule.total < prepared.blocks ? schedule.total : prepared.blocks);
   sym_gemm_sm90_kernel<T><<<grid, kThreads, kSharedBytes, stream>>>(map_a, map_b, epilogue_args(p),
                                                                     static_cast<int>(p.k), static_cast<int>(p.batch));
   return cudaGetLastError();

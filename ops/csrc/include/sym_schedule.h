@@ -69,13 +69,6 @@ struct TileSchedule {
   MUON_HOST_DEVICE TileSchedule(int m, int batch)
       : rows(ceil_div(m, kTile)), tiles(triangle_count(rows)), total(tiles * batch) {}
 
-  // The fewest blocks, of `most` that run at once, that take no longer: the largest number of tiles that one of them has
-  // stays. 136 tiles on 132 multiprocessors take 68 blocks of two tiles each, and the rest is free for NCCL's kernels.
-  int64_t blocks(int64_t most) const {
-    const int64_t turns = (total + most - 1) / most;
-    return (total + turns - 1) / turns;
-  }
-
   MUON_HOST_DEVICE TileCoord tile(int64_t work) const {
     const int64_t matrix = work / tiles;
     TileCoord coord = triangle_tile(work - matrix * tiles, rows);
