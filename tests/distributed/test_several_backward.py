@@ -175,6 +175,31 @@ def test_gradients_that_bf16_optimizer_cleared(ranks: Any, kind: str) -> None:
     assert late == pytest.approx(expected, rel=0.02)  # bf16
 
 
+def norm_of_a_step(rank: int, world_size: int, *, fails: bool) -> float:
+    """Take a step, perhaps after a backward pass that fails half-way; return its norm."""
+    torch.manual_seed(0)
+    model = Toy(exact=False)
+    engine = training.initialize(model, training.ds_config(1, precision="bf16", extra=FP32_SUMS))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    hook = model.blocks[0].register_full_backward_hook(fail) if fails else None
+    if hook is not None:
+        with pytest.raises(MemoryError):
+            engine.backward(engine(*batch(1, rank)))
+        hook.remove()
+    engine.backward(engine(*batch(0, rank)))
+    engine.step()
+    return training.norm_of(engine)
+
+
+def test_a_backward_pass_that_fails_counts_for_nothing(ranks: Any) -> None:
+    """The head's gradient of the batch that ran out of memory was added to that of the next one."""
+    after_failure, alone = (ranks(2).run(norm_of_a_step, fails=fails) for fails in (True, False))
+    assert after_failure == alone
+
+
 def zero_grad_between(rank: int, world_size: int, *, stage: int) -> float:
     """Call ``zero_grad`` between two micro-steps, in two steps; return the norm of a step."""
     engine = training.initialize(TwoLosses(), training.ds_config(stage, accumulation=2, clipping=0.5))

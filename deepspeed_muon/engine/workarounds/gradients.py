@@ -116,7 +116,11 @@ def begin_backward(original: Original, engine: DeepSpeedEngine, *args: object, *
     view = view_of(engine.optimizer)
     assert isinstance(view, (Zero12View, Bf16View))
     view.begin_backward()
-    return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        view.memory.counted = True  # what a pass that fails has computed counts for nothing
+        raise
 
 
 def begin_gradients(original: Original, view: Bf16View, *args: object, **kwargs: object) -> None:

@@ -61,7 +61,8 @@ class Memory:
         partition_norms: The norm of every partition's gradients over all ranks in the running step, times the loss
             scale; negative if it is not finite. Empty until DeepSpeed has computed them (ZeRO 1 to 3).
         earlier: Gradients of earlier backward passes of the step, by partition, while the last one runs (ZeRO 1 and 2).
-        counted: Whether the fp32 sums have the weights' gradients (ZeRO 1 in bf16 with fp32 sums).
+        counted: Whether the fp32 sums have the weights' gradients, or a pass that failed has left them (ZeRO 1 in bf16
+            with fp32 sums).
         frozen: Name and tensor of the parameters that were frozen when the engine was made, until one is warned of.
     """
 
@@ -271,7 +272,7 @@ class Bf16View(FlatView):
         self.flats, self.cut_flats = wrapper.bf16_groups_flat, wrapper.bf16_partitioned_groups
 
     def begin_backward(self) -> None:
-        """Drop gradients that are part of the fp32 sums already, and no others."""
+        """Drop gradients that are part of the fp32 sums already, or of a pass that failed, and no others."""
         if self.memory.counted:
             self.wrapper.clear_lp_grads(set_to_none=True)
             self.memory.counted = False
