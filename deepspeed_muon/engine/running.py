@@ -96,12 +96,12 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
 
     The plain engine and the pipeline engine call it once a step, on all ranks, also when the gradients overflow.
     """
-    optimizer = engine.basic_optimizer
+    optimizer, view = engine.basic_optimizer, view_of(engine.optimizer)
     host = host_of(optimizer)
     host.require_restored()
     host.step_thread = threading.get_ident()
     optimizer._check_settings()
-    _warn_of_unfrozen(view_of(engine.optimizer).memory)
+    _warn_of_unfrozen(view.memory)
     optimizer._record_norms({})
     number, recorder = engine.global_steps + 1, optimizer.recorder
     skipped_before = engine.skipped_steps
@@ -116,7 +116,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
         if sample is not None:
             sample.grad_norms = _grad_norms(optimizer)
         norm = engine.get_global_grad_norm()
-        loaded_limit = view_of(engine.optimizer).loaded_clipping
+        loaded_limit = view.loaded_clipping
         limit = engine.gradient_clipping() if loaded_limit is None else loaded_limit
         if engine.skipped_steps == skipped_before and norm is not None and limit > 0:
             recorder.record_clipping(norm, limit)
