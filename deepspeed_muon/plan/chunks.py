@@ -216,7 +216,8 @@ def build_exchange_plan(
         rank: This rank inside the group.
         world_size: Ranks of the group.
         chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
-            matrix is sent without others of its owner. Chunks are smaller where this bound would make only a few.
+            matrix is sent without others of its owner. Chunks that are sent are smaller where this bound would make
+            only a few.
     """
     placements = [matrix.placement for matrix in matrices]
     chunks = [
