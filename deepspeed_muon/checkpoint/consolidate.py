@@ -82,6 +82,7 @@ from deepspeed_muon.checkpoint.parameters import (
 from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
+from deepspeed_muon.plan.placement import TensorSlice
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import Ranks, all_ranks, is_first_rank
@@ -209,20 +210,20 @@ def _compare_replicas(state: LiveState, parameters: Sequence[PartitionedParamete
     if max(replicas.values()) == 1:
         return
     # Of each replica the rank whose fragment begins the slice reports the first elements.
-    local_values = {}
+    local_values: dict[tuple[str, TensorSlice], list[float]] = {}
     for parameter in state.parameters.values():
         is_replica = replicas[parameter.name, parameter.tensor_slice] > 1
         for fragment in parameter.local_fragments("fp32") if is_replica else ():
             if fragment.matrix_offset == 0:
                 numel = min(fragment.numel, _COMPARED_NUMEL)
                 values = state.elements(parameter, "fp32", fragment.partition_offset, numel)
-                local_values[parameter.name] = values.tolist()
+                local_values[parameter.name, parameter.tensor_slice] = values.tolist()
     # Every rank compares the same gathered values, so all of them raise or none does.
-    first: dict[str, tuple[int, list[float]]] = {}
+    first: dict[tuple[str, TensorSlice], tuple[int, list[float]]] = {}
     gathered = all_ranks().all_gather(local_values, purpose="comparison of replicas")
-    for rank, values_by_name in gathered.items():
-        for name, values in values_by_name.items():
-            first_rank, expected = first.setdefault(name, (rank, values))
+    for rank, values_by_slice in gathered.items():
+        for (name, tensor_slice), values in values_by_slice.items():
+            first_rank, expected = first.setdefault((name, tensor_slice), (rank, values))
             pairs = list(zip(expected, values, strict=False))
             limit = _REPLICA_TOLERANCE * max(abs(value) for pair in pairs for value in pair)
             if any(abs(a - b) > limit for a, b in pairs):
@@ -628,12 +629,12 @@ def folder_writer(folder: Path) -> Iterator[FolderWriter]:
 def _refuse_other_checkpoints(folder: Path) -> None:
     """Raise if a folder without a set holds other weights, or what Hugging Face's Trainer saves."""
     names = sorted(os.listdir(folder))
-    others = [
+    foreign = [
         name for name in names if _OTHER_CHECKPOINTS.fullmatch(name) and not _FILES_OF_SAVES.fullmatch(name)
     ]
-    if others and INDEX_NAME not in names:
+    if foreign and INDEX_NAME not in names:
         raise CheckpointError(
-            f"{folder}: holds {others[0]}, which is of another checkpoint: name a folder for the set alone, such as "
+            f"{folder}: holds {foreign[0]}, which is of another checkpoint: name a folder for the set alone, such as "
             f"{folder / CONSOLIDATED_FOLDER}; {UNTOUCHED}"
         )
 
@@ -672,7 +673,13 @@ class FolderWriter:
                     raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
             self.is_stale = lambda name: False  # until the rename returns, either index may be there
 
-        replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=check_shards)
+        of_this_save = self.is_stale
+        try:
+            replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=check_shards)
+        except CheckpointError as error:
+            if str(error).endswith(UNTOUCHED):  # the rename has failed for certain
+                self.is_stale = of_this_save
+            raise
         self.is_stale = lambda name: (
             name not in index.files and (self._is_locked or name in replaced_files or self.save_id in name)
         )

@@ -393,7 +393,8 @@ def exclusive(path: Path, busy: str) -> Iterator[bool]:
     Raises:
         CheckpointError: If it is locked, or cannot be made.
     """
-    lock = FileLock(path)
+    # A soft lock, filelock's substitute on a file system without locks, would outlive a process that is killed.
+    lock = FileLock(path, fallback_to_soft=False)
 
     def release() -> None:
         with contextlib.suppress(OSError):  # the block is over, and the lock ends with the process
