@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         if not routed.partial:
             warn_without_muon(self.routes)
             warn_of_large_guesses(self.routes)
-        warn_of_rates(config, self.param_groups, routed.callers.values(), self.routes)
+        warn_of_rates(config, self.param_groups, routed.callers.values())
 
     def _reset(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
         """Set every attribute but groups and state to that of an optimizer that is not bound and took no step."""

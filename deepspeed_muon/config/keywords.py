@@ -15,7 +15,6 @@ class MuonKeywords(TypedDict, total=False):
     beta2: float
     muon_lr: Tensor | float | None
     adam_lr: Tensor | float | None
-    tuned_width: int | None
     momentum: float
     momentum_warmup: Mapping[str, object] | str | bool | None
     nesterov: bool

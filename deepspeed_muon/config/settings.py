@@ -99,13 +99,6 @@ class MuonConfig(_VariantSettings):
     adam_lr: v.Rate | None = Field(
         default=None, description=f"Learning rate of AdamW; unset: `lr`, else {DEFAULT_ADAM_LR}."
     )
-    tuned_width: v.Integer | None = Field(
-        default=None,
-        ge=1,
-        description="Width (hidden size) of the model that the rate was tuned on. If this model is so much wider "
-        "that its best rate would be below 0.75 times that one, a warning at start says so "
-        "([rates.md](rates.md#another-size)).",
-    )
     momentum: v.Fraction = Field(default=0.95, description="Decay of Muon's momentum.")
     momentum_warmup: MomentumWarmupConfig | None = Field(
         default=None,

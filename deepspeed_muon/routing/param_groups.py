@@ -26,10 +26,10 @@ from deepspeed_muon.config.values import RENAMED, TORCH_OPTIONS, unknown_key_mes
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName, WeightDecayMode
+from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
-from deepspeed_muon.routing.route import Algorithm, Route, model_width, order_of_matrices
+from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
 from deepspeed_muon.routing.rules import current_route, routes_if_trained
 from deepspeed_muon.routing.shapes import true_shape
 
@@ -206,9 +206,8 @@ def warn_of_rates(
     config: MuonConfig,
     groups: Sequence[GroupSettings],
     callers: Iterable[CallerGroup],
-    routes: Sequence[Route],
 ) -> None:
-    """Warn of rates that nobody chose, and of rates that were tuned on a narrower model than this one."""
+    """Warn of rates that nobody chose."""
     # 1. By algorithm: the keys that set the rates of its groups (None: a default), each with the rate.
     settings = {caller.number: caller.settings for caller in callers}
     given: dict[str, set[tuple[str | None, float]]] = {"muon": set(), "adamw": set()}
@@ -242,18 +241,6 @@ def warn_of_rates(
             config.update_scale,
             DEFAULT_MUON_LR,
             DEFAULT_ADAM_LR,
-        )
-    # 4. The model is wider than the one that the rate was tuned on. Above 0.75 the kept rate costs no more than noise.
-    width, exponent = model_width(routes), WIDTH_EXPONENT.get(config.adjust_lr_fn, 0.0)
-    if config.tuned_width and (factor := (max(width, 1) / config.tuned_width) ** exponent) < 0.75:
-        warn(
-            "deepspeed_muon: the rate was tuned at width %d (tuned_width) and this model's is %d: multiply Muon's rate "
-            "by %.3g, which is width^%g (docs/rates.md), and set tuned_width to %d",
-            config.tuned_width,
-            width,
-            factor,
-            exponent,
-            width,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -169,19 +168,6 @@ def totals_of(routes: Sequence[Route]) -> dict[str, dict[str, int]]:
         entry["tensors"] += 1
         entry["elements"] += route.numel
     return totals
-
-
-def model_width(routes: Sequence[Route]) -> int:
-    """Return the number of rows or columns that most of Muon's matrices have: a transformer's hidden size.
-
-    It is the larger of two that are equally frequent, and 0 without matrices.
-    """
-    matrices_with: Counter[int] = Counter()
-    for route in routes:
-        if route.algorithm == "muon":
-            # A size counts once for each weight, even if its blocks are square, or many.
-            matrices_with.update({size for _, *shape in route.kinds_of_blocks() for size in shape})
-    return max(matrices_with, key=lambda size: (matrices_with[size], size), default=0)
 
 
 def rows_of(routes: Sequence[Route], *, per_parameter: bool = False) -> list[dict[str, Any]]:

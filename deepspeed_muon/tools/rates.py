@@ -85,8 +85,6 @@ def run(arguments: argparse.Namespace) -> Output:
     """Run the command ``rates``."""
     proposal = propose(read_object(Path(arguments.config), hjson.loads))
     before, after = read_sizes("--from", arguments.before), read_sizes("--to", arguments.after)
-    if (tuned_width := proposal.config().tuned_width) is not None:
-        before.setdefault("width", tuned_width)
     if bool(arguments.before) > bool(after) or (after and not before):
         given, absent = ("--to", "--from") if after else ("--from", "--to")
         raise ConfigError(
@@ -199,7 +197,7 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
             proposal.put(
                 "muon_weight_decay", three_digits(decay / of_width), f"{decay:g} / {of_width:.3g}: {stays}"
             )
-    # 3. What else depends on the rate: AdamW's half, the schedule, and the warning of a width.
+    # 3. What else depends on the rate: AdamW's half and the schedule.
     if rate_key == "lr" and config.adam_lr is None and rate != "auto":
         proposal.reasons["lr"] = (
             "AdamW's rate, as tuned; in the measured runs it was the same at all widths"
@@ -210,8 +208,6 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
         proposal.notes.append(
             f"scheduler.params.{key}, {shown(value)}, stands for muon_lr: multiply it by {times:.3g}"
         )
-    if "width" in ratios and rate != "auto":
-        proposal.put("tuned_width", round(after["width"]), "a much wider model begins with a warning")
 
 
 def three_digits(value: float) -> float:

@@ -237,7 +237,7 @@ def warned_of_rates(
     config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **scheduler}}
     messages = training.heard()
     training.make_engine(config)
-    return [text for text in messages if "_lr" in text or "tuned_width" in text]
+    return [text for text in messages if "_lr" in text]
 
 
 def test_rates_that_nobody_chose_are_warned_of(ranks: Any) -> None:
@@ -253,10 +253,7 @@ def test_rates_that_nobody_chose_are_warned_of(ranks: Any) -> None:
     first, second = pool.run(warned_of_rates, params={"muon_lr": 0.02}, scheduler={"warmup_max_lr": 0.02})
     assert len(first) == 1 and "has its default, 0.0003: set adam_lr" in first[0] and not second
     one = {"lr": 3e-4, "adjust_lr_fn": "match_rms_adamw"}
-    narrower = {**one, "tuned_width": 8}
-    first, second = pool.run(warned_of_rates, params=narrower, scheduler={"warmup_max_lr": 3e-4})
-    assert len(first) == 1 and "at width 8 (tuned_width) and this model's is 16" in first[0] and not second
-    for params, peak in ((both, 0.02), ({**one, "tuned_width": 16}, 3e-4)):
+    for params, peak in ((both, 0.02), (one, 3e-4)):
         assert pool.run(warned_of_rates, params=params, scheduler={"warmup_max_lr": peak}) == [[], []]
 
 

@@ -438,13 +438,6 @@ def test_schedules_that_keep_the_ratio_are_none(
         ({"lr": 1e-3, "adjust_lr_fn": "unit_rms_norm"}, "one rate does not serve both"),
         ({"lr": 1e-3, "adjust_lr_fn": "spectral"}, "set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr"),
         ({"lr": 1e-3, "adjust_lr_fn": "spectral", "update_scale": 0.2}, None),
-        # (16 / 8)^-0.65
-        (
-            {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw", "tuned_width": 8},
-            "multiply Muon's rate by 0.637, which is width.-0.65 .*, and set tuned_width to 16",
-        ),
-        ({"muon_lr": 0.02, "adam_lr": 3e-4, "tuned_width": 8}, None),
-        ({"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw", "tuned_width": 16}, None),
         ({"lr": 0.02, "adam_lr": 0.02}, None),
         ({}, None),
     ],

@@ -51,7 +51,7 @@ def test_adamws_settings_and_defaults() -> None:
 
 
 def test_settings_of_muon_stay_and_options_of_deepspeeds_adamw_are_left_out() -> None:
-    given = {"muon_lr": 0.1, "adam_lr": 1e-3, "tuned_width": 64}
+    given = {"muon_lr": 0.1, "adam_lr": 1e-3}
     proposal = propose(muon({**given, "torch_adam": True, "momentum": None}))
     assert proposal.params == given and not proposal.reasons
     assert len(proposal.notes) == 1 and proposal.notes[0].startswith("left out: torch_adam, an option")
@@ -147,20 +147,11 @@ def test_the_rate_of_adamw_is_carried_to_a_wider_model() -> None:
     params = proposal.params
     assert params["muon_lr"] == pytest.approx(2e-3 * 4**-0.65, rel=2e-3) and params["lr"] == 2e-3
     assert params["muon_lr"] * params["muon_weight_decay"] == pytest.approx(2e-3 * 0.1, rel=5e-3)
-    assert params["tuned_width"] == 1024 and "adam_lr" not in params
+    assert "adam_lr" not in params
     assert "was the same at all widths" in proposal.reasons["lr"]
     again = carried(muon(params), {"width": 1024}, {"width": 2048}).params
     assert again["muon_lr"] == pytest.approx(params["muon_lr"] * 2**-0.65, rel=2e-3)
-    assert again["lr"] == 2e-3 and again["tuned_width"] == 2048
-
-
-def test_the_width_of_a_configuration_is_where_its_rate_comes_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(muon({"muon_lr": 0.02, "tuned_width": 256})))
-    assert main(["rates", str(tmp_path / "ds.json"), "--to", "width=512"]) == 0
-    printed = capsys.readouterr().out
-    assert "from width 256 to width 512" in printed and '"muon_lr": 0.018' in printed
+    assert again["lr"] == 2e-3
 
 
 @pytest.mark.parametrize(
@@ -182,7 +173,6 @@ def test_the_width_of_a_configuration_is_where_its_rate_comes_from(
 def test_rules_over_widths(params: dict[str, Any], muon_lr: float, reason: str) -> None:
     proposal = carried(muon({"muon_lr": 0.02, "adam_lr": 1e-3, **params}), {"width": 256}, {"width": 512})
     assert proposal.params["muon_lr"] == muon_lr
-    assert ("tuned_width" in proposal.params) == (muon_lr != 0.02)
     assert reason in proposal.reasons.get("muon_lr", "")
     assert bool(proposal.notes) == (muon_lr == 0.02)
 
@@ -190,7 +180,7 @@ def test_rules_over_widths(params: dict[str, Any], muon_lr: float, reason: str) 
 def test_a_rate_that_nobody_chose_is_not_carried() -> None:
     for content in (muon({}), {"optimizer": {"type": "AdamW"}}):
         proposal = carried(content, {"width": 256}, {"width": 512})
-        assert proposal.params.keys().isdisjoint(("lr", "muon_lr", "tuned_width"))
+        assert proposal.params.keys().isdisjoint(("lr", "muon_lr"))
 
 
 def test_muons_rate_does_not_become_adamws() -> None:
@@ -203,7 +193,7 @@ def test_auto_is_not_multiplied() -> None:
     auto = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
     proposal = carried(auto, {"width": 256}, {"width": 512})
     assert proposal.params["lr"] == proposal.params["weight_decay"] == "auto"
-    assert proposal.params.keys().isdisjoint(("muon_lr", "muon_weight_decay", "tuned_width"))
+    assert proposal.params.keys().isdisjoint(("muon_lr", "muon_weight_decay"))
     assert "set muon_lr to 0.637 times the learning rate that fills it in" in proposal.notes[0]
     assert "divide Muon's weight_decay, 'auto', by 0.637" in proposal.notes[1]
 
