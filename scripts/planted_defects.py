@@ -70,17 +70,14 @@ class Defect:
 def workarounds() -> list[Defect]:
     """Return the workarounds for defects that the newest tested DeepSpeed has, each switched off."""
     row = re.compile(
-        r'^(\w+ = Workaround\(\n    defect="(?:.|\n)*?)    first="[\d.]+",\n(?:.|\n)*?\n\)', re.M
+        r'^(\w+) = Workaround\(\n    defect="(?:.|\n(?!\)))*?    test="(.*)",\n(?!    fixed_in)', re.M
     )
     defects = []
     for path in sorted((REPOSITORY / "deepspeed_muon" / "engine" / "workarounds").glob("*.py")):
         for found in row.finditer(path.read_text()):
-            if "    fixed=True,\n" not in found[0]:
-                text = dict(re.findall(r'^    (first|test)="(.*)",$', found[0], re.M))
-                harm = " ".join(found[1].split(" = ")[0].lower().split("_"))
-                old = f'{found[1]}    first="{text["first"]}",'
-                file = str(path.relative_to(REPOSITORY))
-                defects.append(Defect(file, old, f'{found[1]}    first="999",', harm, text["test"]))
+            harm = found[1].lower().replace("_", " ")
+            file = str(path.relative_to(REPOSITORY))
+            defects.append(Defect(file, found[0], f'{found[0]}    fixed_in="0",\n', harm, found[2]))
     return defects
 
 

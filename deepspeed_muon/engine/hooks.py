@@ -5,8 +5,8 @@ with another optimizer they call DeepSpeed's own function with the same argument
 may exist on some of the ranks only.
 
 :data:`ENGINE_HOOKS` are replaced in one engine whose optimizer is ours, and in the wrapper around it. They disappear
-with the engine. Those that exist for a defect of DeepSpeed are in :mod:`deepspeed_muon.engine.workarounds`, with the
-releases that need them, and hook themselves.
+with the engine. Those that exist for a defect of DeepSpeed are in :mod:`deepspeed_muon.engine.workarounds`, and
+hook themselves.
 
 Changed elsewhere: where there is no wrapper yet, for the length of one call only, or in what a wrapper refers to:
 

@@ -1,7 +1,7 @@
 """How functions of DeepSpeed are replaced, and which releases of DeepSpeed need a replacement.
 
 A :class:`Hook` names a function of DeepSpeed and the function that is called instead. A :class:`Workaround` is a defect
-of DeepSpeed, with the releases that have it and the hooks that exist for it alone.
+of DeepSpeed, with the hooks that exist for it alone.
 """
 
 from __future__ import annotations
@@ -68,11 +68,9 @@ class Workaround:
 
     Attributes:
         defect: What DeepSpeed does wrong.
-        first: The first supported release that has the defect.
-        last: The last release that was seen to have it.
-        fixed: Whether the release after :attr:`last` was seen to be right. Otherwise later releases count as having the
-            defect until they have been tested.
-        test: Fails under :attr:`last` without the workaround.
+        test: Fails without the workaround.
+        fixed_in: The first release that was seen to be right. ``None`` while all supported ones have the defect; later
+            releases count as having it, too.
         hooks: What is replaced. One that several workarounds have is installed once, and asks :attr:`is_needed`.
         calls: Private functions of DeepSpeed that are called and not replaced.
         before_wrapping: Changes this rank's model before the ranks compare what DeepSpeed is about to wrap.
@@ -80,10 +78,8 @@ class Workaround:
     """
 
     defect: str
-    first: str
-    last: str
     test: str
-    fixed: bool = False
+    fixed_in: str | None = None
     hooks: tuple[Hook, ...] = ()
     calls: tuple[tuple[type | ModuleType, tuple[str, ...]], ...] = ()
     before_wrapping: Callable[[DeepSpeedEngine], object] = lambda engine: None
@@ -92,9 +88,7 @@ class Workaround:
     @property
     def is_needed(self) -> bool:
         """Whether the installed DeepSpeed has the defect."""
-        if self.fixed and Version(self.last) < INSTALLED:
-            return False
-        return Version(self.first) <= INSTALLED
+        return self.fixed_in is None or Version(self.fixed_in) > INSTALLED
 
 
 def replace_method(owner: object, hook: Hook) -> None:

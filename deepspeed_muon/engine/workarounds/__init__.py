@@ -1,26 +1,20 @@
 """Workarounds for defects of DeepSpeed that every optimizer has: a module for each family, a constant for each defect.
 
-A :class:`~deepspeed_muon.engine.patching.Workaround` is a row with the first and the last release that need it, and its
-hooks. It is off in the releases after the last one, once somebody has seen that they are right. Nothing else knows
-single rows: ``engine/`` installs :data:`HOOKS` inside of its own hooks, so that :mod:`deepspeed_muon.engine.step` reads
-as if DeepSpeed were right. ``tests/unit/test_workarounds.py`` says which ones the newest tested release needs;
+A :class:`~deepspeed_muon.engine.patching.Workaround` is a row with its hooks, off from the release on that somebody has
+seen to be right. Nothing else knows single rows: ``engine/`` installs :data:`HOOKS` inside of its own hooks, so that
+:mod:`deepspeed_muon.engine.step` reads as if DeepSpeed were right.
 ``scripts/planted_defects.py --workarounds`` switches each of them off and runs the test that then has to fail.
 """
 
 from deepspeed_muon.engine.patching import Workaround
-from deepspeed_muon.engine.workarounds import (
-    checkpoints,
-    experts,
-    gradients,
-    loss_scale,
-    memory,
-    norm,
-    state_links,
-)
+from deepspeed_muon.engine.workarounds import checkpoints, experts, gradients, loss_scale, norm, references
+
+LOOKED_AT = "0.19.8"
+"""The newest release of which somebody has looked which workarounds it needs."""
 
 WORKAROUNDS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value
-    for module in (checkpoints, experts, gradients, loss_scale, memory, norm, state_links)
+    for module in (checkpoints, experts, gradients, loss_scale, norm, references)
     for name, value in vars(module).items()
     if isinstance(value, Workaround)
 }

@@ -77,8 +77,6 @@ def _is_stage_3(view: View) -> bool:
 FROZEN_EXPERTS = Workaround(
     defect="from ZeRO 2 on a load writes over the frozen weights of each rank, experts among them, what the first rank "
     "has under the same name",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_experts.py::test_resume_is_bit_identical[autoep-2-settings4]",
     hooks=(
         Hook(
@@ -90,24 +88,18 @@ FROZEN_EXPERTS = Workaround(
 MODULE_ONLY = Workaround(
     defect="ZeRO 3 gathers its weights to load into them only where load_optimizer_states is False: with "
     "load_module_only alone it loads nothing and reports success",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_deepspeed_features.py::test_loading_weights[3-False-options5]",
     hooks=(Hook(DeepSpeedEngine, "load_checkpoint", load_module_only, _is_stage_3),),
 )
 
 TAG_OF_LATEST = Workaround(
     defect="without the optimizer's state ZeRO 3 loads the weights of the tag that `latest` names, not the given one",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_deepspeed_features.py::test_loading_weights[3-True-options4]",
     hooks=(Hook(DeepSpeedEngine, "load_checkpoint", load_tag, _is_stage_3),),
 )
 
 SCALAR_WEIGHTS = Workaround(
     defect="ZeRO 3 cannot broadcast a scalar that a load without the optimizer's state has filled",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_deepspeed_features.py::test_a_scalar_is_clipped_and_loaded[3]",
     hooks=(Hook(DeepSpeedEngine, "load_module_state_dict", load_scalars, _is_stage_3),),
 )

@@ -155,8 +155,6 @@ def _are_stacked(experts: Any) -> bool:
 DIFFERENT_EXPERTS = Workaround(
     defect="where ranks run different experts, ZeRO 1 and 2 reduce gradients of different ones with each other, and "
     "ZeRO 3 waits for weights that other ranks do not gather",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_idle_parameters.py::test_ranks_that_use_different_branches[1-leaf-]",
     before_wrapping=mark_layers,
     prepare=find_waiting,
@@ -168,8 +166,6 @@ DIFFERENT_EXPERTS = Workaround(
 
 LEAF_INPUTS = Workaround(
     defect="ZeRO 3 ends the backward pass of a leaf module before it has begun if no input of it has a gradient",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_hugging_face_moe.py::test_variants[3-last-layer-False]",
     before_wrapping=prepare_leaves,
 )

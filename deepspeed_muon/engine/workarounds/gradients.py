@@ -189,8 +189,6 @@ _BETWEEN_STEPS = (
 EARLIER_BACKWARD = Workaround(
     defect="ZeRO 1 and 2 use the last one of several backward passes before a step, and take a second backward pass "
     "after one forward pass for a later phase of the first",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_several_backward.py::test_gradients_are_added_up[2-forward of each]",
     hooks=(
         Hook(DeepSpeedEngine, "backward", begin_backward, lambda view: isinstance(view, Zero12View)),
@@ -202,8 +200,6 @@ EARLIER_BACKWARD = Workaround(
 STALE_GRADIENTS = Workaround(
     defect="ZeRO 3, and ZeRO 1 and 2 with offload, update a parameter that gets no gradient with its last one, and add "
     "the first gradient of a parameter to that of the step before if it comes in a later micro-step",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_idle_parameters.py::test_idle_parameters[3-micro]",
     hooks=(
         Hook((Zero3View,), "partition_grads", partition_grads),
@@ -218,8 +214,6 @@ STALE_GRADIENTS = Workaround(
 CLEARED_BY_FORWARD_PASS = Workaround(
     defect="BF16_Optimizer counts the gradient of the first of two backward passes after one forward pass twice, and "
     "loses gradients of a forward pass, or of one of several whose outputs one backward pass reaches",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_several_backward.py::test_gradients_are_added_up[1-bf16-fp32-sums-one forward]",
     hooks=(
         *(
@@ -233,8 +227,6 @@ CLEARED_BY_FORWARD_PASS = Workaround(
 
 LAST_MICRO_STEP_ONLY = Workaround(
     defect="ZeRO 1 with overlap_comm does not reduce gradients that the last micro-step does not add to",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_idle_parameters.py::test_idle_parameters[1-overlap-round-robin-micro]",
     hooks=(
         Hook(

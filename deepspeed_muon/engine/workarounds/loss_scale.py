@@ -101,8 +101,6 @@ def replace_grad_scaler(engine: DeepSpeedEngine, view: View) -> None:
 
 SCALE_GROWS_EARLY = Workaround(
     defect="a dynamic loss scale grows before the step, which then unscales by the new one",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_precision.py::test_a_growing_loss_scale_changes_nothing[3]",
     hooks=(
         Hook((ZeroView, HalfView), "_update_scale", lower_scale, methodcaller("dynamic_scaler")),
@@ -113,8 +111,6 @@ SCALE_GROWS_EARLY = Workaround(
 GRAD_SCALER = Workaround(
     defect="with torch_autocast in fp16 the norm is that of scaled gradients, and once it is not finite every later "
     "step is skipped; later engines of the process get a GradScaler too",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_precision.py::test_autocast_recovers_from_an_overflow[1-error]",
     prepare=replace_grad_scaler,
 )
@@ -122,16 +118,12 @@ GRAD_SCALER = Workaround(
 ONE_RANK_LOWERS_SCALE = Workaround(
     defect="with torch_autocast in fp16 at stage 0, ranks with other experts, stages or shards lower their loss scales "
     "each by its own gradients",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_experts.py::test_all_ranks_lower_the_loss_scale",
     hooks=(Hook(DeepSpeedEngine, "_take_model_step", take_step, lambda view: isinstance(view, PlainView)),),
 )
 
 UNSCALED_LOSS = Workaround(
     defect="stage 0 in half precision divides by a loss scale that nothing multiplied the loss with",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_experts.py::test_half_precision[moe-0-fp16-extra2]",
     hooks=(
         Hook(DeepSpeedEngine, "backward", backward, loss_is_not_scaled),
@@ -142,9 +134,7 @@ UNSCALED_LOSS = Workaround(
 OVERFLOW_IN_FP16_ONLY = Workaround(
     defect="ZeRO 3 looks for overflow in fp16 only, so that sub-groups with finite gradients are updated in a step "
     "that is skipped",
-    first="0.19.2",
-    last="0.19.7",
-    fixed=True,
     test="tests/distributed/test_failures.py::test_nonfinite_gradient_is_an_error_if_asked[3-fp32]",
+    fixed_in="0.19.8",
     hooks=(Hook((Zero3View,), "step", look_for_overflow),),
 )

@@ -221,8 +221,6 @@ def _norms_of_all_experts(engine: DeepSpeedEngine, lists: Sequence[_Pairs]) -> T
 PLAIN_NORM = Workaround(
     defect="the plain engine discards the norm that it clips by, and counts one stage of a pipeline, one rank's "
     "experts, and parameters that the optimizer was not given",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_experts.py::test_matches_the_reference[moe-0-4-2-1-0.5]",
     prepare=measure_without_clipping,
     hooks=(
@@ -238,16 +236,12 @@ PLAIN_NORM = Workaround(
 NORM_OF_SCALED_GRADIENTS = Workaround(
     defect="stage 0 in half precision divides by a scale that was not applied; its norm is that of scaled gradients, "
     "and leaves experts and shards out",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_experts.py::test_half_precision[moe-0-fp16-extra2]",
     hooks=(Hook((HalfView,), "unscale_and_clip_grads", unscale_and_clip_grads),),
 )
 
 NORM_OF_USED_PARAMETERS = Workaround(
     defect="BF16_Optimizer leaves parameters out of norm and clipping that this rank did not use and others did",
-    first="0.19.2",
-    last="0.19.8",
     test="tests/distributed/test_idle_parameters.py::test_a_parameter_counts_that_one_rank_used",
     hooks=(Hook((Bf16View,), "get_grads_for_norm", grads_for_norm),),
 )
