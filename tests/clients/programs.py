@@ -149,7 +149,7 @@ def _llamafactory(run: Run) -> list[str]:
     return ["llamafactory-cli", "train", run.write("train.yaml", settings)]
 
 
-def _torchrun_of_its_own(run: Run) -> dict[str, str]:
+def _separate_torchrun(run: Run) -> dict[str, str]:
     """LLaMA-Factory and ms-swift start torchrun by themselves; the first one counts GPUs unless it is told to."""
     return {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "MASTER_PORT": str(run.port)}
 
@@ -223,7 +223,7 @@ CLIENTS = {
     "peft": Client("hf", (*_HUGGING_FACE, "trl", "peft"), _peft),
     "lightning": Client("hf", ("lightning",), _lightning),
     "fabric": Client("hf", ("lightning",), _fabric),
-    "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _torchrun_of_its_own, _FOR_CUDA),
+    "llamafactory": Client("llamafactory", ("llamafactory",), _llamafactory, _separate_torchrun, _FOR_CUDA),
     "openrlhf": Client("openrlhf", ("openrlhf",), _openrlhf, without=("deepspeed", "flash-attn", "ray")),
     "axolotl": Client(
         "axolotl",
@@ -232,5 +232,5 @@ CLIENTS = {
         lambda run: {"AXOLOTL_DO_NOT_TRACK": "1"},
         without=("xformers", "torchao", "fla-core", "flash-linear-attention", "liger-kernel"),
     ),
-    "swift": Client("swift", ("ms-swift",), _swift, _torchrun_of_its_own, _FOR_CUDA),
+    "swift": Client("swift", ("ms-swift",), _swift, _separate_torchrun, _FOR_CUDA),
 }

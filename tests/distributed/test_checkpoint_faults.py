@@ -245,15 +245,17 @@ def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
     assert all("cannot be made" in message for (message,) in messages)
 
 
-def save_beside_others(rank: int, world_size: int, *, folder: str) -> list[str]:
+def save_concurrently(rank: int, world_size: int, *, folder: str) -> list[str]:
     """Save into folders of other checkpoints, then restore from one that is not there."""
     engine, messages = engine_for(1, seed=0), []
     for name in ("trainer_state.json", "model.safetensors", "pytorch_model-00001-of-00002.bin"):
-        place = Path(folder, name.partition(".")[0])
-        place.mkdir(exist_ok=True)
-        (place / name).touch()
-        messages.append(training.refusal(lambda place=place: consolidate(engine, place), CheckpointError))
-        assert [path.name for path in place.iterdir()] == [name]
+        location = Path(folder, name.partition(".")[0])
+        location.mkdir(exist_ok=True)
+        (location / name).touch()
+        messages.append(
+            training.refusal(lambda location=location: consolidate(engine, location), CheckpointError)
+        )
+        assert [path.name for path in location.iterdir()] == [name]
     consolidate(engine, Path(folder, "model", "muon_consolidated"))
     restore(engine, Path(folder, "model"))
     messages.append(training.refusal(lambda: restore(engine, f"{folder}/gone"), CheckpointError))
@@ -262,7 +264,7 @@ def save_beside_others(rank: int, world_size: int, *, folder: str) -> list[str]:
 
 def test_a_set_does_not_mix_with_another_checkpoint(ranks: Any, tmp_path: Path) -> None:
     """A save into a checkpoint of Hugging Face's Trainer put its files among those of the model."""
-    for *refused, gone in ranks(2).run(save_beside_others, folder=str(tmp_path)):
+    for *refused, gone in ranks(2).run(save_concurrently, folder=str(tmp_path)):
         assert all("of another checkpoint" in text and "muon_consolidated" in text for text in refused), (
             refused
         )
@@ -306,22 +308,22 @@ def fail_for_index(source: Path, target: Path, replace: Any = os.replace) -> Non
 def save_into(rank: int, world_size: int, *, folder: str, lost: str) -> str:
     """Train and save; return why that failed. ``lost`` says what is wrong with the folder."""
     engine = trained_for(rank, world_size, 1, 1)
-    before, place = os.getcwd(), Path(folder)
+    before, location = os.getcwd(), Path(folder)
 
     def act(reached: str) -> None:
         if reached == "shards written" and rank == 0:
             new = sorted(
-                set(place.glob("*.safetensors")) - {place / name for name in load_index(place).files}
+                set(location.glob("*.safetensors")) - {location / name for name in load_index(location).files}
             )
             if lost == "half a shard":
                 os.truncate(new[-1], new[-1].stat().st_size // 2)
 
     try:
         if lost == "shared":
-            own = Path(folder if rank == 0 else f"{folder}-{rank}")
-            own.mkdir(exist_ok=True)
-            os.chdir(own.parent if rank == 0 else own)
-            folder = place.name
+            rank_folder = Path(folder if rank == 0 else f"{folder}-{rank}")
+            rank_folder.mkdir(exist_ok=True)
+            os.chdir(rank_folder.parent if rank == 0 else rank_folder)
+            folder = location.name
         replaced = (
             mock.patch.object(os, "replace", fail_for_index) if lost == "index" else contextlib.nullcontext()
         )
@@ -354,9 +356,9 @@ def test_a_save_whose_files_are_lost_leaves_the_old_set(
 # An interrupt, or a handler of SIGTERM that raises, inside a save left the folder locked by the living process.
 
 
-def interrupted_at_every_line(rank: int, world_size: int, *, folder: str) -> int:
+def interrupt_every_line(rank: int, world_size: int, *, folder: str) -> int:
     """Raise a KeyboardInterrupt at every line of a save; return how many there are."""
-    engine, place = trained_for(rank, world_size, 1, 1), Path(folder)
+    engine, location = trained_for(rank, world_size, 1, 1), Path(folder)
     sources = {inspect.getfile(function) for function in (consolidate, exclusive)}
     lines: dict[tuple[str, int], None] = {}
     target: tuple[str, int] | None = None
@@ -385,13 +387,13 @@ def interrupted_at_every_line(rank: int, world_size: int, *, folder: str) -> int
             save()
         assert verify_folder(folder).progress.global_steps in (before, engine.global_steps), target
         consolidate(engine, folder, shard_bytes=4000)
-        assert {path.name for path in place.iterdir()} == {INDEX, *load_index(place).files}, target
+        assert {path.name for path in location.iterdir()} == {INDEX, *load_index(location).files}, target
     return len(lines)
 
 
-def test_an_interrupt_at_any_line_leaves_a_set_and_no_lock(ranks: Any, tmp_path: Path) -> None:
+def test_an_interrupt_on_any_line_leaves_a_set_and_no_lock(ranks: Any, tmp_path: Path) -> None:
     """At 24 of 172 lines every later save was refused, at one more it ended in an UnboundLocalError."""
-    assert ranks(1).run(interrupted_at_every_line, folder=str(tmp_path / "set"))[0] > 100
+    assert ranks(1).run(interrupt_every_line, folder=str(tmp_path / "set"))[0] > 100
 
 
 # Two saves into one folder at the same time: the first to finish took the other's shards for leftovers.

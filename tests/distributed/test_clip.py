@@ -317,7 +317,7 @@ def monitored(rank: int, world_size: int, *, folder: str) -> dict[str, Any]:
     return report
 
 
-def in_other_orders(rank: int, world_size: int) -> Any:
+def in_shuffled_orders(rank: int, world_size: int) -> Any:
     """Train a pipeline whose first stage AdamW trains, and whose last one Muon does."""
     from deepspeed.pipe import PipelineModule
 
@@ -332,9 +332,9 @@ def in_other_orders(rank: int, world_size: int) -> Any:
     return [training.norm_of(engine), deepspeed_muon.muon_optimizer(engine).norms_by_algorithm]
 
 
-def test_stages_of_other_algorithms(ranks: Any) -> None:
+def test_stages_of_different_algorithms(ranks: Any) -> None:
     """ZeRO 1 adds up the norms of groups of one number, which are of two algorithms here."""
-    for norm, by_algorithm in ranks(2).run(in_other_orders):
+    for norm, by_algorithm in ranks(2).run(in_shuffled_orders):
         assert norm > 0 and by_algorithm is None
 
 
@@ -367,7 +367,7 @@ def measure_gradients(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_norm_reads_all_gradients_of_a_partition_at_once(ranks: Any, stage: int) -> None:
+def test_the_norm_reads_all_gradients_of_a_partition_together(ranks: Any, stage: int) -> None:
     """DeepSpeed takes three operations a gradient, 46 here; where one is not finite the norm stays -1."""
     for count, norms, expected in ranks(2).run(measure_gradients, stage=stage, scale=1.0):
         assert math.hypot(*norms) == pytest.approx(expected, rel=2e-7)  # rounded to fp32

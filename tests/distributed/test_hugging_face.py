@@ -32,7 +32,7 @@ pytestmark = NEEDS_ACCELERATE
 
 VOCAB = 61
 STEPS = 4
-SAVED_AT = 2
+SAVED_STEPS = 2
 RATES = {"learning_rate": 3e-3, "muon_lr": 0.02}
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -114,13 +114,13 @@ def recording_trainer() -> type:
             self.seen: list[Tensor] = []
             self.losses: list[float] = []
             self.rates: list[list[float]] = []
-            self.saved_state: dict[str, Any] = {}  # after SAVED_AT steps
+            self.saved_state: dict[str, Any] = {}  # after SAVED_STEPS steps
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             output = super().compute_loss(model, inputs, *args, **kwargs)
             if model.training:
                 loss = output[0] if isinstance(output, tuple) else output
-                if not self.saved_state and self.state.global_step == SAVED_AT:
+                if not self.saved_state and self.state.global_step == SAVED_STEPS:
                     self.saved_state = training.outcome(self.model_wrapped)
                 self.seen.append(inputs["input_ids"].clone())
                 self.losses.append(float(loss))
@@ -143,7 +143,7 @@ def trainer_run(
     resume: bool = False,
     client: bool = False,
 ) -> dict[str, Any]:
-    """Train ``STEPS`` steps, or the last ones from the checkpoint of step ``SAVED_AT``, and report."""
+    """Train ``STEPS`` steps, or the last ones from the checkpoint of step ``SAVED_STEPS``, and report."""
     import transformers
 
     use_cpu_ranks()
@@ -156,9 +156,9 @@ def trainer_run(
         "per_device_train_batch_size": 2,
         "max_steps": STEPS,
         "save_strategy": "steps",
-        "save_steps": SAVED_AT,
+        "save_steps": SAVED_STEPS,
         "eval_strategy": "steps",
-        "eval_steps": SAVED_AT,
+        "eval_steps": SAVED_STEPS,
         "logging_steps": 1,
         "report_to": [],
         "disable_tqdm": True,
@@ -177,7 +177,7 @@ def trainer_run(
     trainer = recording_trainer()(
         model=model, args=arguments, train_dataset=rows(64, 1), eval_dataset=rows(6, 2), **extra
     )
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED_AT}" if resume else None)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED_STEPS}" if resume else None)
     trainer.save_model(f"{folder}/model")
     filled = trainer.accelerator.deepspeed_config.get("optimizer", {}).get("params", {})
     report = {
@@ -271,7 +271,7 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
     ratio = RATES["muon_lr"] / RATES["learning_rate"]
     assert all(muon_rate == pytest.approx(adam_rate * ratio) for muon_rate, adam_rate in first["rates"])
     assert len({muon_rate for muon_rate, _ in first["rates"]}) > 1, "the schedule moves"
-    assert len(first["eval"]) == STEPS // SAVED_AT
+    assert len(first["eval"]) == STEPS // SAVED_STEPS
 
     accumulation = settings["options"].get("gradient_accumulation_steps", 1)
     seen = [result["seen"] for result in uninterrupted]
@@ -285,8 +285,8 @@ def test_trainer(ranks: Any, case: str, tmp_path: Path) -> None:
 
     rest = ranks(2).run(trainer_run, resume=True, **settings)
     for before, after in zip(uninterrupted, rest, strict=True):
-        assert after["losses"] == before["losses"][SAVED_AT * accumulation :]
-        assert after["rates"] == before["rates"][SAVED_AT * accumulation :]
+        assert after["losses"] == before["losses"][SAVED_STEPS * accumulation :]
+        assert after["rates"] == before["rates"][SAVED_STEPS * accumulation :]
         assert after["eval"][-1] == before["eval"][-1]
         training.assert_same_bits(after, before, "params", "momentum")
 
@@ -306,8 +306,8 @@ def test_resuming_on_another_number_of_ranks(
     uninterrupted = ranks(size).run(
         trainer_run, config=ds_config(stage, scheduler=None), options={**options, **batch}, **settings
     )[0]
-    checkpoint = tmp_path / f"checkpoint-{SAVED_AT}"
-    words = ["--input_folder", f"{checkpoint}/global_step{SAVED_AT}"]
+    checkpoint = tmp_path / f"checkpoint-{SAVED_STEPS}"
+    words = ["--input_folder", f"{checkpoint}/global_step{SAVED_STEPS}"]
     words += ["--output_folder", f"{checkpoint}/universal"]
     assert cli.main(["checkpoint", "universal", *words]) == 0
     config = {**ds_config(to_stage, scheduler=None), "checkpoint": {"load_universal": True}}
@@ -317,8 +317,8 @@ def test_resuming_on_another_number_of_ranks(
     )
     for after in rest:
         training.assert_same_bits(after["saved_state"], uninterrupted["saved_state"])
-        assert after["rates"] == uninterrupted["rates"][SAVED_AT:], "the schedule goes on"
-        assert len(after["losses"]) == STEPS - SAVED_AT
+        assert after["rates"] == uninterrupted["rates"][SAVED_STEPS:], "the schedule goes on"
+        assert len(after["losses"]) == STEPS - SAVED_STEPS
         for name, value in uninterrupted["params"].items():
             limit = ANOTHER_ORDER["muon" if name in MATRICES else "adamw"]
             error = relative(after["params"][name], value, uninterrupted["saved_state"]["params"][name])
@@ -354,7 +354,7 @@ def loop(rank: int, world_size: int, *, stage: int, folder: str, resume: bool) -
     inner = deepspeed_muon.muon_optimizer(model)
     losses, rates = [], []
     for number, batch in enumerate(loader):
-        if resume and number < 2 * SAVED_AT:
+        if resume and number < 2 * SAVED_STEPS:
             continue
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -365,7 +365,7 @@ def loop(rank: int, world_size: int, *, stage: int, folder: str, resume: bool) -
             scheduler.step()
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        if not resume and number == 2 * SAVED_AT - 1:
+        if not resume and number == 2 * SAVED_STEPS - 1:
             accelerator.save_state(folder)
     reset_hugging_face()
     return {
@@ -386,7 +386,7 @@ def test_accelerate_loop(ranks: Any, stage: int, tmp_path: Path) -> None:
         assert muon == pytest.approx(RATES["muon_lr"] / (1 + number // 2))
         assert decayed == undecayed == pytest.approx(RATES["learning_rate"] / (1 + number // 2))
     rest = ranks(2).run(loop, stage=stage, folder=str(tmp_path), resume=True)[0]
-    assert rest["losses"] == uninterrupted["losses"][2 * SAVED_AT :]
+    assert rest["losses"] == uninterrupted["losses"][2 * SAVED_STEPS :]
     for name, value in uninterrupted["params"].items():
         assert torch.equal(rest["params"][name], value), name
 

@@ -187,7 +187,7 @@ def second_name(rank: int, world_size: int) -> list[Any]:
         deepspeed_muon.register()
 
 
-def test_a_forgotten_import_fails_at_once_under_our_name(ranks: Any) -> None:
+def test_a_forgotten_import_fails_immediately_under_our_name(ranks: Any) -> None:
     """Under ``Muon`` DeepSpeed's own one trained in silence."""
     ((is_ours, error),) = ranks(1).run(second_name)
     assert is_ours and "deepspeed_muon is not a supported DeepSpeed Optimizer" in error

@@ -37,7 +37,7 @@ def clip_reference(kind: str, model: Any, largest: list[float]) -> None:
             pairs = [(params["attn.q_proj.weight"], params["attn.k_proj.weight"])]
         else:
             sizes = (HEADS * WIDTH, KEY_HEADS * WIDTH, KEY_HEADS * WIDTH)
-            fused = (_rows(params[f"attn.qkv.{part}"].detach()) for part in ("weight", "bias"))
+            fused = (_rows(params[f"attn.qkv.{kind}"].detach()) for kind in ("weight", "bias"))
             pairs = [rows.split(sizes)[:2] for rows in fused]
         clip = functools.partial(reference_clip, key_heads=KEY_HEADS, **CLIP)
     with torch.no_grad():
@@ -58,8 +58,8 @@ def reference(kind: str, micro_batches: int, excluded: bool = False) -> tuple[An
     for step in range(STEPS):
         model.attn.seen.clear()
         backward(model, step, micro_batches)
-        found = [reference_max_logits(q, k, scale=SCALE) for q, k in model.attn.seen]
-        history.append([max(values) for values in zip(*found, strict=True)])
+        logits = [reference_max_logits(q, k, scale=SCALE) for q, k in model.attn.seen]
+        history.append([max(values) for values in zip(*logits, strict=True)])
         oracle.update(model)
         clip_reference(kind, model, history[-1])
     logits = [logit for step in history for logit in step]
@@ -145,7 +145,7 @@ def compare(results: list[dict[str, Any]], kind: str, micro_batches: int, exclud
     ],
     ids=["sub-groups", "offload", "round-robin"],
 )
-def test_clip_under_other_settings(ranks: Any, settings: dict[str, Any]) -> None:
+def test_clip_under_further_settings(ranks: Any, settings: dict[str, Any]) -> None:
     compare(ranks(2).run(clipped, kind="grouped", **settings), "grouped", 2)
 
 
@@ -249,7 +249,7 @@ def hugging_face_model(kind: str) -> Any:
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**common, **latent}))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj", "kv_a_proj")):
+            if any(kind in name for kind in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj", "kv_a_proj")):
                 param.normal_(std=1.0)
     return model
 
@@ -260,11 +260,11 @@ def captured_logits(model: Any, batches: list[Tensor]) -> list[list[float]]:
     from transformers.masking_utils import eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found: dict[int, list[list[float]]] = {}
+    logits: dict[int, list[list[float]]] = {}
 
     def probe(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         values = reference_max_logits(query.detach(), key.detach(), scale=kwargs["scaling"])
-        found.setdefault(module.layer_idx, []).append(values)
+        logits.setdefault(module.layer_idx, []).append(values)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("test_probe", probe)
@@ -273,7 +273,7 @@ def captured_logits(model: Any, batches: list[Tensor]) -> list[list[float]]:
     twin.set_attn_implementation("test_probe")
     for tokens in batches:
         twin(input_ids=tokens)
-    return [[max(values) for values in zip(*found[layer], strict=True)] for layer in range(len(found))]
+    return [[max(values) for values in zip(*logits[layer], strict=True)] for layer in range(len(logits))]
 
 
 def hugging_face(rank: int, world_size: int, *, kind: str, stage: int, attention: str) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def test_hugging_face_models(ranks: Any, kind: str, stage: int, attention: str) 
         prefix = f"model.layers.{layer}.self_attn."
         settings = {"threshold": 1.0, "alpha": 0.5}
         if kind == "llama":
-            names = [(f"{prefix}q_proj.{part}", f"{prefix}k_proj.{part}") for part in ("weight", "bias")]
+            names = [(f"{prefix}q_proj.{kind}", f"{prefix}k_proj.{kind}") for kind in ("weight", "bias")]
             clip = functools.partial(reference_clip, key_heads=2, **settings)
         else:
             names = [(f"{prefix}q_b_proj.weight", f"{prefix}kv_b_proj.weight")]
@@ -361,7 +361,7 @@ def on_shared_sequences(rank: int, world_size: int) -> str:
         parallel_state_sp._release_sequence_parallel_groups()
 
 
-def test_parts_of_heads_or_layers_are_refused(ranks: Any) -> None:
+def test_incomplete_heads_or_layers_are_refused(ranks: Any) -> None:
     for message in ranks(2).run(on_shared_sequences):
         assert "qk_clip with sequence parallelism is not supported" in message
     pipeline = {"kind": "toy", "stages": 2, "zero": 1, "precision": "fp32", "params": {"qk_clip": CLIP}}

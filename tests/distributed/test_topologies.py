@@ -121,7 +121,7 @@ def without_a_slice(record: dict[str, Any], cut: list[Any]) -> None:
     record["groups"][0]["parameters"].remove(cut[0])
 
 
-def other_ranges(record: dict[str, Any], cut: list[Any]) -> None:
+def different_ranges(record: dict[str, Any], cut: list[Any]) -> None:
     for entry in cut:
         entry["cut"][1] = [[0, stop - start] for start, stop in entry["cut"][1]]
 
@@ -139,7 +139,7 @@ def test_records_of_shards_are_not_trusted(ranks: Any, tmp_path: Path) -> None:
     original = path.read_bytes()
     for change, said in (
         (without_a_slice, "do not make up the full tensor"),
-        (other_ranges, "do not make up the full tensor"),
+        (different_ranges, "do not make up the full tensor"),
         (lambda record, cut: record["groups"][0].update(rank=7), "there are files of ranks"),
         (no_slice, "not a slice"),
     ):

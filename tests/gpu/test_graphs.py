@@ -34,7 +34,7 @@ def test_a_replay_gives_the_bits_of_the_plain_call(shape: tuple[int, int, int], 
             assert torch.equal(result, run(x, settings))
 
 
-def test_graphs_of_several_shapes_share_a_pool_and_do_not_disturb_each_other() -> None:
+def test_graphs_of_several_shapes_share_a_pool_undisturbed() -> None:
     settings = NsSettings(resolve_schedule("quintic"), "gram", torch.bfloat16)
     inputs = [torch.randn(shape, device="cuda") for shape in SHAPES]
     runs = [Replayed(torch_iteration("standard")) for _ in inputs]

@@ -173,9 +173,9 @@ def without_names(rank: int, world_size: int, *, folder: str) -> list[str]:
     training.run_step(engine, 0, rank, world_size, 1)
     engine.save_checkpoint(folder, tag="t")
     engine.save_checkpoint(folder, tag="t")
-    found = [text for text in messages if "layout" in text]
+    matching = [text for text in messages if "layout" in text]
     engine.load_checkpoint(folder, tag="t")
-    return found
+    return matching
 
 
 def test_a_record_that_cannot_be_written_is_said_once(ranks: Any, tmp_path: Path) -> None:

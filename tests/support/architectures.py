@@ -39,7 +39,7 @@ TABLE = REPOSITORY / "tests" / "unit" / "routes_of_architectures.txt"
 LIBRARIES = Path(sys.prefix) / "architectures"
 """Where ``make setup`` installs what ``architectures.txt`` lists."""
 
-_CHECKED_AT_IMPORT = (
+_CHECKED_ON_IMPORT = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
@@ -213,7 +213,7 @@ def _import_libraries() -> None:
         torch.ops.load_library(str(Path(specification.origin).parent / "_C.so"))
     except OSError:
         library = torch.library.Library("torchvision", "FRAGMENT")
-        for schema in _CHECKED_AT_IMPORT:
+        for schema in _CHECKED_ON_IMPORT:
             library.define(schema)
         _LIBRARIES_OF_OPERATORS.append(library)
 

@@ -75,14 +75,14 @@ def warm() -> Path:
         # The kernel drops this lock when its holder dies, so that it cannot go stale itself.
         fcntl.flock(gate, fcntl.LOCK_EX)
         remove_stale_locks(folder)
-        _share_own_library(folder)
+        _share_our_library(folder)
         if not (marker.exists() and marker.read_text() == environment):
             _build(folder)
             marker.write_text(environment)
     return folder
 
 
-def _share_own_library(folder: Path) -> None:
+def _share_our_library(folder: Path) -> None:
     """Let all folders of ``.cache`` have one build of this project's library, which does not depend on DeepSpeed."""
     shared, link = folder.parent / "deepspeed_muon", folder / "deepspeed_muon"
     if folder.parent == REPOSITORY / ".cache" / "torch_extensions" and not link.exists():

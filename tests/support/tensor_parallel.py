@@ -238,8 +238,8 @@ SLICED: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {
         "blocks.0.up": (0, ()),
         "blocks.0.down": (1, ()),
     },
-    "heads": {f"self_attn.{part}_proj": (int(part == "o"), ()) for part in "qko"},
-    "grouped": {f"attn.{part}_proj": (int(part == "o"), ()) for part in "qkvo"},
+    "heads": {f"self_attn.{letter}_proj": (int(letter == "o"), ()) for letter in "qko"},
+    "grouped": {f"attn.{letter}_proj": (int(letter == "o"), ()) for letter in "qkvo"},
     "fused_attention": {"attn.qkv": (0, (16, 8, 8)), "attn.o_proj": (1, ())},
 }
 """The layers that are cut: the dimension, and the sizes of the sections that are cut one by one."""

@@ -176,13 +176,13 @@ def test_type_checkers_know_every_key(tmp_path: Path) -> None:
     assert 'Unexpected keyword argument "mun_lr" for "Muon"; did you mean "muon_lr"?' in printed
 
 
-def test_a_subclass_has_its_own_signature() -> None:
-    class Own(Muon):
+def test_a_subclass_has_its_signature() -> None:
+    class Renamed(Muon):
         def __init__(self, params: Any, rate: float) -> None:
             super().__init__(params, rate)
 
-    assert list(inspect.signature(Own).parameters) == ["params", "rate"]
-    assert Own(nn.Linear(4, 4), 0.25).config.lr == 0.25
+    assert list(inspect.signature(Renamed).parameters) == ["params", "rate"]
+    assert Renamed(nn.Linear(4, 4), 0.25).config.lr == 0.25
 
 
 def test_constructor_and_json_take_the_same_keys() -> None:

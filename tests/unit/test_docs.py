@@ -92,6 +92,6 @@ def test_quoted_losses_are_those_of_the_study() -> None:
         assert not [cell for cell in cells if re.search(r"loss.*\b[1-9]\.\d{3,4}\b(?! ±)", cell)], page
 
 
-def test_the_page_of_the_package_names_what_it_exports() -> None:
+def test_the_page_of_the_package_names_its_exports() -> None:
     public = [name for name in deepspeed_muon.__all__ if name != "__version__"]
     assert load_script("build_docs").public_names() == public

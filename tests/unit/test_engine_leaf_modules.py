@@ -42,7 +42,7 @@ def test_layers_with_experts_are_marked() -> None:
     assert mark_moe_layers(model) == ["layers.0", "layers.1"]
 
 
-def test_what_the_user_marked_or_unmarked_stays() -> None:
+def test_marks_of_the_user_stay() -> None:
     model = Model()
     unset_z3_leaf_modules(model, [Layer])
     assert mark_moe_layers(model) == []

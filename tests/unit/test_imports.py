@@ -46,7 +46,7 @@ def test_private_attributes_of_deepspeed_are_touched_in_engine_alone() -> None:
     assert not accesses, "\n".join(accesses)
 
 
-def test_the_check_sees_every_way_to_reach_a_private_attribute() -> None:
+def test_the_check_sees_every_access_to_a_private_attribute() -> None:
     touches = ["self.engine._config", "wrapper._load = 1", "getattr(zero, '_step')"]
     allowed = ["engine.step()", "self._engine.x", "engine.__dict__", "mine._step"]
     accesses = private_accesses(ast.parse("\n".join(touches + allowed)))

@@ -285,7 +285,7 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
 
 
 @pytest.mark.parametrize("mode", ["skip", "error"])
-def test_on_an_accelerator_a_matrix_that_stays_wrong_is_told_in_the_next_step(
+def test_on_an_accelerator_a_matrix_that_stays_wrong_is_logged_in_the_next_step(
     mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Left out in the first step, wrong in fp32 in the second, which the third one tells."""

@@ -81,7 +81,7 @@ def banks_used(offsets: np.ndarray, width: int) -> np.ndarray:
     return np.bincount(np.unique(words) % 32, minlength=32)
 
 
-def test_triangle_row_at_every_boundary(maps: Maps) -> None:
+def test_triangle_row_on_every_boundary(maps: Maps) -> None:
     for row in [*range(1, 3000), *range(46_330, 46_350), *range(131_000, 131_072)]:
         first = row * (row + 1) // 2
         rows = [maps.library.triangle_row_of(first + step) for step in (-1, 0, row, row + 1)]

@@ -76,7 +76,7 @@ def test_autocast_does_not_change_a_step(autocast: torch.dtype, ns_dtype: Any, v
 
 
 @pytest.mark.parametrize("variant", ["muon", "normuon", "muon_eq"])
-def test_what_runs_in_a_step_was_prepared_when_the_optimizer_was_bound(variant: Any) -> None:
+def test_shapes_of_a_step_were_prepared_when_the_optimizer_was_bound(variant: Any) -> None:
     """MuonEq iterates on fp32, whatever is sent: its kernels were chosen, and would have been captured, in a step."""
     params = [nn.Parameter(torch.randn(shape)) for shape in ((24, 40), (24, 40), (40, 24))]
     optimizer = Muon(
@@ -97,10 +97,10 @@ def test_what_runs_in_a_step_was_prepared_when_the_optimizer_was_bound(variant: 
 def test_missing_gradients_and_nonfinite_ones(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     optimizer = Muon(model, lr=0.1, weight_decay=0.5)
-    kept = model[1].weight.detach().clone()
+    before = model[1].weight.detach().clone()
     model[0].weight.grad = torch.ones(4, 4)
     optimizer.step()
-    assert torch.equal(model[1].weight, kept), "no gradient: not even weight decay"
+    assert torch.equal(model[1].weight, before), "no gradient: not even weight decay"
     before = model[0].weight.detach().clone()
     model[0].weight.grad = torch.full((4, 4), math.nan)
     with caplog.at_level(logging.WARNING):
@@ -151,7 +151,7 @@ def test_grad_scaler() -> None:
         (lambda model: model, ""),
     ],
 )
-def test_what_is_not_known_of_parameters_is_said(
+def test_missing_facts_of_parameters_are_said(
     caplog: pytest.LogCaptureFixture, params: Any, said: str
 ) -> None:
     """It is said in the first step: an engine has the model."""
@@ -207,7 +207,7 @@ def test_all_frozen_is_an_error_in_the_first_step() -> None:
     train_alone(model.requires_grad_(True), optimizer, 1)
 
 
-def test_a_copy_knows_what_is_frozen() -> None:
+def test_a_copy_has_the_frozen_parameters() -> None:
     model = build("toy")
     model.blocks[0].requires_grad_(False)
     model, optimizer = copy.deepcopy((model, Muon(model, lr=0.02)))
@@ -321,8 +321,8 @@ def test_a_model_that_is_converted_between_steps(momentum_dtype: str | None) -> 
         for seed, param in enumerate(model.parameters()):
             param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
         optimizer.step()
-        kept = torch.promote_types(dtype, torch.float32)
-        momentum = {None: kept, "bf16": torch.bfloat16, "int8": torch.int8}[momentum_dtype]
+        widened = torch.promote_types(dtype, torch.float32)
+        momentum = {None: widened, "bf16": torch.bfloat16, "int8": torch.int8}[momentum_dtype]
         for name, param in model.named_parameters():
             state = optimizer.state[param]
             assert param.dtype == dtype
@@ -334,7 +334,7 @@ def test_a_model_that_is_converted_between_steps(momentum_dtype: str | None) -> 
                 update = (before[name] * (1 - 0.02 * 0.1) - param.detach().double()) / scale
                 assert 0.5 < float(torch.linalg.matrix_norm(update, 2)) < 1.5, (name, dtype)
             else:
-                assert state["exp_avg"].dtype == kept
+                assert state["exp_avg"].dtype == widened
     assert {state["step"] for state in optimizer.state.values()} == {4}
 
 
@@ -350,9 +350,9 @@ def test_float64_goes_on_where_float32_was() -> None:
             param.grad = source.grad.to(param.dtype)
         for optimizer in optimizers:
             optimizer.step()
-    for (name, param), other in zip(converted.named_parameters(), exact.parameters(), strict=True):
+    for (name, param), expected in zip(converted.named_parameters(), exact.parameters(), strict=True):
         # Two roundings of weights below 4 and of the iteration in fp32 (ns_dtype), as in the reference's comparison.
-        torch.testing.assert_close(param, other, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(param, expected, rtol=0, atol=1e-5, msg=name)
 
 
 HALVES = {"muon_lr": 0.02, "adam_lr": 3e-4}
@@ -466,7 +466,7 @@ def test_one_rate_of_groups_is_a_warning(
     assert "lr 0.0003 trains the matrices and all other parameters" in caplog.records[0].getMessage()
 
 
-def test_a_group_with_a_rate_of_its_own_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_with_a_separate_rate_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     Muon([{"params": build("toy").named_parameters(), "adam_lr": 1e-3}], muon_lr=0.02)
     Muon([{"params": build("toy").named_parameters(), "muon_lr": 0.02, "adam_lr": 3e-4}], adam_lr=1e-3)
     Muon([("layers.0.weight", nn.Parameter(torch.ones(4, 4)))], lr=0.02)  # no parameter for AdamW

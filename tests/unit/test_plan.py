@@ -72,9 +72,9 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> l
         (_, count, numel), (_, stride, _) = s.shape, s.buffer_strides
         for number in range(count):
             for i in range(numel):
-                at = s.buffer_offset + number * stride + i
-                assert content[at] == (-1, -1)
-                content[at] = index, s.matrix_offset + number * numel + i
+                offset = s.buffer_offset + number * stride + i
+                assert content[offset] == (-1, -1)
+                content[offset] = index, s.matrix_offset + number * numel + i
     assert (-1, -1) not in content and sum(splits) == buffer.numel
     return content[sum(splits[:peer]) :][: splits[peer]]
 
@@ -86,7 +86,7 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> l
     kind=st.sampled_from(sorted(MAKERS)),
     chunk=st.sampled_from([1, 30, 10_000]),
 )
-def test_what_one_rank_sends_another_receives_in_the_same_order(
+def test_fragments_are_received_in_the_order_of_sending(
     dims: list[tuple[int, int]], world: int, kind: str, chunk: int
 ) -> None:
     per_rank = plans(MAKERS[kind](dims, world), world, chunk)
@@ -164,18 +164,18 @@ def test_chunks_are_bounded(dims: list[tuple[int, int]], world: int, kind: str, 
     At stage 0 every rank receives the updates of all: together they stay within the bound.
     """
     for plan in plans(MAKERS[kind](dims, world), world, chunk):
-        for part in plan.chunks:
-            numels = [plan.matrices[index].numel for index in part.matrices]
-            parts = [0] * world
-            for index, numel in zip(part.matrices, numels, strict=True):
-                parts[plan.owners[index]] += numel
+        for exchange in plan.chunks:
+            numels = [plan.matrices[index].numel for index in exchange.matrices]
+            totals = [0] * world
+            for index, numel in zip(exchange.matrices, numels, strict=True):
+                totals[plan.owners[index]] += numel
             bound = max(chunk, *numels)
-            sent = part.fragment_buffer
-            assert max(parts) <= bound and sent.remote_numel <= bound
-            assert sent.numel - sent.remote_numel <= parts[plan.rank]
-            assert part.owner_buffer.numel <= (parts[plan.rank] if part.gathers else bound)
-            assert part.matrices == tuple(sorted(part.matrices))
-        assert sorted(i for part in plan.chunks for i in part.matrices) == list(range(len(dims)))
+            sent = exchange.fragment_buffer
+            assert max(totals) <= bound and sent.remote_numel <= bound
+            assert sent.numel - sent.remote_numel <= totals[plan.rank]
+            assert exchange.owner_buffer.numel <= (totals[plan.rank] if exchange.gathers else bound)
+            assert exchange.matrices == tuple(sorted(exchange.matrices))
+        assert sorted(i for exchange in plan.chunks for i in exchange.matrices) == list(range(len(dims)))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -216,7 +216,7 @@ def waves_over_ideal(plan: ExchangePlan, *, sent: bool) -> tuple[float, float]:
         (4096, 11008, 32, 8, 1.01),
     ],
 )
-def test_batches_of_what_is_not_sent_fill_a_gpu(
+def test_batches_that_are_not_sent_fill_a_gpu(
     width: int, hidden: int, layers: int, world: int, most: float
 ) -> None:
     """At ZeRO 1; a rank also owns one or two matrices that are sent, which run by themselves."""
@@ -294,7 +294,7 @@ def test_blocks_add_up() -> None:
         MatrixLayout("q", 12, 8, 0, placement, col_blocks=(8, 0))
 
 
-def test_stacks_are_cut_where_blocks_lie_whole() -> None:
+def test_stacks_are_cut_between_complete_blocks() -> None:
     """Six blocks of ten elements over ranks of 25: two whole on each end, the third and fourth cross a cut."""
     assert split_blocks(6, 10, flat_placement(0, 60, 25), cost=1.0, limit=0.5) == [
         (0, 2),

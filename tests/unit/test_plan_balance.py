@@ -174,7 +174,7 @@ def test_the_work_of_many_matrices_is_even() -> None:
     assert load.max() / load.mean() <= LIMIT
 
 
-def test_stacks_that_nobody_holds_whole_are_even() -> None:
+def test_stacks_that_nobody_holds_entirely_are_even() -> None:
     """Kimi-k2's experts at stage 3: a block lies on three or four of 1,024 ranks, and a run of them has one owner."""
     world, load = 1024, np.zeros(1024)
     stacks = []

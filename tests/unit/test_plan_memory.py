@@ -48,7 +48,7 @@ class Peak(TorchDispatchMode):
 @pytest.mark.parametrize("method", ["gram", "standard"])
 @pytest.mark.parametrize("shape", [(96, 96), (64, 200), (300, 48)])
 @pytest.mark.parametrize("steps", [1, 5, 8])
-def test_the_iteration_takes_what_the_plan_says(shape: tuple[int, int], steps: int, method: NsMethod) -> None:
+def test_the_iteration_takes_the_planned_bytes(shape: tuple[int, int], steps: int, method: NsMethod) -> None:
     x = torch.randn(1, *shape)
     with Peak(x) as peak:
         orthogonalize(x, settings=NsSettings(resolve_schedule("quintic", steps), method, torch.float32))

@@ -58,14 +58,14 @@ def test_runs_are_those_of_the_reference(tensor_slice: TensorSlice, data: st.Dat
 
 
 @given(slices(), st.data())
-def test_elements_of_a_range_of_the_whole_tensor(tensor_slice: TensorSlice, data: st.DataObject) -> None:
+def test_elements_of_a_range_of_the_full_tensor(tensor_slice: TensorSlice, data: st.DataObject) -> None:
     element = data.draw(st.integers(0, math.prod(tensor_slice.shape)))
     assert tensor_slice.local_elements_before(element) == sum(
         index < element for index in reference(tensor_slice)
     )
 
 
-def test_slices_of_fused_parts_add_up() -> None:
+def test_slices_of_fused_blocks_add_up() -> None:
     slices = [
         TensorSlice("w", (4, 18), 1, ((start, start + 3), (start + 9, start + 12))) for start in (0, 3, 6)
     ]
@@ -81,6 +81,6 @@ def test_slices_of_fused_parts_add_up() -> None:
 
 
 @pytest.mark.parametrize("ranges", [(), ((0, 5),), ((2, 2),), ((0, 2), (1, 3)), ((2, 3), (0, 1)), ((-1, 2),)])
-def test_what_is_no_slice_is_refused(ranges: tuple[tuple[int, int], ...]) -> None:
+def test_an_invalid_slice_is_refused(ranges: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match="not a slice"):
         TensorSlice("w", (4, 3), 0, ranges)

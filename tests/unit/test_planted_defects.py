@@ -11,13 +11,13 @@ from tests.support.planted import planted
 @pytest.mark.parametrize(
     "defect", planted("planted_defects.toml")["defect"], ids=lambda defect: defect["harm"]
 )
-def test_each_text_is_in_its_file_once(defect: dict[str, str]) -> None:
+def test_every_text_is_in_its_file_once(defect: dict[str, str]) -> None:
     assert (REPOSITORY / defect["file"]).read_text().count(defect["old"]) == 1
     path, _, function = defect["test"].partition("::")
     assert f"def {function.partition('[')[0]}" in (REPOSITORY / path).read_text()
 
 
-def test_each_text_of_a_kernel_is_in_its_sources() -> None:
+def test_every_text_of_a_kernel_is_in_its_sources() -> None:
     folder = REPOSITORY / "ops" / "csrc"
     headers = "".join(
         header.read_text() for header in (*folder.glob("include/*.h"), *folder.glob("cuda/*.cuh"))

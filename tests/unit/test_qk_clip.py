@@ -26,9 +26,9 @@ def test_logits_in_blocks(monkeypatch: Any, block: int, causal: bool) -> None:
     monkeypatch.setattr(qk_clip, "_BLOCK_NUMEL", block)
     torch.manual_seed(0)
     query, key = torch.randn(2, 6, 7, 5), torch.randn(2, 3, 7, 5)
-    found = max_logits(query, key, scale=0.3, causal=causal)
+    logits = max_logits(query, key, scale=0.3, causal=causal)
     expected = reference_max_logits(query, key, scale=0.3, causal=causal)
-    close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    close(logits, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -42,8 +42,8 @@ def test_masks_hide_logits(monkeypatch: Any, additive: bool, per_head: bool) -> 
     expected = logits.masked_fill(~mask, -math.inf).amax((0, 2, 3))
     if additive:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    found = max_logits(query, key, scale=1.0, causal=False, mask=mask)
-    close(found, expected, rtol=1e-6, atol=1e-6)
+    logits = max_logits(query, key, scale=1.0, causal=False, mask=mask)
+    close(logits, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_half_precision_does_not_overflow() -> None:
@@ -139,13 +139,13 @@ def test_a_subclass_in_another_file_computes_eager_attention() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    class OwnAttention(LlamaAttention):
+    class CustomAttention(LlamaAttention):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=29, attn_implementation="eager", **sizes))
-    model.model.layers[0].self_attn = OwnAttention(model.config, 0)
+    model.model.layers[0].self_attn = CustomAttention(model.config, 0)
     optimizer = Muon(model, qk_clip={})
     optimizer._attach_step_hook(model)
     tokens = torch.arange(12).view(2, 6)
@@ -238,20 +238,20 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", list(REFUSED))
-def test_hugging_face_models_that_cannot_be_clipped_are_refused(what: str) -> None:
+@pytest.mark.parametrize("fault", list(REFUSED))
+def test_hugging_face_models_that_cannot_be_clipped_are_refused(fault: str) -> None:
     transformers = pytest.importorskip("transformers")
-    kind, sizes, text = REFUSED[what]
+    kind, sizes, text = REFUSED[fault]
     name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     config = getattr(transformers, "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config")(**sizes)
     model = getattr(transformers, name)(config)
-    if what == "unregistered":
+    if fault == "unregistered":
         model.config._attn_implementation = "fast"
-    if what == "parametrized":
+    if fault == "parametrized":
         nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
-    if what == "frozen":
+    if fault == "frozen":
         model.model.layers[0].self_attn.q_proj.requires_grad_(False)
     optimizer = Muon(model, qk_clip={})
     with pytest.raises(ConfigError, match=text):
@@ -297,8 +297,8 @@ def test_every_attention_function_records(masks: str | None, inputs: dict[str, T
         optimizer = Muon(model, qk_clip={"threshold": 1.0})
         optimizer._attach_step_hook(model)
         # Without a mask of its kind a function is not told of padding.
-        known = {} if masks is None and "attention_mask" in inputs else inputs
-        model.train()(input_ids=tokens, labels=tokens, use_cache=False, **known).loss.backward()
+        accepted = {} if masks is None and "attention_mask" in inputs else inputs
+        model.train()(input_ids=tokens, labels=tokens, use_cache=False, **accepted).loss.backward()
         optimizer.step()
         recorded[implementation] = optimizer.after_step.report.largest  # type: ignore[union-attr]
         assert model.config._attn_implementation == implementation
@@ -319,15 +319,15 @@ def test_recorders_go_with_the_last_optimizer() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGER))
     before = model.config._attn_implementation
     layer = model.model.layers[0].self_attn
-    held = dict(vars(layer))
+    before_restore = dict(vars(layer))
     optimizers = [Muon(model, qk_clip={}) for _ in range(2)]
     for optimizer in optimizers:
         optimizer._attach_step_hook(model)
     del optimizer
     while optimizers:
-        assert vars(layer) != held
+        assert vars(layer) != before_restore
         optimizers.pop()
-    assert model.config._attn_implementation == before and vars(layer) == held
+    assert model.config._attn_implementation == before and vars(layer) == before_restore
 
 
 def test_projections_stored_as_input_x_output_are_refused() -> None:

@@ -113,9 +113,7 @@ def test_rules_by_name_and_shape(name: str, shape: tuple[int, ...], algorithm: s
         ("moe.coefficient.weight", (2, 8), "moe.other.weight", "hidden"),
     ],
 )
-def test_what_stands_beside_experts_decides(
-    name: str, shape: tuple[int, ...], sibling: str, rule: str
-) -> None:
+def test_neighbours_of_experts_decide(name: str, shape: tuple[int, ...], sibling: str, rule: str) -> None:
     routed = route(name, *shape, siblings=(sibling,))
     assert routed.rule == rule and (routed.algorithm == "adamw") == (rule == "router"), routed
 
@@ -136,10 +134,10 @@ def test_the_adapters_of_stacked_experts_go_to_adamw() -> None:
         Muon(model, include=["*lora_B*"])
 
 
-def test_each_of_a_list_of_heads_makes_outputs() -> None:
+def test_all_of_a_list_of_heads_make_outputs() -> None:
     """One for each codebook (MusicGen, Bark): all of them went to Muon."""
-    others = ("lm_heads.1.weight", "lm_heads.2.weight")
-    assert route("lm_heads.0.weight", 100, 8, siblings=others).rule == "head"
+    further_heads = ("lm_heads.1.weight", "lm_heads.2.weight")
+    assert route("lm_heads.0.weight", 100, 8, siblings=further_heads).rule == "head"
 
 
 def test_of_a_head_with_several_matrices_the_last_one_makes_the_outputs() -> None:

@@ -84,7 +84,7 @@ def test_bare_parameters_are_tables_unless_something_says_more(name: str) -> Non
     assert (route.algorithm, route.certain) == ("adamw", False) and "a bare parameter" in route.reason
 
 
-def test_weights_of_torchs_own_modules() -> None:
+def test_weights_of_torchs_modules() -> None:
     model = Tree(attention=nn.MultiheadAttention(16, 2), recurrent=nn.LSTM(16, 8), fc=Linear(64, 64))
     result = routes(model)
     for name in ("attention.in_proj_weight", "recurrent.weight_ih_l0", "recurrent.weight_hh_l0"):
@@ -105,9 +105,11 @@ def test_weights_of_torchs_own_modules() -> None:
     ],
 )
 def test_output_layers(model: nn.Module, name: str) -> None:
-    found = algorithms(model)
-    assert found[name] == "adamw"
-    assert all(algorithm == "muon" for other, algorithm in found.items() if "fc" in other and other != name)
+    routed = algorithms(model)
+    assert routed[name] == "adamw"
+    assert all(
+        algorithm == "muon" for sibling, algorithm in routed.items() if "fc" in sibling and sibling != name
+    )
 
 
 def test_the_classifier_that_a_model_names() -> None:
@@ -118,9 +120,9 @@ def test_the_classifier_that_a_model_names() -> None:
     model = Vision(
         stem=nn.Conv2d(3, 64, 3), body=blocks(), conv_head=nn.Conv2d(64, 128, 1), last=Linear(128, 90)
     )
-    found = algorithms(model)
-    assert found["last.weight"] == found["stem.weight"] == "adamw"
-    assert found["conv_head.weight"] == "muon"
+    routed = algorithms(model)
+    assert routed["last.weight"] == routed["stem.weight"] == "adamw"
+    assert routed["conv_head.weight"] == "muon"
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,8 @@ def test_the_classifier_that_a_model_names() -> None:
     ],
 )
 def test_heads_side_by_side(heads: dict[str, nn.Module], names: list[str]) -> None:
-    found = algorithms(Tree(body=nn.ModuleList([Linear(64, 64)]), **heads))
-    assert {name: found[f"{name}.weight"] for name in names} == dict.fromkeys(names, "adamw")
+    routed = algorithms(Tree(body=nn.ModuleList([Linear(64, 64)]), **heads))
+    assert {name: routed[f"{name}.weight"] for name in names} == dict.fromkeys(names, "adamw")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_wrappers_hide_nothing(wrap: Any) -> None:
     assert list(algorithms(wrap(model)).values()) == ["adamw", "muon", "adamw"]
 
 
-def test_parametrized_modules_are_what_they_were() -> None:
+def test_parametrized_modules_are_routed_as_before() -> None:
     model = Tree(
         embed=parametrizations.weight_norm(nn.Embedding(1000, 64)),
         hidden=parametrizations.spectral_norm(Linear(64, 64)),
@@ -171,15 +173,15 @@ def test_parametrized_modules_are_what_they_were() -> None:
         older=torch.nn.utils.weight_norm(nn.Conv1d(64, 64, 3)),
         lm_head=parametrizations.weight_norm(Linear(64, 1000)),
     )
-    found = algorithms(model)
-    assert found["embed.parametrizations.weight.original1"] == "adamw"
-    assert found["lm_head.parametrizations.weight.original1"] == "adamw"
-    assert found["hidden.parametrizations.weight.original"] == "muon"
-    assert found["conv.parametrizations.weight.original1"] == found["older.weight_v"] == "muon"
-    assert found["conv.parametrizations.weight.original0"] == found["older.weight_g"] == "adamw"
+    routed = algorithms(model)
+    assert routed["embed.parametrizations.weight.original1"] == "adamw"
+    assert routed["lm_head.parametrizations.weight.original1"] == "adamw"
+    assert routed["hidden.parametrizations.weight.original"] == "muon"
+    assert routed["conv.parametrizations.weight.original1"] == routed["older.weight_v"] == "muon"
+    assert routed["conv.parametrizations.weight.original0"] == routed["older.weight_g"] == "adamw"
 
 
-def test_routers_have_an_output_for_each_expert() -> None:
+def test_routers_have_an_output_for_every_expert() -> None:
     def experts() -> nn.ModuleList:
         return nn.ModuleList(Linear(64, 64) for _ in range(4))
 
@@ -189,8 +191,8 @@ def test_routers_have_an_output_for_each_expert() -> None:
         "gate": Tree(gate=Linear(64, 4), w1=parameter(4, 64, 64)),
     }
     for name, mixture in mixtures.items():
-        found = algorithms(Tree(layers=nn.ModuleList([Tree(moe=mixture)])))
-        assert found[f"layers.0.moe.{name}.weight"] == "adamw", name
+        routed = algorithms(Tree(layers=nn.ModuleList([Tree(moe=mixture)])))
+        assert routed[f"layers.0.moe.{name}.weight"] == "adamw", name
     assert algorithms(Tree(moe=mixtures["choose"]))["moe.shared_expert.weight"] == "muon"
     noisy = Tree(w_gate=parameter(64, 4), w_noise=parameter(64, 4), experts=experts())
     assert set(algorithms(noisy).values()) == {"adamw", "muon"}
@@ -230,7 +232,7 @@ def test_a_stack_of_unknown_experts_is_no_matrix() -> None:
     assert (route.algorithm, route.certain) == ("adamw", False) and "several experts" in route.reason
 
 
-def test_lora_of_other_trainers() -> None:
+def test_lora_of_further_trainers() -> None:
     model = Tree(
         to_q=Tree(lora_down=Linear(64, 4), lora_up=Linear(4, 64)),
         to_k_lora=Tree(down=Linear(64, 4), up=Linear(4, 64)),
@@ -247,7 +249,7 @@ def test_lora_of_other_trainers() -> None:
     }
 
 
-def test_stacks_by_other_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_stacks_by_further_names(caplog: pytest.LogCaptureFixture) -> None:
     model = Tree(qkv_w=parameter(3, 192, 192), position=parameter(1, 192, 192), fc=Linear(64, 64))
     with caplog.at_level(logging.WARNING, "deepspeed_muon"):
         route = routes(model)["qkv_w"]
@@ -275,8 +277,8 @@ def test_first_convolutions_and_hidden_embedders() -> None:
         condition_embedding=Tree(linear=Linear(64, 128)),
         lm_head=Linear(64, 100),
     )
-    found = algorithms(model)
-    assert {name for name, algorithm in found.items() if algorithm == "adamw"} == {
+    routed = algorithms(model)
+    assert {name for name, algorithm in routed.items() if algorithm == "adamw"} == {
         "stem.weight",
         "patch_embed.proj.weight",
         "to_patch_embedding.1.weight",
@@ -360,10 +362,10 @@ def test_a_first_convolution_of_any_kernel(wrap: Any) -> None:
         model = Tree(
             stem=wrap(nn.Conv2d(3, 16, kernel)), body=wrap(nn.Conv2d(16, 16, 3)), lm_head=Linear(16, 9)
         )
-        found = {
+        routed = {
             name.split(".")[0]: algorithm for name, algorithm in algorithms(model).items() if "0" not in name
         }
-        assert found == {"stem": "adamw", "body": "muon", "lm_head": "adamw"}
+        assert routed == {"stem": "adamw", "body": "muon", "lm_head": "adamw"}
 
 
 def test_guesses_are_counted_and_marked() -> None:
@@ -376,5 +378,5 @@ def test_guesses_are_counted_and_marked() -> None:
 
 def test_without_the_model_names_are_guesses() -> None:
     model = Tree(wte=nn.Embedding(30, 8), mix=Linear(8, 8, bias=False), lm_head=Linear(8, 30, bias=False))
-    found = {route.name: route.certain for route in Muon(model.named_parameters()).routes}
-    assert found == {"wte.weight": True, "mix.weight": False, "lm_head.weight": True}
+    routed = {route.name: route.certain for route in Muon(model.named_parameters()).routes}
+    assert routed == {"wte.weight": True, "mix.weight": False, "lm_head.weight": True}

@@ -116,9 +116,9 @@ def test_splits() -> None:
     assert matched.row_blocks == (5, 5), "the first pattern that matches"
     heads = of("qkv_proj", {"*": {"heads": "config"}, "qkv_proj.*": {"split": [32, 16, 16]}})
     assert heads.row_blocks == (8,) * 8, "sizes that are those of the config have its heads too"
-    own = of("qkv_proj", {"qkv_proj.*": {"split": "qkv", "heads": [4, 2, 1]}})
-    assert own.row_blocks == (8, 8, 8, 8, 8, 8, 16) and own.grid == (own.row_blocks, ())
-    assert own.reason.endswith("split into 32 + 16 + 16, 4 + 2 + 1 heads separately")
+    joined = of("qkv_proj", {"qkv_proj.*": {"split": "qkv", "heads": [4, 2, 1]}})
+    assert joined.row_blocks == (8, 8, 8, 8, 8, 8, 16) and joined.grid == (joined.row_blocks, ())
+    assert joined.reason.endswith("split into 32 + 16 + 16, 4 + 2 + 1 heads separately")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_splits() -> None:
         ({"nothing": {"transposed": True}}, "matrices: pattern 'nothing' matches no parameter"),
     ],
 )
-def test_what_does_not_divide(settings: dict[str, Any], said: str) -> None:
+def test_indivisible_sizes(settings: dict[str, Any], said: str) -> None:
     model = Named(LLAMA, qkv_proj=(64, 7), query_key_value=(64, 7), odd=(9, 7))
     with pytest.raises(RoutingError, match=said):
         Muon(model, matrices=settings)
@@ -237,7 +237,9 @@ def test_heads_of_linear_attention_in_transformers(family: str) -> None:
     """Qwen3.5's fused projection and OLMo-Hybrid's separate ones, whose heads the classes name alike."""
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     (cls,) = (
-        each for name, each in vars(module).items() if name.endswith("GatedDeltaNet") and "RMS" not in name
+        attribute
+        for name, attribute in vars(module).items()
+        if name.endswith("GatedDeltaNet") and "RMS" not in name
     )
     source = inspect.getsource(cls.__init__)
     for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"):

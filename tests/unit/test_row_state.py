@@ -45,7 +45,7 @@ def test_blocks_may_begin_anew() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_block_of_a_grid_has_rows_of_its_own(transposed: bool) -> None:
+def test_every_block_of_a_grid_has_separate_rows(transposed: bool) -> None:
     """Blocks of unequal size, two below and two beside each other: rows are those of outputs in either orientation."""
     heights, widths = (2, 4), (3, 5)
     matrix = MatrixLayout(

@@ -140,7 +140,7 @@ def test_blocks_end_where_a_fragment_ends() -> None:
     st.data(),
 )
 @settings(max_examples=60)
-def test_any_range_of_a_fragment_decodes_alike(
+def test_any_range_of_a_fragment_decodes_to_the_same_values(
     sizes: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
     fragments, offset = [], 0

@@ -60,7 +60,7 @@ def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.T
     return table, directions, grad
 
 
-def test_small_matrices_follow_each_other_in_the_order_of_the_batch() -> None:
+def test_small_matrices_follow_in_the_order_of_the_batch() -> None:
     order = [2, 0, 1]
     table, directions, grad = made(4, order)
     batch = table.segments_of(order)
@@ -70,7 +70,7 @@ def test_small_matrices_follow_each_other_in_the_order_of_the_batch() -> None:
     assert table.segments_of([0, 1]).in_order and table.segments_of([0, 1]).local[0].buffer_offset == 32
 
 
-def test_sizes_that_would_be_misaligned_are_copied_at_once() -> None:
+def test_sizes_that_would_be_misaligned_are_copied_together() -> None:
     table, directions, grad = made(3, [0, 1])
     batch = table.segments_of([0, 1])
     assert batch.in_order and table.local_numel == 64
@@ -78,7 +78,7 @@ def test_sizes_that_would_be_misaligned_are_copied_at_once() -> None:
     assert torch.equal(copy.in_buffer(directions).reshape(2, 24), grad.view(2, 24))
 
 
-def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
+def test_equal_pieces_of_a_batch_are_copied_together() -> None:
     """On three ranks: the pieces of four matrices as one copy, which is all of them in order."""
     plan = plan_of(6, 4, ranks=3)
     (chunk,) = plan.chunks
@@ -106,7 +106,7 @@ def test_equal_pieces_of_a_batch_are_copied_at_once() -> None:
         assert torch.equal(matrices.view(-1, 48), expected[indices])
 
 
-def test_pieces_at_unequal_distances_are_not_joined() -> None:
+def test_unequally_spaced_pieces_are_not_joined() -> None:
     def copy(matrix: int, offset: int, numel: int = 4) -> Segment:
         return Segment.of(8 * matrix, numel, offset)._replace(matrix_strides=(8, numel, 1))
 
@@ -156,7 +156,7 @@ def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, 
     return weight.detach().clone(), shapes
 
 
-def test_a_large_stack_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_stack_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     together, once = updated(monkeypatch, 1 << 25)
     apart, chunked = updated(monkeypatch, 2 * 6 * 4)
     assert once == [(5, 6, 4)]
@@ -165,7 +165,7 @@ def test_a_large_stack_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     close(apart, together, rtol=0, atol=1e-5)
 
 
-def test_stacks_with_room_between_them_run_together() -> None:
+def test_stacks_with_gaps_between_them_run_together() -> None:
     """Two stacks of 182 elements, each at a multiple of 32: one step as if each were alone."""
     torch.manual_seed(0)
     start, gradients = torch.randn(2, 2, 7, 13), torch.randn(2, 2, 7, 13)

@@ -29,26 +29,26 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("what", SHARES)
-def test_share_of_blocks(what: str) -> None:
-    parts, blocks, ranks, expected = SHARES[what]
-    shards = TensorShards(0, (sum(blocks) // ranks,) * ranks, parts)
+@pytest.mark.parametrize("name", SHARES)
+def test_share_of_blocks(name: str) -> None:
+    sizes, blocks, ranks, expected = SHARES[name]
+    shards = TensorShards(0, (sum(blocks) // ranks,) * ranks, sizes)
     assert shards.blocks_of_shard(blocks) == expected
 
 
-def test_shares_and_whole_blocks_become_layouts_of_their_own() -> None:
+def test_shares_and_complete_blocks_become_separate_layouts() -> None:
     shards = TensorShards(0, (8,) * 4, (16, 8, 8), (True, False, False))
     matrix = MatrixLayout("qkv", 8, 16, 0, flat_placement(0, 128, 64), row_blocks=(4, 2, 2), tp_shards=shards)
     heads, key, value = split_shard(matrix)
     assert heads.tp_shards is None and (heads.rows, heads.first_row) == (4, 0)
-    assert [(each.first_row, each.logical_shape, each.is_tp_shard) for each in (key, value)] == [
+    assert [(layout.first_row, layout.logical_shape, layout.is_tp_shard) for layout in (key, value)] == [
         (4, (8, 16), True),
         (6, (8, 16), True),
     ]
-    for each, start in ((heads, 0), (key, 64), (value, 96)):
-        assert each.placement.rank_of(0) == start // 64
-    whole = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), tp_shards=TensorShards(0, (8, 8)))
-    assert split_shard(whole) == [whole]
+    for layout, start in ((heads, 0), (key, 64), (value, 96)):
+        assert layout.placement.rank_of(0) == start // 64
+    unsplit = MatrixLayout("up", 8, 16, 0, flat_placement(0, 128, 64), tp_shards=TensorShards(0, (8, 8)))
+    assert split_shard(unsplit) == [unsplit]
     iteration = MuonConfig().ns_settings(torch.device("cpu"))
     assert len(assign([matrix], iteration, np.zeros(2), divisor=32).matrices) == 3
     with pytest.raises(ConfigError, match=r"qkv: .* after 64 elements, .* multiple of 256"):
@@ -62,22 +62,22 @@ class Fused(nn.Module):
         self.embed = nn.Embedding(4, 4)
 
 
-def routed(parts: tuple[int, ...], **asked: object) -> tuple[tuple[int, ...], TensorShards | None]:
+def routed(sizes: tuple[int, ...], **asked: object) -> tuple[tuple[int, ...], TensorShards | None]:
     model = Fused()
     config = MuonConfig.from_params({"matrices": {"qkv_proj.weight": {"split": [16, 8, 8], **asked}}})
-    shards = {id(model.qkv_proj.weight): TensorShards(0, (16, 16), parts)}
+    shards = {id(model.qkv_proj.weight): TensorShards(0, (16, 16), sizes)}
     (route, _) = build_groups(model, config, shards=shards).routes
     return route.output_blocks, route.shards
 
 
-def test_counts_and_sizes_are_those_of_the_whole_layer() -> None:
-    parts, shards = routed((16, 8, 8))
-    assert parts == (8, 4, 4) and shards is not None and shards.complete == (False,) * 3
-    parts, shards = routed((16, 8, 8), heads=[4, 2, 1])
-    assert parts == (4, 4, 4, 4) and shards is not None and shards.complete == (True, True, True, False)
+def test_counts_and_sizes_are_those_of_the_full_layer() -> None:
+    sizes, shards = routed((16, 8, 8))
+    assert sizes == (8, 4, 4) and shards is not None and shards.complete == (False,) * 3
+    sizes, shards = routed((16, 8, 8), heads=[4, 2, 1])
+    assert sizes == (4, 4, 4, 4) and shards is not None and shards.complete == (True, True, True, False)
 
 
-def test_a_shard_is_divided_once_its_full_shape_is_known() -> None:
+def test_a_shard_is_divided_by_its_full_shape() -> None:
     """An optimizer made in a callable of deepspeed.initialize saw 16 outputs, which no split into 32 divides."""
     model = Fused()
     model.qkv_proj.weight.tensor_model_parallel = True
@@ -90,15 +90,15 @@ def test_a_shard_is_divided_once_its_full_shape_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "asked", "said"),
+    ("sizes", "asked", "said"),
     [
         ((), {}, "Set partition_stride"),
         ((32,), {}, "hold different blocks"),
         ((16, 8, 8), {"heads": [4, 1, 1], "transposed": True}, "outputs"),
     ],
 )
-def test_a_layout_that_is_not_known_is_refused(
-    parts: tuple[int, ...], asked: dict[str, object], said: str
+def test_an_unrecognized_layout_is_refused(
+    sizes: tuple[int, ...], asked: dict[str, object], said: str
 ) -> None:
     with pytest.raises(RoutingError, match=said):
-        routed(parts, **asked)
+        routed(sizes, **asked)

@@ -90,7 +90,7 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
     assert rb"gr\xf6\xdfe.json: expected a JSON object" in said.getvalue()
 
 
-def test_help_names_what_the_tables_have(
+def test_help_names_all_rows_of_the_tables(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")

@@ -75,28 +75,28 @@ def test_json(plan_of: PlanOf) -> None:
 def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf) -> None:
     """With as many expert-parallel ranks as ranks every expert is whole where it is, and none of it is sent."""
     command = ("qwen3-30b-a3b", "--world-size", "16", "--expert-parallel")
-    plans = {ways: plan_of(*command, ways) for ways in (1, 8, 16)}
+    plans = {expert_parallel: plan_of(*command, expert_parallel) for expert_parallel in (1, 8, 16)}
     shapes = {tuple(row["shape"]) for row in plans[8]["routes"] if "experts" in row["name"]}
     assert shapes == {(128, 768, 2048), (128, 2048, 768)}
     assert plans[8]["elements"] == plans[1]["elements"] == plans[16]["elements"]
-    sent = {ways: data["sent_bytes_per_rank"]["mean"] for ways, data in plans.items()}
+    sent = {expert_parallel: data["sent_bytes_per_rank"]["mean"] for expert_parallel, data in plans.items()}
     stacks = 48 * 128 * 3 * 768 * 2048
-    others = plans[1]["algorithms"]["muon"]["elements"] - stacks
+    dense = plans[1]["algorithms"]["muon"]["elements"] - stacks
     # At stage 3 each of n ranks holds an n-th of every matrix and sends 1 - 1/n of that, both ways, two bytes each.
-    assert sent[16] == pytest.approx(2 * 2 * others / 16 * 15 / 16, rel=1e-3)
+    assert sent[16] == pytest.approx(2 * 2 * dense / 16 * 15 / 16, rel=1e-3)
     assert sent[8] == sent[16], "each of two ranks holds 8 of 16 experts, whole ones"
     weights = [data["step"]["muon"]["memory"]["weights"] for data in plans.values()]
     assert weights[0] == weights[2]
 
 
-def test_at_stage_0_a_broadcast_passes_each_link_once() -> None:
+def test_in_stage_0_a_broadcast_passes_every_link_once() -> None:
     matrices = [Route(f"{n}", (64, 64), "muon", "") for n in range(32)]
     on_one, on_two = (exchange_of(matrices, PlanSettings(16, 0, gpus_per_node=n)) for n in (16, 8))
     assert on_one.internode_fraction == 0.0 and on_two.internode_fraction == pytest.approx(1 / 15)
     assert on_two.scatter_elements.sum() == 15 * 32 * 64 * 64
 
 
-def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_network_with_a_rate(plan_of: PlanOf, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["llama-7b", "--world-size", "16", "--network-gbit", "100"]
     data = plan_of(*common)
     byte = 8 / (100e9 * data["settings"]["assumed_link_efficiency"])
@@ -148,7 +148,7 @@ def test_a_network_of_a_known_rate(plan_of: PlanOf, capsys: pytest.CaptureFixtur
         ("qwen3-30b-a3b --expert-parallel 2 --separate-experts", "--separate-experts"),
     ],
 )
-def test_errors_say_what_to_do(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_say_the_remedy(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments.replace("'", '"').split()]) == 2
     assert said in capsys.readouterr().err
 
@@ -165,10 +165,10 @@ def test_a_file_without_an_optimizer_is_named(
 
 def test_figures_of_a_gpu_that_is_not_in_the_table(plan_of: PlanOf) -> None:
     figures = ["--flops", "989", "--memory", "80", "--bandwidth", "3350"]
-    known, other = plan_of("llama-7b"), plan_of("llama-7b", "--gpu", "mine", *figures)
-    assert known["step"] == other["step"] and other["settings"]["gpu"]["name"] == "mine"
+    tabled, given = plan_of("llama-7b"), plan_of("llama-7b", "--gpu", "mine", *figures)
+    assert tabled["step"] == given["step"] and given["settings"]["gpu"]["name"] == "mine"
     faster = plan_of("llama-7b", "--flops", "1978")["step"]["muon"]["seconds"]
-    assert faster["newton_schulz"] == pytest.approx(known["step"]["muon"]["seconds"]["newton_schulz"] / 2)
+    assert faster["newton_schulz"] == pytest.approx(tabled["step"]["muon"]["seconds"]["newton_schulz"] / 2)
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "ds_configs").iterdir()), ids=lambda file: file.name)
@@ -198,7 +198,7 @@ def test_the_first_example_of_the_page_fits_its_gpus(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_what_needs_transformers_says_so(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_transformers_is_said(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown architecture, and any configuration without transformers."""
     if not installed:
         monkeypatch.setitem(sys.modules, "transformers", None)
@@ -221,7 +221,7 @@ def test_frozen_weights_take_memory_and_are_gathered(stage: int, ranks_with_all:
     routes = route_parameters(load_model("llama-7b"))
     settings = PlanSettings(8, stage)
     frozen = [replace(route, algorithm="frozen") for route in routes[:-10]] + [*routes[-10:]]
-    trained, adapters = (report("m", each, settings)["step"]["muon"] for each in (routes, frozen))
+    trained, adapters = (report("m", model, settings)["step"]["muon"] for model in (routes, frozen))
     elements = sum(route.numel for route in routes)
     for step in (trained, adapters):
         assert step["memory"]["weights"] == pytest.approx(2 * elements / ranks_with_all, rel=1e-3)

@@ -95,7 +95,7 @@ NO_SECTION = 'no section "optimizer"'
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "optimizer.params: must be an object"),
     ],
 )
-def test_what_cannot_be_read(content: dict[str, Any], message: str) -> None:
+def test_unreadable_input(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         propose(content)
 
@@ -126,7 +126,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rates", str(REPOSITORY / "ds_configs" / "1b_8gpus.hjson")]) == 0
 
 
-def test_the_page_shows_what_is_printed(
+def test_the_page_shows_the_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from deepspeed_muon.engine.workarounds import LOOKED_AT, WORKAROUNDS
 from tests.support.native_ops import REPOSITORY
 
 
-def test_the_newest_release_was_looked_at() -> None:
+def test_the_newest_release_was_checked() -> None:
     """A new tested release stops here until somebody knows which defects it still has.
 
     ``scripts/planted_defects.py --workarounds`` runs each test without its workaround.
@@ -27,7 +27,7 @@ def test_a_test_shows_the_defect(workaround: Workaround) -> None:
     assert f"def {function.partition('[')[0]}(" in (REPOSITORY / path).read_text()
 
 
-def test_each_is_on_until_a_release_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_on_until_a_release_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     still_needed, fixed = (Workaround(defect="", test="", fixed_in=release) for release in (None, "0.19.7"))
     for release, expected in {"0.19.6": (True, True), "0.19.7": (True, False)}.items():
         monkeypatch.setattr(patching, "INSTALLED", Version(release))
