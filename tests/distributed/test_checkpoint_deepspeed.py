@@ -76,7 +76,7 @@ CASES = [
         (2, "fp32", OFFLOAD, {}, NORMUON),
         full(3, "fp32", SMALL, {}, NORMUON),
         full(0, "fp32", {}, {}, NORMUON),
-        (1, "bf16", {}, {}, NORMUON),
+        full(1, "bf16", {}, {}, NORMUON),
         (3, "fp32", SMALL, {}, {"momentum_dtype": "bf16"}),
         full(1, "bf16", OFFLOAD, {}, {"momentum_dtype": "bf16"}),
         (2, "bf16", OFFLOAD, {}, CODES),

@@ -75,11 +75,11 @@ CORE = [
     (3, 3, OFFLOAD, 3, 1, OFFLOAD),
 ]
 SETTINGS = [
-    (0, 2, {}, 3, 3, {}, {"precision": "bf16"}),
+    full(0, 2, {}, 3, 3, {}, {"precision": "bf16"}),
     full(0, 2, {}, 3, 3, {}, {"precision": "fp16"}),
     full(3, 2, {}, 2, 3, {}, {"precision": "bf16"}),
     (3, 2, {}, 2, 3, {}, {"precision": "fp16"}),
-    (3, 4, {}, 2, 2, {}, {"params": NORMUON}),
+    full(3, 4, {}, 2, 2, {}, {"params": NORMUON}),
     (3, 4, {}, 2, 2, {}, {"params": NORMUON | CODES}),
 ]
 

@@ -161,8 +161,8 @@ ZERO: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 USUAL_ZERO = {
-    *(("0", 2), ("1", 4), ("1-offload", 2), ("1-round-robin", 2), ("2", 2), ("2", 4), ("2-offload", 2)),
-    *(("3", 1), ("3-sub-groups", 4), ("3-offload", 2)),
+    *(("0", 2), ("1", 4), ("1-offload", 2), ("2", 2), ("2-offload", 2)),
+    *(("3-sub-groups", 4), ("3-offload", 2)),
 }
 
 
@@ -217,7 +217,7 @@ def test_pipelines(ranks: Any, kind: str, stages: int, world: int, zero: int, te
     check(ranks(world), "tests.support.pipelines:train", kind, micro_batches, **arguments)
 
 
-@pytest.mark.parametrize("stage", usual((0, 1, 2, 3), {0, 1, 3}))
+@pytest.mark.parametrize("stage", usual((0, 1, 2, 3), {0, 3}))
 def test_tensor_parallelism(ranks: Any, stage: int) -> None:
     """Shards count on every rank, and copies once."""
     check(ranks(4), "tests.support.tensor_parallel:train", "even", 2, stage=stage)
@@ -235,7 +235,7 @@ MOE = [
     *product((1, 2), ("fp32",), ("", "offload")),
     (1, "bf16", "fp32-sums"),
 ]
-USUAL_MOE = {(0, "fp32", ""), (1, "bf16", "fp32-sums"), (2, "fp32", "")}
+USUAL_MOE = {(1, "bf16", "fp32-sums"), (2, "fp32", "")}
 
 
 @pytest.mark.parametrize(("stage", "precision", "setting"), usual(MOE, USUAL_MOE))
@@ -260,12 +260,13 @@ def test_experts(ranks: Any, stage: int, precision: str, setting: str) -> None:
 AUTOEP = list(product((1, 2, 3), ("", "offload")))
 
 
-@pytest.mark.parametrize(("stage", "setting"), usual(AUTOEP, {(2, ""), (3, "offload")}))
+@pytest.mark.parametrize(("stage", "setting"), usual(AUTOEP, {(3, "offload")}))
 def test_autoep(ranks: Any, stage: int, setting: str) -> None:
     arguments = {"kind": "autoep", "stage": stage, "ep_size": 2, "zero": OFFLOAD if setting else {}}
     check(ranks(4), "tests.distributed.test_experts:train", "autoep", 4, FP32_GATE, steps=4, **arguments)
 
 
+@pytest.mark.full
 def test_nvme(ranks: Any, tmp_path: Path) -> None:
     """Sub-groups whose masters are on the disk between steps; the norms of their gradients are not."""
     check(ranks(2), "tests.distributed.test_nvme:train", "toy", 2, clipping=0.5, folder=str(tmp_path))

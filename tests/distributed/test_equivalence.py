@@ -18,7 +18,7 @@ from tests.support import tensor_parallel, training
 from tests.support.contract import compare, compare_matrices
 from tests.support.models import MATRICES
 from tests.support.rounding import BF16_MODEL, HALF_MODEL
-from tests.support.thinning import each_value, full, pairwise, usual
+from tests.support.thinning import each_value, full, usual
 
 CASES = list(product((0, 1, 2, 3), (1, 2, 3, 4), (1, 2), (0.0, 0.5)))
 # The fast core: every stage with every world size once, accumulation and clipping alternating (pairwise).
@@ -43,7 +43,7 @@ def test_matches_the_reference(
 
 # Ranks, and how many of them share a model. Tensor parallelism cuts rows and columns, heads and parts.
 RANKS = ((1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (4, 4))
-INVARIANCE = pairwise(product(VARIANTS, range(4), RANKS, (1, 2)))
+INVARIANCE = each_value(product(VARIANTS, range(4), RANKS, (1, 2)))
 
 
 @pytest.mark.parametrize(("variant", "stage", "ranks_and_size", "accumulation"), INVARIANCE)
@@ -84,7 +84,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("variant", "kind", "name", "world"),
-    pairwise(product(VARIANTS, KINDS, LAYOUTS, [2, 4])),
+    each_value(product(VARIANTS, KINDS, LAYOUTS, [2, 4])),
 )
 def test_layouts(ranks: Any, variant: str, kind: str, name: str, world: int) -> None:
     settings = dict(LAYOUTS[name])

@@ -251,11 +251,13 @@ AUTOEP_CASES = [
     for world, ep_size in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
     for accumulation, clipping in ((1, 0.5), (2, 0.0), (2, 0.5))
 ]
+# Every stage, and experts that no, two and all ranks share.
+AUTOEP_CORE = {("autoep", 1, 4, 2, 2, 0.5), ("autoep", 2, 2, 1, 1, 0.5), ("autoep", 3, 4, 4, 2, 0.0)}
 
 
 @pytest.mark.parametrize(
     ("kind", "stage", "world", "ep_size", "accumulation", "clipping"),
-    [*usual(CASES, CORE, compat=CORE), *each_value(AUTOEP_CASES)],
+    [*usual(CASES, CORE, compat=CORE), *usual(AUTOEP_CASES, AUTOEP_CORE)],
 )
 def test_matches_the_reference(
     ranks: Any, kind: str, stage: int, world: int, ep_size: int, accumulation: int, clipping: float
@@ -297,7 +299,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", usual(SETTINGS, {"stage2-offload", "stage3-offload", "stage3-zero-init"}))
+@pytest.mark.parametrize("name", usual(SETTINGS, {"stage2-offload", "stage3-zero-init"}))
 def test_settings(ranks: Any, name: str) -> None:
     results = ranks(4).run(train, kind="autoep", ep_size=2, accumulation=2, clipping=0.5, **SETTINGS[name])
     compare(results, "autoep", 8, 0.5)
@@ -618,11 +620,14 @@ def hugging_face_reference(family: str, world: int) -> tuple[Any, Any, list[floa
 
 @pytest.mark.parametrize(
     ("family", "stage", "world", "ep_size"),
-    each_value(
-        (family, stage, world, ep_size)
-        for family in ("mixtral", "qwen3_moe")
-        for stage in (3, 2, 1)
-        for world, ep_size in ((2, 2), (4, 2), (4, 4))
+    usual(
+        (
+            (family, stage, world, ep_size)
+            for family in ("mixtral", "qwen3_moe")
+            for stage in (3, 2, 1)
+            for world, ep_size in ((2, 2), (4, 2), (4, 4))
+        ),
+        {("mixtral", 3, 4, 2), ("qwen3_moe", 1, 2, 2)},
     ),
 )
 def test_models_of_hugging_face(ranks: Any, family: str, stage: int, world: int, ep_size: int) -> None:

@@ -54,7 +54,7 @@ def restored(rank: int, world_size: int, *, folder: str, stage: int, schedule: b
 
 @pytest.mark.parametrize(
     ("optimizer", "stage", "to_stage", "schedule"),
-    [("AdamW", 2, 0, False), ("AdamW", 0, 3, True), full("AdamW", 3, 1, True), ("Muon", 3, 2, False)],
+    [full("AdamW", 2, 0, False), ("AdamW", 0, 3, True), full("AdamW", 3, 1, True), ("Muon", 3, 2, False)],
 )
 def test_a_converted_set_brings_no_settings(
     ranks: Any, tmp_path: Path, optimizer: str, stage: int, to_stage: int, schedule: bool
@@ -144,7 +144,7 @@ def run_command_in(message: str) -> str:
     ("kind", "stage", "to_stage", "size"),
     [
         ("AdamW", 2, 2, 2),
-        ("AdamW", 0, 0, 2),
+        full("AdamW", 0, 0, 2),
         full("AdamW", 3, 3, 2),
         full("AdamW", 1, 3, 3),
         ("Muon", 2, 1, 2),
@@ -152,7 +152,7 @@ def run_command_in(message: str) -> str:
         full("ours", 1, 3, 2),
         full("ours", 3, 0, 2),
         ("ours", 0, 2, 3),
-        ("ours", 3, 3, 3),
+        full("ours", 3, 3, 3),
         full("ours", 2, 2, 1),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_foreign_checkpoint_names_the_command(
         assert "consolidated set, which engine.load_checkpoint does not read" in by_deepspeed["refused"]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, full(2), 3])
 def test_routes_that_changed_are_named(ranks: Any, tmp_path: Path, stage: int) -> None:
     """The message said "another order (order was 'balanced') than this engine's ('balanced')"."""
     saved = {"exclude": ["blocks.1.up.weight"]}

@@ -99,7 +99,6 @@ CASES = [(setting, schedule) for setting in SETTINGS for schedule in SCHEDULES]
 # Each place where DeepSpeed keeps gradients, with the schedule that is hardest for it.
 CORE = {
     ("0", "micro"),
-    ("1", "micro"),
     ("1-overlap-round-robin", "micro"),
     ("1-offload", "micro"),
     ("1-bf16-optimizer", "life"),
@@ -108,7 +107,6 @@ CORE = {
     ("2-bf16-fp32-sums-offload", "overflow"),
     ("3", "micro"),
     ("3-sub-groups", "life"),
-    ("3-fp16", "overflow"),
     ("3-offload-both-pinned", "micro3"),
     ("3-fp16-offload", "overflow"),
 }

@@ -27,7 +27,7 @@ from tests.support.contract import (
 from tests.support.models import MATRICES, build
 from tests.support.oracle import Cuts, Oracle, cuts_in, matrices_of, stored_in_8_bits
 from tests.support.rounding import BF16_MODEL, FP16_MODEL, HALF_MODEL, Arithmetic, limits
-from tests.support.thinning import full, pairwise
+from tests.support.thinning import each_value, full, pairwise
 from tests.support.training import OFFLOAD
 
 # What is left of a tensor that is kept in a dtype.
@@ -170,7 +170,7 @@ STORED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("variant", "stage", "stored", "momentum"),
-    pairwise(product(VARIANTS, (3, 2, 1), STORED, ("fp32", "bf16", "int8"))),
+    each_value(product(VARIANTS, (3, 2, 1), STORED, ("fp32", "bf16", "int8"))),
 )
 def test_variants_in_half_precision(ranks: Any, variant: str, stage: int, stored: str, momentum: str) -> None:
     """Every variant, bf16 masters or fp32 ones, and every dtype of the momentum."""
