@@ -28,7 +28,7 @@ from tests.support.moe_hugging_face import (
 )
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import FP32_MODEL, limits
-from tests.support.thinning import each_value, full, usual
+from tests.support.thinning import full, usual
 
 pytestmark = NEEDS_ACCELERATE
 
@@ -135,7 +135,7 @@ def experts_with_a_gradient(model: Any, family: str) -> set[tuple[int, int]]:
 def compare(results: list[Any], family: str, listed: bool, trained: str = "") -> None:
     start, end, norms = reference(family, listed, len(results), trained)
     # The models compute in fp32, their routers and norms in the reference too.
-    allowed = limits(reference, family, listed, len(results), trained, arithmetic=FP32_MODEL)
+    allowed = limits(reference, family, listed, len(results), trained, arithmetic=FP32_MODEL, seeds=2)
     names = muon_names(family, listed=listed)
     for name, (algorithm, kind) in results[0]["routes"].items():
         expected = "frozen" if trained not in name else "muon" if name in names else "adamw"
@@ -153,12 +153,14 @@ def compare(results: list[Any], family: str, listed: bool, trained: str = "") ->
         compare_norms(result["norms"], norms, allowed.norms)
 
 
-CASES = each_value(
-    (family, listed, stage, world, leaf)
-    for family, listed, stage, world, leaf in product(
-        FAMILIES, (True, False), (3, 2, 1), (2, 4), ("none", "marked")
-    )
-)
+# Mixtral's stacks are Qwen's, and AutoEP trains it in test_experts.py.
+CORE = [
+    ("deepseek_v3", True, 3, 2, "none"),
+    ("gpt_oss", True, 1, 2, "none"),
+    ("llama4", True, 3, 2, "none"),
+    ("qwen3_moe", False, 2, 4, "marked"),
+]
+CASES = usual(product(FAMILIES, (True, False), (3, 2, 1), (2, 4), ("none", "marked")), CORE)
 
 
 @pytest.mark.parametrize(("family", "listed", "stage", "world", "leaf"), CASES)

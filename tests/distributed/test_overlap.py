@@ -28,7 +28,7 @@ CHUNK = 90
         (3, 4, "toy", "bf16"),
         full(3, 3, "mixed", "bf16"),
         full(0, 2, "toy", "fp16"),
-        (3, 3, "toy", "fp32"),
+        full(3, 3, "toy", "fp32"),
     ],
 )
 def test_overlap_changes_nothing(ranks: Any, stage: int, world: int, kind: str, wire: str) -> None:

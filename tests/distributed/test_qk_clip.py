@@ -111,7 +111,7 @@ def clipped(
         pytest.param(1, 2, 1, "latent", marks=pytest.mark.compat),
         full(1, 4, 1, "grouped"),
         full(2, 2, 2, "grouped"),
-        (2, 4, 1, "fused_attention"),
+        full(2, 4, 1, "fused_attention"),
         pytest.param(3, 2, 1, "latent", marks=pytest.mark.compat),
         (3, 4, 2, "grouped"),
         full(2, 1, 2, "latent"),
