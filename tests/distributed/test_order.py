@@ -66,7 +66,7 @@ def reference(micro_batches: int) -> tuple[Any, Any, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "world", "precision"), [(1, 2, "bf16"), (2, 2, "fp32"), full(2, 3, "fp32"), (1, 4, "fp32")]
+    ("stage", "world", "precision"), [full(1, 2, "bf16"), (2, 2, "fp32"), full(2, 3, "fp32"), (1, 4, "fp32")]
 )
 def test_same_update_and_no_more_bytes(ranks: Any, stage: int, world: int, precision: str) -> None:
     run = ranks(world).run

@@ -21,8 +21,8 @@ WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
 @pytest.mark.parametrize(
     ("stage", "world", "zero"),
     [
-        (0, 2, {}),
-        (1, 3, {}),
+        full(0, 2, {}),
+        full(1, 3, {}),
         (2, 4, {"round_robin_gradients": True}),
         pytest.param(3, 2, {"sub_group_size": 400}, marks=pytest.mark.compat),
         full(3, 4, {}),
@@ -48,7 +48,7 @@ def test_bf16_optimizer_splits_too(ranks: Any) -> None:
     compare_matrices(results, "fused", 2, 0.0, BF16_MODEL)
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), full(1, 3), full(2, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "world"), [full(0, 2), full(1, 3), full(2, 2), (3, 4)])
 def test_convolutions(ranks: Any, stage: int, world: int) -> None:
     """Conv1d, 2d and 3d are one filter bank each; depthwise and transposed ones go to AdamW."""
     results = ranks(world).run(training.train, stage=stage, kind="convolutions", zero_init=stage == 3)
