@@ -4,8 +4,8 @@
 each tested release; ``scripts/fingerprints.py`` writes it. A new release that keeps names and parameters, and changes
 what a function does, would otherwise go unnoticed.
 
-Python's own representations of a function (bytecode, syntax tree) differ between its versions, and text between
-formatters. So the digest is that of the tokens, without comments, docstrings and line breaks.
+The digest is that of the text: Python's own representations of a function (bytecode, syntax tree, tokens) differ
+between its versions. A release in which only a comment changed is warned of, too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import io
 import json
 import os
-import token
-import tokenize
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypedDict
@@ -85,18 +81,13 @@ def unknown(followed: Iterable[Followed]) -> list[str]:
 
     Functions are only looked at in files that are not those of a tested release either, as that takes much longer.
     """
-    fingerprints = table()
-    in_file: dict[str | None, list[Followed]] = defaultdict(list)
+    tested, names = table(), []
     for owner, name in followed:
-        in_file[file_of(owner, name)].append((owner, name))
-    names = []
-    for file, functions in in_file.items():
-        if file is not None and digest_of_file(file) in fingerprints["files"].get(file, {}).values():
+        file, key = file_of(owner, name), name_of(owner, name)
+        if file is not None and digest_of_file(file) in tested["files"].get(file, {}).values():
             continue
-        for owner, name in functions:
-            key = name_of(owner, name)
-            if digest_of(owner, name) not in fingerprints["functions"].get(key, {}).values():
-                names.append(key)
+        if digest_of(owner, name) not in tested["functions"].get(key, {}).values():
+            names.append(key)
     return names
 
 
@@ -132,10 +123,11 @@ def source_of(owner: object, name: str) -> str:
 
 
 def digest_of(owner: object, name: str) -> str:
-    """Return the digest of a function's tokens."""
-    return _digest("\n".join(tokens_of(source_of(owner, name))).encode())
+    """Return the digest of a function's source."""
+    return _digest(source_of(owner, name).encode())
 
 
+@functools.cache
 def digest_of_file(file: str) -> str:
     """Return the digest of a file of the package, empty if it cannot be read."""
     try:
@@ -146,49 +138,3 @@ def digest_of_file(file: str) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def tokens_of(source: str) -> Iterator[str]:
-    """Yield the tokens of a function or class, equal for all versions of Python.
-
-    Comments, docstrings and line breaks inside of statements are left out.
-    """
-    lines = source.splitlines(keepends=True)
-    if lines and lines[0][:1].isspace():
-        lines.insert(0, "if True:\n")  # a method, whose first line is indented
-    # string_alone is a string with which a statement begins, held back until it is clear whether it is all of it.
-    starts_statement, string_alone = True, ""
-    # Where the f-strings begin that are open: Python 3.12 and later divide them into tokens.
-    f_strings: list[tuple[int, int]] = []
-    starts = {getattr(token, name, None) for name in ("FSTRING_START", "TSTRING_START")}
-    ends = {getattr(token, name, None) for name in ("FSTRING_END", "TSTRING_END")}
-    for lexeme in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
-        text = lexeme.string
-        if lexeme.type in starts:
-            f_strings.append(lexeme.start)
-            continue
-        if lexeme.type in ends:
-            # the text of the f-string, as one token of older versions
-            (row, column), (end_row, end_column) = f_strings.pop(), lexeme.end
-            rows = lines[row - 1 : end_row]
-            rows[-1] = rows[-1][:end_column]
-            rows[0] = rows[0][column:]
-            text = "".join(rows)
-        if f_strings or lexeme.type in (token.COMMENT, token.NL, token.ENCODING, token.ENDMARKER):
-            continue
-        if lexeme.type == token.NEWLINE:
-            if not string_alone:
-                yield ";"
-            starts_statement, string_alone = True, ""  # a statement that is a string only is a docstring
-            continue
-        if lexeme.type in (token.INDENT, token.DEDENT):
-            yield "{" if lexeme.type == token.INDENT else "}"
-            continue
-        if string_alone:
-            yield string_alone
-            string_alone = ""
-        if starts_statement and lexeme.type == token.STRING:
-            string_alone = text
-        else:
-            yield text
-        starts_statement = False

@@ -18,43 +18,6 @@ from tests.support import training
 from tests.support.harness import run_ranks
 from tests.support.native_ops import REPOSITORY
 
-SOURCE = '''
-    @decorated(  # twice
-        "a", b=[1,
-                2],
-    )
-    def step(self, closure=None):
-        """Take a step."""
-        # The first one.
-        def inner(x):
-            "Inner."
-            return f"{x!r:>{self.width}} {'quoted'} {{braces}}" + """kept
-  as it is"""
-
-        return inner(closure) if closure else None
-'''
-SAME = '''
-  @decorated("a", b=[1, 2],)
-  def step(self, closure=None):
-
-          def inner(x):
-            return f"{x!r:>{self.width}} {'quoted'} {{braces}}" + """kept
-  as it is"""
-          return inner(closure) if closure else None  # at last
-'''
-
-
-@pytest.mark.compat
-def test_digests_are_those_of_tokens() -> None:
-    """Equal under every Python, whose tokens of f-strings differ; comments, docstrings and line breaks do not count."""
-    tokens = list(fingerprints.tokens_of(SOURCE.lstrip("\n")))
-    assert fingerprints._digest("\n".join(tokens).encode()) == "0ee6514f96cb286a"
-    assert "step" in tokens and not {"# twice", '"Inner."', '"""Take a step."""'} & set(tokens)
-    assert """f"{x!r:>{self.width}} {'quoted'} {{braces}}\"""" in tokens
-    assert list(fingerprints.tokens_of(SAME.lstrip("\n"))) == tokens
-    changed = list(fingerprints.tokens_of(SOURCE.replace("[1,", "[3,").lstrip("\n")))
-    assert len(changed) == len(tokens) and changed != tokens
-
 
 @pytest.mark.compat
 def test_the_table_has_every_function_of_the_installed_release() -> None:
@@ -111,7 +74,6 @@ def test_changed_functions_are_named_once(tmp_path: Path) -> None:
     text = text.replace(
         "def zero_grad(self, set_to_none=True):", "def zero_grad(self, set_to_none=False):", 1
     )
-    text = text.replace("# FP32 grad should never exist.", "# Another comment.")
     path.write_text(
         text.replace("    def reset_cpu_buffers(self):", "    def reset_cpu_buffers(self):\n        pass")
     )
