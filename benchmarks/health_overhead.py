@@ -41,7 +41,7 @@ def measure(rank: int, world_size: int, *, layers: int, rounds: int, ns_dtype: s
         runner.check.settle = watch.around(runner.check.settle)
     for number, modes in enumerate(support.turns(MODES, rounds + 1)):
         for mode in modes:
-            engine.backward(engine(batch_of(256, number, 256, "cpu")))
+            engine.backward(engine(batch_of(256, number, 256)))
             recorder.every = int(mode == "sample")
             dist.barrier()
             watch.seconds = 0.0

@@ -13,7 +13,7 @@ of this project keep rank 0's ``kernel_report()``.
 rate in both directions (``benchmarks/network.py``). The rates follow each other without a restart. It needs root and
 iproute2. Nothing of it touches the machine's own network, and nothing is left when it has ended, even by a kill.
 
-On GPUs: ``torchrun --nproc_per_node N benchmarks/optimizer_step.py --device cuda --model 350M --stages 0 1 2 3``.
+Whole steps on GPUs: ``benchmarks/whole_steps.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
 import signal
 import sys
 import time
@@ -66,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = support.options(__doc__)
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["5M"])
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="ignored on GPUs")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
     parser.add_argument(
         "--optimizers",
@@ -78,27 +77,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a micro-batch of one sequence")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-times", action="store_true", help="only measure memory")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     links = (
         "of every rank's link in each direction, for times alone: unlimited 1gbit; predictions need unlimited"
     )
     parser.add_argument("--rates", nargs="+", type=rate_of, default=[], help=links)
-    parser.add_argument(
-        "--updates", action="store_true", help="compare each optimizer's first update with float64"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="keep a trace of one step of each cell, beside --out"
-    )
-    arguments = parser.parse_args()
-    if arguments.device == "cuda":
-        arguments.ranks = [int(os.environ.get("WORLD_SIZE", "1"))]
-    return arguments
+    return parser.parse_args()
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
     """Measure every cell; yield its rows when its times are known, and again with the memory."""
     cells = list(itertools.product(arguments.model, arguments.stages, arguments.accumulation))
-    runner = _OnGpu() if arguments.device == "cuda" else _OnCpu(has_links=bool(arguments.rates))
+    runner = _Ranks(has_links=bool(arguments.rates))
     with contextlib.closing(runner):
         for ranks in arguments.ranks:
             for model, stage, accumulation in cells:
@@ -107,17 +96,12 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[Row]]:
             runner.close()
 
 
-def measure_cell(
-    runner: _OnGpu | _OnCpu, arguments: argparse.Namespace, ranks: int, cell: Row
-) -> Iterator[list[Row]]:
-    common = {**cell, "tokens": arguments.tokens, "device": arguments.device}
+def measure_cell(runner: _Ranks, arguments: argparse.Namespace, ranks: int, cell: Row) -> Iterator[list[Row]]:
+    common = {**cell, "tokens": arguments.tokens}
     names = [name for name in arguments.optimizers if ONLY_STAGE.get(name, cell["stage"]) == cell["stage"]]
     found: dict[str, Row] = {name: {**cell, "ranks": ranks, "optimizer": name} for name in names}
     if not arguments.no_times:
         timing = {"optimizers": names, "repeats": arguments.repeats, **common}
-        if arguments.profile and arguments.out:
-            where = "-{model}-stage{stage}-ranks{ranks}-acc{accumulation}".format(ranks=ranks, **cell)
-            timing["profile"] = f"{arguments.out.resolve()}{where}"
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         reports = runner.run("measure_times", ranks, rates=arguments.rates or [None], **timing)
         for name, row in found.items():
@@ -134,12 +118,6 @@ def measure_cell(
         for name, row in found.items():
             row |= reports[0][name]["times"][0]
         yield list(found.values())
-    if arguments.updates:
-        where = {key: common[key] for key in ("model", "stage", "tokens", "device")}
-        distances = runner.run("measure_updates", ranks, optimizers=names, **where)[0]
-        for name, distance in distances.items():
-            found[name]["distance"] = distance
-        yield list(found.values())
     if not arguments.no_memory:
         for name, row in found.items():
             row["peak_bytes"] = max(
@@ -148,7 +126,7 @@ def measure_cell(
         yield list(found.values())
 
 
-class _OnCpu:
+class _Ranks:
     """Pools of gloo ranks, one for times and one for memory, as the tests start them; with links on hosts."""
 
     def __init__(self, *, has_links: bool = False) -> None:
@@ -201,28 +179,6 @@ def rank_hosts(network: HostNetwork) -> list[Any]:
     ]
 
 
-class _OnGpu:
-    """This process is a rank: of torchrun, or the only one."""
-
-    def run(self, function: str, ranks: int, *, memory: bool = False, **settings: Any) -> list[Any]:
-        import torch
-        import torch.distributed as dist
-
-        from benchmarks import step_ranks
-
-        step_ranks.join("cuda")
-        report = getattr(step_ranks, function)(dist.get_rank(), ranks, **settings)
-        torch.cuda.empty_cache()
-        reports: list[Any] = [None] * ranks
-        dist.all_gather_object(reports, report)
-        return reports
-
-    def close(self) -> None:
-        from benchmarks import step_ranks
-
-        step_ranks.leave()
-
-
 def place(row: Row) -> tuple[Any, ...]:
     """Return what tells a row from others, in the order of the table."""
     where = (row[key] for key in ("model", "stage", "ranks", "accumulation"))
@@ -243,7 +199,6 @@ def main() -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
-    first = int(os.environ.get("RANK", "0")) == 0
     rows: list[Row] = support.read(arguments.out).get("rows", [])
     with contextlib.closing(measure(arguments)) as cells:
         for found in cells:
@@ -256,9 +211,9 @@ def main() -> int:
                 "tokens": arguments.tokens,
                 "rows": rows,
             }
-            if first:  # after every cell, so that a long matrix can be stopped
-                print("\n".join(page(report)), flush=True)
-                support.write(arguments.out, report, page(report))
+            # after every cell, so that a long matrix can be stopped
+            print("\n".join(page(report)), flush=True)
+            support.write(arguments.out, report, page(report))
     return 0
 
 

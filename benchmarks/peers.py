@@ -6,8 +6,6 @@ Needs a checkout of https://github.com/microsoft/dion on ``PYTHONPATH``. It comp
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -69,38 +67,3 @@ class FullyShardedDion:
         """Release the model."""
         self.optimizer.state.clear()
         del self.model, self.optimizer
-
-
-class Fields:
-    """Whole fp32 weights and gradients of the hidden matrices of an engine; all ranks must call."""
-
-    def __init__(self, engine: Any) -> None:
-        module = engine.model if isinstance(engine, FullyShardedDion) else engine.module
-        shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in module.named_parameters()}
-        self._shapes = {
-            n: shape for n, shape in shapes.items() if n.startswith("layers.") and len(shape) == 2
-        }
-        self._matrices = {n: p for n, p in module.named_parameters() if n in self._shapes}
-        if isinstance(engine, FullyShardedDion):
-            self._weight, self._gradient = lambda p: p.full_tensor(), lambda p: p.grad.full_tensor()
-        else:
-            from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-
-            self._weight, self._gradient = safe_get_full_fp32_param, safe_get_full_grad
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return copies of the weights, by name."""
-        return {n: self._whole(n, self._weight(p)) for n, p in self._matrices.items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return copies of the gradients, by name."""
-        return {n: self._whole(n, self._gradient(p)) for n, p in self._matrices.items()}
-
-    def _whole(self, name: str, values: Tensor) -> Tensor:
-        return values.detach().clone().double().cpu().view(self._shapes[name])
-
-
-def sine(a: Tensor, b: Tensor) -> float:
-    """Return the sine of the angle between two tensors as vectors."""
-    a, b = a / a.norm(), b / b.norm()
-    return float((a - (a * b).sum() * b).norm())

@@ -69,8 +69,8 @@ def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer
     engine = step_ranks.make_engine(optimizer, step_ranks.decoder(model), stage, 2, "cpu")
     inner, wrapper = engine.basic_optimizer, engine.optimizer
     masters = wrapper.fp32_partitioned_groups_flat if stage == 3 else wrapper.single_partition_of_fp32_groups
-    batches = step_ranks.batches_of(model, 2, 32, "cpu")
-    step_ranks.one_step(engine, batches, "cpu")
+    batches = step_ranks.batches_of(model, 2, 32)
+    step_ranks.one_step(engine, batches)
     gc.collect()
     step_ranks.reset_peak("cpu")
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_ranks import MODELS, Decoder
+from benchmarks.step_ranks import members_of
 from benchmarks.support import Row
-from deepspeed_muon.routing.parameters import model_parameters_by_name
-from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.predict import PlanSettings, exchange_of, zero_bytes
 
@@ -42,7 +40,7 @@ def _place(row: Row) -> tuple[Any, ...]:
 def _predicted(row: Row, unlimited: float) -> float:
     """Return the seconds of a step at the row's rate, from its seconds without a limit."""
     settings = PlanSettings(row["ranks"], row["stage"], gpus_per_node=1, device=torch.device("cpu"))
-    routes = _routes(row["model"])
+    routes = route_parameters(members_of(row["model"]))
     sent = zero_bytes(routes, settings)
     if settings.stage == 3:
         # gloo has no reduce-scatter: torch runs an all-reduce, of twice the bytes.
@@ -54,9 +52,3 @@ def _predicted(row: Row, unlimited: float) -> float:
         one_way = max(exchange.gather_elements.max(), exchange.scatter_elements.max()) * settings.wire_bytes
         sent += exchange.internode_fraction * float(one_way) * (2.0 if settings.stage else 1.0)
     return unlimited + (8 * sent / (row["rate"] * _PAYLOAD) if row["ranks"] > 1 else 0.0)
-
-
-def _routes(model: str) -> list[Route]:
-    with torch.device("meta"):
-        members = list(model_parameters_by_name(Decoder(MODELS[model])).values())
-    return route_parameters(members)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from torch.nn import functional as F
 from benchmarks import peers, support
 from benchmarks.network import End, limit_rate, link_bytes
 from benchmarks.sent_bytes import counting
+from deepspeed_muon.routing.evidence import NamedParameter
+from deepspeed_muon.routing.parameters import model_parameters_by_name
+from deepspeed_muon.tools.model_shapes import load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ MODELS = {
     "tiny": Shape(64, 176, 2, 64),
 }
 
+ADAMW = "DeepSpeed AdamW"
+UNCHECKED = "DeepSpeed AdamW, check_grad_overflow false"
 EIGHT_BIT = "torchao AdamW8bit, blocks of 64"
 DION = "Dion's Muon, FSDP2"
 
@@ -61,16 +65,15 @@ OPTIMIZERS = (
     *VARIANTS,
     "DeepSpeed Muon, standard",  # bf16 where supported
     "DeepSpeed Muon, gram",  # its default: fp16 where supported
-    "DeepSpeed AdamW",
+    ADAMW,
+    UNCHECKED,
     EIGHT_BIT,  # in blocks that divide ZeRO's partitions, else it keeps fp32; needs torchao
     "torch Muon",  # torch.optim.Muon and AdamW, whole matrices on every rank
     DION,  # under torch's FSDP2; needs a checkout
 )
 """Every optimizer that takes part, in the order of the tables."""
-PROFILED = 5
-"""Steps in a profile."""
 ONLY_STAGE = {"torch Muon": 0, DION: 3}
-ON_REQUEST = {*VARIANTS, DION, EIGHT_BIT}
+ON_REQUEST = {*VARIANTS, DION, EIGHT_BIT, UNCHECKED}
 
 
 class Layer(nn.Module):
@@ -167,8 +170,23 @@ def decoder(model: str) -> Decoder:
     return Decoder(MODELS[model])
 
 
+def members_of(model: str) -> list[NamedParameter]:
+    """Return the parameters of a model of ``MODELS``, or of one that the command ``plan`` knows, on the meta device."""
+    if model not in MODELS:
+        return load_model(model)
+    with torch.device("meta"):
+        return list(model_parameters_by_name(Decoder(MODELS[model])).values())
+
+
 def make_engine(
-    optimizer: str, model: nn.Module, stage: int, accumulation: int, device: str, **settings: Any
+    optimizer: str,
+    model: nn.Module,
+    stage: int,
+    accumulation: int,
+    device: str,
+    *,
+    clipping: float = 0.0,
+    **settings: Any,
 ) -> Any:
     """Return an engine with an optimizer of ``OPTIMIZERS``; ``settings`` are further ``optimizer.params``.
 
@@ -183,13 +201,14 @@ def make_engine(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": clipping,
         "steps_per_print": 1_000_000,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
     }
     client = None
-    if optimizer == "DeepSpeed AdamW":
+    if optimizer in (ADAMW, UNCHECKED):
+        config["bf16"].update({"check_grad_overflow": False} if optimizer == UNCHECKED else {})
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0, **settings}}
     elif optimizer == "torch Muon":
         client = TorchMuon(list(model.named_parameters()))
@@ -217,33 +236,30 @@ def make_engine(
     return engine
 
 
-def batch_of(vocabulary: int, micro: int, tokens: int, device: str) -> Tensor:
+def batch_of(vocabulary: int, micro: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + micro)
-    return torch.randint(vocabulary, (1, tokens), generator=generator).to(device)
+    return torch.randint(vocabulary, (1, tokens), generator=generator)
 
 
-def batches_of(model: str, accumulation: int, tokens: int, device: str) -> list[Tensor]:
+def batches_of(model: str, accumulation: int, tokens: int) -> list[Tensor]:
     """Return the micro-batches of this rank."""
     vocabulary = MODELS[model].vocabulary
-    return [batch_of(vocabulary, micro, tokens, device) for micro in range(accumulation)]
+    return [batch_of(vocabulary, micro, tokens) for micro in range(accumulation)]
 
 
-def one_step(engine: Any, batches: list[Tensor], device: str) -> dict[str, float]:
+def one_step(engine: Any, batches: list[Tensor]) -> dict[str, float]:
     """Run one optimizer step; return the seconds of all calls, of backward and step, and of step alone."""
     forward = backward = step = 0.0
     for batch in batches:
         dist.barrier()
         begin = time.perf_counter()
         loss = engine(batch)
-        wait(device)
         forward += time.perf_counter() - begin
         dist.barrier()
         start = time.perf_counter()
         engine.backward(loss)
-        wait(device)
         middle = time.perf_counter()
         engine.step()
-        wait(device)
         end = time.perf_counter()
         backward += middle - start
         step += end - middle
@@ -265,16 +281,13 @@ def measure_times(
     optimizers: list[str],
     repeats: int,
     tokens: int,
-    device: str = "cpu",
-    profile: str = "",
     rates: Sequence[float | None] = (None,),
     ends: Sequence[End] = (),
 ) -> dict[str, Any]:
     """Time all optimizers in turn, with all their engines alive, and count the bytes of one step.
 
-    With ``profile``, five more steps of each run under torch's profiler; rank 0 writes their trace and a table to that
-    path with endings. With ``ends``, both ends of every link, rank 0 sets the links to one of the ``rates`` after the
-    other, in bits a second (``None`` for no limit), and the kernel's bytes are counted.
+    With ``ends``, both ends of every link, rank 0 sets the links to one of the ``rates`` after the other, in bits a
+    second (``None`` for no limit), and the kernel's bytes are counted.
 
     Returns:
         Of each optimizer: ``bytes`` and ``calls`` of collectives, for our own ``kernels``, and for each rate the
@@ -283,22 +296,20 @@ def measure_times(
     import deepspeed_muon
 
     choose_dtype_by_processor()
-    engines = {name: make_engine(name, decoder(model), stage, accumulation, device) for name in optimizers}
-    batches = batches_of(model, accumulation, tokens, device)
+    engines = {name: make_engine(name, decoder(model), stage, accumulation, "cpu") for name in optimizers}
+    batches = batches_of(model, accumulation, tokens)
     rows: dict[str, dict[str, Any]] = {}
     for name, engine in engines.items():
-        one_step(engine, batches, device)  # builds state, compiles, chooses kernels
+        one_step(engine, batches)  # builds state, compiles, chooses kernels
         with counting() as sent:
-            one_step(engine, batches, device)  # its barriers carry no payload
+            one_step(engine, batches)  # its barriers carry no payload
         rows[name] = {"bytes": sent.total, "calls": dict(sent.calls), "times": []}
     for rate in rates:
         _set_rate(rank, ends, rate)
-        for name, times in _turns(engines, batches, device, repeats, has_links=bool(ends)).items():
+        for name, times in _turns(engines, batches, repeats, has_links=bool(ends)).items():
             rows[name]["times"].append(times)
     _set_rate(rank, ends, None)
     for name, engine in engines.items():
-        if profile:
-            _profile(engine, batches, device, f"{profile}-{re.sub('[^a-z0-9]+', '-', name.lower())}")
         if name.startswith("ours"):
             rows[name]["kernels"] = deepspeed_muon.muon_optimizer(engine).kernel_report()
     for engine in engines.values():
@@ -307,7 +318,7 @@ def measure_times(
 
 
 def _turns(
-    engines: dict[str, Any], batches: list[Tensor], device: str, repeats: int, *, has_links: bool
+    engines: dict[str, Any], batches: list[Tensor], repeats: int, *, has_links: bool
 ) -> dict[str, dict[str, list[float]]]:
     """Let all engines take turns; return for each what every step took of the rank with most."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
@@ -316,10 +327,10 @@ def _turns(
         gc.collect()
         for name in names:
             before = link_bytes()[0] if has_links else 0
-            figures = one_step(engines[name], batches, device)
+            figures = one_step(engines[name], batches)
             if has_links:
                 figures["link_bytes"] = float(link_bytes()[0] - before)
-            most = torch.tensor([*figures.values()], dtype=torch.float64).to(device)
+            most = torch.tensor([*figures.values()], dtype=torch.float64)
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             for key, value in zip(figures, most.tolist(), strict=True):
                 found[name].setdefault(key, []).append(value)
@@ -334,53 +345,6 @@ def _set_rate(rank: int, ends: Sequence[End], rate: float | None) -> None:
     dist.barrier()
 
 
-def _profile(engine: Any, batches: list[Tensor], device: str, path: str) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device != "cpu")
-    with profile(activities=activities) as profiler:
-        for _ in range(PROFILED):
-            one_step(engine, batches, device)
-    if dist.get_rank() == 0:
-        profiler.export_chrome_trace(f"{path}.trace.json.gz")
-        key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
-        table = profiler.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60)
-        Path(f"{path}.txt").write_text(table)
-
-
-def measure_updates(
-    rank: int, world_size: int, *, model: str, stage: int, optimizers: list[str], tokens: int, device: str
-) -> dict[str, float]:
-    """Return how far each optimizer's first update of a matrix is from its own iteration of the gradient in float64.
-
-    The distance is the sine of the angle between the two as vectors; the largest over the matrices. Whatever scales an
-    update does not change it.
-    """
-    from deepspeed_muon.math.coefficients import resolve_schedule
-    from deepspeed_muon.reference import newton_schulz
-
-    choose_dtype_by_processor()
-    distances = {}
-    gradients: dict[str, Tensor] = {}
-    for name in ["ours", *(each for each in optimizers if each not in ("ours", "DeepSpeed AdamW"))]:
-        engine = make_engine(name, decoder(model), stage, 1, device)
-        fields = peers.Fields(engine)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 1e-2
-        engine.backward(engine(batches_of(model, 1, tokens, device)[0]))
-        if not name.startswith("DeepSpeed"):  # whose gradients are updates by now; they were those of ours
-            gradients = fields.gradients()
-        before = fields.weights()
-        engine.step()
-        after = fields.weights()
-        schedule = resolve_schedule("polar_express_5" if name == DION else "quintic", 5)
-        distances[name] = max(
-            peers.sine(before[key] - after[key], newton_schulz(gradients[key], schedule)) for key in before
-        )
-        engine.destroy()
-    return {name: distances[name] for name in optimizers if name in distances}
-
-
 def measure_memory(
     rank: int,
     world_size: int,
@@ -390,24 +354,23 @@ def measure_memory(
     accumulation: int,
     optimizer: str,
     tokens: int,
-    device: str = "cpu",
 ) -> int:
     """Return how far memory grows over what the process had before the model, at the peak of steady steps.
 
-    On a CPU it is resident memory, everything included; the process must run with a small MALLOC_MMAP_THRESHOLD_ and
-    MALLOC_TRIM_THRESHOLD_, so that what is freed goes back. On a GPU it is torch's count.
+    It is resident memory, everything included; the process must run with a small MALLOC_MMAP_THRESHOLD_ and
+    MALLOC_TRIM_THRESHOLD_, so that what is freed goes back.
     """
     choose_dtype_by_processor()
     gc.collect()
-    before = memory_of(device)[0]
-    engine = make_engine(optimizer, decoder(model), stage, accumulation, device)
-    batches = batches_of(model, accumulation, tokens, device)
-    one_step(engine, batches, device)
+    before = memory_of("cpu")[0]
+    engine = make_engine(optimizer, decoder(model), stage, accumulation, "cpu")
+    batches = batches_of(model, accumulation, tokens)
+    one_step(engine, batches)
     gc.collect()
-    reset_peak(device)
+    reset_peak("cpu")
     for _ in range(2):
-        one_step(engine, batches, device)
-    peak = memory_of(device)[1]
+        one_step(engine, batches)
+    peak = memory_of("cpu")[1]
     engine.destroy()
     return peak - before
 

@@ -57,8 +57,7 @@ def page(report: dict[str, Any]) -> list[str]:
         "gradient reduction and parameter gathers included: as the best algorithm of each collective sends them, and "
         "as the kernel counts them on the busiest link. Memory is the growth of the largest rank over the process "
         "before the model. `x`: this project / that optimizer, for times the median of paired ratios; `/ AdamW`: that "
-        "optimizer / AdamW. Predicted: the whole step by `plan`, from that without a limit. Distance: the sine of the "
-        "angle between an optimizer's first update and its own iteration in float64, the largest of all matrices.",
+        "optimizer / AdamW. Predicted: the whole step by `plan`, from that without a limit.",
         "",
         *table_of(list(lines(report["rows"]))),
     ]
@@ -87,6 +86,4 @@ def lines(rows: list[Row]) -> Iterator[Row]:
             if "predicted_s" in row:
                 off = row["predicted_s"] / statistics.median(row["whole_s"]) - 1
                 line["predicted, ms"] = f"{row['predicted_s'] * 1e3:.1f} ({off:+.0%})"
-            if "distance" in row:
-                line["distance"] = f"{row['distance']:.2g}"
             yield line

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SOURCES = ("deepspeed_muon", "ops", "benchmarks", "examples", "scripts", "tests")
 
 Row = dict[str, Any]
 
@@ -38,8 +42,24 @@ def machine() -> dict[str, Any]:
         "amx": torch.cpu._is_amx_tile_supported(),
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
+        "revision": revision(),
         "load_at_end": [round(value, 1) for value in os.getloadavg()],
     }
+
+
+@functools.cache
+def revision() -> str:
+    """Return the commit of the sources; if they were changed, or it is unknown, with a digest of them."""
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+    run = subprocess.run(git, capture_output=True, text=True, check=False)
+    commit = run.stdout.strip() or "unknown"
+    if commit != "unknown" and not commit.endswith("-dirty"):
+        return commit
+    digest = hashlib.sha256()
+    for path in sorted(path for name in SOURCES for path in (REPOSITORY / name).rglob("*")):
+        if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}:
+            digest.update(path.read_bytes())
+    return f"{commit}-{digest.hexdigest()[:12]}"
 
 
 def hardware_name() -> str:
@@ -60,7 +80,7 @@ def heading(title: str, *told: str) -> list[str]:
     used = machine()
     lines = [
         f"`{command()}`: {used['name']}, {used['cores']} cores, torch {used['torch']}, DeepSpeed {used['deepspeed']}, "
-        f"load at the end {used['load_at_end'][0]}.",
+        f"revision {used['revision']}, load at the end {used['load_at_end'][0]}.",
         *told,
     ]
     return [f"# {title}", "", *lines, ""]
@@ -111,7 +131,8 @@ def table_of(rows: Sequence[Row]) -> list[str]:
     heads = list(dict.fromkeys(key for row in rows for key in row))
 
     def cell(value: object) -> object:
-        return f"{float(f'{value:.4g}'):g}" if isinstance(value, float) else value
+        shown = f"{float(f'{value:.4g}'):g}" if isinstance(value, float) else value
+        return "" if shown is None else shown
 
     return table(heads, ([cell(row.get(head, "")) for head in heads] for row in rows))
 

@@ -6,8 +6,8 @@
     make gpu DRY_RUN=1                # all parts on a CPU, with tiny shapes, to the page
 
     check     the kernels, the optimizer and several ranks against float64
-    time      TFLOP/s and GB/s of the kernels, and milliseconds of the iteration and of a step, beside the peers
-    train     losses and milliseconds of whole steps beside FusedAdam and DeepSpeed's Muon
+    time      TFLOP/s and GB/s of the kernels, and milliseconds of the iteration, beside the peers
+    train     losses and milliseconds of whole steps, in turns with FusedAdam and DeepSpeed's Muon
     sanitize  memcheck and racecheck of every kernel
 
 It needs Linux, an NVIDIA GPU (80 GB for the 1.3B model) and a CUDA build of torch; without nvcc or compute-sanitizer
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -48,7 +47,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("deepspeed_muon", "ops", "benchmarks", "examples", "scripts", "tests")
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import support  # noqa: E402
+
 WORK = Path(tempfile.gettempdir()) / "deepspeed_muon_gpu"
 """Builds and unpacked wheels."""
 OUT = ROOT / "runs" / "gpu"
@@ -123,8 +125,14 @@ print(json.dumps(facts))
 """
 """Prints what a page says about its machine."""
 
-ADAM, THEIRS, STANDARD = "DeepSpeed AdamW", "DeepSpeed Muon, gram", "DeepSpeed Muon, standard"
-OPTIMIZERS = ("ours", ADAM, THEIRS, STANDARD)
+OPTIMIZERS = (
+    "ours",
+    "DeepSpeed AdamW",
+    "DeepSpeed AdamW, check_grad_overflow false",
+    "DeepSpeed Muon, gram",
+    "DeepSpeed Muon, standard",
+)
+"""Of ``benchmarks/whole_steps.py``."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +284,7 @@ def against_float64(
 
 
 def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
-    """Return the steps of the part ``time``: flat passes, iteration, products, optimizer steps."""
+    """Return the steps of the part ``time``: flat passes, iteration, products, a rank of many."""
     common = python("benchmarks/newton_schulz.py", "--threads", "1")
     tiny = ["--seconds", "0.05", "--shapes", "32x64", "--sizes", "64", "--numel", "4096"]
     shapes = ["--shapes", "1024x2816", "2048x5504", "4096x4096"]
@@ -289,25 +297,33 @@ def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
         command = [*common, "--only", part, "--out", str(out / part)]
         cuda = [*command, "--device", "cuda", *options]
         steps.append(Step(name, cuda, seconds, environment, dry=command + tiny, result=part))
-    step = python("benchmarks/optimizer_step.py", "--no-memory", "--accumulation", "1", "--optimizers")
-    step += [*OPTIMIZERS, "--out", str(out / "optimizer_step")]
-    cuda = [*step, "--device", "cuda", "--stages", "1", "3", "--model", "350M", "--tokens", "8192"]
-    dry = [*step, "--ranks", "1", "--stages", "1", "--model", "tiny", "--tokens", "16", "--repeats", "2"]
-    return [*steps, Step("step and backward", cuda, 200, environment, dry=dry, result="optimizer_step")]
+    share = python("benchmarks/step_launches.py", "--out", str(out / "share"), "--world")
+    cuda = [*share, "8", "64", "512", "--device", "cuda", "--model", "llama-7b"]
+    dry = [*share, "8", "--rank", "3", "--model", "tiny", "--seconds", "0.1"]
+    return [*steps, Step("a rank's share", cuda, 120, environment, dry=dry, result="share")]
 
 
 def trainings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
-    """Return a step for each model and optimizer: a process each, which frees all its memory at its end."""
-    order = [*(("1.3B", name) for name in OPTIMIZERS[:3]), *(("350M", name) for name in OPTIMIZERS)]
+    """Return a step for each model, accumulation and set of optimizers that fit on a GPU together.
+
+    DeepSpeed's Muon runs without clipping: it would clip its updates, and losses could not be compared.
+    """
+    ours, *theirs = OPTIMIZERS
+    adamw, muon = [ours, *theirs[:2]], [ours, *theirs[2:]]
     steps = []
-    for model, name in order:
-        command = python(
-            "benchmarks/gpu_losses.py", "--out", str(out / f"losses-{model}"), "--optimizers", name
-        )
-        dry = [*command, "--model", "tiny", "--steps", "3", "--length", "32"] if model == "350M" else None
+    for model, accumulation, clipping, names in (
+        *(("1.3B", accumulation, 1, adamw) for accumulation in (1, 4, 16)),
+        ("1.3B", 1, 0, muon[:2]),
+        *(("350M", accumulation, 1, adamw) for accumulation in (1, 4)),
+        ("350M", 1, 0, muon),
+    ):
+        result = f"steps-{model}-{accumulation}-clipping-{clipping}"
+        command = python("benchmarks/whole_steps.py", "--out", str(out / result), "--optimizers", *names)
+        command += ["--accumulation", str(accumulation), "--clipping", str(clipping), "--profile"]
+        dry = [*command, "--model", "tiny", "--steps", "6", "--length", "32"] if model == "350M" else None
         cuda = [*command, "--device", "cuda", "--model", model]
-        result = f"losses-{model}"
-        steps.append(Step(f"{model}, {name}", cuda, 150, environment, dry=dry, result=result))
+        name = f"{model}, accumulation {accumulation}, clipping {clipping}"
+        steps.append(Step(name, cuda, 240, environment, dry=dry, result=result))
     return steps
 
 
@@ -417,20 +433,6 @@ def machine_facts(site: Path | None) -> dict[str, Any]:
     return facts
 
 
-def revision() -> str:
-    """Return the commit of the sources; if they were changed, or it is unknown, with a digest of them."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    run = subprocess.run(git, capture_output=True, text=True, check=False)
-    commit = run.stdout.strip() or "unknown"
-    if commit != "unknown" and not commit.endswith("-dirty"):
-        return commit
-    digest = hashlib.sha256()
-    for path in sorted(path for name in SOURCES for path in (ROOT / name).rglob("*")):
-        if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}:
-            digest.update(path.read_bytes())
-    return f"{commit}-{digest.hexdigest()[:12]}"
-
-
 class Session:
     """The outcomes and results of one card and revision, in a folder; several calls add to them.
 
@@ -443,7 +445,7 @@ class Session:
         self.out, self.dry_run, self._saving = out, dry_run, threading.Lock()
         self.logs = out / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
-        identity = {"machine": facts, "revision": revision(), "dry run": dry_run}
+        identity = {"machine": facts, "revision": support.revision(), "dry run": dry_run}
         self._file = out / "state.json"
         self.state: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
         if fresh or any(self.state.get(key) != value for key, value in identity.items()):
@@ -558,21 +560,8 @@ class Session:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table; numbers have four digits."""
-
-    def cell(value: object) -> str:
-        return (
-            f"{float(f'{value:.4g}'):g}" if isinstance(value, float) else str("" if value is None else value)
-        )
-
-    lines = [f"| {' | '.join(map(cell, row))} |" for row in rows]
-    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines, ""]
-
-
-def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table with a column for each key of the rows."""
-    heads = list(dict.fromkeys(key for row in rows for key in row))
-    return table(heads, ([row.get(head) for head in heads] for row in rows))
+    """Return the lines of a Markdown table, and an empty one."""
+    return [*support.table_of([dict(zip(heads, row, strict=True)) for row in rows]), ""]
 
 
 def page_of(state: dict[str, Any], logs: Path) -> list[str]:
@@ -604,23 +593,10 @@ def page_of(state: dict[str, Any], logs: Path) -> list[str]:
             "Symmetric products, TFLOP/s. Only the lower triangle counts, for cuBLAS the full product.",
         ),
         ("iteration", "Newton-Schulz: milliseconds of ours, and how many times as long each peer takes."),
+        ("share", "What a rank of many computes in a step of llama-7b at ZeRO 3, without the network."),
     ):
-        if rows := results.get(name, {}).get(name):
-            lines += [title, "", *table_of(rows)]
-    if rows := results.get("optimizer_step", {}).get("rows"):
-        lines += ["Backward and step, seconds (best of the repetitions).", ""]
-        lines += table(
-            ("model", "stage", "optimizer", "backward and step, s", "step, s"),
-            (
-                (
-                    row["model"],
-                    row["stage"],
-                    row["optimizer"],
-                    *(float(min(row[key])) if key in row else None for key in ("total_s", "step_s")),
-                )
-                for row in rows
-            ),
-        )
+        if rows := results.get(name, {}).get(name) or results.get(name, {}).get("rows"):
+            lines += [title, "", *support.table_of(rows), ""]
     lines += losses_of(results)
     failed = [row for row in outcomes if row[4] and not row[2].startswith("ok")]
     if failed:
@@ -642,25 +618,11 @@ def described(outcome: dict[str, Any]) -> str:
 
 
 def losses_of(results: dict[str, Any]) -> list[str]:
-    """Return whole steps and losses step by step of every model that was trained."""
+    """Return whole steps and losses step by step of every run that trained."""
     lines = []
-    for name in sorted(name for name in results if name.startswith("losses-")):
+    for name in sorted(name for name in results if name.startswith("steps-")):
         rows = results[name]["rows"]
-        later = {row["optimizer"]: sorted(row["ms"])[len(row["ms"]) // 2] for row in rows}
-        lines += [f"## Whole steps, {name.removeprefix('losses-')}", ""]
-        lines += table(
-            ("optimizer", "first step, ms", "median, ms", "x FusedAdam", "peak, GiB"),
-            (
-                (
-                    row["optimizer"],
-                    row["ms"][0],
-                    later[row["optimizer"]],
-                    later[row["optimizer"]] / later[ADAM] if ADAM in later else None,
-                    row["peak_bytes"] / 2**30 if "peak_bytes" in row else None,
-                )
-                for row in rows
-            ),
-        )
+        lines += [f"## Whole {name.replace('-', ' ')}", "", *support.table_of(results[name]["table"]), ""]
         lines += ["Loss of each step:", ""]
         longest = max(len(row["losses"]) for row in rows)
         lines += table(

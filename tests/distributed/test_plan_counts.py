@@ -108,7 +108,7 @@ CASES = [(*case, variant) for case, variant in product(STAGES_AND_DTYPES, VARIAN
 
 
 def waiting_settings(variant: str, stage: int, dtype: str) -> dict[str, Any]:
-    """Return the arguments of ``count_waits``, also for ``benchmarks/step_launches.py``."""
+    """Return the arguments of ``count_waits``, by stage and dtype."""
     params = {"variant": variant, "ns_backend": "torch", "health": 1000}
     extra = FP32_SUMS if "sums" in dtype else {}
     return {

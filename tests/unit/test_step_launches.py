@@ -1,17 +1,19 @@
 """How many kernels a step launches on a GPU and how often the host waits, counted from the plan of a large model.
 
-The step of one rank of ZeRO 3 runs with all tensors on the meta device. An operation on a tensor counts as one launch
-unless it only makes a view. Of what needs several launches, the number is that of the kernels: the flat passes take 72
+The step of one rank of ZeRO 3 or 1 runs with all tensors on the meta device. An operation counts as one launch unless
+it only makes a view. Of what needs several launches, the number is that of the kernels: the flat passes take 72
 fragments a launch, torch's concatenation 128 tensors, its multi-tensor norm 320 blocks of 65,536 elements. A copy
 between host and device is a wait of the host (all that waits is counted on real ranks, in
 :mod:`tests.distributed.test_plan_counts`). A captured CUDA graph of the iteration takes three launches: two copies and
-the graph. The norm that DeepSpeed computes is not counted.
+the graph. The gradient norm is not counted. An operation moves its operands and results once each, a flat pass what it
+reads and writes of an element.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -20,17 +22,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.step_ranks import members_of
 from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
-from deepspeed_muon.plan.placement import sharded_placement
+from deepspeed_muon.plan.owners import flat_partition_numel
+from deepspeed_muon.plan.placement import flat_placement, sharded_placement
+from deepspeed_muon.routing.route import Route, order_of_matrices
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
-from deepspeed_muon.tools.model_shapes import load_model
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
 
 META = torch.device("meta")
@@ -42,6 +46,7 @@ class Launches(TorchDispatchMode):
 
     Attributes:
         counts: Part of the step to its launches.
+        moved: Part of the step to the bytes that they read and write.
         waits: How often the host waited for the device.
         calls: Calls of the iteration.
     """
@@ -49,6 +54,7 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
         self.waits = self.calls = 0
         self.phase = "passes"
 
@@ -69,9 +75,13 @@ class Launches(TorchDispatchMode):
             flags = torch.zeros(args[0].shape, dtype=args[0].dtype)
             flags[: len(flags) // 2] = 1  # all matrices have a finite gradient, none was left out
             return flags
+        result = func(*args, **kwargs)
         if not (func.is_view or "empty" in name or name == "detach"):
             self.counts[self.phase] += launches_of(name, tensors)
-        return func(*args, **kwargs)
+            operands = tensors[name == "copy_" :]  # a copy does not read its target
+            results = [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.moved[self.phase] += sum(tensor.nbytes for tensor in operands + results)
+        return result
 
     def during(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose launches count for a part of the step."""
@@ -95,23 +105,39 @@ def launches_of(name: str, tensors: list[Tensor]) -> int:
     return 1
 
 
+def routes_of(model: str, config: MuonConfig) -> list[Route]:
+    """Return the routes of Muon's matrices."""
+    return [route for route in route_parameters(members_of(model), config) if route.algorithm == "muon"]
+
+
+def step_set_of(
+    routes: list[Route], ranks: int, rank: int, stage: int, config: MuonConfig, device: torch.device = META
+) -> StepSet:
+    """Return the matrices of one rank at ZeRO 1 or 3, of a model in bf16."""
+    if stage == 3:
+        shards = [-(-route.numel // ranks) for route in routes]
+        offsets = [*accumulate(shards, initial=0)]
+        placements = [*map(sharded_placement, offsets, (route.numel for route in routes), shards)]
+        length = offsets[-1]
+    else:
+        routes = [routes[number] for number in order_of_matrices(routes, ranks, config.ns_settings(device))]
+        offsets = [*accumulate((route.numel for route in routes), initial=0)]
+        length = flat_partition_numel(offsets[-1], ranks)
+        placements = [
+            flat_placement(*bounds, length)
+            for bounds in zip(offsets, [r.numel for r in routes], strict=False)
+        ]
+    layouts = tuple(route.layout(0, placement) for route, placement in zip(routes, placements, strict=True))
+    partition = Partition(0, torch.empty(length, device=device), True)
+    return StepSet((partition,), layouts, (), None, rank, ranks, torch.bfloat16)
+
+
 def bound_of(
-    model: str, ranks: int, rank: int, launches: Launches, variant: str, **params: Any
+    model: str, ranks: int, rank: int, launches: Launches, variant: str, stage: int = 3, **params: Any
 ) -> BoundSteps:
-    """Return the step sets of one rank at ZeRO 3, on the meta device and in bf16; messages and passes only count."""
-    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant, **params})
-    routes = [
-        candidate
-        for candidate in route_parameters(load_model(model), config)
-        if candidate.algorithm == "muon"
-    ]
-    layouts, offset = [], 0
-    for route in routes:
-        shard = -(-route.numel // ranks)
-        layouts.append(route.layout(0, sharded_placement(offset, route.numel, shard)))
-        offset += shard
-    partition = Partition(0, torch.empty(offset, device=META), True)
-    step_set = StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16)
+    """Return the step sets of one rank, on the meta device and in bf16; messages and passes only count."""
+    config = MuonConfig.from_params({"ns_backend": "torch", "ns_dtype": "bf16", "variant": variant} | params)
+    step_set = step_set_of(routes_of(model, config), ranks, rank, stage, config)
     iterate = launches.during("iteration", orthogonalize)
 
     def count_call(*args: Any, **kwargs: Any) -> Tensor:
@@ -126,7 +152,10 @@ def bound_of(
     bound = BoundSteps([context])
 
     def count_pass(*args: Any) -> None:
-        launches.counts["passes"] += -(-len(args[-2]) // FRAGMENTS)
+        table = args[-2]
+        launches.counts["passes"] += -(-len(table) // FRAGMENTS)
+        # Both read and write fp32; pack reads the gradient and writes a direction, apply reads an update, in bf16.
+        launches.moved["passes"] += (14 if len(args) == 5 else 10) * int(table[:, 4].sum())
 
     bound.runners[0]._passes = FlatPasses("counted", count_pass, count_pass, count_pass)
     return bound
@@ -161,6 +190,7 @@ def counted(model: str, ranks: int, variant: str = "muon", **params: Any) -> tup
         # The first step makes the momentum, the second copies the positions of its verdicts.
         for _ in range(3):
             launches.counts.clear()
+            launches.moved.clear()
             launches.waits = launches.calls = 0
             with launches:
                 exchange = launches.during("flags", bound.exchange_flags)
