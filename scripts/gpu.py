@@ -146,7 +146,6 @@ class Step:
         environment: Variables.
         needs: What it is left out without: keys of :func:`available`.
         dry: What runs in its place in a dry run; ``None`` leaves it out.
-        dry_note: What the page says of that.
         prepares: Whether later steps need what it builds. A call that continues an earlier one repeats it.
         result: Name of the JSON in ``--out`` that it writes, for the page.
     """
@@ -157,7 +156,6 @@ class Step:
     environment: tuple[tuple[str, str], ...] = ()
     needs: tuple[str, ...] = ("a CUDA GPU",)
     dry: list[str] | None = None
-    dry_note: str = ""
     prepares: bool = False
     result: str = ""
 
@@ -279,7 +277,6 @@ def against_float64(
         environment,
         needs,
         dry=[*pytest, "--co", "-q"],
-        dry_note="the tests were only collected",
     )
 
 
@@ -577,7 +574,7 @@ def page_of(state: dict[str, Any], logs: Path) -> list[str]:
     )
     lines += ["## Parts", ""]
     outcomes = [
-        (part, name, described(outcome), outcome.get("seconds"), outcome.get("log"))
+        (part, name, outcome.get("ended", "not started"), outcome.get("seconds"), outcome.get("log"))
         for part, steps in state["steps"].items()
         for name, outcome in steps.items()
     ]
@@ -609,12 +606,6 @@ def page_of(state: dict[str, Any], logs: Path) -> list[str]:
         *lines,
         "Please attach this page and the JSON beside it to an issue, with the form *A GPU ran it*.",
     ]
-
-
-def described(outcome: dict[str, Any]) -> str:
-    """Return how a step ended, in words."""
-    note = outcome.get("note")
-    return str(outcome.get("ended", "not started")) + (f" ({note})" if note else "")
 
 
 def losses_of(results: dict[str, Any]) -> list[str]:

@@ -303,7 +303,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
         ranks = data_parallel.world_size
         group_size = settings.world_size // ranks
         load = np.zeros(ranks)  # (ranks,) Newton-Schulz operations
-        for order, layouts in _step_sets(local, data_parallel):
+        for order, layouts in step_sets(local, data_parallel):
             # 1. Owners, and what each rank sends.
             assignment = assign(layouts, settings.iteration, load, divisor=settings.config.cut_divisor)
             sent, returned = sent_by_rank(assignment.matrices, assignment.owners, ranks)
@@ -347,7 +347,7 @@ def _internode_fraction(settings: PlanSettings) -> float:
     return fraction_between_nodes(ranks, node)
 
 
-def _step_sets(
+def step_sets(
     muon: Sequence[Route], settings: PlanSettings
 ) -> Iterator[tuple[Sequence[int], list[MatrixLayout]]]:
     """Yield the positions in ``muon`` and the layouts of the matrices of each step set, in the order of the buffer."""
@@ -365,7 +365,8 @@ def _step_sets(
     elif settings.stage == 0:
         placements = [replicated_placement(0, numel, ranks) for numel in numels]
     else:
-        placements = [sharded_placement(0, numel, -(-numel // ranks)) for numel in numels]
+        shards = [-(-numel // ranks) for numel in numels]
+        placements = [*map(sharded_placement, accumulate(shards, initial=0), numels, shards)]
     layouts = [
         muon[number].layout(PartitionIndex(0), placement)
         for number, placement in zip(order, placements, strict=True)

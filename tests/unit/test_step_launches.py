@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -27,14 +26,13 @@ from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
-from deepspeed_muon.plan.owners import flat_partition_numel
-from deepspeed_muon.plan.placement import flat_placement, sharded_placement
-from deepspeed_muon.routing.route import Route, order_of_matrices
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
+from deepspeed_muon.tools.predict import PlanSettings, parameter_bytes, step_sets
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
 
 META = torch.device("meta")
@@ -114,22 +112,10 @@ def step_set_of(
     routes: list[Route], ranks: int, rank: int, stage: int, config: MuonConfig, device: torch.device = META
 ) -> StepSet:
     """Return the matrices of one rank at ZeRO 1 or 3, of a model in bf16."""
-    if stage == 3:
-        shards = [-(-route.numel // ranks) for route in routes]
-        offsets = [*accumulate(shards, initial=0)]
-        placements = [*map(sharded_placement, offsets, (route.numel for route in routes), shards)]
-        length = offsets[-1]
-    else:
-        routes = [routes[number] for number in order_of_matrices(routes, ranks, config.ns_settings(device))]
-        offsets = [*accumulate((route.numel for route in routes), initial=0)]
-        length = flat_partition_numel(offsets[-1], ranks)
-        placements = [
-            flat_placement(*bounds, length)
-            for bounds in zip(offsets, [r.numel for r in routes], strict=False)
-        ]
-    layouts = tuple(route.layout(0, placement) for route, placement in zip(routes, placements, strict=True))
-    partition = Partition(0, torch.empty(length, device=device), True)
-    return StepSet((partition,), layouts, (), None, rank, ranks, torch.bfloat16)
+    settings = PlanSettings(ranks, stage, config=config, device=device)
+    ((_, layouts),) = step_sets(routes, settings)
+    partition = Partition(0, torch.empty(parameter_bytes(routes, settings)[1], device=device), True)
+    return StepSet((partition,), tuple(layouts), (), None, rank, ranks, torch.bfloat16)
 
 
 def bound_of(
