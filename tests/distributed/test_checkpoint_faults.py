@@ -245,7 +245,7 @@ def test_folder_that_cannot_be_made(ranks: Any, tmp_path: Path) -> None:
     assert all("cannot be made" in message for (message,) in messages)
 
 
-def save_concurrently(rank: int, world_size: int, *, folder: str) -> list[str]:
+def save_beside_checkpoints(rank: int, world_size: int, *, folder: str) -> list[str]:
     """Save into folders of other checkpoints, then restore from one that is not there."""
     engine, messages = engine_for(1, seed=0), []
     for name in ("trainer_state.json", "model.safetensors", "pytorch_model-00001-of-00002.bin"):
@@ -264,7 +264,7 @@ def save_concurrently(rank: int, world_size: int, *, folder: str) -> list[str]:
 
 def test_a_set_does_not_mix_with_another_checkpoint(ranks: Any, tmp_path: Path) -> None:
     """A save into a checkpoint of Hugging Face's Trainer put its files among those of the model."""
-    for *refused, gone in ranks(2).run(save_concurrently, folder=str(tmp_path)):
+    for *refused, gone in ranks(2).run(save_beside_checkpoints, folder=str(tmp_path)):
         assert all("of another checkpoint" in text and "muon_consolidated" in text for text in refused), (
             refused
         )

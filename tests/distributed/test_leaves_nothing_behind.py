@@ -1,4 +1,4 @@
-"""Engines that were destroyed, and calls of a pool of ranks, leave nothing: no tensor, group, thread or file."""
+"""Engines that were destroyed leave nothing: no tensor, group, thread or file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def usage(rank: int, world_size: int) -> dict[str, int]:
     }
 
 
-def train(rank: int, world_size: int, *, engines: int, destroy: bool = True) -> list[dict[str, int]]:
+def train(rank: int, world_size: int, *, engines: int) -> list[dict[str, int]]:
     """Make and destroy engines one after the other; return what this process holds after every fourth."""
     counts = []
     for number in range(engines):
@@ -54,8 +54,7 @@ def train(rank: int, world_size: int, *, engines: int, destroy: bool = True) -> 
         for _ in range(2):  # stage 3 knows the order of modules from the second step on
             engine.backward(engine(torch.randn(4, 256)).square().mean())
             engine.step()
-        if destroy:
-            engine.destroy()
+        engine.destroy()
         del engine, model
         if number % 4 == 3:
             counts.append(usage(rank, world_size))
@@ -72,21 +71,6 @@ def test_engines_of_ours_leave_nothing() -> None:
         # An engine holds about 8 MB; there were 12.
         assert later[-1]["memory"] - start["memory"] < 40 * MEGABYTE
         assert start["engines"] == start["tensors"] == 0
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("rounds", [1, full(3)])
-def test_calls_leave_nothing_in_a_pool_that_goes_on(rounds: int) -> None:
-    """Also of engines that a call left alive; the first round pays for what is loaded once."""
-    with RankPool(2) as pool:
-        pool.run(train, engines=8, destroy=False)
-        before = pool.run(usage)
-        for _ in range(rounds):
-            pool.run(train, engines=8, destroy=False)
-        after = pool.run(usage)
-    for start, end in zip(before, after, strict=True):
-        assert end.pop("memory") - start.pop("memory") < 40 * MEGABYTE
-        assert end == start and end["engines"] == end["tensors"] == 0
 
 
 # An engine's optimizer and its partitions stayed in memory until the garbage collector ran.

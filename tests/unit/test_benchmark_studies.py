@@ -1,26 +1,18 @@
-"""The studies of ``benchmarks/``: pages, constants and sentences follow from the stored runs."""
+"""The studies of ``benchmarks/``: constants and sentences follow from the stored runs."""
 
 from __future__ import annotations
 
-import math
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from benchmarks import (
-    finetuning,
     rates,
-    rewards,
-    training_runs,
     transfer,
     transfer_report,
-    variants,
-    variants_report,
 )
-from benchmarks.variants import RAW, Results, Run, read_rows
+from benchmarks.variants import RAW, Results, read_rows
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
 from deepspeed_muon.tools.size_laws import LARGEST_RUNS, MEASURED
 
@@ -87,41 +79,3 @@ def test_the_sizes_of_the_runs_are_those_of_the_cells() -> None:
     tokens, batch = max(cell.steps * cell.tokens for cell in cells), max(cell.tokens for cell in cells)
     text = f"width {width}, {depth} layers, {tokens:,} tokens and {batch:,} tokens in a step"
     assert text in LARGEST_RUNS
-
-
-TINY = Run("normuon", dim=32, layers=1, steps=3, rate=0.02, decay=0.002, rest=0.01)
-
-
-@pytest.mark.time_limit(120)
-def test_a_run_is_trained_once(tmp_path: Path) -> None:
-    out = tmp_path / "raw.jsonl"
-    row = Results(out, train=True).row(TINY)
-    assert math.isfinite(row["loss"]) and row["curve"]
-    lines = out.read_text()
-    assert Results(out, train=True).row(TINY) == row
-    assert out.read_text() == lines
-    with pytest.raises(KeyError):
-        Results(out).row(variants.replace(TINY, seed=1))
-
-
-@pytest.mark.parametrize("study", [finetuning, rewards])
-def test_stored_pages_are_those_of_the_stored_runs(study: ModuleType) -> None:
-    rows = training_runs.read_rows(study.RAW)
-    assert not rows or study.RAW.with_suffix(".md").read_text() == "\n".join(study.page(rows)) + "\n"
-
-
-def test_the_page_of_rates_is_that_of_the_runs() -> None:
-    assert rates.PAGE.read_text() == "\n".join(rates.page(Results(RAW))) + "\n"
-
-
-def test_the_page_of_variants_is_that_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All runs of the study are in the raw file, from which the page and the picture follow."""
-    out = tmp_path / RAW.name
-    out.write_text(RAW.read_text())
-    monkeypatch.setattr(sys, "argv", ["variants.py", "--out", str(out)])
-    variants.main()
-    assert out.read_text() == RAW.read_text()
-    monkeypatch.setattr(sys, "argv", ["variants_report.py", "--raw", str(out)])
-    variants_report.main()
-    assert out.with_suffix(".md").read_text() == RAW.with_suffix(".md").read_text()
-    assert out.with_suffix(".png").exists()

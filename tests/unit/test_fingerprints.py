@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from deepspeed_muon.engine import fingerprints, hooks
 from deepspeed_muon.engine.hooks import ENGINE_HOOKS, HOOKS
-from deepspeed_muon.logs import logger
 from tests.support import training
 from tests.support.harness import run_ranks
 from tests.support.native_ops import REPOSITORY
@@ -55,10 +53,7 @@ def test_all_that_is_called_is_followed() -> None:
 
 def start_two_engines(rank: int, world_size: int) -> list[str]:
     """Return what is logged about DeepSpeed's release."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    messages = training.heard()
     for _ in range(2):
         training.make_engine(training.ds_config(1)).destroy()
     return [message for message in messages if "no tested release" in message]

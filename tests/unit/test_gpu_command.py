@@ -20,12 +20,6 @@ def gpu() -> ModuleType:
     return load_script("gpu")
 
 
-def test_without_a_gpu_it_says_how_to_walk_it(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/gpu.py", "check", "--out", str(tmp_path)]
-    done = run_command(command, env={"CUDA_VISIBLE_DEVICES": ""}, check=False)
-    assert done.returncode == 2 and "--dry-run" in done.stdout and not list(tmp_path.iterdir())
-
-
 def test_all_programs_are_there(gpu: ModuleType, tmp_path: Path) -> None:
     """Every step names a script, a module or a selection of tests of this repository, also those for a GPU alone."""
     for steps in gpu.steps_of(tmp_path).values():

@@ -28,16 +28,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build_wheel(source: Path, folder: Path) -> Path:
-    options = ["-q", "--no-deps", "--no-build-isolation", "-w", folder]
-    run_command(["python", "-m", "pip", "wheel", *options, source])
-    (path,) = folder.glob("*.whl")
-    return path
-
-
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    return build_wheel(source, source.parent)
+    options = ["-q", "--no-deps", "--no-build-isolation", "-w", source.parent]
+    run_command(["python", "-m", "pip", "wheel", *options, source])
+    (path,) = source.parent.glob("*.whl")
+    return path
 
 
 def test_version_is_stated_once(wheel: Path) -> None:
@@ -91,29 +87,6 @@ def test_the_switch_stays_on_where_it_failed(tmp_path: Path) -> None:
     assert done.stdout.split() == ["needs", "needs", "registered", "False"]
 
 
-def test_an_environment_variable_switches_an_installed_wheel_on(wheel: Path, tmp_path: Path) -> None:
-    """In every process that inherits it; without it Python reads one line and imports nothing."""
-    zipfile.ZipFile(wheel).extractall(tmp_path)  # `make wheel-check` installs it with pip
-    program = (
-        f"import os, site, sys; site.addsitedir({str(tmp_path)!r})\n"
-        f"print('before', '_deepspeed_muon_switch' in sys.modules, 'torch' in sys.modules)\n"
-        f"if len(sys.argv) > 1: os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])\n"
-        f"if 'deepspeed_muon' in str(sys.meta_path) or '_deepspeed_muon_switch' in sys.modules:\n"
-        # Accelerate and transformers look for DeepSpeed first.
-        f"    import importlib.util; assert importlib.util.find_spec('deepspeed')\n"
-        f"    import deepspeed\n"
-        f"print('after', 'deepspeed_muon' in sys.modules and sys.modules['deepspeed_muon'].is_registered())\n"
-    )
-    # Not this repository's own copy.
-    clean = {"PYTHONPATH": str(tmp_path), "DEEPSPEED_MUON": ""}
-    # The first program is started by another one, as a launcher starts its ranks.
-    for value, on, arguments in (("1", True, [program]), ("0", False, []), ("", False, [])):
-        done = run_command(
-            ["python", "-c", program, *arguments], env={**clean, "DEEPSPEED_MUON": value}, cwd=tmp_path
-        )
-        assert f"before {on} False" in done.stdout and f"after {on}" in done.stdout, (value, done.stdout)
-
-
 def test_citation_and_changelog_have_the_version_of_the_code() -> None:
     faults = load_script("release_version").faults
     assert not faults(REPOSITORY)
@@ -125,14 +98,3 @@ def test_a_release_has_links_to_the_project() -> None:
     links = load_script("absolute_links").with_links
     project = links((REPOSITORY / "pyproject.toml").read_text(), "https://github.com/a/b", "v1.0")
     assert '[project.urls]\nRepository = "https://github.com/a/b"\nDocumentation = "https://github' in project
-
-
-def test_a_wheel_made_from_the_archive_is_that_of_the_tree(source: Path, wheel: Path, tmp_path: Path) -> None:
-    """The archive has real files where the repository has a link, and the sources of the operators."""
-    build = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
-    run_command(["python", "-c", build, tmp_path], cwd=source)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    shutil.unpack_archive(archive, tmp_path / "unpacked")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    of_archive = build_wheel(unpacked, tmp_path)
-    assert not load_script("compare_wheels").faults(str(archive), str(of_archive), str(wheel))

@@ -1,12 +1,8 @@
-"""Limits of comparisons with float64, and pytest's summary of the nearest ones."""
+"""Limits of comparisons with float64."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +11,7 @@ from tests.support.comparisons import all_within, close, relative, within
 from tests.support.contract import reference
 from tests.support.kernels import forced_kernel
 from tests.support.models import MATRICES
-from tests.support.native_ops import REPOSITORY
 from tests.support.rounding import HALF_MODEL, limits
-from tests.support.thinning import full
 
 pytestmark = pytest.mark.skipif(bool(forced_kernel()), reason="forces kernels itself")
 
@@ -46,29 +40,3 @@ def test_failures() -> None:
     for value in (1.1, math.nan, math.inf):
         with pytest.raises(AssertionError):
             close(torch.tensor([value]), torch.tensor([1.0]), rtol=1e-6, atol=0)
-
-
-SUITE = """
-import pytest
-from tests.support.comparisons import within
-
-@pytest.mark.parametrize("error", [0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.6])
-def test_it(error):
-    within(error / 2, 1.0, "half of it")
-    within(error, 1.0, "all of it")
-"""
-
-
-@pytest.mark.parametrize("processes", [full("0"), "2"])
-def test_the_summary_lists_the_nearest_comparisons(tmp_path: Path, processes: str) -> None:
-    (tmp_path / "test_sample.py").write_text(SUITE)
-    options = ["-q", "-p", "tests.conftest", "-n", processes, "test_sample.py"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if " of the limit" in line]
-    assert [line.split()[0] for line in lines] == ["0.60", "0.45", "0.40", "0.35", "0.30", "1"], done.stdout
-    assert "6.00e-01 of 1.00e+00 all of it test_sample.py::test_it[0.6]" in lines[0]
-    assert lines[-1].startswith("1 above 0.5 of the limit") and done.returncode == 0
