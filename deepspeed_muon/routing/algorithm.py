@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from deepspeed_muon.routing.evidence import Claim, NamedParameter
-from deepspeed_muon.routing.experts import Mixtures
+from deepspeed_muon.routing.experts import numbers_of_experts, router
 from deepspeed_muon.routing.layers import call_quietly, direct_parameters
 from deepspeed_muon.routing.names import (
     Meaning,
@@ -119,10 +119,10 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
     claims: dict[int, list[Claim]] = {
         member.key: [*_embedding(member, structure), *_name_claims(member)] for member in members
     }
-    mixtures = Mixtures.read(members)
+    experts = numbers_of_experts(members)
     for member in matrices:
-        if (router := mixtures.router(member)) is not None:
-            claims[member.key].append(router)
+        if (claim := router(member, experts)) is not None:
+            claims[member.key].append(claim)
     for key, claim in (*_first_layers(matrices, structure), *_heads(matrices, structure)):
         claims[key].append(claim)
     return claims

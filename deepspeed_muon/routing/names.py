@@ -91,8 +91,11 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry("block", r".*ffn?|input_ff_layer|transformer_in", "diffusers, TimesFM"),
     NameEntry("router", r".*router.*", "transformers, Megatron"),
     NameEntry("router", r"wg|shared_expert_gate", "DeepSpeed, Qwen2-MoE"),
-    NameEntry("router beside experts", r"gate|gating|w_gate|w_noise|switch", "Mixtral, GShard, noisy top-k"),
-    NameEntry("router beside experts", r"coefficient", "DeepSpeed's residual experts"),
+    NameEntry(
+        "router beside experts",
+        r"gate|gating|w_gate|w_noise|switch|coefficient",
+        "Mixtral, noisy top-k, DeepSpeed's residual experts",
+    ),
     NameEntry(
         "relative positions", r"(rel_pos|relative_position|relative_attention_bias).*", "Swin, BEiT, T5"
     ),

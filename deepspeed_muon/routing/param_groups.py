@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from deepspeed_muon.config.values import RENAMED, TORCH_OPTIONS, unknown_key_mes
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.math.updates import AdjustLrName, WeightDecayMode
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
 from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
@@ -41,8 +40,6 @@ CALLER_GROUP = "caller_group"
 """Key of a param group: the number of the caller's group from which it was made."""
 DIVIDED_GROUP = "divided_group"
 """Key of the groups into which DeepSpeed divided a caller's group: the number of that one. Not in the optimizer."""
-# Settings that name a rule, with the names.
-_RULE_NAMES = {"adjust_lr_fn": get_args(AdjustLrName), "weight_decay_mode": get_args(WeightDecayMode)}
 
 
 class ParamGroup(dict[str, Any]):
@@ -57,12 +54,7 @@ class ParamGroup(dict[str, Any]):
 
         Raises:
             RoutingError: If it would change the algorithm, which is fixed once the optimizer is made.
-            ConfigError: If a rule has no such name.
         """
-        if key in _RULE_NAMES and value not in _RULE_NAMES[key]:
-            raise ConfigError(
-                f"param group: {key} is {value!r}; expected one of {', '.join(_RULE_NAMES[key])}"
-            )
         if key in _ALGORITHM_KEYS and key in self and value != self[key]:
             raise RoutingError(
                 f"param group: {key} is {self[key]!r} and cannot become {value!r} once the optimizer is made; use "
@@ -548,21 +540,15 @@ def _explicit_algorithms(
     callers: Iterable[tuple[GroupSettings, Iterable[NamedParameter]]],
 ) -> dict[int, Algorithm]:
     """Return ``id(parameter)`` to the algorithm that its group's settings name, for groups that name one."""
-    return {
-        id(member.param): algorithm
-        for settings, members in callers
-        if (algorithm := _explicit_algorithm(settings)) is not None
-        for member in members
-    }
-
-
-def _explicit_algorithm(settings: GroupSettings) -> Algorithm | None:
-    algorithm: Algorithm | None = settings.get("algorithm")
-    if algorithm not in (None, "muon", "adamw"):
-        raise ConfigError(f"param group: algorithm must be 'muon' or 'adamw', got {algorithm!r}")
-    if algorithm is None and settings.get("use_muon") is not None:
-        return "muon" if settings["use_muon"] else "adamw"
-    return algorithm
+    explicit: dict[int, Algorithm] = {}
+    for settings, members in callers:
+        algorithm: Algorithm | None = settings.get("algorithm")
+        if algorithm is None and settings.get("use_muon") is not None:
+            algorithm = "muon" if settings["use_muon"] else "adamw"
+        if algorithm not in (None, "muon", "adamw"):
+            raise ConfigError(f"param group: algorithm must be 'muon' or 'adamw', got {algorithm!r}")
+        explicit.update((id(member.param), algorithm) for member in members if algorithm is not None)
+    return explicit
 
 
 def _divide(

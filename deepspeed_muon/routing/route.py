@@ -175,28 +175,24 @@ def rows_of(routes: Sequence[Route], *, per_parameter: bool = False) -> list[dic
 
     In the name of a row for several parameters the numbers of the layers are stars.
     """
-    rows: dict[tuple[object, ...], dict[str, Any]] = {}
+    alike: dict[tuple[Any, ...], list[Route]] = {}
     for route in routes:
         # Layers that differ in their numbers alone share a row.
         starred = ".".join("*" if text.isdigit() else text for text in route.name.split("."))
         name = route.name if per_parameter else starred
-        row = rows.setdefault(
-            (name, route.shape, route.algorithm, route.reason, route.certain),
-            {
-                "name": route.name,
-                "shape": list(route.shape),
-                "algorithm": route.algorithm,
-                "reason": route.reason,
-                "certain": route.certain,
-                "tensors": 0,
-                "elements": 0,
-            },
-        )
-        row["tensors"] += 1
-        row["elements"] += route.numel
-        if row["tensors"] > 1:  # a row of a single parameter shows its number
-            row["name"] = name
-    return list(rows.values())
+        alike.setdefault((name, route.shape, route.algorithm, route.reason, route.certain), []).append(route)
+    return [
+        {
+            "name": name if len(members) > 1 else members[0].name,  # a single parameter shows its number
+            "shape": list(shape),
+            "algorithm": algorithm,
+            "reason": reason,
+            "certain": certain,
+            "tensors": len(members),
+            "elements": sum(route.numel for route in members),
+        }
+        for (name, shape, algorithm, reason, certain), members in alike.items()
+    ]
 
 
 def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings) -> Sequence[int]:
