@@ -256,18 +256,6 @@ class MuonConfig(_VariantSettings):
         config.check_combinations()
         return config
 
-    def with_group_settings(self, settings: Mapping[str, object], where: str) -> MuonConfig:
-        """Return these settings updated by those of a param group, checked as :meth:`from_params` checks them.
-
-        Args:
-            settings: The settings of the group.
-            where: The group in error messages.
-
-        Raises:
-            ConfigError: As :meth:`from_params`.
-        """
-        return self.from_params({**self.model_dump(), **settings}, where=where)
-
     def check_combinations(self) -> None:
         """Refuse keys that contradict each other.
 
@@ -441,7 +429,9 @@ def checked_group_settings(
     # 2. The settings, each alone and together.
     settings = MuonConfig() if config is None else config
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
-    checked = settings.with_group_settings({"momentum_warmup": None, **values}, where)
+    checked = MuonConfig.from_params(
+        {**settings.model_dump(), "momentum_warmup": None, **values}, where=where
+    )
     return {**{key: getattr(checked, key) for key in values}, **rates}
 
 

@@ -40,7 +40,6 @@ from deepspeed_muon.routing.shapes import true_shape
 
 # Images, latents and audio have at most this many channels; hidden layers have more.
 _MAX_DATA_CHANNELS = 4
-_FILTERS = ("convolution", "grouped convolution", "transposed convolution")
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Tables of positions and of token types, which no layer has an output for.
 _NO_VOCABULARY = re.compile(r".*(pos|type|segment).*|wpe", re.IGNORECASE)
@@ -161,13 +160,7 @@ def _embedding(member: NamedParameter, structure: Structure) -> Iterator[Claim]:
         for position, component in enumerate(components):
             entry = match_name(component, "embedding", "input")
             # "image_embed" may contain an entire encoder, so at most one named module may be below.
-            is_holder = entry is not None and named_below(components, position) <= 1
-            if (
-                entry
-                and is_holder
-                and member.kind in (None, "weight", "bare")
-                and not match_name(component, "head")
-            ):
+            if entry and member.kind in (None, "weight", "bare") and named_below(components, position) <= 1:
                 yield Claim("embedding", f"embedding by name ({component.lower()})", entry.certain)
 
 
@@ -178,14 +171,16 @@ def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> I
     for member in matrices:
         components, shape = _components(member), member.full_shape
         if member.kind == "convolution":
-            # A convolution of one pixel may read what a layer before it squeezed into few channels.
-            is_data = shape[1] <= _MAX_DATA_CHANNELS and (math.prod(shape[2:]) > 1 or shape[1] not in outputs)
+            # A convolution of one pixel may read what a layer before it squeezed into few channels; 3 are an image.
+            is_data = math.prod(shape[2:]) > 1 or shape[1] == 3 or shape[1] not in outputs
             # Tacotron's location layer reads the channels of attention weights.
-            if is_data and not _in_attention(components):
+            if shape[1] <= _MAX_DATA_CHANNELS and is_data and not _in_attention(components):
                 yield (
                     member.key,
                     Claim("input", f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}"),
                 )
+            elif shape[0] == 3:
+                yield member.key, Claim("head", "output head: makes 3 channels", certain=False)
             elif structure.is_ordered and member is matrices[0]:
                 yield (
                     member.key,
@@ -266,10 +261,8 @@ def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> dict
             ".weight"
         )
         is_adapter = _is_lora_b(member) or any(claim.rule == "adapter" for claim in _name_claims(member))
-        if (
-            (is_weight or (member.has_product and len(member.full_shape) == 2))
-            and len(member.names) == 1
-            and not (is_in_block or is_adapter or "experts" in components or _in_attention(components))
+        if (is_weight or (member.has_product and len(member.full_shape) == 2)) and not (
+            is_in_block or is_adapter or "experts" in components or _in_attention(components)
         ):
             outermost[member.key] = several.keys().isdisjoint(modules_of[member.key])
     return outermost
@@ -300,43 +293,37 @@ def _last_layers(
     matrices: Sequence[NamedParameter], outermost: Mapping[int, bool], heads: set[int]
 ) -> dict[int, Claim]:
     """Return the last layer, and those in parallel with it or with ``heads``."""
-    # 1. The ends of the model: layers whose outputs neither a later layer nor one inside a block reads.
+    # 1. The ends of the model, the last one first: layers whose outputs no later layer and none inside a block reads.
     layers = [member for member in matrices if member.is_layer]
+    inputs_of_all = set(map(_inputs, layers))
     read = {_inputs(member) for member in layers if member.key not in outermost}
     for member in matrices:
-        # A tied embedding is multiplied by, too, and perhaps a bare matrix (prototypes); what has one row is added.
-        is_bare = member.kind == "bare" and not member.is_layer and 1 not in member.full_shape
-        read |= set(member.full_shape) if is_bare and len(member.full_shape) == 2 else set()
-        read |= {member.sides[1]} if len(member.names) > 1 else set()
-    ends: list[NamedParameter] = []  # the last one first
-    trailing: set[int] = set()  # the ends behind which there are only ends
-    inputs_of_all = set(map(_inputs, layers))
-    for count, member in enumerate(reversed(layers)):
+        # A bare matrix (prototypes) is perhaps multiplied by; what has one row is added.
+        if member.kind == "bare" and not member.is_layer and len(member.full_shape) == 2:
+            read |= set(member.full_shape) if 1 not in member.full_shape else set()
+    ends: list[NamedParameter] = []
+    for member in reversed(layers):
         outputs, inputs = member.sides
         # In a list of modules that differ, the next one may read the outputs, and so may the first.
         readers = read if outermost.get(member.key) else inputs_of_all | read
         if member.key in outermost and outputs != inputs and outputs not in readers:
-            trailing |= {member.key} if len(ends) == count else set()
             ends.append(member)
         read.add(inputs)
-        if member.kind == "weight" and not member.has_product:
-            read.add(outputs)  # perhaps stored as input x output
     # 2. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
     certain = [member for member in matrices if member.key in heads]
-    if not certain and layers:
+    if not certain and len(layers) > 1:
         narrow = [member for member in ends if member.sides[0] < member.sides[1]]
         last = next(iter(narrow or (member for member in ends if member is layers[-1])), None)
-        if last is not None and len(layers) > 1:
+        if last is not None:
             is_unread = last.kind == "linear" and last.sides[0] not in read
             is_certain = last is layers[-1] and (bool(narrow) or is_unread) and outermost[last.key]
             claims[last.key] = Claim("head", "output head: the last layer", is_certain)
             certain = [last]
-        elif outermost.get(layers[-1].key) and (last is not None or len(layers) > 1):
-            claims[layers[-1].key] = Claim("hidden", PERHAPS_HEAD, certain=False)
+    if not certain and (ends or len(layers) > 1) and outermost.get(layers[-1].key):
+        claims[layers[-1].key] = Claim("hidden", PERHAPS_HEAD, certain=False)
     # 3. Those in parallel: beside it or, a guess, at its position in a module beside its own ("actor.2", "critic.2").
     for member, head in itertools.product(ends, certain):
-        outputs, inputs = member.sides
         components, components_of_head = _components(member), _components(head)
         is_beside = len(head.names) == 1 and components[:-1] == components_of_head[:-1]
         is_twin = (
@@ -344,18 +331,16 @@ def _last_layers(
             and components[-1] == components_of_head[-1]
             and sum(map(operator.ne, components, components_of_head)) == 1
         )
-        reads_alike = inputs == head.sides[1] and (is_beside or is_twin)
+        (outputs, inputs), (outputs_of_head, inputs_of_head) = member.sides, head.sides
         is_certain = head.key in heads or claims[head.key].certain
-        makes_alike = outputs == head.sides[0] and (is_certain or reads_alike)
         # Beside a layer with more outputs than inputs may stand equal hidden layers.
-        is_sure = head.key in heads or head.sides[0] < head.sides[1]
-        # A wide layer beside the last one may make outputs, too (a policy and a value).
-        is_beside_last = is_beside and reads_alike and member.key in trailing and not components[-1].isdigit()
-        if is_sure and (makes_alike or (reads_alike and outputs < inputs)):
+        is_sure = is_certain and (head.key in heads or outputs_of_head < inputs_of_head)
+        makes_alike = outputs == outputs_of_head and is_sure
+        if makes_alike or (outputs < inputs == inputs_of_head and (is_beside or is_twin)):
             is_certain &= is_beside or makes_alike
             claim = Claim("head", "output head: in parallel with the last layer", is_certain)
             claims.setdefault(member.key, claim)
-        elif makes_alike or is_beside_last or (is_twin and outputs < inputs):
+        elif (is_beside and inputs == inputs_of_head) or (is_twin and outputs < inputs):
             claims.setdefault(member.key, Claim("hidden", PERHAPS_HEAD, certain=False))
     return claims
 
@@ -368,15 +353,12 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
     claims: dict[int, tuple[Claim, Meaning]] = {}
     # A tied embedding is multiplied by last.
     later = {member.sides[1] for member in matrices if len(member.names) > 1}
-    below: set[str] = set()  # paths of modules with a later layer
     layers = [member for member in matrices if member.is_layer]
     for member in reversed(matrices):
         outputs, inputs = member.sides
         for name in member.names if member.kind in (None, "linear", "convolution", "weight", "bare") else ():
             components = holder_path(name).split(".")
             for position in range(len(components)):
-                if named_below(components, position) > 2:
-                    continue
                 # Some patterns span several components ("final_layer.linear"): the longest first.
                 spans = range(min(3, len(components) - position), 0, -1)
                 texts = [(".".join(components[position : position + n]), position + n - 1) for n in spans]
@@ -392,16 +374,18 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
                 if entry.meaning == "only head" and not is_direct:
                     continue  # a decoder of several modules is no projection
                 # A layer whose outputs a later one reads is hidden, and so is a square one ("lm_head.dense") but the
-                # last one of the model, or of a module that is certain to be a head.
-                path = ".".join(components[: end + 1])
-                is_last = member is layers[-1] and len(layers) > 1
-                is_output = outputs not in later
-                if outputs == inputs:
-                    is_output = is_direct and (is_last or (entry.certain and path not in below))
-                below.add(path)
-                if is_output or (is_direct and entry.meaning == "head"):
+                # last one of the model, or one whose full name is certain.
+                is_last = is_direct and member is layers[-1] and len(layers) > 1
+                is_named = entry.certain and end == len(components) - 1
+                is_output = is_last or is_named if outputs == inputs else outputs not in later
+                if is_output:
                     claim = Claim("head", f"output head by name ({components[end]})", entry.certain)
                     claims.setdefault(member.key, (claim, entry.meaning))
+                elif member.kind == "linear" and end == len(components) - 1:
+                    # Such a layer may make outputs that a later layer refines (a postnet).
+                    claims.setdefault(
+                        member.key, (Claim("hidden", PERHAPS_HEAD, certain=False), entry.meaning)
+                    )
         later.add(_inputs(member))
     return claims
 
@@ -467,7 +451,7 @@ def _not_a_matrix(member: NamedParameter, claims: Sequence[Claim]) -> Claim:
     shape = member.full_shape
     if member.kind == "LoRA of experts":
         return Claim("adapter", "LoRA of stacked experts, whose matrices alternate in one tensor")
-    if member.kind in _FILTERS and member.kind != "convolution":
+    if member.kind in ("grouped convolution", "transposed convolution"):
         return Claim("shape", f"filters of a {member.kind}")
     reasons = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}
     if len(shape) < 3 or min(shape) == 0:
@@ -486,15 +470,12 @@ def _bare_matrix(member: NamedParameter) -> Claim:
     """Return the claim of a 2-dimensional parameter that is not a layer's ``weight``."""
     if member.layer is not None and member.layer.product:
         return Claim("hidden", f"hidden matrix: {member.layer.product}")
-    # Without modules, "weight" is the name that nearly all layers give to their matrix.
-    if member.layer is None and any(name.rpartition(".")[2] == "weight" for name in member.names):
+    # Without modules, "weight" is in the name that nearly all layers give to their matrix ("in_proj_weight").
+    if member.layer is None and any("weight" in name.rpartition(".")[2] for name in member.names):
         return Claim("hidden", "hidden matrix by name", certain=False)
     if _is_lora_b(member):
         return Claim("hidden", "matrix B of a LoRA adapter")
     if any("experts" in plain_name(name).split(".") for name in member.names):
         reason = "perhaps several experts in one matrix; their number is unknown"
         return Claim("no_product", reason, certain=False)
-    last = bare_name(member.name)
-    if match_name(last, "weight"):
-        return Claim("hidden", f"hidden matrix by name ({last})", certain=False)
     return Claim("no_product", "a bare parameter: 'include' makes it Muon's", certain=False)

@@ -39,7 +39,11 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
     for name, param in parameters:
         kind = _kind(module, name)
         shape = true_shape(param)
-        transposed = _transposed(module, kind)  # by type, True or unknown
+        is_transposed = type(module).__name__ in _TRANSPOSED_EXPERTS or getattr(
+            module, "is_transposed", False
+        )
+        # by type, True or unknown
+        transposed = True if _is_conv1d(module) or (kind == "experts" and is_transposed) else None
         # transformers' experts with interleaved gate and up projections (gpt-oss)
         interleaved = getattr(module, "is_concatenated", True) is False
         stack, product = 0, ""
@@ -100,9 +104,7 @@ def _kind(module: nn.Module, name: str) -> LayerKind:
     # weight_ih_l0, weight_hh_l0, in_proj_weight
     if isinstance(module, _RECURRENT) and "weight" in name:
         return "linear"
-    is_linear = (
-        isinstance(module, nn.Linear) or "Linear" in kind or (kind == "Conv1D" and hasattr(module, "nf"))
-    )
+    is_linear = isinstance(module, nn.Linear) or "Linear" in kind or _is_conv1d(module)
     if name in ("weight", "bias") and (
         is_linear or (hasattr(module, "in_features") and hasattr(module, "out_features"))
     ):
@@ -117,14 +119,9 @@ def _kind(module: nn.Module, name: str) -> LayerKind:
     return "weight" if name == "weight" else "bare"
 
 
-def _transposed(module: nn.Module, kind: LayerKind) -> bool | None:
-    """Return ``True`` if the type of a module implies that its weight is stored as input x output, else ``None``."""
-    name = type(module).__name__
-    if name == "Conv1D" and hasattr(module, "nf"):
-        return True
-    if kind == "experts" and (getattr(module, "is_transposed", False) or name in _TRANSPOSED_EXPERTS):
-        return True
-    return None
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' linear layer of GPT-2, which stores input x output."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _in_experts(path: str) -> bool:

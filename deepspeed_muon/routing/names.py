@@ -27,7 +27,6 @@ Meaning = Literal[
     "relative positions",  # a table of relative positions, in any kind of module
     "no product",  # a bare parameter that is no operand of a matrix product
     "bias",
-    "weight",  # a bare parameter that multiplies activations
     "LoRA A",
     "LoRA B",
     "adapter",  # other than LoRA
@@ -62,13 +61,9 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry("input", r"(to_)?patch_?embed(s|ding|dings|der)?", "timm, transformers, vit-pytorch"),
     NameEntry("input", r"(all_)?x_embedder|img_in|embeds", "DiT, diffusers, timm's NaFlexViT", certain=False),
     NameEntry("input", r"vision_embed_tokens", "Fuyu: patches of images"),
-    NameEntry("head", r"lm_heads?", "transformers; a list has one for each codebook: MusicGen"),
-    NameEntry("head", r"embed_out|unembed", "GPT-NeoX, TransformerLens"),
-    NameEntry("head", r"shared_head", "DeepSeek's layers that predict further tokens"),
-    NameEntry("head", r"to_logits", "x-transformers"),
+    NameEntry("head", r"lm_heads?|shared_head", "transformers: one for each codebook, or further token"),
+    NameEntry("head", r"embed_out|unembed|to_logits", "GPT-NeoX, TransformerLens, x-transformers"),
     NameEntry("head", r"(all_)?final_layer(\.[\d-]+)?\.linear", "facebookresearch/DiT and its successors"),
-    NameEntry("head", r"mlm_layer\.conv2", "diffusers' UViT"),
-    NameEntry("head", r"decoder_dict\.\w+", "LXMERT", certain=False),
     NameEntry("top-level head", r"logits|logits_dense|logits_proj|.*_logits", "Dia, XLNet, torchvision"),
     NameEntry("top-level head", r"score|qa_outputs|predictions|seq_relationship", "transformers"),
     NameEntry("top-level head", r"(?!pre).*classifiers?|classification_heads?", "transformers"),
@@ -79,7 +74,10 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry("only head", r"output|fc|ff_out", "Llama, torchvision, OLMo", certain=False),
     NameEntry("only head", r"proj_out|conv_out", "diffusers", certain=False),
     NameEntry(
-        "top-level head", r"predict_\w+|feat_out|prob_out", "DecisionTransformer, SpeechT5", certain=False
+        "top-level head",
+        r"predict_\w+|feat_out|prob_out|decoder_dict",
+        "DecisionTransformer, SpeechT5, LXMERT",
+        certain=False,
     ),
     NameEntry(
         "top-level head",
@@ -103,8 +101,6 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry(
         "bias", r".*_bias|.*_biases|bias|.*bias_[kuv]", "all; Transformer-XL, torch's MultiheadAttention"
     ),
-    NameEntry("weight", r"(.*_)?(weights?|kernel|proj|projs|projection)(_.*)?", "all", certain=False),
-    NameEntry("weight", r"w(\d+|_.+)", "TransformerLens, RWKV-7, megablocks", certain=False),
     NameEntry("LoRA A", r"lora_a|lora_weight_1|lora_down", "peft, DeepSpeed's OptimizedLinear, kohya"),
     NameEntry("LoRA A", r".*lora.*\.(down|linear_in)", "diffusers before peft, NeMo"),
     NameEntry("LoRA B", r"lora_b|lora_weight_2|lora_up", "peft, DeepSpeed's OptimizedLinear, kohya"),

@@ -27,7 +27,8 @@ from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import TensorShards
-from deepspeed_muon.routing.parameters import NamedParameter, is_divided, model_parameters_by_name
+from deepspeed_muon.routing.evidence import NamedParameter
+from deepspeed_muon.routing.parameters import is_divided, model_parameters_by_name
 from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
 from deepspeed_muon.routing.rules import current_route, routes_if_trained
 from deepspeed_muon.routing.shapes import true_shape
@@ -447,13 +448,10 @@ def _caller_groups(params: Iterable[Any], in_model: Mapping[int, NamedParameter]
         if "params" not in item:
             raise RoutingError(f"param group {number} has no 'params'")
         entries = item["params"]
-        if not isinstance(entries, Iterable):
+        # The order of a set differs between runs and ranks.
+        if not isinstance(entries, Iterable) or isinstance(entries, (set, frozenset)):
             raise RoutingError(
                 f"the params of param group {number} are a {type(entries).__name__}, expected a list of parameters"
-            )
-        if isinstance(entries, (set, frozenset)):
-            raise RoutingError(
-                f"the params of param group {number} are a set, whose order differs between runs and ranks; pass a list"
             )
         # torch accepts a bare tensor, too
         entries = [entries] if isinstance(entries, Tensor) else list(entries)
@@ -608,4 +606,4 @@ def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
     refuse_misspelt_keys(group.settings, group.where, GROUP_KEYS)
     settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
-    return config.with_group_settings(settings, group.where)
+    return MuonConfig.from_params({**config.model_dump(), **settings}, where=group.where)

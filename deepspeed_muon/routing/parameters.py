@@ -17,16 +17,6 @@ from deepspeed_muon.routing.layers import call_quietly, read_layers
 from deepspeed_muon.routing.route import Rule
 from deepspeed_muon.routing.shapes import attention_shapes, true_shape
 
-__all__ = [
-    "NamedParameter",
-    "is_divided",
-    "is_pipeline",
-    "model_parameters_by_name",
-    "parameters_by_pipeline_rule",
-    "refuse_lazy",
-]
-
-
 # What Megatron and DeepSpeed's AutoTP set on the shards of tensor parallelism, also where one rank has all of a weight.
 _SHARD_MARKS = ("tensor_model_parallel", "model_parallel")
 

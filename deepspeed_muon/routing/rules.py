@@ -26,8 +26,6 @@ from deepspeed_muon.routing.parameters import refuse_lazy
 from deepspeed_muon.routing.route import Algorithm, MatrixKind, Route, rows_of
 from deepspeed_muon.routing.shapes import check_heads, leaf_name, shard_blocks, split_output, true_shape
 
-# Kinds of layers whose weight is (out, in / groups, *kernel), or transposed (in, out / groups, *kernel).
-_FILTERS = ("convolution", "grouped convolution", "transposed convolution")
 # The user is warned of weights with at least this many elements whose algorithm is a guess.
 _LARGE = 65_536
 _DEFAULTS = MuonConfig()
@@ -369,7 +367,9 @@ def _matrix_kind(
         return "experts" if member.layer is not None and member.layer.stack else "matrix"
     if member.kind == "convolution":
         return "convolution"
-    if len(shape) == 3 and member.kind not in _FILTERS and _is_experts(member):
+    # (out, in / groups, *kernel), or transposed (in, out / groups, *kernel)
+    is_filters = member.kind in ("grouped convolution", "transposed convolution")
+    if len(shape) == 3 and not is_filters and _is_experts(member):
         return "experts"
     # Without the module, the "weight" of a stack has the same name and number of dimensions as that of a convolution.
     is_stack = member.kind in ("weight", "bare", "experts", "linear") or (

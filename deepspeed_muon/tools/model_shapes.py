@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
+from deepspeed_muon.routing.evidence import NamedParameter
+from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.tools.command_line import MODEL_FORMS
 

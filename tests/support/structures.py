@@ -133,6 +133,19 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     ),
     "prototypes": lambda: Tree(prototypes=_parameter(100, 32), backbone=_mlp(512, 256, 32)),
     "hidden_fc": lambda: Tree(conv=Conv(3, 32, 3), fc=Linear(512, 128), head=Linear(128, 10)),
+    "gan": lambda: Tree(
+        generator=Tree(body=_mlp(128, 256, 256), to_rgb=Conv(256, 3, 1)),
+        discriminator=Tree(from_rgb=Conv(3, 64, 1), body=Conv(64, 128, 3), out=Linear(128, 2)),
+    ),
+    "postnet": lambda: Tree(
+        decoder=_blocks(), feat_out=Linear(64, 80), postnet=nn.Sequential(Conv(80, 256, 5), Conv(256, 80, 5))
+    ),
+    "bare_tables": lambda: Tree(
+        vocab_weight=_parameter(1000, 64),
+        W_E=_parameter(1000, 64),
+        blocks=_blocks(),
+        W_U=_parameter(64, 1000),
+    ),
     "dlrm": lambda: Tree(
         tables=nn.ModuleList([nn.EmbeddingBag(1000, 64)]), bottom=_mlp(13, 256, 64), top=_mlp(367, 256, 1)
     ),

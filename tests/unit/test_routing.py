@@ -11,7 +11,8 @@ from torch import nn
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.parameters import NamedParameter, model_parameters_by_name
+from deepspeed_muon.routing.evidence import NamedParameter
+from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 

@@ -60,12 +60,12 @@ def test_gains_of_norms_by_type() -> None:
     assert result["fc.weight"].algorithm == "muon"
 
 
-def test_a_bare_parameter_is_a_weight_by_its_bias_or_its_name() -> None:
+def test_a_bare_parameter_is_a_weight_by_its_bias() -> None:
     bare = Tree(w1=parameter(6, 4), b1=parameter(4), fused_weight=parameter(6, 4), table=parameter(6, 4))
     result = routes(Tree(bare=bare, fc=Linear(64, 64)))
     expected = {
         "w1": ("muon", True, True),
-        "fused_weight": ("muon", False, False),
+        "fused_weight": ("adamw", False, False),
         "table": ("adamw", False, False),  # a tied vocabulary, a codebook, a position: a pattern says if not
     }
     for name, (algorithm, transposed, certain) in expected.items():

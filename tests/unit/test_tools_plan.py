@@ -17,7 +17,7 @@ from deepspeed_muon.__main__ import main
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, orthogonalize_flops
-from deepspeed_muon.routing.parameters import NamedParameter
+from deepspeed_muon.routing.evidence import NamedParameter
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model
