@@ -72,22 +72,18 @@ class Structure:
     lists: set[str] = field(default_factory=set)
     is_ordered: bool = False
 
-    @classmethod
-    def read(cls, model: nn.Module, *, is_ordered: bool) -> Structure:
-        """Read the accessors and containers of a model, or of one stage of a pipeline."""
-        structure = cls(is_ordered=is_ordered)
-        for path, module in model.named_modules():
-            if isinstance(module, _LISTS):
-                structure.lists.add(holder_path(path + ".weight"))
-            for accessor in ("get_output_embeddings", "get_classifier"):
-                for head in _modules_in(call_quietly(module, accessor)):
-                    # of a container (norm or dropout, then the projection) the last one
-                    structure.heads.update(_matrices_of(head)[-1:])
-            embedding = call_quietly(module, "get_input_embeddings")
-            # A patch embedding contains a single projection; an encoder is none.
-            if isinstance(embedding, nn.Module) and len(matrices := _matrices_of(embedding)) == 1:
-                structure.embeddings.update(matrices)
-        return structure
+    def add(self, path: str, module: nn.Module) -> None:
+        """Read the accessors of a module at a path, and whether it is a container."""
+        if isinstance(module, _LISTS):
+            self.lists.add(holder_path(path + ".weight"))
+        for accessor in ("get_output_embeddings", "get_classifier"):
+            for head in _modules_in(call_quietly(module, accessor)):
+                # of a container (norm or dropout, then the projection) the last one
+                self.heads.update(_matrices_of(head)[-1:])
+        embedding = call_quietly(module, "get_input_embeddings")
+        # A patch embedding contains a single projection; an encoder is none.
+        if isinstance(embedding, nn.Module) and len(matrices := _matrices_of(embedding)) == 1:
+            self.embeddings.update(matrices)
 
 
 def _modules_in(result: object) -> Iterator[nn.Module]:
@@ -450,7 +446,7 @@ def _not_a_matrix(member: NamedParameter, claims: Sequence[Claim]) -> Claim:
     """Return the claim of a parameter that cannot be read as a matrix; its claims are in their order."""
     shape = member.full_shape
     if member.kind == "LoRA of experts":
-        return Claim("adapter", "LoRA of stacked experts, whose matrices alternate in one tensor")
+        return claims[0]
     if member.kind in ("grouped convolution", "transposed convolution"):
         return Claim("shape", f"filters of a {member.kind}")
     reasons = {0: "a scalar", 1: "a vector", 2: "an empty matrix"}

@@ -14,8 +14,7 @@ from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.algorithm import Structure, claims_of_model
 from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter
 from deepspeed_muon.routing.layers import call_quietly, read_layers
-from deepspeed_muon.routing.route import Rule
-from deepspeed_muon.routing.shapes import attention_shapes, true_shape
+from deepspeed_muon.routing.shapes import AttentionShape, attention_shape, true_shape
 
 # What Megatron and DeepSpeed's AutoTP set on the shards of tensor parallelism, also where one rank has all of a weight.
 _SHARD_MARKS = ("tensor_model_parallel", "model_parallel")
@@ -39,26 +38,33 @@ def model_parameters_by_name(
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
     # 2. what each module implies about its parameters
+    pipeline = is_pipeline(model)
+    # A list of modules alone has no order, and a stage of a pipeline not all layers.
+    structure = Structure(is_ordered=not pipeline and not isinstance(model, (nn.ModuleList, nn.ModuleDict)))
     layers: dict[int, Layer] = {}
-    claims: dict[int, list[Claim]] = {}
+    shapes: dict[str, AttentionShape | None] = {}
+    claims: dict[int, list[Claim]] = {key: [] for key in params}
     for path, module in model.named_modules():  # parents before children
+        structure.add(path, module)
+        # The config of a vision tower differs from that of the language model beside it.
+        shapes[path] = attention_shape(module) or shapes.get(path.rpartition(".")[0])
         for param, layer, layer_claims in read_layers(path, module):
             # A weight that an embedding and a linear layer share counts as the embedding's.
             if id(param) not in layers or layer.kind == "embedding":
                 layers[id(param)] = layer
-            claims.setdefault(id(param), []).extend(layer_claims)
-        for param, claim in _adapters(module):
-            claims.setdefault(id(param), []).append(claim)
+            claims[id(param)].extend(layer_claims)
+        for param, claim in (*_adapters(module), *_undecayed(module)):
+            claims[id(param)].append(claim)
             if claim.reason == _EXPERTS_LORA:
                 layers[id(param)] = Layer("LoRA of experts")
-        _claim_undecayed(module, claims)
-    shapes = attention_shapes(model)
+    for param, claim in _pipeline_claims(model) if pipeline else ():
+        claims[id(param)].append(claim)
     members = [
         NamedParameter(
             tuple(names[key]),
             param,
             layers.get(key, Layer("bare")),
-            tuple(claims.get(key, ())),
+            tuple(claims[key]),
             shapes.get(names[key][0].rpartition(".")[0]),  # of the module that has the parameter
             (shards or {}).get(key),
             shards is None and any(getattr(param, mark, False) for mark in _SHARD_MARKS),
@@ -66,23 +72,8 @@ def model_parameters_by_name(
         for key, param in params.items()
     ]
     # 3. what all of them imply together
-    pipeline = is_pipeline(model)
-    # A list of modules alone has no order, and a stage of a pipeline not all layers.
-    is_ordered = not pipeline and not isinstance(model, (nn.ModuleList, nn.ModuleDict))
-    joint = claims_of_model(members, Structure.read(model, is_ordered=is_ordered))
-    if pipeline:
-        reasons: dict[Rule, str] = {
-            "head": "output head of the model",
-            # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
-            "tied": "tied between the stages of a pipeline",
-        }
-        for rule, stage_params in parameters_by_pipeline_rule(model).items():
-            for param in stage_params:
-                joint.setdefault(id(param), []).append(Claim(rule, reasons[rule]))
-    return {
-        id(member.param): replace(member, claims=(*member.claims, *joint.get(id(member.param), ())))
-        for member in members
-    }
+    joint = claims_of_model(members, structure)
+    return {member.key: replace(member, claims=(*member.claims, *joint[member.key])) for member in members}
 
 
 def refuse_lazy(names: Sequence[str], param: nn.Parameter) -> None:
@@ -110,16 +101,13 @@ def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
             yield from ((param, Claim("adapter", reason)) for param in adapters.parameters())
 
 
-def _claim_undecayed(module: nn.Module, claims: dict[int, list[Claim]]) -> None:
-    """Add claims on the bare parameters that ``no_weight_decay()`` of a timm model lists."""
+def _undecayed(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
+    """Yield the bare parameters that ``no_weight_decay()`` of a timm model lists."""
     names = call_quietly(module, "no_weight_decay")
-    if not isinstance(names, (set, frozenset, list, tuple)):
-        return
-    for name, param in module.named_parameters():
-        if name in names and not name.endswith(".weight"):
-            claims.setdefault(id(param), []).append(
-                Claim("no_product", "the model's no_weight_decay() names it")
-            )
+    if isinstance(names, (set, frozenset, list, tuple)):
+        for name, param in module.named_parameters():
+            if name in names and not name.endswith(".weight"):
+                yield param, Claim("no_product", "the model's no_weight_decay() names it")
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -132,19 +120,17 @@ def is_divided(model: Any) -> bool:
     return is_pipeline(model) and model.num_stages > 1
 
 
-def parameters_by_pipeline_rule(model: Any) -> dict[Rule, list[nn.Parameter]]:
-    """Return the parameters of this rank's stage that are the output ``head``, or ``tied`` between stages.
+def _pipeline_claims(model: Any) -> Iterator[tuple[nn.Parameter, Claim]]:
+    """Yield the parameters of this rank's stage that are the output head, or tied between stages.
 
     ``model`` is a ``deepspeed.pipe.PipelineModule``.
     """
-    params_by_rule: dict[Rule, list[nn.Parameter]] = {
-        "head": [],
-        "tied": list(model.tied_modules.parameters()),
-    }
+    # Each stage updates its own copy, and the copies must stay equal: only an elementwise update ensures that.
+    for param in model.tied_modules.parameters():
+        yield param, Claim("tied", "tied between the stages of a pipeline")
     last = model.forward_funcs[-1] if model.forward_funcs else None
     if model.stage_id == model.num_stages - 1 and isinstance(last, nn.Module):
         matrices = [param for param in last.parameters() if len(true_shape(param)) > 1]
         # A transformer block has several matrices; a last layer with only one is the projection onto the outputs.
         if len(matrices) == 1:
-            params_by_rule["head"] = matrices
-    return params_by_rule
+            yield matrices[0], Claim("head", "output head of the model")

@@ -159,22 +159,15 @@ def true_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def attention_shapes(model: nn.Module) -> dict[str, AttentionShape | None]:
-    """Return the attention heads of each module by its path: its own, or those of the nearest ancestor that gives them.
-
-    Linear attention layers have attributes, other modules a ``config``. The config of a vision tower differs from that
-    of the language model beside it.
-    """
-    shapes: dict[str, AttentionShape | None] = {}
-    for name, module in model.named_modules():  # parents before children
-        shape = AttentionShape.from_linear_attention(module)
-        config = getattr(module, "config", None)
-        if shape is None and config is not None and not isinstance(config, (str, int, float)):
-            # A multimodal configuration has the heads of its language model one level below.
-            text_config = getattr(config, "text_config", None)
-            shape = AttentionShape.from_config(config) or AttentionShape.from_config(text_config)
-        shapes[name] = shape or shapes.get(name.rpartition(".")[0])
-    return shapes
+def attention_shape(module: nn.Module) -> AttentionShape | None:
+    """Return the attention heads that the attributes of a linear attention layer or the ``config`` of a module give."""
+    shape = AttentionShape.from_linear_attention(module)
+    config = getattr(module, "config", None)
+    if shape is None and config is not None and not isinstance(config, (str, int, float)):
+        # A multimodal configuration has the heads of its language model one level below.
+        text_config = getattr(config, "text_config", None)
+        shape = AttentionShape.from_config(config) or AttentionShape.from_config(text_config)
+    return shape
 
 
 def split_output(
