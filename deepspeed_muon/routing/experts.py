@@ -27,8 +27,8 @@ def numbers_of_experts(members: Sequence[NamedParameter]) -> dict[str, set[int]]
                 counts[parent].add(shape[0])  # (experts, rows, cols)
             else:
                 counts[parent].add(member.layer.stack if member.layer is not None else 0)  # 0: unknown
-    for parent, number in largest.items():
-        counts[parent].add(number + 1)  # numbered from 0
+    for parent, last in largest.items():
+        counts[parent].add(last + 1)  # numbered from 0
     return counts
 
 
