@@ -133,7 +133,7 @@ def facts() -> dict[str, Any]:
         import deepspeed_muon  # noqa: F401
     except Exception as error:  # then its modules are there, but not the package
         guard = f"{type(error).__name__}: {error}"
-    modules = ("hooks", "fingerprints", "zero.views")
+    modules = ("hooks", "fingerprints", "views")
     hooks, fingerprints, views = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in modules)
     if hooks is None or fingerprints is None or views is None:
         raise SystemExit(guard)

@@ -9,7 +9,7 @@ All that replaces or reads parts of DeepSpeed is in this layer:
 * :mod:`.running` and :mod:`.step`: schedules and steps.
 * :mod:`.checkpointing`: DeepSpeed's own checkpoints. Those that do not depend on the number of ranks have a layer of
   their own, :mod:`deepspeed_muon.checkpoint`.
-* :mod:`.zero.views`: the only module that reads attributes of ZeRO's wrappers.
+* :mod:`.views`: the only module that reads attributes of ZeRO's wrappers.
 * :mod:`.workarounds`: defects of DeepSpeed that concern every optimizer; gradients of several backward passes are among
   them.
 * :mod:`.patching` and :mod:`.fingerprints`: how functions are replaced, and how a changed DeepSpeed is noticed.

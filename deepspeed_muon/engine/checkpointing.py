@@ -36,7 +36,7 @@ from deepspeed_muon.checkpoint.sources import StateSource, open_universal
 from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.zero.views import View, view_of
+from deepspeed_muon.engine.views import View, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.step.loading import settings_to_load
 from deepspeed_muon.transport.agreement import raise_on_all_ranks

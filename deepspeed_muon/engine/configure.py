@@ -43,7 +43,7 @@ from deepspeed_muon.engine.topology import (
     tensor_shards,
     tensor_slices,
 )
-from deepspeed_muon.engine.zero.views import Zero12View, view_of
+from deepspeed_muon.engine.views import Zero12View, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.builder import loaded

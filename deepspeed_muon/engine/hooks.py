@@ -16,7 +16,7 @@ Changed elsewhere: where there is no wrapper yet, for the length of one call onl
 - how ZeRO 3 divides scalars (``Init._zero_init_param``): :mod:`deepspeed_muon.engine.configure`;
 - which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.load_tag`;
 - the swapper of NVMe offload: :mod:`deepspeed_muon.engine.nvme`; the ``GradScaler``:
-  :mod:`deepspeed_muon.engine.zero.views`;
+  :mod:`deepspeed_muon.engine.views`;
 - inputs of leaf modules without a gradient: :func:`deepspeed_muon.engine.workarounds.experts.prepare_inputs`.
 """
 
@@ -59,7 +59,7 @@ from deepspeed_muon.engine import (
     workarounds,
 )
 from deepspeed_muon.engine.patching import Hook, Original, replace_method
-from deepspeed_muon.engine.zero.views import (
+from deepspeed_muon.engine.views import (
     WRAPPERS,
     Bf16View,
     Memory,

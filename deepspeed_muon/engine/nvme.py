@@ -41,7 +41,7 @@ from deepspeed_muon.checkpoint.deepspeed_files import SavedTag
 from deepspeed_muon.checkpoint.files import refusing
 from deepspeed_muon.checkpoint.parameters import host_of, optimizer_of
 from deepspeed_muon.engine.patching import Hook, Original
-from deepspeed_muon.engine.zero.views import View, Zero3View, view_of
+from deepspeed_muon.engine.views import View, Zero3View, view_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.step.state import STATE_TENSORS

@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.zero.views import View, ZeroView
+from deepspeed_muon.engine.views import View, ZeroView
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.updates import AdamStep, AdamTensors
 from deepspeed_muon.optimizer import Muon

@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from packaging.version import Version
 
-from deepspeed_muon.engine.zero.views import WRAPPERS, PlainView, View, view_of
+from deepspeed_muon.engine.views import WRAPPERS, PlainView, View, view_of
 
 Original: TypeAlias = Callable[..., Any]
 """A function of DeepSpeed that its replacement may call."""

@@ -20,7 +20,7 @@ from deepspeed_muon.checkpoint import restore
 from deepspeed_muon.checkpoint.parameters import host_of
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.zero.views import Memory, view_of
+from deepspeed_muon.engine.views import Memory, view_of
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.monitoring.recorder import monitor_events

@@ -16,7 +16,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View, ZeroView, norms_of
+from deepspeed_muon.engine.views import View, Zero3View, Zero12View, ZeroView, norms_of
 from deepspeed_muon.errors import NumericalError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.transport.ranks import phase

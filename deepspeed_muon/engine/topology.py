@@ -39,7 +39,7 @@ from deepspeed.utils.bwc import (
 from torch import Tensor, nn
 
 from deepspeed_muon.engine.offload import CpuAdam
-from deepspeed_muon.engine.zero.views import ZeroView, view_of
+from deepspeed_muon.engine.views import ZeroView, view_of
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import PartitionIndex, TensorShards

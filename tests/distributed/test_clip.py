@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_muon
-from deepspeed_muon.engine.zero.views import view_of
+from deepspeed_muon.engine.views import view_of
 from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.autoep_models import AUTOEP_MATRICES, STACKS

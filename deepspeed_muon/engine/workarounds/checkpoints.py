@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import View, Zero3View, Zero12View
+from deepspeed_muon.engine.views import View, Zero3View, Zero12View
 
 
 def load_weights(

@@ -24,7 +24,7 @@ from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import View, Zero12View
+from deepspeed_muon.engine.views import View, Zero12View
 from deepspeed_muon.logs import logger
 
 _MARK = "_z3_leaf"

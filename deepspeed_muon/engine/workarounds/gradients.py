@@ -32,7 +32,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
+from deepspeed_muon.engine.views import Bf16View, View, Zero3View, Zero12View, ZeroView, view_of
 
 
 def partition_grads(

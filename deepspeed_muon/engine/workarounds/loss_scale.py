@@ -34,7 +34,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import HalfView, PlainView, View, Zero3View, ZeroView
+from deepspeed_muon.engine.views import HalfView, PlainView, View, Zero3View, ZeroView
 
 
 def lower_scale(original: Original, view: View, *args: object, **kwargs: object) -> None:

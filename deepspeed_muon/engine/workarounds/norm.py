@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
 from deepspeed_muon.engine.topology import tensor_parallel_group
-from deepspeed_muon.engine.zero.views import Bf16View, HalfView, PlainView, View, norms_of, view_of
+from deepspeed_muon.engine.views import Bf16View, HalfView, PlainView, View, norms_of, view_of
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from deepspeed_muon.engine.patching import Hook, Original, Workaround
-from deepspeed_muon.engine.zero.views import FlatView, Zero3View, Zero12View
+from deepspeed_muon.engine.views import FlatView, Zero3View, Zero12View
 
 _CACHED = "_PartitionedParameterCoordinator__params_to_release"
 """A method of ZeRO 3's coordinator, whose cache refers to the parameters of every engine."""
