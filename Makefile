@@ -26,6 +26,9 @@ OLD_EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(OLD_DEEPSPEED_VERSION)
 SETUP_INPUTS := setup.py pyproject.toml Makefile scripts/setup_env.sh
 
 export PYTHON TORCH_VERSION
+# Compiled modules are kept, whatever the environment asks for: a run of the tests starts a hundred processes, and pip
+# compiles nothing in CI.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-kernels test-full test-old versions fingerprints lint format types pre-commit nvcc-check kernel-defects wheel-check docs readme clients gpu setup clean
