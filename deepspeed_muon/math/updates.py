@@ -1,4 +1,6 @@
-"""Momentum warm-up, the scale of an update (``adjust_lr_fn``), ``weight_decay_mode``, and AdamW by torch's kernels.
+"""The numbers in an update of Muon (momentum warm-up, ``adjust_lr_fn``, ``weight_decay_mode``), and AdamW by torch.
+
+The update of Muon itself is :func:`deepspeed_muon.step.tables.apply`.
 
 ``adjust_lr_fn``: the factor of an orthogonalised update, for a matrix of ``rows x cols``. Beware of "spectral": other
 projects call two different rules by that name. ``update_scale`` is one more factor, the same for all shapes.
@@ -26,8 +28,7 @@ that is subtracted (``lr * u``: Muon's scaled orthogonal factor, or Adam's ratio
 ``cautious``    Cautious Weight Decay (arXiv 2510.12402): only elements decay that the update pulls towards zero
 =============== ======================================================================================================
 
-Every term reads ``p`` before the step. The float64 counterpart is
-:meth:`deepspeed_muon.reference.ReferenceMuon.apply`.
+Every term reads ``p`` before the step.
 """
 
 from __future__ import annotations

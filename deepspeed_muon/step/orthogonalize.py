@@ -39,12 +39,10 @@ def batches(
     a batch of its own.
     """
     # 1. which may run together: the polar factor of a transpose is the transpose, unless a variant looks at the rows
-    variant = context.variant
-    reads_rows = variant.before_iteration is not None or variant.row_factors is not None
     members_of: dict[object, list[PlanIndex]] = {}
     for index in indices:
         matrix = matrices[index]
-        joins = not reads_rows and len(matrix.block_shapes) == 1
+        joins = not context.variant.reads_rows and len(matrix.block_shapes) == 1
         key = tuple(sorted(matrix.logical_shape)) if joins else matrix.batch_key
         members_of.setdefault(key, []).append(index)
     # 2. as many as a batch may have

@@ -1,11 +1,13 @@
-"""Lists the fragments of a chunk in tables, from which one elementwise pass packs them and one applies their updates.
+"""The tables of a step, the rates beside them, and the two passes over them: :func:`pack` and :func:`apply`.
 
-The tables are made once, when the optimizer is bound. The native passes read a table in one call, and equal segments of
-a batch's matrices are copied by one call. What Python does in a step then grows with the batches and not with the
-fragments. It does grow with them, or with the blocks, where blocks do not follow each other in memory, with cautious
-decay, with updates that are copied to offloaded partitions, and with the passes in torch.
+A *table* says for each fragment of this rank where its elements are: a row of six integers (:data:`COLUMNS`) names its
+range in a partition, its range in a second tensor, which has its directions or its updates, and its matrix, whose
+learning rate, decay and momentum are a row of :class:`Rates`.
 
-Learning rate, decay and momentum, which change from step to step, are in :class:`Rates`, one row for each matrix.
+Tables are made once, when the optimizer is bound. A native pass reads one in a single call, and equal segments of a
+batch's matrices are copied by one call, so that what Python does in a step grows with the batches. It grows with the
+fragments where blocks do not follow each other in memory, with cautious decay, with updates that are copied to
+offloaded partitions, and with the passes in torch.
 """
 
 from __future__ import annotations

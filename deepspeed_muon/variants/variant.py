@@ -105,3 +105,8 @@ class Variant:
             raise ValueError(
                 f"variant {self.name}: only row_factors reads state and settings, and it has none"
             )
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the transpose of a matrix has another update than the transpose of the update."""
+        return self.before_iteration is not None or self.row_factors is not None

@@ -84,8 +84,8 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
     }
     engine = deepspeed.initialize(model=ThreeMatrices(gradients()), config=config)[0]
     weights = {name: engine.module.get_submodule(name).weight for name in SHAPES}
-    all_to_alls = []
-    all_to_all_single = dist.all_to_all_single
+    all_to_alls, all_reduced = [], []
+    all_to_all_single, all_reduce = dist.all_to_all_single, dist.all_reduce
 
     def recorded(
         out: Tensor, send: Tensor, out_splits: list[int], send_splits: list[int], **options: Any
@@ -96,8 +96,18 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
         )
         return all_to_all_single(out, send, out_splits, send_splits, **options)
 
+    def recorded_reduction(tensor: Tensor, **options: Any) -> Any:
+        # DeepSpeed reduces the squared norm of the gradients, this package two flags of each parameter.
+        all_reduced.append(
+            f"{'flags' if tensor.shape == (2, len(SHAPES)) else 'norm'}, {tensor.nbytes} bytes"
+        )
+        return all_reduce(tensor, **options)
+
     engine.backward(engine())
-    with mock.patch.object(dist, "all_to_all_single", recorded):
+    with (
+        mock.patch.object(dist, "all_to_all_single", recorded),
+        mock.patch.object(dist, "all_reduce", recorded_reduction),
+    ):
         engine.step()
     partition = engine.optimizer.fp32_partitioned_groups_flat[0]
     with deepspeed.zero.GatheredParameters(list(weights.values())):
@@ -108,6 +118,7 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
         "partition": partition.detach().clone(),
         "shard_numel": {name: weight.ds_tensor.numel() for name, weight in weights.items()},
         "all_to_alls": all_to_alls,
+        "all_reduced": all_reduced,
         "weights": after,
         "owners": {entry["name"].removesuffix(".weight"): entry["owner"] for entry in step_set["matrices"]},
         "sent_bytes": report["own_bytes_per_step"],
@@ -194,6 +205,7 @@ def figure(results: list[dict[str, Any]]) -> str:
     rows = [("", ["rank 0", "rank 1"])]
     rows += [("stores", [" ".join(map(str, fragments.values())) for fragments in stored])]
     rows += [("", sizes), ("owns", owned)]
+    rows += [("all-reduce", ["; ".join(result["all_reduced"]) for result in results])]
     for (kind, chunk), by_sender in zip(order_of_all_to_alls(results[0]["chunks"]), sent, strict=True):
         for receiver in range(2):
             label = f"{kind} chunk {chunk}" if not receiver else ""
