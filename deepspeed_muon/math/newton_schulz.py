@@ -152,11 +152,7 @@ def divisors(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return norms.clamp_(min=SMALLEST_NORM)
 
 
-def _gram_matrix(x: Tensor) -> Tensor:
-    return (torch.mm if x.ndim == 2 else torch.bmm)(x, x.mT)
-
-
-_TORCH_PRODUCTS = Products(_gram_matrix)
+_TORCH_PRODUCTS = Products(lambda x: (torch.mm if x.ndim == 2 else torch.bmm)(x, x.mT))
 
 
 def _standard(x: Tensor, settings: NsSettings, products: Products) -> Tensor:

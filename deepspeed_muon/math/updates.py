@@ -94,15 +94,12 @@ def shape_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
         rows: Output features of the layer, however its weight is stored.
         cols: Input features.
     """
-    if rule == "original":
-        return math.sqrt(max(1.0, rows / cols))
-    if rule == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
-    if rule == "spectral":
-        return math.sqrt(max(rows, cols))
-    if rule == "unit_rms_norm":
-        return math.sqrt(rows / cols)
-    raise ValueError(f"adjust_lr_fn: unknown rule {rule!r}; expected one of {AdjustLrName.__args__}")
+    return {
+        "original": math.sqrt(max(1.0, rows / cols)),
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+        "spectral": math.sqrt(max(rows, cols)),
+        "unit_rms_norm": math.sqrt(rows / cols),
+    }[rule]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NewType
 
@@ -142,17 +141,6 @@ class MatrixLayout:
         return self.logical_shape, self.block_shapes, self.transposed, self.is_tp_shard
 
     @property
-    def first_cols(self) -> tuple[int, ...]:
-        """The first column of each column block."""
-        return (0, *accumulate(self.grid[1][:-1]))
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """Rows and columns of the first block; the scales of the other blocks are relative to its scale."""
-        rows, cols = self.grid
-        return rows[0], cols[0]
-
-    @property
     def equal_blocks(self) -> int | None:
         """The number of blocks if they are equal and stack without a copy, else ``None``."""
         rows, cols = self.grid
@@ -168,23 +156,14 @@ class MatrixLayout:
 
     def slice_blocks(self, first: int, row_blocks: tuple[int, ...]) -> MatrixLayout:
         """Return blocks that follow each other, from row ``first`` on, as a matrix of their own."""
-        rows, numel = _shared_numbers(row_blocks, self.cols)
-        return MatrixLayout(
-            self.name,
-            rows,
-            self.cols,
-            self.partition,
-            self.placement.narrow(first * self.cols, numel),
-            row_blocks if len(row_blocks) > 1 else (),
-            self.col_blocks,
-            self.transposed,
-            self.tp_shards,
-            self.first_row + first,
+        rows = sum(row_blocks)
+        return replace(
+            self,
+            rows=rows,
+            placement=self.placement.narrow(first * self.cols, rows * self.cols),
+            row_blocks=row_blocks if len(row_blocks) > 1 else (),
+            first_row=self.first_row + first,
         )
-
-    def layer_shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Return output and input size of a stored ``rows x cols`` block."""
-        return (cols, rows) if self.transposed else (rows, cols)
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.cols < 1:
@@ -238,9 +217,3 @@ def _blocks_on(rank: int, ranks: int, fused: Sequence[int], blocks: Sequence[int
             elif overlap > 0:
                 local.append((number, overlap))
     return local
-
-
-@functools.lru_cache(maxsize=512)
-def _shared_numbers(row_blocks: tuple[int, ...], cols: int) -> tuple[int, int]:
-    """Return rows and elements of blocks: the same objects for the many slices of a stack, which saves memory."""
-    return sum(row_blocks), sum(row_blocks) * cols

@@ -309,7 +309,7 @@ def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int
     count = matrix.equal_blocks or 1
     if count == 1 or matrix.tp_shards is not None or matrix.placement.only_rank is not None:
         return [matrix]
-    rows, cols = matrix.block_shape
+    rows, cols = matrix.block_shapes[0]
     slices = split_blocks(
         count, rows * cols, matrix.placement, cost=cost / count, limit=limit, divisor=divisor
     )

@@ -21,11 +21,11 @@ from deepspeed_muon.step.tables import Step
 BatchIndex = NewType("BatchIndex", int)
 """Of a matrix among those that are orthogonalised together."""
 
-Directions = Callable[[Sequence[PlanIndex]], Tensor]
+Directions = Callable[[tuple[PlanIndex, ...]], Tensor]
 """Indices of matrices of one shape to their directions, or to those of this rank's shards: ``(matrices, rows, cols)``
 in the communication dtype."""
 
-Updates = Iterator[tuple[Sequence[PlanIndex], Tensor]]
+Updates = Iterator[tuple[tuple[PlanIndex, ...], Tensor]]
 """Indices of matrices of one shape, and their checked updates or those of this rank's shards: ``(matrices, elements)``
 in the communication dtype."""
 
@@ -73,7 +73,7 @@ class _BatchPlan:
         counted: How many of the matrices this rank counts: a stack with several owners counts once, at the first.
     """
 
-    groups: list[list[PlanIndex]]
+    groups: list[tuple[PlanIndex, ...]]
     shapes: tuple[tuple[int, int], ...]
     is_stack: bool
     calls: list[list[Member]]
@@ -151,7 +151,9 @@ class LocalOrthogonalizer:
             # A slice of a stack that starts further down belongs to a matrix that the owner of row 0 counts.
             counted = sum(self.matrices[index].first_row == 0 for index in indices)
             groups = itertools.groupby(indices, lambda index: self.matrices[index].logical_shape)
-            planned.append(_BatchPlan([[*group] for _, group in groups], shapes, is_stack, calls, counted))
+            planned.append(
+                _BatchPlan([tuple(group) for _, group in groups], shapes, is_stack, calls, counted)
+            )
         return planned
 
     def _stacks(self, batch: _BatchPlan, directions: Tensor, step: Step) -> Tensor:

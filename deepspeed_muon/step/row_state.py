@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -104,36 +105,21 @@ class RowStorage:
                 vector.copy_(copies[partition])
 
 
+@dataclass(frozen=True, slots=True)
 class OwnedRows:
     """A variant's ``row_factors`` with the row state of the matrices, or shards of matrices, that this rank owns.
 
     Attributes:
-        rows: Index of the matrix to one number for each row, one-dimensional fp32.
+        matrices: All matrices of the exchange plan.
+        variant: A variant with ``row_factors``.
+        settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
+        rows: Index of the matrix to one number for each row, one-dimensional fp32. :meth:`write` mutates them.
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[MatrixLayout],
-        variant: Variant,
-        settings: Sequence[tuple[float, ...]],
-        rows: dict[PlanIndex, Tensor],
-    ) -> None:
-        """Keep the arguments; nothing is sent.
-
-        Args:
-            matrices: All matrices of the exchange plan.
-            variant: A variant with ``row_factors``.
-            settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
-            rows: See the attribute. :meth:`write` mutates the tensors.
-        """
-        self.rows = rows
-        self._matrices = matrices
-        self._variant = variant
-        self._settings = settings
-
-    def with_assembled(self, rows: dict[PlanIndex, Tensor]) -> OwnedRows:
-        """Return the same for matrices whose shards were gathered on this rank."""
-        return OwnedRows(self._matrices, self._variant, self._settings, rows)
+    matrices: Sequence[MatrixLayout]
+    variant: Variant
+    settings: Sequence[tuple[float, ...]]
+    rows: dict[PlanIndex, Tensor]
 
     def scale_rows(
         self,
@@ -154,21 +140,21 @@ class OwnedRows:
         Returns:
             The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)``.
         """
-        assert self._variant.row_factors is not None
+        assert self.variant.row_factors is not None
         # 1. state and settings of the blocks: (blocks, outputs), and (blocks, 1) for each setting
         state = self.stored(blocks)
         if anew:
             state = torch.zeros_like(state)
         settings = {
             setting.name: _on_device(
-                tuple(self._settings[index][number] for index, _ in blocks), results.device
+                tuple(self.settings[index][number] for index, _ in blocks), results.device
             )
-            for number, setting in enumerate(self._variant.settings)
+            for number, setting in enumerate(self.variant.settings)
         }
         # 2. a factor for each row, (blocks, outputs), of blocks that have a row for each output
-        first = self._matrices[blocks[0][0]]
+        first = self.matrices[blocks[0][0]]
         oriented = results.mT if first.transposed else results
-        factors, state = self._variant.row_factors(oriented, state, settings)
+        factors, state = self.variant.row_factors(oriented, state, settings)
         # 3. the updates, in the memory order of the results
         updates = torch.empty_like(oriented, dtype=dtype)
         torch.mul(oriented, factors.unsqueeze(-1), out=updates)
@@ -206,12 +192,12 @@ class OwnedRows:
         # half of the second expert, is row 1, column 1 of the grid: the numbers 6 and 7.
         views = []
         for index, number in blocks:
-            matrix, rows = self._matrices[index], self.rows[index]
+            matrix, rows = self.matrices[index], self.rows[index]
             if not matrix.is_tp_shard:  # a shard is a single block
                 row_blocks, col_blocks = matrix.grid
                 row, col = divmod(number, len(col_blocks))
                 if matrix.transposed:
-                    rows = rows.view(-1, matrix.cols)[row].narrow(0, matrix.first_cols[col], col_blocks[col])
+                    rows = rows.view(-1, matrix.cols)[row].narrow(0, sum(col_blocks[:col]), col_blocks[col])
                 else:
                     rows = rows.view(matrix.rows, -1)[:, col].narrow(
                         0, sum(row_blocks[:row]), row_blocks[row]

@@ -40,10 +40,7 @@ from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, st
 from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
 from deepspeed_muon.step.tensor_parallel import OverTensorGroup
-from deepspeed_muon.transport.all_to_all import (
-    ChunkExchange,
-    InFlight,
-)
+from deepspeed_muon.transport.all_to_all import ChunkExchange, InFlight
 
 
 class StepRunner:
@@ -192,7 +189,7 @@ class StepRunner:
                 if turn + ahead < len(exchanged):
                     flights.append(self._exchange.open(exchanged[turn + ahead], turn + ahead))
                     self._pack(flights[-1], step)
-                    self._exchange.gather(flights[-1])  # all-to-all: directions to the owners
+                    self._exchange.start("gather", flights[-1])  # all-to-all: directions to the owners
                 if turn == -ahead:
                     self.adam.update_partitions(flags, grads, groups, state, flat)
                     self._update_local(local[:half], step)
@@ -200,7 +197,7 @@ class StepRunner:
                     with self.check.recorder.span("gather"):
                         self._exchange.wait("gather", flights[turn])
                     self._orthogonalize(flights[turn], step)
-                    self._exchange.scatter(flights[turn])  # all-to-all: updates to the partitions
+                    self._exchange.start("scatter", flights[turn])  # all-to-all: updates to the partitions
                 if turn == len(exchanged) - 1:
                     self._update_local(local[half:], step)
                 if 0 <= turn - ahead < len(exchanged):
@@ -288,7 +285,7 @@ class StepRunner:
             for segment in segments.local:
                 segment.in_buffer(flight.local_buffer).copy_(segment.in_matrices(updates))
 
-    def _directions(self, flight: InFlight, indices: Sequence[PlanIndex]) -> Tensor:
+    def _directions(self, flight: InFlight, indices: tuple[PlanIndex, ...]) -> Tensor:
         """Return the directions of owned matrices of one shape, ``(matrices, rows, cols)``.
 
         They are a view of the buffer where they follow each other in it.

@@ -74,6 +74,7 @@ class ChunkTable:
             the momentum is int8.
         apply_table: Fragments of the weights and the offsets of their updates, which replace the directions,
             ``(fragments, 6)`` int64.
+        segments_of: Returns the segments of owned matrices whose shards have one size; cached.
     """
 
     def __init__(
@@ -120,11 +121,7 @@ class ChunkTable:
         self.int8_blocks = torch.empty((0, 2), dtype=torch.int64, device="cpu")
 
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
-        self._segments_of = functools.lru_cache(maxsize=len(batches) + 64)(self._make_segments)
-
-    def segments_of(self, indices: Sequence[PlanIndex]) -> BatchSegments:
-        """Return the segments of owned matrices whose shards have one size; cached."""
-        return self._segments_of(tuple(indices))
+        self.segments_of = functools.lru_cache(maxsize=len(batches) + 64)(self._make_segments)
 
     def _make_segments(self, indices: tuple[PlanIndex, ...]) -> BatchSegments:
         # 1. the segments of every matrix, as if the matrices followed each other in one tensor
@@ -305,8 +302,8 @@ class RateTable:
         scales: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             # (outputs, inputs) of each block, however the weight is stored
-            shapes = [matrix.layer_shape(*shape) for shape in matrix.block_shapes]
             rule, factor = rules[position]
+            shapes = [shape[::-1] if matrix.transposed else shape for shape in matrix.block_shapes]
             scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
         return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64, device="cpu")
 

@@ -128,13 +128,15 @@ class OverTensorGroup:
         indices = sorted(index for assigned in by_rank for index in assigned)
         dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
-        matrices = self._assembled(by_rank, {index: directions([index])[0] for index in indices}, dims, dtype)
+        matrices = self._assembled(
+            by_rank, {index: directions((index,))[0] for index in indices}, dims, dtype
+        )
         row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in indices}
         row_state, rows = step.row_state, dict[PlanIndex, Tensor]()
         if row_state is not None:
             stored = {index: row_state.rows[index].clone() for index in indices}
             rows = self._assembled(by_rank, stored, row_dims, torch.float32)
-            step = replace(step, row_state=row_state.with_assembled(rows))
+            step = replace(step, row_state=replace(row_state, rows=rows))
         # 2. orthogonalise the matrices assigned to this rank
         results = {
             index: update.view(self._matrices[index].logical_shape)
@@ -151,7 +153,7 @@ class OverTensorGroup:
             for index, new in self._returned(by_rank, rows, row_dims, lengths, torch.float32).items():
                 row_state.rows[index].copy_(new)
         for index, update in local_updates.items():
-            yield [index], update.unsqueeze(0)
+            yield (index,), update.unsqueeze(0)
 
     def _assembled(
         self,

@@ -120,10 +120,7 @@ class InFlight:
 
 
 class ChunkExchange:
-    """Starts and awaits the all-to-alls and broadcasts of one exchange plan.
-
-    Scatter sends back the fragments that gather brought, so the updates overwrite the directions.
-    """
+    """Starts and awaits the all-to-alls and broadcasts of one exchange plan."""
 
     def __init__(
         self,
@@ -170,21 +167,40 @@ class ChunkExchange:
             owner_buffer=self._buffers.take(f"owner {slot}", chunk.owner_buffer.numel, dtype),
         )
 
-    def gather(self, flight: InFlight) -> None:
-        """Start to send the directions to the owners. Must be called by all ranks of the group."""
-        if flight.chunk.gathers:
-            self._start("gather", flight)
+    def start(self, exchange: Exchange, flight: InFlight) -> None:
+        """Start to send directions to the owners (gather), or updates to the holders (scatter).
 
-    def scatter(self, flight: InFlight) -> None:
-        """Start to send the updates to the holders. Must be called by all ranks of the group."""
-        self._start("scatter", flight)
-
-    def _start(self, exchange: Exchange, flight: InFlight) -> None:
-        """Start the messages of a chunk; without overlap wait for them."""
+        Must be called by all ranks of the group. Without overlap it waits for the messages.
+        """
+        if exchange == "gather" and not flight.chunk.gathers:
+            return
         with self._phase(exchange, flight):
-            flight.works += start_messages(exchange, flight, self._plan, self._group, self._counts)
+            flight.works += self._messages(exchange, flight)
         if not self._overlap:
             self.wait(exchange, flight)
+
+    def _messages(self, exchange: Exchange, flight: InFlight) -> list[dist.Work]:
+        """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it."""
+        chunk, plan = flight.chunk, self._plan
+        sent, received = chunk.fragment_buffer, chunk.owner_buffer
+        send, out = flight.fragment_buffer, flight.owner_buffer
+        if exchange == "scatter":  # the same fragments in the other direction
+            sent, received, send, out = received, sent, out, send
+        self._counts.count_exchange((chunk.receivers or 1) * sent.remote_numel * send.element_size())
+        if not chunk.receivers:
+            splits = _splits(received, plan.world_size), _splits(sent, plan.world_size)
+            return [start_all_to_all(out, send, *splits, group=self._group)]
+        # Replicated matrices: each owner broadcasts its updates, in the order of the owners. The buffer that receives
+        # has a slice for each; this rank is the source of its own updates.
+        updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
+        if send.numel():
+            updates_of[plan.rank] = send
+        return [
+            dist.broadcast(
+                updates_of[owner].view(torch.uint8), group=self._group, group_src=owner, async_op=True
+            )
+            for owner in sorted(updates_of)
+        ]
 
     def wait(self, exchange: Exchange, flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
@@ -267,45 +283,6 @@ def exchange_tensors(
     return [
         flat.split(list(from_rank)) if from_rank else ()
         for flat, from_rank in zip(received.split(received_splits), numels, strict=True)
-    ]
-
-
-def start_messages(
-    exchange: Exchange,
-    flight: InFlight,
-    plan: ExchangePlan,
-    group: dist.ProcessGroup | None,
-    counts: SentCounts,
-) -> list[dist.Work]:
-    """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it.
-
-    Must be called by all ranks of the group. Owners broadcast the updates of replicated matrices to all other ranks,
-    in the order of the owners.
-
-    Args:
-        exchange: Gather sends the content of the fragment buffer, scatter that of the owner buffer.
-        flight: The chunk. The buffer that receives is mutated.
-        plan: The exchange plan.
-        group: The data-parallel process group.
-        counts: Counters of the optimizer. Mutated.
-    """
-    chunk = flight.chunk
-    sent, received = chunk.fragment_buffer, chunk.owner_buffer
-    send, out = flight.fragment_buffer, flight.owner_buffer
-    if exchange == "scatter":  # the same fragments in the other direction
-        sent, received, send, out = received, sent, out, send
-    counts.count_exchange((chunk.receivers or 1) * sent.remote_numel * send.element_size())
-    if not chunk.receivers:
-        splits = _splits(received, plan.world_size), _splits(sent, plan.world_size)
-        return [start_all_to_all(out, send, *splits, group=group)]
-    # Replicated matrices: each owner broadcasts its part of the buffer; this rank is the source of its own.
-    # owner to the slice of the receiving buffer that its updates fill
-    updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
-    if send.numel():
-        updates_of[plan.rank] = send
-    return [
-        dist.broadcast(updates_of[owner].view(torch.uint8), group=group, group_src=owner, async_op=True)
-        for owner in sorted(updates_of)
     ]
 
 

@@ -176,7 +176,7 @@ def broken(
     optimizer.recorder.matrices = 8
     garbage = {"nan": float("nan"), "zero": 0.0, "large": 10.0}[how]
     for runner in optimizer.runners:
-        shapes = {m.block_shape for m in runner.plan.matrices if m.name in names}
+        shapes = {m.block_shapes[0] for m in runner.plan.matrices if m.name in names}
         placement = runner._strategy
         original = placement._orthogonalize
         runner.check.is_deferred = is_deferred

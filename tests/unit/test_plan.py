@@ -275,19 +275,19 @@ def test_incomplete_layouts_are_refused() -> None:
 def test_blocks_add_up() -> None:
     placement = sharded_placement(0, 96, 96)
     heads = MatrixLayout("q", 12, 8, 0, placement, row_blocks=(4, 4, 4))
-    assert heads.block_shape == (4, 8) and heads.equal_blocks == 3
+    assert heads.block_shapes[0] == (4, 8) and heads.equal_blocks == 3
     grouped = MatrixLayout("qkv", 12, 8, 0, placement, row_blocks=(8, 2, 2))
     assert grouped.equal_blocks is None
     assert matrix_flops(grouped) == orthogonalize_flops(8, 8) + 2 * orthogonalize_flops(2, 8)
     columns = MatrixLayout(
         "c_attn", 12, 8, 0, placement, row_blocks=(6, 6), col_blocks=(5, 3), transposed=True
     )
-    assert columns.block_shapes == ((6, 5), (6, 3), (6, 5), (6, 3)) and columns.first_cols == (0, 5)
+    assert columns.block_shapes == ((6, 5), (6, 3), (6, 5), (6, 3))
     narrower = replace(columns, row_blocks=(), col_blocks=())
     assert narrower.block_shapes == ((12, 8),)
     same = pickle.loads(pickle.dumps(columns))
     assert same == columns and hash(same) == hash(columns) and same.block_shapes == columns.block_shapes
-    assert columns.equal_blocks is None and columns.layer_shape(6, 5) == (5, 6)
+    assert columns.equal_blocks is None
     with pytest.raises(ValueError, match=r"blocks .5, 5. x .8,. do not add up"):
         MatrixLayout("q", 12, 8, 0, placement, row_blocks=(5, 5))
     with pytest.raises(ValueError, match=r"blocks .12,. x .8, 0. do not add up"):
@@ -341,7 +341,7 @@ def test_runs_of_blocks_are_the_stack(
         sum(p.rows for p in pieces[:i]) for i in range(len(pieces))
     ]
     assert sum(len(piece.block_shapes) for piece in pieces) == blocks
-    assert all(piece.block_shape == (rows, cols) == stack.block_shape for piece in pieces)
+    assert all(piece.block_shapes[0] == (rows, cols) for piece in pieces)
     elements = sorted(
         (f.rank, f.partition_offset + i, piece.first_row * cols + f.matrix_offset + i)
         for piece in pieces

@@ -33,7 +33,7 @@ from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
 from deepspeed_muon.tools.predict import PlanSettings, parameter_bytes, step_sets
-from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
+from deepspeed_muon.transport.all_to_all import ChunkExchange, ExchangeBuffers, SentCounts
 from deepspeed_muon.variants import VARIANTS
 
 META = torch.device("meta")
@@ -169,7 +169,7 @@ def counted(model: str, ranks: int, variant: str = "muon", **params: Any) -> tup
 
     settle = launches.during("check", ResultCheck.settle)
     with (
-        mock.patch("deepspeed_muon.transport.all_to_all.start_messages", send),
+        mock.patch.object(ChunkExchange, "_messages", send),
         mock.patch("deepspeed_muon.step.gradient_status.all_reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),

@@ -63,16 +63,16 @@ def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.T
 def test_small_matrices_follow_in_the_order_of_the_batch() -> None:
     order = [2, 0, 1]
     table, directions, grad = made(4, order)
-    batch = table.segments_of(order)
+    batch = table.segments_of(tuple(order))
     assert batch.in_order and torch.equal(directions.view(3, 32), grad.view(3, 32)[order])
     assert batch.local[0].in_buffer(directions).is_contiguous() and batch.local[0].buffer_offset == 0
-    assert not table.segments_of([0, 2, 1]).in_order
-    assert table.segments_of([0, 1]).in_order and table.segments_of([0, 1]).local[0].buffer_offset == 32
+    assert not table.segments_of((0, 2, 1)).in_order
+    assert table.segments_of((0, 1)).in_order and table.segments_of((0, 1)).local[0].buffer_offset == 32
 
 
 def test_sizes_that_would_be_misaligned_are_copied_together() -> None:
     table, directions, grad = made(3, [0, 1])
-    batch = table.segments_of([0, 1])
+    batch = table.segments_of((0, 1))
     assert batch.in_order and table.local_numel == 64
     (copy,) = batch.local
     assert torch.equal(copy.in_buffer(directions).reshape(2, 24), grad.view(2, 24))
@@ -83,7 +83,7 @@ def test_equal_pieces_of_a_batch_are_copied_together() -> None:
     plan = plan_of(6, 4, ranks=3)
     (chunk,) = plan.chunks
     table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0})
-    batch = table.segments_of([0, 1, 2, 3])
+    batch = table.segments_of((0, 1, 2, 3))
     assert not batch.local and len(batch.received) == 1 and batch.in_order
     received = torch.arange(float(chunk.owner_buffer.numel))
     matrices = torch.full((4 * 48,), -1.0)
@@ -101,7 +101,7 @@ def test_equal_pieces_of_a_batch_are_copied_together() -> None:
     # Any other batch finds the same, matrix by matrix.
     for indices in ([1, 3], [3, 0], [2]):
         matrices = torch.full((48 * len(indices),), -1.0)
-        for copy in table.segments_of(indices).received:
+        for copy in table.segments_of(tuple(indices)).received:
             copy.in_matrices(matrices).copy_(copy.in_buffer(received))
         assert torch.equal(matrices.view(-1, 48), expected[indices])
 
