@@ -47,13 +47,13 @@ from deepspeed_muon.routing.param_groups import (
 )
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
-from deepspeed_muon.step.bound import BoundSteps, flat_gradients, overlaps
+from deepspeed_muon.step.bound import BoundSteps, flat_gradients
 from deepspeed_muon.step.loading import read_state_dict
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.state import converted
 from deepspeed_muon.step.step_set import StepContext, StepSet, step_set_of_parameters
 from deepspeed_muon.transport.agreement import RankFacts
-from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
+from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts, overlap_fits
 from deepspeed_muon.transport.ranks import Ranks
 
 
@@ -450,7 +450,10 @@ class Muon(torch.optim.Optimizer):
         self.ranks = ranks or Ranks()
         self.exchange_buffers = ExchangeBuffers(device)
         self.recorder.reset(device)
-        overlap = overlaps(step_sets, self.config)
+        overlap = self.config.exchange_overlap and all(
+            overlap_fits(step_set.matrices, self.config.resolved_wire_dtype(step_set.model_dtype))
+            for step_set in step_sets
+        )
         contexts = [
             StepContext(
                 number,

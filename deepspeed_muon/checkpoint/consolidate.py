@@ -85,7 +85,7 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.plan.placement import TensorSlice
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
 from deepspeed_muon.transport.all_to_all import exchange_tensors
-from deepspeed_muon.transport.ranks import Ranks, all_ranks, is_first_rank
+from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 DEFAULT_SHARD_BYTES = 2 << 30
 # The largest piece that a rank receives in a round; it bounds the buffers.
@@ -142,7 +142,7 @@ def consolidate(
                 require_fp32(state)
                 index_fields = _index_fields(state)
                 make_folder(folder)
-                if is_first_rank():
+                if ranks.position == 0:
                     writer = stack.enter_context(folder_writer(folder))
                 _add_facts(facts, state, folder, shard_bytes)
             # 2. Plan from metadata: the first rank of each data-parallel group describes the group's parameters.

@@ -26,7 +26,6 @@ from pydantic import (
 from torch import Tensor
 
 from deepspeed_muon.math.coefficients import NsScheduleName
-from deepspeed_muon.math.updates import momentum_in_warmup
 
 TORCH_OPTIONS = {
     "maximize": "negate the loss instead",
@@ -272,10 +271,6 @@ class MomentumWarmupConfig(_Section):
     @model_serializer
     def _by_key(self) -> dict[str, float]:
         return {"from": self.start, "steps": self.steps}
-
-    def momentum(self, momentum: float, step: int) -> float:
-        """Return the momentum of a step, counted from 1, for the ``momentum`` of its param group."""
-        return momentum_in_warmup(momentum, start=self.start, steps=self.steps, step=step)
 
 
 class QkClipConfig(_Section):

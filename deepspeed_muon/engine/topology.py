@@ -160,10 +160,8 @@ def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route])
             for index in indices
         ]
         step_sets.append(
-            read_step_set(
-                partitions,
-                routes,
-                group,
+            replace(
+                read_step_set(partitions, routes, group),
                 wider_group=wider_group,
                 stage_group=stage_group,
                 stack_group=stack_group,

@@ -101,11 +101,10 @@ def resolve_schedule(
         ConfigError: If the table is not valid for ``steps``, or a caller's own table does not map singular values
             into the neighbourhood of 1.
     """
-    name: str = schedule if isinstance(schedule, str) else "<own table>"
     if isinstance(schedule, str):
-        rows = _SCHEDULES[schedule]
+        name, rows = schedule, _SCHEDULES[schedule]
     else:
-        rows = tuple((float(a), float(b), float(c)) for a, b, c in schedule)
+        name, rows = "<own table>", tuple((float(a), float(b), float(c)) for a, b, c in schedule)
     if steps is None:
         steps = 5 if name in _ANY_LENGTH else len(rows)
     if steps != len(rows) and name not in _ANY_LENGTH:

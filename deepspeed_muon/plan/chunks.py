@@ -179,17 +179,9 @@ class ExchangePlan:
         """Yield what all ranks must agree on, owners, chunks and layouts, as plain data: one row per matrix."""
         chunk_of = {index: number for number, chunk in enumerate(self.chunks) for index in chunk.matrices}
         for index, matrix in enumerate(self.matrices):
-            yield (
-                matrix.name,
-                matrix.rows,
-                matrix.cols,
-                matrix.grid,
-                matrix.transposed,
-                matrix.first_row,
-                self.owners[index],
-                chunk_of[PlanIndex(index)],
-                matrix.placement.numbers(),
-            )
+            shape = matrix.rows, matrix.cols, matrix.grid, matrix.transposed, matrix.first_row
+            exchange = self.owners[index], chunk_of[PlanIndex(index)], matrix.placement.numbers()
+            yield (matrix.name, *shape, *exchange)
 
 
 def build_exchange_plan(
@@ -245,7 +237,7 @@ def divide_into_chunks(
     # 1. by what is sent: nothing, updates by broadcast, or directions and updates by all-to-all
     kinds: dict[tuple[bool, bool], list[PlanIndex]] = {}
     for index, matrix in enumerate(matrices):
-        kinds.setdefault((is_sent(matrix.placement, owners[index]), matrix.replicated), []).append(
+        kinds.setdefault((is_sent(matrix.placement, owners[index]), matrix.placement.replicated), []).append(
             PlanIndex(index)
         )
     chunks: list[list[PlanIndex]] = []

@@ -108,11 +108,6 @@ class MatrixLayout:
         return self.tp_shards is not None and self.tp_shards.dim is not None
 
     @property
-    def shards_outputs(self) -> bool:
-        """Whether the ranks of the group have different outputs of the layer (rows, unless it is transposed)."""
-        return self.tp_shards is not None and self.tp_shards.dim == int(self.transposed)
-
-    @property
     def logical_shape(self) -> tuple[int, int]:
         """Rows and columns of the full matrix, also if this is one shard of it."""
         if self.tp_shards is None or self.tp_shards.dim is None:
@@ -177,11 +172,6 @@ class MatrixLayout:
             raise ValueError(
                 f"{self.name}: {self.rows} x {self.cols} elements are not the {self.placement.numel} of its placement"
             )
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds a replica (ZeRO stage 0)."""
-        return self.placement.replicated
 
 
 @dataclass(frozen=True, slots=True)

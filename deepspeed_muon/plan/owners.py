@@ -90,14 +90,14 @@ class Assignment:
             matrix = self.matrices[index]
             # Matrices that are sent and matrices that are not are never in one chunk.
             batch = matrix.batch_key, matrix.placement.only_rank is None
-            return (0 if matrix.replicated else batches.setdefault(batch, index)), index
+            return (0 if matrix.placement.replicated else batches.setdefault(batch, index)), index
 
         # 3. the offset in the vector: one for each partition and owner, or for each partition of replicated matrices
         offsets: dict[tuple[int, int], int] = {}
         fragments: dict[int, Fragment] = {}
         for index in sorted(range(len(self.matrices)), key=order):
             matrix, owner = self.matrices[index], self.owners[index]
-            vector = matrix.partition, -1 if matrix.replicated else owner
+            vector = matrix.partition, -1 if matrix.placement.replicated else owner
             offset = offsets.get(vector, 0)
             fragments[index] = Fragment(owner, first_rows[index], offset, matrix.output_count)
             offsets[vector] = offset + matrix.output_count

@@ -78,11 +78,10 @@ class Placement:
     copies: int = 0
 
     def __post_init__(self) -> None:
-        if max(self.numel, self.first, self.head_offset, self.body, self.body_offset, self.copies) > _MOST:
-            raise ValueError(f"not a placement: {self}")
-        if self.numel < 1 or not 0 < self.head <= self.numel or (self.head < self.numel and self.body < 1):
-            raise ValueError(f"not a placement: {self}")
-        if min(self.first, self.head_offset, self.body_offset, self.copies) < 0:
+        positions = (self.first, self.head_offset, self.body_offset, self.copies)
+        is_bounded = min(positions) >= 0 and max(self.numel, self.body, *positions) <= _MOST
+        has_body = self.body > 0 or self.head == self.numel
+        if not is_bounded or not 0 < self.head <= self.numel or not has_body:
             raise ValueError(f"not a placement: {self}")
         if self.copies and (self.first or self.head < self.numel):
             raise ValueError(f"replicas that are not complete: {self}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError, ConfigError
 from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Floats
@@ -24,9 +24,8 @@ from deepspeed_muon.step.gradient_status import (
     read_together,
 )
 from deepspeed_muon.step.runner import StepRunner
-from deepspeed_muon.step.step_set import StepContext, StepSet
+from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.transport.agreement import RankFacts, Scope
-from deepspeed_muon.transport.all_to_all import overlap_fits
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 
 
@@ -56,27 +55,12 @@ class BoundSteps:
             load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
             self.runners.append(StepRunner(context, load=load))
         self.gradient_status = {runner: GradientStatus(runner) for runner in self.runners}
-        groups = (
-            group
-            for step_set in (context.step_set for context in contexts)
-            for group in (
-                step_set.wider_group,
-                step_set.stage_group,
-                step_set.tensor_group,
-                step_set.stack_group,
-                step_set.group,
-            )
-        )
-        self.process_groups = [group for group in dict.fromkeys(groups) if group is not None]
-        self._dtypes = {
-            runner: [partition.tensor.dtype for partition in runner.step_set.partitions]
-            for runner in self.runners
-        }
-        self._runner_of = {
-            id(partition.tensor): runner
-            for runner in self.runners
-            for partition in runner.step_set.partitions
-        }
+        sets = [context.step_set for context in contexts]
+        groups = [(s.wider_group, s.stage_group, s.tensor_group, s.stack_group, s.group) for s in sets]
+        distinct = dict.fromkeys(itertools.chain(*groups))
+        self.process_groups = [group for group in distinct if group is not None]
+        # By id, the dtype of each tensor.
+        self._dtype_of = {id(p.tensor): p.tensor.dtype for s in sets for p in s.partitions}
 
     def current(
         self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()
@@ -95,7 +79,7 @@ class BoundSteps:
             id(p): group for group in param_groups for p in group["params"]
         }
         # 1. every tensor must be known
-        unknown = group_of.keys() - self._runner_of.keys() - {id(param) for param in left_out}
+        unknown = group_of.keys() - self._dtype_of.keys() - {id(param) for param in left_out}
         if unknown:
             shapes = [tuple(p.shape) for group in param_groups for p in group["params"] if id(p) in unknown]
             raise BindingError(
@@ -108,7 +92,8 @@ class BoundSteps:
             partitions = runner.step_set.partitions
             if not any(id(partition.tensor) in group_of for partition in partitions):
                 continue
-            for partition, dtype in zip(partitions, self._dtypes[runner], strict=True):
+            for partition in partitions:
+                dtype = self._dtype_of[id(partition.tensor)]
                 if partition.tensor.dtype != dtype:
                     raise BindingError(
                         f"a tensor of shape {list(partition.tensor.shape)} was {dtype} in deepspeed.initialize and is "
@@ -275,14 +260,6 @@ def _by_status(
         counts = [len(status.names) for status in together]
         flags_of.update(zip(together, of_all.split(counts, dim=1), strict=True))
     return flags_of
-
-
-def overlaps(step_sets: Sequence[StepSet], config: MuonConfig) -> bool:
-    """Return whether a chunk is exchanged while another one is orthogonalised; equal on all ranks of a group."""
-    return config.exchange_overlap and all(
-        overlap_fits(step_set.matrices, config.resolved_wire_dtype(step_set.model_dtype))
-        for step_set in step_sets
-    )
 
 
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:

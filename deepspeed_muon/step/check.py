@@ -24,7 +24,6 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex, SetIndex
 from deepspeed_muon.step.row_state import OwnedRows
 
@@ -98,8 +97,8 @@ class ResultCheck:
         *,
         device: torch.device,
         ns: NsSettings,
-        norms: Callable[[Tensor], Tensor] = frobenius_norms,
-        origin: Sequence[SetIndex] | None = None,
+        norms: Callable[[Tensor], Tensor],
+        origin: Sequence[SetIndex],
     ) -> None:
         """Reserve numbers for the plan's matrices.
 
@@ -109,7 +108,7 @@ class ResultCheck:
             device: Where the iteration runs.
             ns: The iteration.
             norms: Returns the Frobenius norms of a batch in fp32.
-            origin: As the attribute; by default the positions in the plan.
+            origin: As the attribute.
         """
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
@@ -118,7 +117,7 @@ class ResultCheck:
         self._fp32_only: set[SetIndex] = set()
         self._rows_restart: frozenset[SetIndex] = frozenset()
         self._matrices = matrices
-        self.origin = [SetIndex(index) for index in range(len(matrices))] if origin is None else origin
+        self.origin = origin
         self._first = recorder.reserve(len(matrices))
         self._ns = ns
         self._norms = norms
@@ -166,7 +165,7 @@ class ResultCheck:
             for index, flag in zip(indices, flags.tolist(), strict=True):
                 if flag:
                     self.recorder.failed += 1
-                    self._warn(index, self._matrices[index], "its norm is outside of its bounds", None)
+                    self._warn(index, "its norm is outside of its bounds", None)
         self._fp32_only.update(positions)
         self._rows_restart = frozenset(positions)
         return failed
@@ -282,22 +281,22 @@ class ResultCheck:
         else:
             result.updates = result.updates.float()
             result.updates[position].copy_(update)
-        if failure is not None:  # wrong again: no update, and the row state of before
+        if failure is None:
+            self.recorder.redone += 1
+        else:  # wrong again: no update, and the row state of before
             result.blocks[position].zero_()
             result.updates[position].zero_()
             if result.row_state is not None and result.new_rows is not None:
                 result.new_rows[position].copy_(result.row_state.stored([result.members[position]])[0])
-        if failure is None:
-            self.recorder.redone += 1
-        else:
             self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
-        self._warn(index, self._matrices[index], why, failure)
+        self._warn(index, why, failure)
 
-    def _warn(self, index: PlanIndex, matrix: MatrixLayout, why: str, failure: str | None) -> None:
+    def _warn(self, index: PlanIndex, why: str, failure: str | None) -> None:
         if index in self._warned:
             return
         self._warned.add(index)
+        matrix = self._matrices[index]
         counted = "deepspeed_muon.health counts it. If it happens often, set ns_dtype to fp32 or ns_method to standard"
         if self.is_deferred:
             consequence = (

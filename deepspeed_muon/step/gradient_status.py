@@ -66,10 +66,8 @@ class GradientStatus:
         self._check, self._step_set, self._device = runner.check, step_set, runner.context.device
         self._local_fragments = step_set.local_fragments()
         self._status_limits = torch.tensor(_STATUS_LIMITS, dtype=torch.float32, device=self._device)
-        # The table of the fragments for gradients of these lengths: the same in almost every step.
-        self._lengths: list[list[int]] | None = None
-        self._table = torch.empty(0, COLUMNS, dtype=torch.int64, device="cpu")
-        self._parameter_of_row = torch.empty(0, dtype=torch.int64, device="cpu")
+        # The gradients have the same lengths in almost every step.
+        self._table_of = functools.lru_cache(maxsize=1)(self._make_table)
         self.names = [layout.name for layout in step_set.layouts]
         self.flags: Tensor | None = None
         self.wider_group, self.stage_group = step_set.wider_group, step_set.stage_group
@@ -148,22 +146,20 @@ class GradientStatus:
             wrong = torch.cat([verdicts.to(self._device) for _, verdicts in left_out])
             flags[1].scatter_reduce_(0, matrices, wrong.view(torch.uint8), "amax")
         tensors = [grads.get(partition.index, ()) for partition in self._step_set.partitions]
-        table = self._table_of([[tensor.numel() for tensor in flat] for flat in tensors])
+        table, parameter_of_row = self._table_of(tuple(tuple(map(Tensor.numel, flat)) for flat in tensors))
         if len(table):
             # (fragments,) fp32 to a status, then the largest status of the fragments of each parameter.
             largest = largest_magnitudes([tensor for flat in tensors for tensor in flat], table)
             status = torch.bucketize(largest.to(self._device), self._status_limits, out_int32=True)
-            flags[0].scatter_reduce_(0, self._parameter_of_row, status.to(torch.uint8), "amax")
+            flags[0].scatter_reduce_(0, parameter_of_row, status.to(torch.uint8), "amax")
         return flags
 
-    def _table_of(self, lengths: list[list[int]]) -> Tensor:
-        """Return the fragments of the parameters in gradients of some lengths, a table for the passes of ops/.
+    def _make_table(self, lengths: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+        """Return the table of the fragments (:data:`.COLUMNS`) in gradients of some lengths, and their parameters.
 
         Args:
             lengths: For each partition, the lengths of the tensors that its gradient consists of.
         """
-        if lengths == self._lengths:
-            return self._table
         rows: list[tuple[int, ...]] = []
         first_tensor = 0
         for numels, local_fragments in zip(lengths, self._local_fragments, strict=True):
@@ -179,14 +175,8 @@ class GradientStatus:
                     rows.append((*(first_tensor + tensor, offset) * 2, end - start, number))
                     start = end
             first_tensor += len(numels)
-        self._lengths, self._table = (
-            lengths,
-            torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS),
-        )
-        self._parameter_of_row = torch.tensor(
-            [row[-1] for row in rows], dtype=torch.int64, device=self._device
-        )
-        return self._table
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS)
+        return table, table[:, -1].contiguous().to(self._device)
 
 
 def flagged(flags: Sequence[int]) -> set[SetIndex]:

@@ -58,13 +58,13 @@ class RowStorage:
         self._matrices, self._context = plan.matrices, context
         self._local: list[tuple[PlanIndex, PartitionIndex, Fragment]] = []  # of each matrix here, its rows
         for index, (matrix, fragment) in enumerate(zip(plan.matrices, fragments, strict=True)):
-            if matrix.replicated or fragment.rank == plan.rank:
+            if matrix.placement.replicated or fragment.rank == plan.rank:
                 self._local.append((PlanIndex(index), matrix.partition, fragment))
                 self.counts[matrix.partition] += fragment.numel
         # Of replicated matrices, the rows that other ranks own.
         self._copied = [(index, f) for index, _, f in self._local if f.rank != plan.rank]
         ranks = context.step_set.world_size
-        replicated = sum(f.numel for index, _, f in self._local if plan.matrices[index].replicated)
+        replicated = sum(f.numel for index, _, f in self._local if plan.matrices[index].placement.replicated)
         self.sent_bytes = replicated * torch.float32.itemsize * 2 * (ranks - 1) // ranks
 
     @contextlib.contextmanager

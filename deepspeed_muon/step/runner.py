@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -64,8 +65,8 @@ class StepRunner:
             load: Operations that each rank already has from other sets. Mutated: the new work is added.
         """
         self.context = context
-        self.step_set, config = context.step_set, context.config
-        step_set, self._policy, self._overlap = context.step_set, context.policy, context.overlap
+        self.step_set = step_set = context.step_set
+        config, self._policy = context.config, context.policy
         # 1. who owns what, and what is sent in which chunk
         self.assignment = assign(step_set.matrices, context.ns_settings, load, divisor=config.cut_divisor)
         self.plan = build_exchange_plan(
@@ -175,7 +176,7 @@ class StepRunner:
             # Each exchanged chunk is packed and gathered, orthogonalised and scattered, and applied. With overlap these
             # happen in three successive turns, so that chunk t + 1 is gathered and chunk t - 1 scattered while chunk t
             # is orthogonalised. Without overlap, one turn does all three.
-            ahead = int(self._overlap)
+            ahead = int(self.context.overlap)
             # Example with overlap and two exchanged chunks, turn by turn:
             #   -1: gather 0                 AdamW, first half of the local matrices
             #    0: gather 1                 orthogonalise 0, scatter 0
@@ -316,11 +317,10 @@ class StepRunner:
         self, groups: Mapping[PartitionIndex, dict[str, Any]], flat: Mapping[PartitionIndex, Tensor]
     ) -> None:
         """Record weights of the sampled matrices that this rank owns, from its own fragments of them."""
-        for index in (
-            index for chunk in self.plan.chunks for index in chunk.owned if self.check.watches(index)
-        ):
+        for index in itertools.chain.from_iterable(chunk.owned for chunk in self.plan.chunks):
             matrix = self.plan.matrices[index]
-            if (fragment := matrix.placement.fragment_on(self.plan.rank)) is not None:
+            fragment = matrix.placement.fragment_on(self.plan.rank) if self.check.watches(index) else None
+            if fragment is not None:
                 weights = flat[matrix.partition].narrow(0, fragment.partition_offset, fragment.numel)
                 rate = float(groups[matrix.partition]["lr"])
                 self.check.recorder.keep_weights(matrix.name, weights, rate)

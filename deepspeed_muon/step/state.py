@@ -163,7 +163,7 @@ class AdamW:
         self._policy = policy
         self._decoupled = config.adam_w_mode
         self._native: Callable[..., None] | None = None
-        self._calls = self._torch_calls = 0
+        self._calls = 0
         # Without the fragments of Muon's matrices, of which there can be very many.
         pairs = zip(step_set.partitions, step_set.local_fragments(), strict=True)
         self._local = [(partition, local) for partition, local in pairs if not partition.muon]
@@ -181,17 +181,8 @@ class AdamW:
                 self._kernel, self._reason = "deepspeed_cpu_adam", "the partitions are offloaded to the CPU"
 
     def report(self) -> dict[str, Any]:
-        """Return which kernel runs, why, and the number of calls.
-
-        ``torch_calls`` counts the calls of torch's kernel where DeepSpeed's is configured, because DeepSpeed's supports
-        only the ``weight_decay_mode`` ``decoupled``.
-        """
-        return {
-            "kernel": self._kernel,
-            "reason": self._reason,
-            "calls": self._calls,
-            "torch_calls": self._torch_calls,
-        }
+        """Return which kernel runs, why, and the number of calls."""
+        return {"kernel": self._kernel, "reason": self._reason, "calls": self._calls}
 
     def update_partitions(
         self,
@@ -234,12 +225,11 @@ class AdamW:
                 batches.setdefault(settings, []).append(slices)  # type: ignore[arg-type]
         # 2. the calls
         for settings, batch in batches.items():
-            kernel = torch_step
+            kernel = torch_step  # DeepSpeed's knows no other decay
             if self._native is not None and settings.decay_mode == "decoupled":
                 kernel = self._native
             kernel(batch, settings=settings)
             self._calls += 1
-            self._torch_calls += self._native is not None and kernel is torch_step
 
 
 def _active_ranges(

@@ -195,11 +195,6 @@ def read_step_set(
     partitions: Sequence[tuple[PartitionIndex, Tensor, Sequence[Tensor], Iterable[tuple[Tensor, Placement]]]],
     routes: Mapping[int, Route],
     group: dist.ProcessGroup | None = None,
-    *,
-    wider_group: dist.ProcessGroup | None = None,
-    stage_group: dist.ProcessGroup | None = None,
-    stack_group: dist.ProcessGroup | None = None,
-    native_adam: NativeAdam | None = None,
 ) -> StepSet:
     """Build the step set of partitions and their parameters; nothing is sent.
 
@@ -208,10 +203,6 @@ def read_step_set(
             elements again with their placements.
         routes: ``id(model parameter)`` to its route.
         group: The process group whose ranks the placements refer to; ``None`` in a single process.
-        wider_group: As :attr:`StepSet.wider_group`.
-        stage_group: As :attr:`StepSet.stage_group`.
-        stack_group: As :attr:`StepSet.stack_group`.
-        native_adam: As :attr:`StepSet.native_adam`.
 
     Raises:
         BindingError: If a partition mixes Muon's parameters with AdamW's, or a parameter has no route.
@@ -245,10 +236,6 @@ def read_step_set(
         1 if group is None else dist.get_world_size(group),
         # the model's dtype, not that of the fp32 masters in the partitions
         next((params[0].dtype for _, _, params, _ in partitions if params), torch.float32),
-        wider_group,
-        stage_group,
-        native_adam=native_adam,
-        stack_group=stack_group,
     )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.config.values import MomentumWarmupConfig
-from deepspeed_muon.math.updates import AdjustLrName, decay_factor, shape_scale
+from deepspeed_muon.math.updates import AdjustLrName, decay_factor, momentum_in_warmup, shape_scale
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
@@ -206,7 +206,7 @@ class Rates:
 
 
 class RateTable:
-    """Computes the :class:`Rates` of a plan, again only if a param group or the momentum of a warm-up has changed."""
+    """Computes the :class:`Rates` of a plan."""
 
     def __init__(
         self,
@@ -223,10 +223,9 @@ class RateTable:
         self._positions = torch.tensor(
             [list_position[matrix.partition] for matrix in matrices], dtype=torch.int64, device="cpu"
         )  # (matrices,)
-        # A schedule changes the learning rates in every step, but not the scale rules.
+        # Rates change with a param group or in a warm-up; a schedule changes them in every step, but not the scales.
         self._scales = functools.lru_cache(maxsize=4)(self._scales_by)
-        self._read: list[tuple[Any, ...]] = []
-        self._rates: Rates | None = None
+        self._rates_of = functools.lru_cache(maxsize=1)(self._made)
 
     def of(
         self, groups: Mapping[PartitionIndex, Mapping[str, Any]], steps: Mapping[PartitionIndex, int]
@@ -248,19 +247,19 @@ class RateTable:
             if key not in numbers:
                 numbers[key] = self._numbers(groups[index], step)
             read.append(numbers[key])
-        if read != self._read or self._rates is None:
-            self._read, self._rates = read, self._made(read)
-        return self._rates
+        return self._rates_of(tuple(read))
 
     def _numbers(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:
         """Return the values of a group in a step on which the rates depend."""
-        momentum = float(group["momentum"])
+        momentum, warmup = float(group["momentum"]), self._warmup
+        if warmup is not None:
+            momentum = momentum_in_warmup(momentum, start=warmup.start, steps=warmup.steps, step=step)
         return (
             float(group["lr"]),
             float(group["weight_decay"]),
             group["weight_decay_mode"],
             (group["adjust_lr_fn"], float(group["update_scale"])),
-            momentum if self._warmup is None else self._warmup.momentum(momentum, step),
+            momentum,
             bool(group["nesterov"]),
             *(float(group[key]) for key in self._keys),
         )

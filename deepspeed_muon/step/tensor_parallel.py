@@ -16,7 +16,6 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,19 +28,6 @@ from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.orthogonalize import Directions, LocalOrthogonalizer, Updates
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import exchange_tensors
-
-
-class _WorkPlan(NamedTuple):
-    """Where the owned matrices of a chunk are orthogonalised; equal on all ranks of a tensor-parallel group.
-
-    Attributes:
-        local: Matrices without shards or copies on other ranks, such as attention heads that are complete on this rank.
-        assigned: Sharded or copied matrices in groups of bounded size; for each group, the matrices that each rank
-            orthogonalises.
-    """
-
-    local: list[PlanIndex]
-    assigned: list[list[list[PlanIndex]]]
 
 
 class OverTensorGroup:
@@ -70,26 +56,33 @@ class OverTensorGroup:
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: every rank then calls the
         collectives in the order of the plan.
         """
-        work_plan = self._work_plan(tuple(owned))
-        yield from self._local.orthogonalized(work_plan.local, directions, step)
-        for by_rank in work_plan.assigned:
+        local, assigned = self._work_plan(tuple(owned))
+        yield from self._local.orthogonalized(local, directions, step)
+        for by_rank in assigned:
             yield from self._gathered(by_rank, directions, step)
 
     def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
         """Yield empty tensors like the complete matrices that this rank orthogonalises."""
-        work_plan = self._work_plan(tuple(owned))
-        yield from self._local.inputs(work_plan.local)
-        for by_rank in work_plan.assigned:
+        local, assigned = self._work_plan(tuple(owned))
+        yield from self._local.inputs(local)
+        for by_rank in assigned:
             yield from self._local.inputs(by_rank[self._rank])
 
-    def _make_work_plan(self, owned: tuple[PlanIndex, ...]) -> _WorkPlan:
-        """Assign active owned matrices of a chunk to the ranks of the group."""
+    def _make_work_plan(
+        self, owned: tuple[PlanIndex, ...]
+    ) -> tuple[list[PlanIndex], list[list[list[PlanIndex]]]]:
+        """Say where active owned matrices of a chunk are orthogonalised.
+
+        Returns:
+            Matrices without shards or copies on other ranks, such as attention heads that are complete on this rank;
+            and the others, in groups of bounded size: for each group, those that each rank orthogonalises.
+        """
         # All ranks of the group own their shards of the same matrices, so they make the same plan.
         local, shards, copies = list[PlanIndex](), list[PlanIndex](), list[PlanIndex]()
         for index in owned:
             matrix = self._matrices[index]
             (local if matrix.tp_shards is None else shards if matrix.is_tp_shard else copies).append(index)
-        return _WorkPlan(local, [*self._assigned(copies), *self._assigned(shards)])
+        return local, [*self._assigned(copies), *self._assigned(shards)]
 
     def _assigned(self, indices: Sequence[PlanIndex]) -> list[list[list[PlanIndex]]]:
         """Assign matrices to ranks in groups of bounded size: the costliest first, to the rank with the least work."""
@@ -131,7 +124,8 @@ class OverTensorGroup:
         matrices = self._assembled(
             by_rank, {index: directions((index,))[0] for index in indices}, dims, dtype
         )
-        row_dims = {index: 0 if self._matrices[index].shards_outputs else None for index in indices}
+        # The outputs are the rows, unless the matrix is transposed.
+        row_dims = {i: 0 if dims[i] == int(self._matrices[i].transposed) else None for i in indices}
         row_state, rows = step.row_state, dict[PlanIndex, Tensor]()
         if row_state is not None:
             stored = {index: row_state.rows[index].clone() for index in indices}

@@ -197,11 +197,6 @@ def all_ranks() -> Ranks:
     return Ranks.of([None])
 
 
-def is_first_rank() -> bool:
-    """Return whether this process speaks for all of the default process group."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def _barrier(ranks: Sequence[int]) -> None:
     """Wait for ranks in the key-value store; see :meth:`Ranks.barrier`."""
     store = c10d._get_default_store()

@@ -189,7 +189,14 @@ def test_wrong_in_fp32_too(caplog: pytest.LogCaptureFixture, mode: Any) -> None:
 
 def check_of(*matrices: MatrixLayout, every: int = 0) -> ResultCheck:
     recorder = StepRecorder(every=every, check=True)
-    return ResultCheck(recorder, matrices, device=torch.device("cpu"), ns=NsSettings(QUINTIC))
+    return ResultCheck(
+        recorder,
+        matrices,
+        device=torch.device("cpu"),
+        ns=NsSettings(QUINTIC),
+        norms=frobenius_norms,
+        origin=range(len(matrices)),
+    )
 
 
 def error_of(weight: Tensor, gradient: Tensor, coefficients: Any = QUINTIC) -> float:

@@ -123,12 +123,12 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             element
             for chunk in per_rank[owner].chunks
             for peer in range(world)
-            if peer != owner or not matrix.replicated
+            if peer != owner or not matrix.placement.replicated
             for element in elements(chunk.owner_buffer, peer, world, copies=chunk.receivers)
             if element[0] == index
         ]
         stays = matrix.placement.ranks == range(owner, owner + 1)
-        if matrix.replicated:
+        if matrix.placement.replicated:
             assert len(arrives) == (world - 1) * matrix.numel
         else:
             assert sorted(i for _, i in arrives) == ([] if stays else list(range(matrix.numel)))
@@ -136,7 +136,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             sent = (segment for c in per_rank[rank].chunks for segment in c.fragment_buffer.segments)
             segments = [(s.matrix_offset, s.shape[2]) for number, s in sent if number == index]
             fragment = matrix.placement.fragment_on(rank)
-            absent = not fragment or stays or (rank == owner and matrix.replicated)
+            absent = not fragment or stays or (rank == owner and matrix.placement.replicated)
             assert segments == ([] if absent else [(fragment.matrix_offset, fragment.numel)])
         assert sum(index in c.owned for plan in per_rank for c in plan.chunks) == 1
 
