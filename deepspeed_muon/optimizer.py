@@ -161,11 +161,7 @@ class Muon(torch.optim.Optimizer):
     ) -> Muon:
         """Make the optimizer from checked settings, as the engine does for ``optimizer.params`` of its configuration.
 
-        Args:
-            params: As for the constructor.
-            config: The settings.
-            model: The module that the parameters belong to.
-            shards: As for :func:`deepspeed_muon.routing.param_groups.build_groups`.
+        ``shards`` are those of :func:`deepspeed_muon.routing.param_groups.build_groups`.
         """
         self = cls.__new__(cls)
         self._initialize(config, build_groups(params, config, model=model, shards=shards), model)
@@ -332,11 +328,7 @@ class Muon(torch.optim.Optimizer):
             self._report_failed(failed, "in this step")
 
     def _skip(self, nonfinite: Sequence[str]) -> None:
-        """Skip the step, or raise, because of gradients that are not finite. All ranks get here together.
-
-        Args:
-            nonfinite: Names of their parameters.
-        """
+        """Skip the step, or raise, because gradients of some parameters are not finite. All ranks get here together."""
         names = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
         message = f"non-finite gradient in {len(nonfinite)} parameters ({names})"
         scales_loss = getattr(self, "found_inf", None) is not None  # a GradScaler, which lowers its scale
@@ -435,12 +427,7 @@ class Muon(torch.optim.Optimizer):
 
         Makes the exchange plans and chooses kernels. Called once the ZeRO wrapper exists (without DeepSpeed in the
         first step), and again when a parameter was unfrozen or converted. The engine compares :meth:`_plan_facts`
-        between the ranks.
-
-        Args:
-            step_sets: What each call of ``step()`` will update.
-            device: Where the exchange and the iteration run.
-            ranks: The ranks of the engine; ``None`` for this one alone.
+        between the ranks. Exchange and iteration run on ``device``; ``ranks`` are those of the engine.
 
         Raises:
             InstallationError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
@@ -516,11 +503,7 @@ class Muon(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: GroupSettings) -> None:
-        """Add a group during construction; later additions are refused.
-
-        Raises:
-            RoutingError: If the optimizer is already made: the new parameters would not be routed or exchanged.
-        """
+        """Add a group during construction; later its parameters would not be routed or exchanged, a RoutingError."""
         if self._bound is not None or "algorithm" not in param_group:
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
@@ -528,9 +511,7 @@ class Muon(torch.optim.Optimizer):
     def __getstate__(self) -> StateDict:
         """Return what a copy needs: groups, state, settings and routes. A copy is unbound and counts from zero.
 
-        Raises:
-            BindingError: If DeepSpeed manages the optimizer: its tensors are partitions, whose parameters only the
-                engine can find.
+        A BindingError says if DeepSpeed manages the optimizer: only the engine finds the parameters in its partitions.
         """
         if self.managed:
             raise BindingError(
@@ -551,11 +532,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def _bound_steps(self) -> BoundSteps:
-        """The bound step sets.
-
-        Raises:
-            BindingError: Before :meth:`_bind`.
-        """
+        """The bound step sets; a BindingError before :meth:`_bind`."""
         if self._bound is None:
             raise BindingError("the optimizer is not bound to an engine yet")
         return self._bound
@@ -595,11 +572,7 @@ class Muon(torch.optim.Optimizer):
     def _attach_step_hook(self, model: nn.Module | None) -> None:
         """Make what a setting of :data:`STEP_HOOKS` asks for, before :meth:`_bind`, unless it is made.
 
-        Args:
-            model: The model that is trained; ``None`` if it is unknown.
-
-        Raises:
-            ConfigError: If the setting does not work with the model.
+        A ConfigError says if the setting does not work with the model that is trained.
         """
         for key, make in STEP_HOOKS.items():
             if self.after_step is None and getattr(self.config, key) is not None:

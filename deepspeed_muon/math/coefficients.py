@@ -101,6 +101,7 @@ def resolve_schedule(
         ConfigError: If the table is not valid for ``steps``, or a caller's own table does not map singular values
             into the neighbourhood of 1.
     """
+    name: str
     if isinstance(schedule, str):
         name, rows = schedule, _SCHEDULES[schedule]
     else:

@@ -176,14 +176,10 @@ def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tens
     restart, ``standard`` in every step.
 
     Args:
-        x: ``(batch, m, columns)`` in ``settings.dtype``; any number of columns, even none. The complete matrices are
-            ``m x n`` with ``m <= n`` and Frobenius norm at most 1.
+        x: ``(batch, m, columns)`` in ``settings.dtype``, maybe of no column. The complete matrices are ``m x n`` with
+            ``m <= n`` and Frobenius norm at most 1.
         settings: Polynomial and method. ``gram`` runs for square matrices too, unlike in :func:`orthogonalize`.
-        gram_of: Maps some columns ``(batch, m, columns)`` or, in a batch of one, ``(m, columns)`` to ``X X^T`` of the
-            complete matrices, in ``settings.dtype``.
-
-    Returns:
-        The same columns of the approximate polar factor.
+        gram_of: Maps some columns, also ``(m, columns)``, to ``X X^T`` of the complete matrices in ``settings.dtype``.
     """
     return (_gram if settings.method == "gram" else _standard)(x, settings, Products(gram_of))
 

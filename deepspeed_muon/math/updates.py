@@ -63,12 +63,9 @@ def decay_factor(mode: WeightDecayMode, *, lr: float, weight_decay: float) -> fl
 
 
 def cautious_decay_(param: Tensor, direction: Tensor, *, decay: float) -> None:
-    """Shrink the elements of ``param`` whose update has their sign or is zero.
+    """Shrink the elements of ``param`` whose update has their sign or is zero, by learning rate times weight decay.
 
-    Args:
-        param: Any shape. Mutated.
-        direction: Same shape, any floating dtype; its signs are those of the update.
-        decay: Learning rate times weight decay.
+    ``direction`` has the signs of the update and any floating dtype.
     """
     if decay != 0.0:
         aligned = (param * direction).ge_(0.0)  # 1 where the update pulls towards zero, else 0
@@ -87,12 +84,9 @@ root of the width, which the best rate has to cancel: -0.5 of the exponent.
 
 
 def shape_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
-    """Return the factor of the update ``lr * update_scale * factor * orthogonalize(u)``.
+    """Return the factor of the update ``lr * update_scale * factor * orthogonalize(u)``, by the table above.
 
-    Args:
-        rule: One of the names in the table above.
-        rows: Output features of the layer, however its weight is stored.
-        cols: Input features.
+    The layer has ``rows`` outputs and ``cols`` inputs, however its weight is stored.
     """
     return {
         "original": math.sqrt(max(1.0, rows / cols)),

@@ -67,9 +67,7 @@ class Segment(NamedTuple):
     def joined(self, following: Segment, matrix_numel: int) -> Segment | None:
         """Return this segment and that of the next matrix as one; ``None`` if they are not at equal distances.
 
-        Args:
-            following: A segment of one matrix.
-            matrix_numel: Elements from the start of a matrix to that of the next one.
+        ``matrix_numel`` is the number of elements from the start of a matrix to that of the next one.
         """
         matrices, gap = self.shape[0], following.buffer_offset - self.buffer_offset
         # Two matrices set the distance of all that follow: with buffer offsets 0 and 12, the third one must be at 24.
@@ -192,16 +190,11 @@ def build_exchange_plan(
     world_size: int,
     chunk_numel: int,
 ) -> ExchangePlan:
-    """Make the plan of one rank.
+    """Make the plan of one rank; matrices and owners are those of all ranks of the group, in one order.
 
-    Args:
-        matrices: All matrices of the data-parallel group, in the order that every rank uses.
-        owners: One rank per matrix.
-        rank: This rank inside the group.
-        world_size: Ranks of the group.
-        chunk_numel: Elements that one rank owns in a chunk at most, which bounds what it receives at once. A larger
-            matrix is sent without others of its owner. Chunks that are sent are smaller where this bound would make
-            only a few.
+    ``chunk_numel`` is how many elements one rank owns in a chunk at most, which bounds what it receives at once. A
+    larger matrix is sent without others of its owner. Chunks that are sent are smaller where this bound would make only
+    a few.
     """
     placements = [matrix.placement for matrix in matrices]
     chunks = [
@@ -227,12 +220,6 @@ def divide_into_chunks(
 
     Replicated matrices have chunks of their own, because only their updates are sent. Every rank receives each update
     completely, so there the bound holds for all owners together.
-
-    Args:
-        matrices: All matrices of the plan.
-        owners: One rank for each.
-        bound: Elements that one rank owns in a chunk at most.
-        world_size: Ranks of the group.
     """
     # 1. by what is sent: nothing, updates by broadcast, or directions and updates by all-to-all
     kinds: dict[tuple[bool, bool], list[PlanIndex]] = {}
@@ -277,14 +264,7 @@ def build_chunk(
     indices: Sequence[PlanIndex],
     rank: int,
 ) -> Chunk:
-    """Plan one chunk for one rank.
-
-    Args:
-        placements: The placement of each matrix of the plan.
-        owners: The owner of each matrix.
-        indices: The matrices of the chunk, ascending; all replicated, or none.
-        rank: The rank.
-    """
+    """Plan one chunk for one rank; the matrices ``indices`` of the plan are all replicated, or none."""
     # Chunks never mix kinds (divide_into_chunks), so that either all matrices are sent or none.
     sent = [index for index in indices if is_sent(placements[index], owners[index])]
     owned = tuple(index for index in indices if owners[index] == rank)

@@ -109,14 +109,9 @@ def assign(
 ) -> Assignment:
     """Choose the owner of each matrix of a step set, and cut stacks of blocks for several owners.
 
-    Args:
-        matrices: All matrices of the set, in the order that every rank uses.
-        iteration: What decides the cost of a matrix.
-        load: Operations that each rank already has from other step sets. Mutated: the new work is added.
-        divisor: A stack is cut only where this divides the elements before the cut.
-
-    Raises:
-        ConfigError: If the divisor does not divide the elements before a cut that tensor parallelism has made.
+    ``iteration`` decides what a matrix costs. ``load`` has the operations that each rank already has from other step
+    sets, and is mutated: the new work is added. A stack is cut only where ``divisor`` divides the elements before the
+    cut; a ConfigError says where tensor parallelism has cut one elsewhere.
     """
     # 1. divide what tensor parallelism divides already
     shards = [(index, shard) for index, matrix in enumerate(matrices) for shard in split_shard(matrix)]
@@ -222,11 +217,7 @@ def _crossed_boundary(placement: Placement | None) -> int:
 def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Floats) -> list[int]:
     """Return the owners that minimise the sum of the times of matrices of equal cost, each on two ranks.
 
-    Args:
-        cost: Operations of each matrix.
-        placements: The placement of each matrix, in the order of the ranks. A rank that takes two finishes the second
-            one later.
-        load: Operations that each rank already has.
+    The placements are in the order of the ranks. A rank that takes two matrices finishes the second one later.
     """
     # Example: blocks on ranks 0 and 1, on 1 and 2, on 2 and 3, half on each. Idle ranks get one block each: 0, 1, 2. If
     # rank 1 has much work already, the last two move on by a rank: 0, 2, 3.
@@ -271,13 +262,8 @@ def split_blocks(
 ) -> list[tuple[int, int]]:
     """Split a stack of equal blocks into slices that get one owner each: first block and number of blocks.
 
-    Args:
-        blocks: Blocks in the stack.
-        numel: Elements of a block.
-        placement: The placement of the stack.
-        cost: Operations of orthogonalising a block.
-        limit: The most operations of a slice of several blocks of which no rank holds all elements.
-        divisor: As for :func:`assign`.
+    ``numel`` and ``cost`` are elements and operations of a block, ``limit`` the most operations of a slice of several
+    blocks of which no rank holds all elements; ``divisor`` as for :func:`assign`.
     """
     most = max(1, int(limit // cost)) if cost else blocks  # blocks of a slice that is sent
     holders = [-1] * blocks
@@ -300,11 +286,7 @@ def split_blocks(
 def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int = 1) -> list[MatrixLayout]:
     """Return the layouts of a stack's slices of blocks; the matrix itself if it is no stack or is complete on a rank.
 
-    Args:
-        matrix: Any matrix; only stacks of equal blocks are split.
-        cost: Operations of orthogonalising all of it.
-        limit: As for :func:`split_blocks`.
-        divisor: As for :func:`assign`.
+    ``cost`` is that of orthogonalising all of it, ``limit`` as for :func:`split_blocks`.
     """
     count = matrix.equal_blocks or 1
     if count == 1 or matrix.tp_shards is not None or matrix.placement.only_rank is not None:
@@ -319,11 +301,7 @@ def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int
 
 
 def split_shard(matrix: MatrixLayout) -> list[MatrixLayout]:
-    """Split the shard of a matrix in blocks: complete blocks need no other rank, each shard of a block is one matrix.
-
-    Args:
-        matrix: Any matrix; only one with :attr:`TensorShards.complete` is split.
-    """
+    """Split a shard in blocks: complete blocks need no other rank, each shard of a block is one matrix."""
     shards = matrix.tp_shards
     if shards is None or not shards.complete:
         return [matrix]
@@ -391,15 +369,9 @@ def balanced_order(
 ) -> list[int]:
     """Return the order of the matrices in the buffer, as positions in the given order. Deterministic.
 
-    Example: two ranks have matrices of 4, 4, 4, 4, 8 and 8 elements, the last two of which cost six times as much. In
-    the given order the first partition of 16 elements would have the four cheap ones. The order 5, 1, 3, 4, 0, 2 gives
-    each partition a large and two small ones.
-
-    Args:
-        numels: Elements of each matrix.
-        costs: Newton-Schulz operations of each matrix.
-        kinds: Equal for interchangeable matrices, which have the same shape.
-        world_size: Ranks of the data-parallel group.
+    Matrices of equal ``kinds`` have one shape and are interchangeable. Example: two ranks have matrices of 4, 4, 4, 4,
+    8 and 8 elements, the last two of which cost six times as much. In the given order the first partition of 16
+    elements would have the four cheap ones. The order 5, 1, 3, 4, 0, 2 gives each partition a large and two small ones.
     """
     if world_size < 2 or len(numels) < 2:
         return list(range(len(numels)))

@@ -160,10 +160,7 @@ class Placement:
 def flat_placement(offset: int, numel: int, partition_numel: int) -> Placement:
     """Return the placement of a parameter in a flat buffer with equal partitions (stages 1, 2, ``BF16_Optimizer``).
 
-    Args:
-        offset: Where the parameter starts in the flat buffer of all ranks.
-        numel: Elements of the parameter.
-        partition_numel: Elements of a partition.
+    ``offset`` is where it starts in the flat buffer of all ranks.
     """
     first, inside = divmod(offset, partition_numel)
     return Placement(numel, first, min(numel, partition_numel - inside), inside, partition_numel, 0)
@@ -172,10 +169,8 @@ def flat_placement(offset: int, numel: int, partition_numel: int) -> Placement:
 def sharded_placement(partition_offset: int, numel: int, shard_numel: int) -> Placement:
     """Return the placement of a parameter of which every rank holds a shard (ZeRO stage 3).
 
-    Args:
-        partition_offset: Where the shard starts in every rank's flat partition.
-        numel: Elements of the parameter, without padding.
-        shard_numel: Elements that each rank reserves for it; the last ranks may hold padding only.
+    The shard is at ``partition_offset`` of every rank's partition. ``shard_numel`` are the elements that each rank
+    reserves; ``numel`` is without padding, and the last ranks may hold padding only.
     """
     return Placement(numel, 0, min(numel, shard_numel), partition_offset, shard_numel, partition_offset)
 
@@ -282,14 +277,7 @@ class TensorSlice:
                 range_start = range_stop
 
     def scaled(self, local_length: int) -> TensorSlice:
-        """Return the slice of a vector that has equally many numbers for each index of :attr:`dim`.
-
-        Args:
-            local_length: The length of the rank's vector.
-
-        Raises:
-            ValueError: If it is no multiple of the indices.
-        """
+        """Return the slice of a vector that has equally many numbers for each index of :attr:`dim`."""
         factor, rest = divmod(local_length, sum(stop - start for start, stop in self.ranges))
         if rest or not factor:
             raise ValueError(

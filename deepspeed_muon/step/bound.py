@@ -42,11 +42,7 @@ class BoundSteps:
     refusal: ConfigError | None = None
 
     def __init__(self, contexts: Sequence[StepContext]) -> None:
-        """Make the exchange plans; nothing is sent.
-
-        Args:
-            contexts: One for each step set, in an order that all ranks share.
-        """
+        """Make the exchange plans of step sets in an order that all ranks share; nothing is sent."""
         # By ranks, the work of the step sets so far: the next set of the same ranks goes where there is less.
         loads: dict[Scope, Floats] = {}
         self.runners: list[StepRunner] = []
@@ -67,10 +63,8 @@ class BoundSteps:
     ) -> list[tuple[StepRunner, dict[PartitionIndex, dict[str, Any]]]]:
         """Return the runners of one call of ``step()``, each with its param groups by partition index.
 
-        Args:
-            param_groups: The optimizer's param groups, from which ZeRO removes the tensors that the call does not
-                update.
-            left_out: Tensors in the groups that are in no step set.
+        ZeRO removes the tensors that the call does not update from the groups. Tensors that are ``left_out`` are in no
+        step set.
 
         Raises:
             BindingError: If the groups have an unknown tensor, or the dtype of a tensor changed.
@@ -112,11 +106,8 @@ class BoundSteps:
 
         Args:
             grads: Partition index to this rank's gradient; a missing one counts as zero.
-            norms: More tensors to copy from the device in the same synchronisation.
+            norms: More tensors to copy from the device in the same synchronisation; returned on the CPU.
             runners: The runners of the step sets; by default all.
-
-        Returns:
-            ``norms`` on the CPU.
         """
         # 1. Over the ranks that update a parameter together.
         by_groups: dict[tuple[dist.ProcessGroup | None, ...], list[GradientStatus]] = {}
@@ -148,8 +139,7 @@ class BoundSteps:
     def _reduce_further(flags_of: Mapping[GradientStatus, Tensor]) -> dict[GradientStatus, Tensor]:
         """Reduce over ranks with other experts or other stages of a pipeline, whose parameters are different ones.
 
-        Returns:
-            For each step set that has such ranks two flags, ``(2,)``: see :meth:`.GradientStatus.any_wrong`.
+        Returns :meth:`.GradientStatus.any_wrong` for each step set that has such ranks.
         """
         wrong_of = {
             status: status.any_wrong(flags)
@@ -265,12 +255,7 @@ def _by_status(
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:
     """Return the gradients in ``grad`` of a step set's tensors, flat and contiguous, by partition index.
 
-    Args:
-        runner: The runner of the set.
-        scale: The loss scale of a torch ``GradScaler``, by which the gradients are divided.
-
-    Raises:
-        BindingError: If a gradient is sparse.
+    They are divided by ``scale``, the loss scale of a torch ``GradScaler``. A BindingError says if one is sparse.
     """
     grads = {}
     for partition in runner.step_set.partitions:

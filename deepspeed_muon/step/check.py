@@ -100,16 +100,7 @@ class ResultCheck:
         norms: Callable[[Tensor], Tensor],
         origin: Sequence[SetIndex],
     ) -> None:
-        """Reserve numbers for the plan's matrices.
-
-        Args:
-            recorder: Samples and counters of the optimizer.
-            matrices: The matrices of the plan.
-            device: Where the iteration runs.
-            ns: The iteration.
-            norms: Returns the Frobenius norms of a batch in fp32.
-            origin: As the attribute.
-        """
+        """Reserve numbers for the plan's matrices; ``norms`` returns the Frobenius norms of a batch in fp32."""
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
@@ -129,12 +120,7 @@ class ResultCheck:
         return self.recorder.watches(self._first + index)
 
     def settle(self, result: Result) -> None:
-        """Check a result, replace in place what is wrong, and store its row state.
-
-        On a CPU a wrong entry is computed again at once. On an accelerator it is masked to zero without the host seeing
-        it; the ranks exchange the verdict with the gradient flags of the next step (:meth:`read_verdicts`), and from
-        then on the matrix is computed in fp32.
-        """
+        """Check a result, replace in place what is wrong, and store its row state; the table above says how."""
         wrong: Tensor | None = None
         if self.recorder.check and self.is_deferred:
             wrong = self._settle_on_device(result)
@@ -146,16 +132,11 @@ class ResultCheck:
             result.row_state.write(result.members, result.new_rows, wrong)
 
     def read_verdicts(self, positions: Collection[SetIndex]) -> list[str]:
-        """Record the matrices that some rank left out in the previous step, and drop this rank's verdicts.
+        """Record what some rank left out in the previous step; return the names of those that failed in fp32 too.
 
-        They are computed in fp32 from now on, and their row state, which may be the cause, starts anew. Must be called
-        by all ranks that have shards of a matrix, with equal positions. The host waits only if there are some.
-
-        Args:
-            positions: Positions of the matrices in the step set.
-
-        Returns:
-            The names of those that were wrong in fp32 too.
+        They are computed in fp32 from now on, and their row state, which may be the cause, starts anew. This rank's
+        verdicts are dropped. Must be called by all ranks that have shards of a matrix, with equal positions in the step
+        set. The host waits only if there are some.
         """
         failed = self.failed(positions)
         left_out, self.left_out = self.left_out, []
@@ -257,10 +238,7 @@ class ResultCheck:
         return check_failure(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
-        """Return the update of one entry from the iteration in fp32, ``(rows, cols)``; its block and row state change.
-
-        With ``anew`` its row state starts anew.
-        """
+        """Return the update of one entry from the iteration in fp32, ``(rows, cols)``; set its block and row state."""
         # (rows, cols): the entry alone, so that no other one of its batch changes
         block = orthogonalize_carefully(result.inputs[position].unsqueeze(0), self._ns)
         result.blocks = result.blocks.float()  # fp32 has room for what half precision could not represent

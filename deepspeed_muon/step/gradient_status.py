@@ -82,17 +82,10 @@ class GradientStatus:
 
     @staticmethod
     def reduce(statuses: Sequence[GradientStatus], grads: Gradients, *, refused: bool = False) -> Tensor:
-        """Return the flags of several step sets of the same groups, reduced in one message.
+        """Return the flags of step sets of the same groups, reduced in one message: ``(2, parameters of all)``.
 
-        Must be called by all ranks of the groups.
-
-        Args:
-            statuses: One for each step set.
-            grads: Partition index to its gradient; a missing one counts as zero.
-            refused: Whether this rank refuses the step.
-
-        Returns:
-            ``(2, parameters of all sets)`` on the device.
+        Must be called by all ranks of the groups. A missing gradient counts as zero. This rank may have ``refused`` the
+        step.
         """
         local = [status._local_flags(grads) for status in statuses]
         flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
@@ -103,13 +96,9 @@ class GradientStatus:
         return flags
 
     def any_wrong(self, flags: Tensor) -> Tensor:
-        """Return the largest status of a gradient, and whether any matrix was wrong in fp32 too.
+        """Return the largest status of a gradient, and whether any matrix was wrong in fp32 too: ``(2,)`` uint8.
 
-        Args:
-            flags: The reduced flags of this step set, on the device.
-
-        Returns:
-            ``(2,)`` uint8 on the device.
+        ``flags`` are the reduced ones of this step set, on the device.
         """
         failed = flags[1] * self._check.failing(flags.shape[1], flags.device)  # (parameters,) uint8
         largest = flags[0].amax() if flags.shape[1] else torch.zeros_like(failed.any())
@@ -157,8 +146,7 @@ class GradientStatus:
     def _make_table(self, lengths: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
         """Return the table of the fragments (:data:`.COLUMNS`) in gradients of some lengths, and their parameters.
 
-        Args:
-            lengths: For each partition, the lengths of the tensors that its gradient consists of.
+        The lengths are those of the tensors of which the gradient of each partition consists.
         """
         rows: list[tuple[int, ...]] = []
         first_tensor = 0

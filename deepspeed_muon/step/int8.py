@@ -47,10 +47,9 @@ class Int8Blocks:
         self._offsets = [fragment.partition_offset for fragment in self._fragments]
 
     def row(self, offset: int) -> tuple[int, int]:
-        """Return the row of the table ``blocks`` of ``momentum_pack_int8_`` for elements from ``offset`` on.
+        """Return elements of the block before the element at ``offset``, and the index of the block's scale.
 
-        Returns:
-            Elements of the block that precede the element at ``offset``, and the index of the block's scale.
+        They are a row of the table ``blocks`` of ``momentum_pack_int8_``.
         """
         number = bisect_right(self._offsets, offset) - 1
         fragment = self._fragments[number]
@@ -60,11 +59,7 @@ class Int8Blocks:
     def decode(self, codes: Tensor, scales: Tensor, offset: int, numel: int) -> Tensor:
         """Return momentum ``[offset, offset + numel)`` of the partition, which is in one fragment: ``(numel,)`` fp32.
 
-        Args:
-            codes: Codes of the partition, ``(partition numel,)`` int8.
-            scales: Scales of the partition, ``(count,)`` fp32.
-            offset: The first element to decode.
-            numel: The number of elements to decode.
+        ``codes`` and ``scales`` are those of the partition.
         """
         before, first = self.row(offset)
         scales = scales.narrow(0, first, -(-(before + numel) // BLOCK))  # of the blocks of these elements
@@ -91,11 +86,7 @@ class Int8Blocks:
 
 
 def scales_of(entry: dict[str, Any], partition: Partition, count: int) -> Tensor:
-    """Return the scales of a partition with int8 momentum, ``(count,)`` fp32; create them if ``entry`` has none.
-
-    Raises:
-        BindingError: If the state was saved with another layout.
-    """
+    """Return the scales of a partition with int8 momentum, ``(count,)`` fp32; create them if ``entry`` has none."""
     if SCALE_KEY not in entry:
         entry[SCALE_KEY] = torch.zeros(count, dtype=torch.float32, device=partition.tensor.device)
     scales: Tensor = entry[SCALE_KEY]
@@ -104,14 +95,7 @@ def scales_of(entry: dict[str, Any], partition: Partition, count: int) -> Tensor
 
 
 def convert_momentum(partition: Partition, state: State, policy: StatePolicy, blocks: Int8Blocks) -> None:
-    """Convert the momentum of a partition to int8, or from int8, as ``policy`` says.
-
-    Args:
-        partition: A partition of Muon whose momentum is not yet in the dtype of ``policy``.
-        state: ``optimizer.state``. Mutated.
-        policy: The dtypes of the state.
-        blocks: The blocks of the partition.
-    """
+    """Convert the momentum of a partition, not yet in the dtype of ``policy``, to or from int8; mutates ``state``."""
     entry = state[partition.tensor]
     momentum = entry["momentum_buffer"]
     if policy.quantizes_momentum:

@@ -62,14 +62,8 @@ def read_state_dict(
 ) -> tuple[list[GroupSettings], dict[Tensor, StateDict]]:
     """Check a state dict, and return the new settings of each group and state of each parameter that has one.
 
-    Nothing is mutated. The state is on the devices and in the dtypes of this optimizer.
-
-    Args:
-        state_dict: From ``state_dict()`` of this or of another optimizer.
-        param_groups: The optimizer's groups.
-        config: The optimizer's settings.
-        policy: The dtypes of the state.
-        names: ``id(parameter)`` to its name; ``None`` if the tensors in the groups are ZeRO's partitions.
+    Nothing is mutated. The state is on the devices and in the dtypes of this optimizer. ``names`` maps
+    ``id(parameter)`` to its name; it is ``None`` if the tensors in the groups are ZeRO's partitions.
 
     Raises:
         CheckpointError: If the state is that of a different kind of optimizer, or of other shapes.
@@ -189,11 +183,7 @@ def settings_to_load(
 def _check_entry(label: str, entry: StateDict, algorithm: str, *, shape: torch.Size | None) -> None:
     """Raise unless the state of one parameter is that of its algorithm.
 
-    Args:
-        label: The parameter and its group, for error messages.
-        entry: The saved state of the parameter.
-        algorithm: The algorithm of its param group.
-        shape: Its shape; ``None`` for a partition, whose size depends on the number of ranks.
+    ``shape`` is ``None`` for a partition, whose size depends on the number of ranks.
     """
     refusal = ""
     if missing := [key for key in _REQUIRED[algorithm] if key not in entry]:

@@ -103,13 +103,7 @@ class LocalOrthogonalizer:
         self._batches = functools.lru_cache(maxsize=64)(self._planned)
 
     def orthogonalized(self, owned: Sequence[PlanIndex], directions: Directions, step: Step) -> Updates:
-        """Yield indices and updates of matrices, each once; the iterator must be exhausted.
-
-        Args:
-            owned: Active matrices that this rank owns.
-            directions: Their directions.
-            step: The step.
-        """
+        """Yield indices and updates of active owned matrices, each once; the iterator must be exhausted."""
         for batch in self._batches(tuple(owned)):
             self.context.counts.matrices_orthogonalized += batch.counted
             stored = [directions(indices) for indices in batch.groups]

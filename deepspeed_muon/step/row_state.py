@@ -26,10 +26,7 @@ from deepspeed_muon.variants.variant import Variant
 def before_iteration(variant: Variant, directions: Tensor, matrix: MatrixLayout) -> Tensor:
     """Return what is orthogonalised, ``(batch, rows, cols)``: the directions, or what the variant makes of them.
 
-    Args:
-        variant: The variant.
-        directions: The directions of blocks, ``(batch, rows, cols)``. All their matrices are stored alike.
-        matrix: One of the matrices.
+    All their matrices are stored as ``matrix`` is.
     """
     if variant.before_iteration is None:
         return directions
@@ -49,10 +46,7 @@ class RowStorage:
     def __init__(self, plan: ExchangePlan, fragments: Sequence[Fragment], context: StepContext) -> None:
         """Find the rows that this rank stores; nothing is sent.
 
-        Args:
-            plan: The exchange plan.
-            fragments: Where the rows of each matrix of the plan are stored; see :meth:`.Assignment.row_fragments`.
-            context: The context of the step set; its variant has ``row_factors``.
+        ``fragments`` are those of :meth:`.Assignment.row_fragments`.
         """
         self.counts = {matrix.partition: 0 for matrix in plan.matrices}
         self._matrices, self._context = plan.matrices, context
@@ -73,11 +67,8 @@ class RowStorage:
     ) -> Iterator[OwnedRows]:
         """Yield the rows for one step; those of offloaded partitions are copied to the device of the iteration.
 
-        Must be called by all ranks of the step set's group.
-
-        Args:
-            vectors: Index of the partition to this rank's vector. Mutated.
-            settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
+        Must be called by all ranks of the step set's group. ``vectors`` are this rank's, by index of the partition, and
+        are mutated; for ``settings`` see :attr:`.Rates.settings`.
         """
         context = self._context
         # 1. in fp32 on the device of the iteration; a vector that is both already is not copied
@@ -169,12 +160,9 @@ class OwnedRows:
     def write(
         self, blocks: Sequence[tuple[PlanIndex, int]], new: Tensor, wrong: Tensor | None = None
     ) -> None:
-        """Store the new state of some blocks, without waiting for the device.
+        """Store the ``new`` state of some blocks, without waiting for the device.
 
-        Args:
-            blocks: Index of the matrix and number of the block, as for :meth:`scale_rows`.
-            new: The new state that :meth:`scale_rows` returned for them.
-            wrong: Blocks that keep their stored state, ``(blocks,)`` bool on the device; ``None`` for none.
+        Blocks that are ``wrong``, ``(blocks,)`` bool on the device, keep their stored state.
         """
         views = self._views(blocks)
         joint = _stacked_view(views)

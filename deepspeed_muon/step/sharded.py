@@ -145,16 +145,10 @@ def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tenso
 def _reshard(
     x: Tensor, row_sizes: Sequence[int], col_sizes: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Reshard columns to rows and transpose; calling it again with the sizes exchanged undoes it.
+    """Reshard ``(batch, rows, local columns)`` to ``(batch, columns, local rows)``.
 
-    Args:
-        x: ``(batch, rows, local columns)``.
-        row_sizes: Rows that each rank will hold.
-        col_sizes: Columns that each rank holds.
-        group: The process group.
-
-    Returns:
-        ``(batch, columns, local rows)``.
+    The sizes are the rows that each rank will hold and the columns that it holds. With the sizes exchanged it undoes
+    it.
     """
     batch, rows = x.shape[0], row_sizes[dist.get_rank(group)]
     received = exchange_tensors(

@@ -68,14 +68,7 @@ def converted(entry: StateDict, param: Tensor, policy: StatePolicy) -> StateDict
 def row_state_of(partition: Partition, state: State, variant: Variant, numel: int) -> Tensor | None:
     """Return a variant's row state of a partition, ``(numel,)``, or ``None`` if it has none; create a missing tensor.
 
-    Args:
-        partition: A partition of Muon.
-        state: ``optimizer.state``. Mutated: row state of other variants is removed.
-        variant: The variant.
-        numel: The rows whose state this rank stores with the partition.
-
-    Raises:
-        BindingError: If the state was saved with another layout.
+    Row state of other variants is removed from ``state``. A BindingError says if it was saved with another layout.
     """
     entry, row_state = state[partition.tensor], variant.state
     for key in ROW_STATE.keys() - {row_state and row_state.key}:
@@ -155,11 +148,7 @@ class AdamW:
     """Updates the partitions of one step set that are not Muon's; they have one device and one dtype."""
 
     def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
-        """Choose the kernel.
-
-        Partitions that ZeRO-Offload stores on the CPU are updated by DeepSpeed's native operator, as they are with
-        DeepSpeed's AdamW, all others by torch's fused kernel.
-        """
+        """Choose the kernel: DeepSpeed's for partitions that ZeRO-Offload stores on the CPU, else torch's fused one."""
         self._policy = policy
         self._decoupled = config.adam_w_mode
         self._native: Callable[..., None] | None = None
@@ -194,12 +183,8 @@ class AdamW:
     ) -> None:
         """Update all parameters that have a gradient; nothing is sent.
 
-        Args:
-            active: For each of the set's layouts, whether any rank has a gradient of it.
-            grads: Partition index to its gradient, flat.
-            groups: Partition index to its param group.
-            state: ``optimizer.state``; mutated.
-            flat: Partition index to this rank's flat weights; mutated.
+        ``active`` says for each of the set's layouts whether any rank has a gradient of it. Gradients, param groups and
+        this rank's flat weights are by partition index. State and weights are mutated.
         """
         # 1. partitions, or what is active of them, with equal settings: one call updates all
         batches: dict[AdamStep, list[AdamTensors]] = {}

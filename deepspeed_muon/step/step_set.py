@@ -122,11 +122,7 @@ class StepSet:
     ) -> list[Tensor]:
         """Return the flat gradient of each partition of Muon, zeros where this rank has none but another rank has.
 
-        Args:
-            grads: Partition index to its gradient.
-            flat: Partition index to the flat weights. Where no rank has a gradient these are returned as placeholders
-                that are never read.
-            flags: For each matrix, whether any rank has a gradient of it.
+        Where no rank has one (``flags``, one for each matrix) the weights are returned as placeholders, never read.
         """
         # The passes take a tensor for every partition, and read only the fragments of active matrices. So the weights
         # stand in where no gradient is read, and zeros where one is read that this rank does not have.
@@ -242,15 +238,10 @@ def read_step_set(
 def step_set_of_parameters(
     params: Sequence[Tensor], trained: Mapping[PartitionIndex, Tensor], routes: Mapping[int, Route]
 ) -> tuple[StepSet, torch.device]:
-    """Return the step set of an optimizer without DeepSpeed, one partition for each parameter, and their device.
+    """Return the step set of an optimizer without DeepSpeed, and the device of its parameters.
 
-    Args:
-        params: All parameters of the optimizer.
-        trained: Partition index to each parameter that is updated.
-        routes: ``id(parameter)`` to its route.
-
-    Raises:
-        BindingError: If parameters have no data, or are on several devices.
+    Each parameter that is updated (``trained``) is a partition. A BindingError says if parameters have no data, or are
+    on several devices.
     """
     # The storage of tensors on "meta" and of those of FakeTensorMode is on this device.
     if any(param.untyped_storage().device.type == "meta" for param in params):

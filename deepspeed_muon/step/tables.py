@@ -84,13 +84,10 @@ class ChunkTable:
         batches: Sequence[Sequence[PlanIndex]],
         list_position: Mapping[PartitionIndex, int],
     ) -> None:
-        """Make the tables.
+        """Make the tables of one chunk of a plan.
 
-        Args:
-            plan: The exchange plan.
-            chunk: One of its chunks.
-            batches: The chunk's owned matrices in the batches in which they are orthogonalised.
-            list_position: Index of a partition to its position in the lists of tensors that a pass takes.
+        ``batches`` are the chunk's owned matrices, as they are orthogonalised together. ``list_position`` maps the
+        index of a partition to its position in the lists of tensors that a pass takes.
         """
         self._matrices, self._list_position = plan.matrices, list_position
         fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
@@ -156,13 +153,7 @@ class ChunkTable:
         return ends[:-1], ends[-1]
 
     def _table(self, indices: Sequence[PlanIndex], target: int, offsets: Sequence[int]) -> Tensor:
-        """Return the table of this rank's fragments of matrices for the passes of ops/, int64 ``(fragments, 6)``.
-
-        Args:
-            indices: The matrices.
-            target: The second tensor, :data:`UNSENT` or :data:`FRAGMENT_BUFFER`.
-            offsets: The offset of each fragment in it.
-        """
+        """Return the table of this rank's fragments of matrices, at some offsets in the second tensor ``target``."""
         rows = []
         for index, offset in zip(indices, offsets, strict=True):
             fragment, partition = self._fragments[index], self._matrices[index].partition
@@ -230,12 +221,7 @@ class RateTable:
     def of(
         self, groups: Mapping[PartitionIndex, Mapping[str, Any]], steps: Mapping[PartitionIndex, int]
     ) -> Rates:
-        """Return the rates of a step.
-
-        Args:
-            groups: Partition index to its param group.
-            steps: Partition index to the number of the step, counted from 1 in the partition's state.
-        """
+        """Return the rates of a step; ``steps`` are counted from 1 in the state of each partition."""
         # A group may own many partitions (sub-groups): it is read once for each step number among them.
         warmup_steps = 0 if self._warmup is None else self._warmup.steps
         numbers: dict[tuple[int, int], tuple[Any, ...]] = {}
@@ -295,8 +281,7 @@ class RateTable:
     ) -> tuple[list[tuple[float, ...]], Tensor]:
         """Return the scales of each matrix's blocks, and those of the first blocks.
 
-        Args:
-            rules: ``adjust_lr_fn`` and ``update_scale`` of each partition.
+        ``rules`` are ``adjust_lr_fn`` and ``update_scale`` of each partition.
         """
         scales: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):

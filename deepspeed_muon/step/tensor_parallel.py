@@ -36,11 +36,8 @@ class OverTensorGroup:
     def __init__(self, local: LocalOrthogonalizer, chunk_numel: int, group: dist.ProcessGroup) -> None:
         """Keep the arguments; nothing is allocated or sent.
 
-        Args:
-            local: Orthogonalises complete matrices on this rank. Its matrices are in the same order on all ranks.
-            chunk_numel: The number of elements that are gathered at once unless a single matrix has more
-                (``exchange_chunk_numel``).
-            group: The tensor-parallel process group.
+        The matrices of ``local`` are in the same order on all ranks of the tensor-parallel group. At most
+        ``chunk_numel`` elements are gathered at once unless a single matrix has more.
         """
         self._local, self._group = local, group
         self._matrices, self._context = local.matrices, local.context
@@ -112,10 +109,7 @@ class OverTensorGroup:
     ) -> Updates:
         """Yield updates of this rank's shards or copies of matrices that are orthogonalised on a single rank each.
 
-        Args:
-            by_rank: The matrices that each rank orthogonalises: all of them sharded, or all copied.
-            directions: Returns this rank's shards or copies of their directions.
-            step: The step.
+        ``by_rank`` are the matrices that each rank orthogonalises: all of them sharded, or all copied.
         """
         # Sharded along rows (0) or columns (1), or copied (None); the row state is sharded where the outputs are.
         indices = sorted(index for assigned in by_rank for index in assigned)
@@ -158,11 +152,8 @@ class OverTensorGroup:
     ) -> dict[PlanIndex, Tensor]:
         """Return the complete tensors of the matrices that this rank orthogonalises.
 
-        Args:
-            by_rank: The matrices that each rank orthogonalises.
-            local: This rank's shard or copy of each matrix.
-            dims: The dimension that is sharded, ``None`` for copies, which are not sent.
-            dtype: The dtype of the tensors.
+        ``local`` has this rank's shard or copy of each matrix, ``dims`` the dimension that is sharded, ``None`` for
+        copies, which are not sent.
         """
         # 1. copies are complete already
         complete = {index: local[index] for index in by_rank[self._rank] if dims[index] is None}
@@ -203,12 +194,7 @@ class OverTensorGroup:
     ) -> dict[PlanIndex, Tensor]:
         """Return this rank's shards or copies, flat, of the ranks' results; the reverse of :meth:`_assembled`.
 
-        Args:
-            by_rank: The matrices that each rank has orthogonalised.
-            complete: The complete tensors of this rank's matrices.
-            dims: The dimension that is sharded, ``None`` for copies.
-            lengths: Elements of this rank's shard or copy of each matrix.
-            dtype: The dtype of the tensors.
+        ``lengths`` are the elements of this rank's shard or copy of each matrix.
         """
         shards = []  # [matrix][rank]
         for index in by_rank[self._rank]:

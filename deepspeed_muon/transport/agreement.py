@@ -131,11 +131,8 @@ def raise_on_all_ranks(
 ) -> Iterator[RankFacts]:
     """Raise on all ranks if one of them raises in the block, or if they leave it with different facts.
 
-    Must be entered by all ``ranks``. No other rank may wait for one whose block raised. The arguments are those of
-    :func:`agree`.
-
-    Yields:
-        The facts to compare, for the block to fill in.
+    Must be entered by all ``ranks``; no other rank may wait for one whose block raised. The block fills in the facts
+    that it gets. The arguments are those of :func:`agree`.
     """
     facts = RankFacts()
     error: Exception | None = None
@@ -167,10 +164,8 @@ def _checksums(facts_of: Mapping[Scope, Sequence[tuple[str, str]]]) -> list[int]
 def _differences(facts_of: Mapping[int, Mapping[str, Mapping[str, str]]]) -> list[str]:
     """Describe every fact on which the ranks of a scope differ: each value with the ranks that have it.
 
-    Every rank looks at all scopes, because all ranks must raise: the others would wait for those that do.
-
-    Args:
-        facts_of: The facts, by rank, name of the scope and name of the fact.
+    Every rank looks at all scopes, because all ranks must raise: the others would wait for those that do. The facts are
+    by rank, name of the scope and name of the fact.
     """
     names = {
         (fact, scope) for scopes in facts_of.values() for scope, facts in scopes.items() for fact in facts

@@ -135,15 +135,8 @@ class ChunkExchange:
     ) -> None:
         """Reserve the buffers; nothing is allocated or sent.
 
-        Args:
-            plan: This rank's view of the exchange.
-            buffers: Memory of the slots, shared with other step sets.
-            counts: Counters of the optimizer; mutated.
-            group: The data-parallel process group; ``None`` in a single process.
-            dtype: The communication dtype.
-            number: The number of the step set, for errors.
-            overlap: Whether chunks are in flight while others are orthogonalised. Without it the rank waits for every
-                all-to-all immediately, and needs a third of the memory.
+        The counters are mutated. ``number`` is that of the step set, for errors. Without overlap the rank waits for
+        every exchange immediately, and needs a third of the memory.
         """
         self._plan, self._buffers, self._counts, self._group = plan, buffers, counts, group
         self._dtype, self._number, self._overlap = dtype, number, overlap
@@ -230,14 +223,8 @@ def start_all_to_all(
 ) -> dist.Work:
     """Start an all-to-all of flat tensors as bytes, because gloo does not support every half-precision dtype.
 
-    Must be called by all ranks of ``group``.
-
-    Args:
-        received: Receives the elements of each rank, in the order of the ranks. Mutated.
-        sent: The elements for each rank, of the same dtype.
-        received_splits: Elements from each rank.
-        sent_splits: Elements to each rank.
-        group: The process group.
+    Must be called by all ranks of ``group``. The elements for and from each rank follow each other in the order of the
+    ranks; the splits are their numbers.
     """
     size = sent.element_size()
     work: dist.Work = dist.all_to_all_single(

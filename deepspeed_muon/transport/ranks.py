@@ -96,10 +96,7 @@ class Ranks:
     def all_reduce(self, numbers: Sequence[float], how: Reduction, *, purpose: str) -> list[float]:
         """Return the sums, maxima or minima over all ranks, in float64. Must be called by all of them.
 
-        Args:
-            numbers: The numbers of this rank. Sums of integers are exact below 2^53.
-            how: The reduction.
-            purpose: Named in the error if a rank does not take part.
+        Sums of integers are exact below 2^53. ``purpose`` is named in the error if a rank does not take part.
         """
         reduced = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         for group in self.groups:
@@ -111,12 +108,8 @@ class Ranks:
     def collect(self, items: Sequence[Any], *, most: int, purpose: str) -> list[tuple[int, Any]]:
         """Return items of all ranks, in the order of the ranks, each with its rank. Must be called by all of them.
 
-        One rank after the other broadcasts its items, so that messages do not grow with the number of ranks.
-
-        Args:
-            items: The items of this rank; anything that can be pickled.
-            most: The list ends at this length.
-            purpose: Named in the error if a rank does not take part.
+        One rank after the other broadcasts its items, so that messages do not grow with the number of ranks. The list
+        ends at the length ``most``.
         """
         local = [(dist.get_rank() if self.groups else 0, item) for item in items]
         collected: list[tuple[int, Any]] = []
@@ -138,12 +131,7 @@ class Ranks:
         return collected[:most]
 
     def all_gather(self, item: Any, *, purpose: str) -> dict[int, Any]:
-        """Return the item of every rank, by global rank. Must be called by all of them.
-
-        Args:
-            item: Anything that can be pickled.
-            purpose: Named in the error if a rank does not take part.
-        """
+        """Return the item of every rank, which can be pickled, by global rank. Called by all of them."""
         item_of = {dist.get_rank() if self.groups else 0: item}
         for group in self.groups:
             # What the groups before this one gathered is passed on: in the end every rank has every item.
@@ -233,14 +221,8 @@ def _barrier(ranks: Sequence[int]) -> None:
 def phase(purpose: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Run collectives of ``group`` with the time-out of the default process group.
 
-    It costs a few microseconds, and communicates only if a collective fails.
-
-    Args:
-        purpose: What the ranks are doing, for the error.
-        group: Where the collectives run; ``None`` for the default group.
-
-    Raises:
-        RankMissingError: From the collective's own error, with the purpose and the missing ranks.
+    It costs a few microseconds, and communicates only if a collective fails. Its error becomes a RankMissingError with
+    the purpose, which says what the ranks are doing, and the missing ranks.
     """
     # A phase inside another one has the right time-out already.
     is_outer = group not in _in_phase
