@@ -417,11 +417,7 @@ class Muon(torch.optim.Optimizer):
                 entry.update(converted(entry, param, self.state_policy))
 
     def _bind(
-        self,
-        step_sets: Sequence[StepSet],
-        *,
-        device: torch.device,
-        ranks: Ranks | None = None,
+        self, step_sets: Sequence[StepSet], *, device: torch.device, ranks: Ranks | None = None
     ) -> None:
         """Bind the optimizer to the tensors that ``step()`` will update; nothing is sent.
 

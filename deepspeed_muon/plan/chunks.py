@@ -12,7 +12,7 @@ fragments make one :class:`Segment`: a plan has about as many segments as matric
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -167,19 +167,14 @@ class ExchangePlan:
         return sum(chunk.sent_elements for chunk in self.chunks)
 
     def digest(self) -> str:
-        """Return a hash of :meth:`description`, which must be equal on all ranks."""
+        """Return a hash of what must be equal on all ranks: owners, chunks and layouts."""
         digest = hashlib.sha256()
-        for row in self.description():
-            digest.update(repr(row).encode())
-        return digest.hexdigest()
-
-    def description(self) -> Iterator[tuple[object, ...]]:
-        """Yield what all ranks must agree on, owners, chunks and layouts, as plain data: one row per matrix."""
         chunk_of = {index: number for number, chunk in enumerate(self.chunks) for index in chunk.matrices}
         for index, matrix in enumerate(self.matrices):
             shape = matrix.rows, matrix.cols, matrix.grid, matrix.transposed, matrix.first_row
             exchange = self.owners[index], chunk_of[PlanIndex(index)], matrix.placement.numbers()
-            yield (matrix.name, *shape, *exchange)
+            digest.update(repr((matrix.name, *shape, *exchange)).encode())
+        return digest.hexdigest()
 
 
 def build_exchange_plan(
@@ -204,11 +199,6 @@ def build_exchange_plan(
     return ExchangePlan(rank, world_size, tuple(matrices), tuple(owners), tuple(chunks))
 
 
-def is_sent(placement: Placement, owner: int) -> bool:
-    """Return whether any rank but the owner holds elements of a matrix."""
-    return placement.only_rank != owner
-
-
 def divide_into_chunks(
     matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
 ) -> list[list[PlanIndex]]:
@@ -224,9 +214,9 @@ def divide_into_chunks(
     # 1. by what is sent: nothing, updates by broadcast, or directions and updates by all-to-all
     kinds: dict[tuple[bool, bool], list[PlanIndex]] = {}
     for index, matrix in enumerate(matrices):
-        kinds.setdefault((is_sent(matrix.placement, owners[index]), matrix.placement.replicated), []).append(
-            PlanIndex(index)
-        )
+        kinds.setdefault(
+            (matrix.placement.only_rank != owners[index], matrix.placement.replicated), []
+        ).append(PlanIndex(index))
     chunks: list[list[PlanIndex]] = []
     for (sent, replicated), members in sorted(kinds.items()):  # False first: what is not sent
         is_broadcast = sent and replicated
@@ -259,14 +249,11 @@ def divide_into_chunks(
 
 
 def build_chunk(
-    placements: Sequence[Placement],
-    owners: Sequence[int],
-    indices: Sequence[PlanIndex],
-    rank: int,
+    placements: Sequence[Placement], owners: Sequence[int], indices: Sequence[PlanIndex], rank: int
 ) -> Chunk:
     """Plan one chunk for one rank; the matrices ``indices`` of the plan are all replicated, or none."""
     # Chunks never mix kinds (divide_into_chunks), so that either all matrices are sent or none.
-    sent = [index for index in indices if is_sent(placements[index], owners[index])]
+    sent = [index for index in indices if placements[index].only_rank != owners[index]]
     owned = tuple(index for index in indices if owners[index] == rank)
     if sent and placements[sent[0]].replicated:
         # The owner has the full gradient already: updates go from its owner buffer to the ranks' fragment buffers.
@@ -289,10 +276,7 @@ def build_chunk(
 
 
 def _by_owner(
-    placements: Sequence[Placement],
-    owners: Sequence[int],
-    indices: Sequence[PlanIndex],
-    rank: int,
+    placements: Sequence[Placement], owners: Sequence[int], indices: Sequence[PlanIndex], rank: int
 ) -> BufferPlan:
     """Lay out the fragments that a rank holds of some matrices, by owner."""
     segments: list[tuple[PlanIndex, Segment]] = []

@@ -89,12 +89,7 @@ class LocalOrthogonalizer:
         check: Checks the results.
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[MatrixLayout],
-        context: StepContext,
-        check: ResultCheck,
-    ) -> None:
+    def __init__(self, matrices: Sequence[MatrixLayout], context: StepContext, check: ResultCheck) -> None:
         self.matrices = matrices
         self.context = context
         self._orthogonalize = context.orthogonalize
@@ -131,12 +126,9 @@ class LocalOrthogonalizer:
             # 2. their blocks by shape: of a stack in the order of its memory, so that a call reads a view of it, of a
             # grid the first block of each matrix, then the second one of each
             members_of: dict[tuple[int, int], list[Member]] = {}
-            if is_stack:
-                members_of[shapes[0]] = [
-                    (index, number) for index in indices for number in range(len(shapes))
-                ]
-            for number, shape in enumerate(() if is_stack else shapes):
-                members_of.setdefault(shape, []).extend((index, number) for index in indices)
+            pairs = [(index, number) for number in range(len(shapes)) for index in indices]
+            for index, number in itertools.product(indices, range(len(shapes))) if is_stack else pairs:
+                members_of.setdefault(shapes[number], []).append((index, number))
             # 3. the calls of the iteration
             calls = []
             for shape, members in members_of.items():

@@ -53,15 +53,13 @@ def converted(entry: StateDict, param: Tensor, policy: StatePolicy) -> StateDict
 
     To and from int8 the next step converts (:func:`.int8.convert_momentum`), which needs the layout.
     """
-    state: StateDict = {}
+    state = dict(entry)
     for key, value in entry.items():
         if isinstance(value, Tensor):
             dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
             if torch.int8 in (dtype, value.dtype):
                 dtype = value.dtype
             state[key] = value.to(device=param.device, dtype=dtype)
-        else:
-            state[key] = value
     return state
 
 
@@ -156,12 +154,10 @@ class AdamW:
         # Without the fragments of Muon's matrices, of which there can be very many.
         pairs = zip(step_set.partitions, step_set.local_fragments(), strict=True)
         self._local = [(partition, local) for partition, local in pairs if not partition.muon]
+        self._kernel, self._reason = "torch_fused", "the partitions are not offloaded to the CPU"
         if not self._local:
             self._kernel, self._reason = "none", "no parameter of this set is AdamW's"
-            return
-        tensor = self._local[0][0].tensor
-        self._kernel, self._reason = "torch_fused", "the partitions are not offloaded to the CPU"
-        if step_set.native_adam is not None and tensor.device.type == "cpu":
+        elif step_set.native_adam is not None and self._local[0][0].tensor.device.type == "cpu":
             native = _native(step_set.native_adam)
             if isinstance(native, str):
                 self._reason = native

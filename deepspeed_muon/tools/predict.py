@@ -20,7 +20,7 @@ import torch
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
-from deepspeed_muon.plan.chunks import divide_into_chunks, is_sent
+from deepspeed_muon.plan.chunks import divide_into_chunks
 from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, TensorShards
 from deepspeed_muon.plan.owners import (
     assign,
@@ -329,7 +329,7 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
                 number = numbers[order[origin]]
                 if total.owners[number] < 0:
                     total.owners[number] = owner * group_size
-                if is_sent(matrix.placement, owner):
+                if matrix.placement.only_rank != owner:
                     sent_matrices.add(number)
         total.flops += np.repeat(load, group_size)
     total.sent_matrices = len(sent_matrices)

@@ -124,10 +124,7 @@ def agree(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(
-    kind: type[MuonError] = RankDisagreementError,
-    *,
-    ranks: Ranks | None = None,
-    purpose: str | None = None,
+    kind: type[MuonError] = RankDisagreementError, *, ranks: Ranks | None = None, purpose: str | None = None
 ) -> Iterator[RankFacts]:
     """Raise on all ranks if one of them raises in the block, or if they leave it with different facts.
 
