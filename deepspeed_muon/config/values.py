@@ -293,9 +293,8 @@ class RestoreConfig(_Section):
     progress: Flag = Field(
         default=True,
         description="Continue the saved run with its step counters, schedule, loss scale and param group settings; "
-        "`false`: counters, schedule and loss scale start afresh, with the configured settings, from the saved weights "
-        "and optimizer state. The step counts in that state continue, and with them AdamW's bias correction and "
-        "`momentum_warmup`.",
+        "`false`: take only weights and optimizer state, whose step counts continue, and with them AdamW's bias "
+        "correction and `momentum_warmup`.",
     )
 
     @classmethod
