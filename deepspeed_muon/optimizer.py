@@ -499,7 +499,7 @@ class Muon(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: GroupSettings) -> None:
-        """Add a group during construction; later its parameters would not be routed or exchanged, a RoutingError."""
+        """Add a group during construction; later a RoutingError, as it would not be routed or exchanged."""
         if self._bound is not None or "algorithm" not in param_group:
             raise RoutingError("param groups cannot be added after the optimizer is made; make a new one")
         super().add_param_group(param_group)
@@ -507,7 +507,7 @@ class Muon(torch.optim.Optimizer):
     def __getstate__(self) -> StateDict:
         """Return what a copy needs: groups, state, settings and routes. A copy is unbound and counts from zero.
 
-        A BindingError says if DeepSpeed manages the optimizer: only the engine finds the parameters in its partitions.
+        Raises BindingError if DeepSpeed manages the optimizer: only the engine finds the parameters in its partitions.
         """
         if self.managed:
             raise BindingError(
@@ -568,7 +568,7 @@ class Muon(torch.optim.Optimizer):
     def _attach_step_hook(self, model: nn.Module | None) -> None:
         """Make what a setting of :data:`STEP_HOOKS` asks for, before :meth:`_bind`, unless it is made.
 
-        A ConfigError says if the setting does not work with the model that is trained.
+        Raises ConfigError if the setting does not work with the model that is trained.
         """
         for key, make in STEP_HOOKS.items():
             if self.after_step is None and getattr(self.config, key) is not None:

@@ -111,7 +111,7 @@ def assign(
 
     ``iteration`` decides what a matrix costs. ``load`` has the operations that each rank already has from other step
     sets, and is mutated: the new work is added. A stack is cut only where ``divisor`` divides the elements before the
-    cut; a ConfigError says where tensor parallelism has cut one elsewhere.
+    cut; raises ConfigError where tensor parallelism has cut one elsewhere.
     """
     # 1. divide what tensor parallelism divides already
     shards = [(index, shard) for index, matrix in enumerate(matrices) for shard in split_shard(matrix)]

@@ -255,7 +255,7 @@ def _by_status(
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:
     """Return the gradients in ``grad`` of a step set's tensors, flat and contiguous, by partition index.
 
-    They are divided by ``scale``, the loss scale of a torch ``GradScaler``. A BindingError says if one is sparse.
+    They are divided by ``scale``, the loss scale of a torch ``GradScaler``. Raises BindingError if one is sparse.
     """
     grads = {}
     for partition in runner.step_set.partitions:

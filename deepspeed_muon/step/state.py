@@ -66,7 +66,7 @@ def converted(entry: StateDict, param: Tensor, policy: StatePolicy) -> StateDict
 def row_state_of(partition: Partition, state: State, variant: Variant, numel: int) -> Tensor | None:
     """Return a variant's row state of a partition, ``(numel,)``, or ``None`` if it has none; create a missing tensor.
 
-    Row state of other variants is removed from ``state``. A BindingError says if it was saved with another layout.
+    Row state of other variants is removed from ``state``. Raises BindingError if it was saved with another layout.
     """
     entry, row_state = state[partition.tensor], variant.state
     for key in ROW_STATE.keys() - {row_state and row_state.key}:

@@ -240,7 +240,7 @@ def step_set_of_parameters(
 ) -> tuple[StepSet, torch.device]:
     """Return the step set of an optimizer without DeepSpeed, and the device of its parameters.
 
-    Each parameter that is updated (``trained``) is a partition. A BindingError says if parameters have no data, or are
+    Each parameter that is updated (``trained``) is a partition. Raises BindingError if parameters have no data, or are
     on several devices.
     """
     # The storage of tensors on "meta" and of those of FakeTensorMode is on this device.
