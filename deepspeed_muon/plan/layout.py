@@ -40,14 +40,10 @@ class TensorShards:
     complete: tuple[bool, ...] = ()
 
     def blocks_of_shard(self, blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
-        """Return which blocks a shard has if the full matrix has ``blocks`` along ``dim``.
+        """Return the lengths of a shard's blocks, and whether each is a complete one.
 
-        Args:
-            blocks: Lengths that add up to that of the matrix.
-
-        Returns:
-            The lengths of the shard's blocks, and whether each is a complete one; ``None`` if the ranks' shards do not
-            have equal blocks, so that they cannot be orthogonalised in the same way.
+        ``blocks`` are the lengths along ``dim`` of those of the full matrix. ``None`` if the ranks' shards do not have
+        equal blocks, so that they cannot be orthogonalised in the same way.
         """
         fused, ranks = self.fused or (sum(self.sizes),), len(self.sizes)
         # 1. each fused matrix must be sharded evenly

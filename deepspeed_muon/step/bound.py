@@ -99,15 +99,11 @@ class BoundSteps:
     def exchange_flags(
         self, grads: Gradients, norms: Sequence[Tensor] = (), runners: Sequence[StepRunner] | None = None
     ) -> list[Tensor]:
-        """Reduce the gradient flags of step sets over their ranks, with one all-reduce for each process group.
+        """Reduce the gradient flags of step sets (default: all), with one all-reduce for each process group.
 
         Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets. The host waits
-        for the device once.
-
-        Args:
-            grads: Partition index to this rank's gradient; a missing one counts as zero.
-            norms: More tensors to copy from the device in the same synchronisation; returned on the CPU.
-            runners: The runners of the step sets; by default all.
+        for the device once, for the flags and ``norms``, which are returned on the CPU. A missing gradient counts as
+        zero.
         """
         # 1. Over the ranks that update a parameter together.
         by_groups: dict[tuple[dist.ProcessGroup | None, ...], list[GradientStatus]] = {}

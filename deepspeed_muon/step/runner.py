@@ -158,13 +158,9 @@ class StepRunner:
     ) -> None:
         """Update all partitions of the set in place.
 
-        Must be called by all ranks of the group with the same flags.
-
-        Args:
-            flags: For each parameter of the set, matrices first, whether any rank has a gradient of it.
-            grads: Partition index to its gradient, flat and contiguous.
-            groups: Partition index to the param group with its rates.
-            state: The optimizer's state. Mutated; missing entries are created.
+        Must be called by all ranks of the group with the same ``flags``: for each parameter of the set, matrices first,
+        whether any rank has a gradient of it. Flat gradients, and the param groups with the rates, are by partition
+        index. Missing entries of ``state``, the optimizer's, are created.
         """
         with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
             if self.check.recorder.sampling:

@@ -332,13 +332,8 @@ class Step:
 def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> None:
     """Update the momentum of a chunk's active fragments, and write their directions.
 
-    Args:
-        table: The tables of the chunk.
-        step: The step, whose momentum is mutated.
-        directions: Output for directions that are not sent: ``(local_numel,)`` in the communication dtype, on the
-            device of the momentum.
-        send: Output for directions that are sent: the fragment buffer, or a tensor of its size on the device of the
-            momentum. Not written, and of any size, if the chunk does not gather.
+    Those that are not sent go to ``directions``, ``(local_numel,)``, the others to ``send``: the fragment buffer, or a
+    tensor of its size; both on the device of the momentum. In a chunk without a gather ``send`` is not written.
     """
     fragments, outputs, rates = (
         step.active_fragments(table.pack_table),

@@ -248,14 +248,8 @@ def exchange_tensors(
 ) -> list[Sequence[Tensor]]:
     """Send tensors to every rank of a group in one all-to-all; return what each rank sent, flat.
 
-    Must be called by all ranks of ``group``.
-
-    Args:
-        tensors: For each rank, the tensors to send to it.
-        numels: For each rank, the elements of each tensor that it sends.
-        like: Has the dtype in which they are sent, and the device to send from.
-        group: The process group; ``None`` for all ranks.
-        purpose: Named in the error if a rank does not take part.
+    Must be called by all ranks of ``group``. ``tensors`` are by receiver; ``numels`` are the elements of each tensor
+    that each rank sends. ``like`` has the dtype in which they are sent, and the device to send from.
     """
     # 1. pack: one flat tensor, by rank
     vectors = [tensor.reshape(-1).to(like) for to_rank in tensors for tensor in to_rank]
