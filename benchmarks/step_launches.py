@@ -14,7 +14,6 @@ one on the same elements.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import sys
 from argparse import Namespace
@@ -80,7 +79,9 @@ def share(model: str, world: int, rank: int, arguments: Namespace) -> support.Ro
     orthogonalizer, recorder = Orthogonalizer(config.ns_backend), StepRecorder(every=100, check=True)
     recorder.reset(device)
     shared = orthogonalizer, SentCounts(), recorder, ExchangeBuffers(device), StatePolicy()
-    context = StepContext(0, step_set, config, device, *shared, overlap_fits(step_set.matrices, torch.bfloat16))
+    context = StepContext(
+        0, step_set, config, device, *shared, overlap_fits(step_set.matrices, torch.bfloat16)
+    )
     bound = BoundSteps([context])
     (runner,) = bound.runners
     for x in runner.inputs():
