@@ -48,7 +48,7 @@ FIRST = 3
 
 
 def step_of(engine: Any, row: Row, micro_batches: list[Tensor], device: str) -> None:
-    """Run one step; append its loss and the milliseconds of the slowest rank to ``row``."""
+    """Run one step; append the loss of its last micro-batch and the slowest rank's milliseconds to ``row``."""
     dist.barrier()
     step_ranks.wait(device)
     start = time.perf_counter()
