@@ -132,9 +132,8 @@ def _exchange_seconds(settings: PlanSettings, nbytes: float, exchange: Exchange)
     # Both networks work at the same time, so the slower one decides.
     node = (1 - exchange.internode_fraction) * nbytes / settings.gpu["node_bandwidth"]
     network = exchange.internode_fraction * nbytes / settings.gpu["network_bandwidth"]
-    return float(max(node, network)) / LINK_EFFICIENCY + _MESSAGE_SECONDS * min(
-        peers, settings.world_size - 1
-    )
+    seconds: float = max(node, network) / LINK_EFFICIENCY
+    return seconds + _MESSAGE_SECONDS * min(peers, settings.world_size - 1)
 
 
 def _state(muon: int, adamw: int, settings: PlanSettings) -> dict[str, float]:

@@ -29,13 +29,7 @@ from deepspeed_muon.plan.owners import (
     flat_partition_numel,
     sent_by_rank,
 )
-from deepspeed_muon.plan.placement import (
-    Floats,
-    Placement,
-    flat_placement,
-    replicated_placement,
-    sharded_placement,
-)
+from deepspeed_muon.plan.placement import Floats, flat_placement, replicated_placement, sharded_placement
 from deepspeed_muon.routing.route import Route, order_of_matrices
 from deepspeed_muon.transport.all_to_all import overlap_fits
 
@@ -358,7 +352,6 @@ def step_sets(
     numels = [muon[number].numel for number in order]
     ends = list(accumulate(numels, initial=0))
     # Where ZeRO stores the elements: in one flat buffer cut into partitions (1, 2), on every rank (0), or sharded (3).
-    placements: list[Placement]
     if settings.stage in (1, 2):
         partition = flat_partition_numel(ends[-1], ranks)
         placements = [flat_placement(end, numel, partition) for end, numel in zip(ends, numels, strict=False)]
