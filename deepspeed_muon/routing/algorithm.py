@@ -244,15 +244,12 @@ def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> dict
         for path in modules_of[member.key]:
             contents.setdefault(path, []).append((paths[-1].removeprefix(path), member.full_shape))
     several = {path: tuple(shapes) for path, shapes in contents.items() if len(shapes) > 1}
-    lengths = Counter(path.rpartition(".")[0] for path in contents)
     copies = Counter((path.rpartition(".")[0], shapes) for path, shapes in several.items())
     outermost: dict[int, bool] = {}
     for member in matrices:
         components, is_in_block = _components(member), False
         for path in several.keys() & set(modules_of[member.key]):
-            parent = path.rpartition(".")[0]
-            is_in_block |= lengths[parent] == 1 or copies[parent, several[path]] > 1
-            is_in_block |= named_below(components, path.count(".")) > 1
+            is_in_block |= copies[path.rpartition(".")[0], several[path]] > 1
         is_weight = member.kind in ("linear", "convolution", "weight") and plain_name(member.name).endswith(
             ".weight"
         )
