@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,10 +36,6 @@ _WAIT_SECONDS = 1200.0
 # Architecture-specific targets: code for sm_90 without the "a" cannot use wgmma.
 _ARCH_SPECIFIC = {"90": "90a", "100": "100a", "120": "120a"}
 
-_guard = threading.Lock()
-_operators: ModuleType | None = None
-_failure: InstallationError | None = None
-
 
 def load() -> ModuleType:
     """Return ``torch.ops.deepspeed_muon`` with all operators; the first call builds the library if necessary.
@@ -51,44 +46,45 @@ def load() -> ModuleType:
         InstallationError: If there is no compiler, the build fails, or a build in another process takes longer than
             20 minutes. Every later call in this process raises it again.
     """
-    global _operators, _failure
-    with _guard:
-        if _operators is None:
-            if _failure is not None:
-                raise _failure
-            try:
-                build_and_load()
-            except InstallationError as error:
-                _failure = error
-                raise
-            _operators = torch.ops.deepspeed_muon
-            if torch.cuda.is_available() and not has_kernel(_operators, "cuda", "unpack_apply_"):
-                warn_on_each_machine(
-                    "deepspeed_muon: there is a GPU, but %s has no CUDA kernels (%s); torch's and Triton's run instead",
-                    built_library(),
-                    cuda_reason() or "their build failed; remove the file to try again",
-                )
-        return _operators
+    outcome = _outcome()
+    if isinstance(outcome, InstallationError):
+        raise outcome
+    return outcome
 
 
+@functools.cache
 def try_load() -> ModuleType | None:
-    """Return the operators, or ``None`` if they cannot be loaded; the first such call of a process warns."""
-    earlier_failure = _failure
+    """Return the operators, or ``None`` if they cannot be loaded; the first call of a process warns."""
+    outcome = _outcome()
+    if not isinstance(outcome, InstallationError):
+        return outcome
+    warn_on_each_machine(
+        "deepspeed_muon runs its torch code, which is slower: %s\n"
+        "`python -m deepspeed_muon report` lists what is missing; ns_backend 'torch' silences this.",
+        outcome,
+    )
+    return None
+
+
+@functools.cache
+def _outcome() -> ModuleType | InstallationError:
     try:
-        return load()
+        build_and_load()
     except InstallationError as error:
-        if earlier_failure is None:
-            warn_on_each_machine(
-                "deepspeed_muon runs its torch code, which is slower: %s\n"
-                "`python -m deepspeed_muon report` lists what is missing; ns_backend 'torch' silences this.",
-                error,
-            )
-        return None
+        return error
+    operators: ModuleType = torch.ops.deepspeed_muon
+    if torch.cuda.is_available() and not has_kernel(operators, "cuda", "unpack_apply_"):
+        warn_on_each_machine(
+            "deepspeed_muon: there is a GPU, but %s has no CUDA kernels (%s); torch's and Triton's run instead",
+            built_library(),
+            cuda_reason() or "their build failed; remove the file to try again",
+        )
+    return operators
 
 
 def loaded() -> bool:
     """Return whether the operators are loaded in this process."""
-    return _operators is not None
+    return hasattr(torch.ops.deepspeed_muon, "unpack_apply_")
 
 
 def has_kernel(operators: ModuleType | None, device: str, name: str) -> bool:
@@ -100,13 +96,11 @@ def has_kernel(operators: ModuleType | None, device: str, name: str) -> bool:
 
 def built_library() -> Path | None:
     """Return the library for this machine if it is built, also where there is no nvcc any more."""
-    for with_cuda in (True, False) if torch.version.cuda else (False,):
-        path = library_path(with_cuda=with_cuda)
-        if path.exists():
-            return path
-        if with_cuda and cuda_reason() is None:
-            return None  # it can be built
-    return None
+    variants = (
+        (True,) if cuda_reason() is None else (True, False)
+    )  # without CUDA only where it cannot be built
+    paths = (library_path(with_cuda=with_cuda) for with_cuda in variants)
+    return next((path for path in paths if path.exists()), None)
 
 
 def library_path(*, with_cuda: bool) -> Path:
@@ -146,13 +140,12 @@ def build_and_load() -> None:
     """Load the library into this process and build it first if necessary; see :func:`load`."""
     from filelock import FileLock, Timeout
 
-    with_cuda = cuda_reason() is None
-    path = built_library()
-    if path is not None:
-        _load_library(path)
+    if built := built_library():
+        _load_library(built)
         return
     if reason := unavailable_reason():
         raise InstallationError(f"the native ops cannot be built on this machine: {reason}")
+    with_cuda = cuda_reason() is None
     path = library_path(with_cuda=with_cuda)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,19 +19,12 @@ from deepspeed_muon.logs import logger
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, runs_gram
 
 from . import builder, self_test, torch_operators
-from .graphs import (
-    Replayed,
-    Run,
-    fp32_iteration,
-    native_iteration,
-    torch_iteration,
-    triton_products,
-)
+from .graphs import Replayed, Run, native_iteration, torch_iteration, triton_products
 
 NsBackend = Literal["auto", "ops", "torch"]
-Kernels = Literal["sm90", "triton", "torch", "torch fp32", "ops"]
-"""What computes an iteration: this package's kernel for Hopper, Triton's, torch's code, the same in fp32 where the
-iteration is in half precision; or, with ``ns_backend: ops``, the native iteration for every shape."""
+Kernels = Literal["sm90", "triton", "torch", "ops"]
+"""What computes an iteration: this package's kernel for Hopper, Triton's, or torch's code; with ``ns_backend: ops``
+also the native iteration over cuBLAS, for what the rule has no native kernel for."""
 
 # Elements of the largest batch: stacking copies its matrices, and the iteration needs three times that memory again.
 BATCH_NUMEL = 1 << 26
@@ -42,9 +35,6 @@ _GRAPH_UP_TO = 1e12
 
 # The symmetric kernels need sides that are multiples of the first (include/muon_cuda.h), and pay from the second on.
 _MULTIPLE, _KERNELS_FROM = 8, 512
-
-# Up to this short side a CPU iterates faster in fp32, and rounds less.
-_FP32_UP_TO = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +66,16 @@ class Problem:
         return cls(device, x.dtype, x.shape[:-2].numel(), rows, cols, settings)
 
     @property
-    def is_half(self) -> bool:
-        """Whether the iteration runs in half precision."""
-        return self.settings.dtype in (torch.float16, torch.bfloat16)
-
-    @property
     def is_for_kernels(self) -> bool:
         """Whether the symmetric kernels of a GPU run it: in half precision, for sides that they take."""
-        aligned = not (self.rows % _MULTIPLE or self.cols % _MULTIPLE)
-        return self.device.type == "cuda" and self.is_half and aligned and self.short >= _KERNELS_FROM
-
-    @property
-    def short(self) -> int:
-        """The short side."""
-        return min(self.rows, self.cols)
+        is_half = self.settings.dtype in (torch.float16, torch.bfloat16)
+        is_aligned = not (self.rows % _MULTIPLE or self.cols % _MULTIPLE)
+        return (
+            self.device.type == "cuda"
+            and is_half
+            and is_aligned
+            and min(self.rows, self.cols) >= _KERNELS_FROM
+        )
 
     @property
     def flops(self) -> float:
@@ -98,8 +84,9 @@ class Problem:
 
     def order(self, kernels: Kernels) -> NsMethod:
         """Return ``gram`` or ``standard``; kernels that halve the symmetric products run ``gram`` for more shapes."""
-        long, halves = max(self.rows, self.cols), kernels in ("sm90", "triton", "ops")
-        return "gram" if runs_gram(self.short, long, self.settings.method, halves=halves) else "standard"
+        short, long = sorted((self.rows, self.cols))
+        halves = kernels in ("sm90", "triton")
+        return "gram" if runs_gram(short, long, self.settings.method, halves=halves) else "standard"
 
     def __str__(self) -> str:
         settings = self.settings
@@ -148,14 +135,8 @@ RULE = (
         lambda problem: problem.device.type != "cpu",
     ),
     Row(
-        "torch fp32",
-        "a CPU: half precision, the short side at most 16",
-        "not timed beside other kernels",
-        lambda problem: problem.is_half and problem.short <= _FP32_UP_TO,
-    ),
-    Row(
         "torch",
-        "a CPU: all other matrices",
+        "a CPU: all matrices",
         "docs/measured.md: native kernels change a whole step by 0.97 to 1.35",
         lambda problem: True,
     ),
@@ -164,7 +145,7 @@ RULE = (
 
 OTHER_RULES = (
     "order: gram from a ratio of the sides of 1.3 on with kernels that halve symmetric products, of 2 with torch's; "
-    f"else standard ({_H200}: gram won all 10 batches from 2.69 on; not timed between 1.3 and 2.69)",
+    f"else standard ({_H200}: gram won all 10 batches from 2.69 on; below 2.69 it was not timed)",
     f"CUDA graph: batches of at most {_GRAPH_UP_TO:g} FLOPs ({_H200}: as the fastest of 16 batches, within 3 %)",
     "dtype: fp16 on a GPU; on a CPU bf16 where it multiplies bf16 (AMX, AMD's AVX512-BF16), else fp32 "
     "(benchmarks/results/newton_schulz-xeon-avx512.md and -bf16.md: on an Intel without AMX bf16 is slower)",
@@ -215,7 +196,6 @@ class Orthogonalizer:
         self.backend = backend
         self._operators = _operators(backend)
         self._choices: dict[Problem, _Choice] = {}
-        self._warned = False  # that a graph could not be captured
 
     def __call__(self, x: Tensor, *, settings: NsSettings) -> Tensor:
         """Return the approximate polar factor of every matrix of a batch.
@@ -285,11 +265,8 @@ class Orthogonalizer:
             return "torch"
         if self.backend == "ops" and problem.device.type == "cuda":
             if reason := self._native_is_missing(problem.device):
-                raise InstallationError(
-                    f"ns_backend is 'ops', but the native iteration cannot run on this GPU: {reason}; "
-                    f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
-                )
-            return "ops"
+                raise _not_native(f"the native iteration cannot run on this GPU: {reason}")
+            return "sm90" if problem.is_for_kernels and self._has("sm90", problem.device) else "ops"
         rows = (row.kernels for row in RULE if row.fits(problem))
         return next(kernels for kernels in rows if self._has(kernels, problem.device))
 
@@ -301,7 +278,7 @@ class Orthogonalizer:
             return bool(self._operators.sym_gemm_kernel(index_of(device)) == "sm90")
         if kernels == "triton":
             return triton_products() is not None and not self_test.failure("Triton's product", device)
-        return kernels != "torch fp32" or self.backend == "auto"
+        return True
 
     def _native_is_missing(self, device: torch.device) -> str:
         """Return why the native iteration cannot run on a GPU, or an empty text."""
@@ -313,8 +290,6 @@ class Orthogonalizer:
         if kernels in ("sm90", "ops"):
             assert self._operators is not None
             return native_iteration(order, self._operators)
-        if kernels == "torch fp32":
-            return fp32_iteration(order)
         return torch_iteration(order, triton_products() if kernels == "triton" else None)
 
     def _capture(self, problem: Problem, choice: _Choice) -> None:
@@ -326,8 +301,9 @@ class Orthogonalizer:
             choice.run.capture(zeros, problem.settings)
         except Exception as error:  # a library may raise anything in a capture
             message = (str(error).strip() or type(error).__name__).splitlines()[0]
+            is_first = not any(other.note for other in self._choices.values())
             choice.run, choice.note = choice.run.run, f"its graph could not be captured: {message}"
-            if not self._warned:
+            if is_first:
                 logger.warning(
                     "deepspeed_muon: no CUDA graph of %s could be captured for %s, so its kernels are launched one by "
                     "one, with the same results: %s",
@@ -335,7 +311,6 @@ class Orthogonalizer:
                     problem,
                     message,
                 )
-            self._warned = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,40 +344,19 @@ def flat_passes(backend: NsBackend, device: torch.device | str = "cpu") -> FlatP
     """
     device = torch.device(device)
     operators = _operators(backend)
-    missing = "the native library has none"
-    if builder.has_kernel(operators, device.type, "unpack_apply_"):
-        assert operators is not None
-        missing = self_test.failure("flat passes", device)
-        if not missing:
-            passes = (operators.momentum_pack_, operators.momentum_pack_int8_, operators.unpack_apply_)
-            return FlatPasses("ops", *(operator.default for operator in passes))
+    is_built = builder.has_kernel(operators, device.type, "unpack_apply_")
+    missing = self_test.failure("flat passes", device) if is_built else "the native library has none"
+    if operators is not None and not missing:
+        passes = (operators.momentum_pack_, operators.momentum_pack_int8_, operators.unpack_apply_)
+        return FlatPasses("ops", *(operator.default for operator in passes))
     if backend == "ops":
-        raise InstallationError(
-            f"ns_backend is 'ops', but there are no flat passes for {device.type}: {missing}; "
-            f"`python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
-        )
+        raise _not_native(f"there are no flat passes for {device.type}: {missing}")
     return FlatPasses(
         "torch",
         torch_operators.momentum_pack_,
         torch_operators.momentum_pack_int8_,
         torch_operators.unpack_apply_,
     )
-
-
-def matrix_norms(backend: NsBackend, device: torch.device | str = "cpu") -> Callable[[Tensor], Tensor]:
-    """Return the native or the torch version of :func:`.torch_operators.frobenius_norms` for ``device``.
-
-    On CUDA every backend uses torch's, which is a single kernel there.
-
-    Raises:
-        InstallationError: If the backend is ``ops`` and the library can be neither loaded nor built.
-    """
-    operators = _operators(backend)
-    if builder.has_kernel(operators, torch.device(device).type, "frobenius_norms"):
-        assert operators is not None
-        native: Callable[[Tensor], Tensor] = operators.frobenius_norms.default
-        return native
-    return torch_operators.frobenius_norms
 
 
 def index_of(device: torch.device) -> int:
@@ -414,3 +368,9 @@ def _operators(backend: NsBackend) -> ModuleType | None:
     if backend == "torch":
         return None
     return builder.load() if backend == "ops" else builder.try_load()
+
+
+def _not_native(why: str) -> InstallationError:
+    return InstallationError(
+        f"ns_backend is 'ops', but {why}; `python -m deepspeed_muon report` says more. Use ns_backend 'auto' or 'torch'"
+    )

@@ -32,16 +32,6 @@ def torch_iteration(order: NsMethod, products: Products | None = None) -> Run:
     return run
 
 
-def fp32_iteration(order: NsMethod) -> Run:
-    """Return torch's code in fp32, whatever the dtype of the settings; its results are in that dtype."""
-
-    def run(x: Tensor, settings: NsSettings) -> Tensor:
-        settings_fp32 = replace(settings, method=order, dtype=torch.float32)
-        return orthogonalize(x, settings=settings_fp32).to(settings.dtype)
-
-    return run
-
-
 def native_iteration(order: NsMethod, operators: ModuleType) -> Run:
     """Return the iteration in C++ over the symmetric products of the native library."""
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 import shutil
-import subprocess
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -29,16 +26,12 @@ def collect() -> dict[str, dict[str, Any]]:
             "torch": torch.__version__,
             "CUDA of torch": torch.version.cuda,
             **{name: _version(name) for name in ("triton", "deepspeed", "deepspeed-muon", "mpi4py")},
-            # A module of its own, which pip installs beside the package.
-            "DEEPSPEED_MUON=1": "switches this Muon on"
-            if importlib.util.find_spec("_deepspeed_muon_switch")
-            else None,
         },
         "toolchain": {
-            "g++": _version_line(shutil.which(os.environ.get("CXX", "c++"))),
-            "nvcc": _version_line(builder.find_nvcc(), "release"),
+            "g++": shutil.which(os.environ.get("CXX", "c++")),
+            "nvcc": builder.find_nvcc(),
             "ninja": shutil.which("ninja", path=builder.search_path()),
-            "MPI": _version_line(shutil.which("mpirun", path=builder.search_path())),
+            "MPI": shutil.which("mpirun", path=builder.search_path()),
         },
         "build": {
             "folder": str(builder.library_path(with_cuda=without_cuda is None).parent),
@@ -88,22 +81,3 @@ def _version(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):  # a source tree on sys.path is not installed
         return metadata.version(package)
     return None
-
-
-@functools.cache
-def version_output(program: str | None) -> str:
-    """Return what ``program --version`` prints; an empty string without a program, or if it does not run."""
-    if program is None:
-        return ""
-    command = [program, "--version"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _version_line(program: str | None, word: str = "") -> str | None:
-    """Return the first line of ``program --version`` that contains ``word``, with the program's path."""
-    lines = version_output(program).splitlines()
-    line = next((line for line in lines if line.strip() and word in line), None)
-    return line and f"{line.strip()} ({program})"

@@ -202,11 +202,6 @@ def _divide_transposed(operators: Any, device: str, dtype: torch.dtype) -> Itera
         yield f" of {matrices.dtype}", _relative(quotients, (matrices.mT / norms).to(dtype)), 0.0
 
 
-def _frobenius_norms(operators: Any, device: str, dtype: torch.dtype) -> Iterator[_Compared]:
-    x = _normal(3, 200, 500).to(device, dtype)
-    yield "", _relative(operators.frobenius_norms(x), torch.linalg.matrix_norm(x.double())), 1e-6
-
-
 def _fragments() -> Tensor:
     """Return a table of fragments, ``(fragments, 6)``, of two tensors of :data:`_NUMEL` elements and two matrices.
 
@@ -297,7 +292,6 @@ TESTS: dict[Component, dict[str, Callable[[Any, str, torch.dtype], Iterator[_Com
         "momentum_pack_": _momentum_pack,
         "momentum_pack_int8_": _momentum_pack_int8,
         "unpack_apply_": _unpack_apply,
-        "frobenius_norms": _frobenius_norms,
     },
 }
 """The operators of a component."""

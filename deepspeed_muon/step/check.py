@@ -6,7 +6,7 @@ of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from deepspeed_muon.monitoring.measure import (
     orthogonalize_carefully,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex, SetIndex
 from deepspeed_muon.step.row_state import OwnedRows
 
@@ -97,10 +98,9 @@ class ResultCheck:
         *,
         device: torch.device,
         ns: NsSettings,
-        norms: Callable[[Tensor], Tensor],
         origin: Sequence[SetIndex],
     ) -> None:
-        """Reserve numbers for the plan's matrices; ``norms`` returns the Frobenius norms of a batch in fp32."""
+        """Reserve numbers for the plan's matrices."""
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
@@ -111,7 +111,6 @@ class ResultCheck:
         self.origin = origin
         self._first = recorder.reserve(len(matrices))
         self._ns = ns
-        self._norms = norms
         self._band = band_of(ns.coefficients)
         self._warned: set[PlanIndex] = set()
 
@@ -192,7 +191,7 @@ class ResultCheck:
                 self._replace(result, position, update, "", None)
         # 1. the norms of updates and inputs, (blocks,) fp32
         lowest, highest = self._bounds_of(result)
-        norms, inputs = self._norms(result.updates), self._norms(result.inputs)
+        norms, inputs = frobenius_norms(result.updates), frobenius_norms(result.inputs)
         # 2. which are wrong, (blocks,) bool
         # The result for zeros (a head without a gradient) is zero, as may be that for smaller inputs than the iteration
         # normalises: raising its norm to the lower bound leaves only the upper one.
@@ -209,7 +208,7 @@ class ResultCheck:
     def _settle_now(self, result: Result) -> None:
         """Redo the entries whose norm is wrong."""
         bounds = lowest, highest = self._bounds_of(result)
-        norms = self._norms(result.updates).tolist()  # [blocks]
+        norms = frobenius_norms(result.updates).tolist()  # [blocks]
         # The comparison is written so that NaN counts as wrong.
         for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
             # As on the device: the result for zeros is zero.
@@ -234,7 +233,7 @@ class ResultCheck:
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again, ``None`` if nothing is."""
-        norm = float(self._norms(update.unsqueeze(0)))
+        norm = float(frobenius_norms(update.unsqueeze(0)))
         return check_failure(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops.dispatch import matrix_norms
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.layout import PartitionIndex, PlanIndex
 from deepspeed_muon.plan.owners import assign
@@ -92,9 +91,8 @@ class StepRunner:
             overlap=context.overlap,
         )
         matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
-        norms = matrix_norms(config.ns_backend, device)
         self.check = ResultCheck(
-            context.recorder, matrices, device=device, ns=ns, norms=norms, origin=self.assignment.origin
+            context.recorder, matrices, device=device, ns=ns, origin=self.assignment.origin
         )
         local = LocalOrthogonalizer(matrices, context, self.check)
         group = step_set.tensor_group

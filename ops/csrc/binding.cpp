@@ -1,14 +1,11 @@
-// The schemas of all operators, and the CPU kernels of the flat passes and norms. One schema serves every device: the CUDA
+// The schemas of all operators, and the CPU kernels of the flat passes. One schema serves every device: the CUDA
 // kernels are registered by binding_cuda.cpp. On a CPU torch runs the Newton-Schulz iteration.
 //
 // This is the only CPU source with torch/library.h, which costs seconds to compile.
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
-#include <numeric>
 #include <vector>
 
 #include "binding_checks.h"
@@ -90,32 +87,6 @@ void unpack_apply(at::TensorList params, at::TensorList updates, const at::Tenso
   });
 }
 
-at::Tensor frobenius_norms(const at::Tensor& x) {
-  muon::check_frobenius_norms(x);
-  // The order of the elements does not matter: a batch of transposed matrices is read as it is stored.
-  const at::Tensor turned = x.transpose(-2, -1);
-  const at::Tensor stored = !x.is_contiguous() && turned.is_contiguous() ? turned : x.contiguous();
-  const at::Tensor norms = at::empty(x.sizes().slice(0, x.dim() - 2), x.options().dtype(at::kFloat).requires_grad(false));
-  const int64_t numel = x.size(-2) * x.size(-1), count = norms.numel();
-  // Each piece is summed by one thread, so the result does not depend on their number.
-  const int64_t pieces = std::max<int64_t>(1, (numel + kGrain - 1) / kGrain);
-  std::vector<double> sums(count * pieces);
-  const void* const data = stored.const_data_ptr();
-  const Element type = element(stored.scalar_type());
-  at::parallel_for(0, count * pieces, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, numel)), [&](int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t first = index / pieces * numel, start = index % pieces * kGrain;
-      sums[index] = muon::cpu::squared_norm(data, type, first + start, first + std::min(numel, start + kGrain));
-    }
-  });
-  float* const out = norms.data_ptr<float>();
-  for (int64_t index = 0; index < count; ++index) {
-    const double* const own = sums.data() + index * pieces;
-    out[index] = static_cast<float>(std::sqrt(std::accumulate(own, own + pieces, 0.0)));
-  }
-  return norms;
-}
-
 }  // namespace
 
 TORCH_LIBRARY(deepspeed_muon, m) {
@@ -135,14 +106,11 @@ TORCH_LIBRARY(deepspeed_muon, m) {
   m.def(
       "momentum_pack_int8_(Tensor(a!)[] codes, Tensor(b!)[] scales, Tensor[] grads, Tensor(c!)[] outs, Tensor table,"
       " Tensor rates, Tensor blocks) -> ()");
-  // (..., rows, cols) of float32, bfloat16 or float16 -> (...) of float32.
-  m.def("frobenius_norms(Tensor x) -> Tensor");
   // rates: learning rate times scale, and the factor of the weights.
   m.def("unpack_apply_(Tensor(a!)[] params, Tensor[] updates, Tensor table, Tensor rates) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(deepspeed_muon, CPU, m) {
-  m.impl("frobenius_norms", &frobenius_norms);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);
   m.impl("unpack_apply_", &unpack_apply);

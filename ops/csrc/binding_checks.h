@@ -139,9 +139,4 @@ inline void check_divide_transposed(const at::Tensor& x, const at::Tensor& norms
       " beside it, got ", x.sizes(), " and ", norms.sizes(), " in ", norms.scalar_type());
 }
 
-inline void check_frobenius_norms(const at::Tensor& x) {
-  TORCH_CHECK(x.dim() >= 2, "frobenius_norms: x must be (..., rows, cols), got shape ", x.sizes());
-  check_wire(x, "frobenius_norms", "x");
-}
-
 }  // namespace muon

@@ -55,9 +55,6 @@ def take_kernels() -> None:
 
     if "standard" in kernel:
         setattr(dispatch.Problem, "order", lambda *_: "standard")  # noqa: B010 - mypy allows no assignment to a method
-    if kernel.endswith("bf16"):
-        # Small matrices too.
-        dispatch.RULE = tuple(row for row in dispatch.RULE if row.kernels != "torch fp32")
     if kernel.startswith("torch"):
         dispatch._operators = lambda backend: builder.load() if backend == "ops" else None
     if kernel == "no-compiler":

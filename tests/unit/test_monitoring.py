@@ -194,7 +194,6 @@ def check_of(*matrices: MatrixLayout, every: int = 0) -> ResultCheck:
         matrices,
         device=torch.device("cpu"),
         ns=NsSettings(QUINTIC),
-        norms=frobenius_norms,
         origin=range(len(matrices)),
     )
 

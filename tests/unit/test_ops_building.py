@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,18 @@ def python(code: str, **environment: str) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder for builds, for a process that has loaded nothing, of sources of one line."""
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int tiny() { return 7; }\n')
     monkeypatch.setattr(builder, "CSRC", tmp_path / "csrc")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
-    monkeypatch.setattr(builder, "_operators", None)
-    monkeypatch.setattr(builder, "_failure", None)
-    return tmp_path / "builds"
+    forget = [builder.try_load.cache_clear, builder._outcome.cache_clear]
+    for function in forget:
+        function()
+    yield tmp_path / "builds"
+    for function in forget:
+        function()
 
 
 def test_importing_neither_builds_nor_loads(tmp_path: Path) -> None:

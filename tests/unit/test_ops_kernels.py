@@ -44,14 +44,12 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 def test_bad_arguments_are_refused(ops: Any) -> None:
-    x, flat, one = torch.ones(4, 8), torch.ones(8), rates(0.1, 1.0)
+    flat, one = torch.ones(8), rates(0.1, 1.0)
 
     def refused(said: str, operator: Any, *arguments: Any) -> None:
         with pytest.raises(RuntimeError, match=said):
             operator(*arguments)
 
-    refused("rows, cols", ops.frobenius_norms, x[0])
-    refused("must be float32, bfloat16 or float16", ops.frobenius_norms, x.double())
     strided = torch.ones(16)[::2]
     refused("gradient must be contiguous", ops.momentum_pack_, [flat], [strided], [flat], one_row(8), one)
     refused("its gradient", ops.momentum_pack_, [flat], [torch.ones(4)], [flat.clone()], one_row(4), one)
@@ -235,23 +233,10 @@ def test_largest_magnitudes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 1, 1), (2, 31, 13), (0, 4, 8), (2, 0, 8), (520, 530), (2, 2, 200, 96)])
-def test_frobenius_norms(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_frobenius_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
     expected = torch.linalg.matrix_norm(x.double()).float()
+    # torch sums all of a matrix in fp32 and rounds the norm to the matrix's dtype.
+    loose = max(5e-6, 2 * torch.finfo(dtype).eps)
     for stored in (x, x.mT, x.repeat_interleave(2, dim=-1)[..., ::2]):
-        norms = ops.frobenius_norms(stored)
-        close(norms, expected, rtol=1e-6, atol=0)
-        # torch sums all of a matrix in fp32 and rounds the norm to the matrix's dtype.
-        loose = max(5e-6, 2 * torch.finfo(dtype).eps)
-        close(norms, torch_operators.frobenius_norms(stored), rtol=loose, atol=0)
-
-
-def test_frobenius_norms_beyond_fp32_squares(ops: Any) -> None:
-    x = torch.tensor([[[1e30, 0.0]], [[3e-30, 4e-30]], [[math.inf, 1.0]], [[math.nan, 1.0]]])
-    norms = ops.frobenius_norms(x)
-    assert norms[0] == 1e30 and math.isinf(norms[2]) and math.isnan(norms[3])
-    large, results = torch.randn(3, 300, 700), []
-    for count in (1, 2):
-        with on_threads(count):
-            results.append(ops.frobenius_norms(large))
-    assert torch.equal(*results), "the same bits with any number of threads"
+        close(torch_operators.frobenius_norms(stored), expected, rtol=loose, atol=0)

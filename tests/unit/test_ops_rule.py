@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.math.coefficients import resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, Products, orthogonalize
+from deepspeed_muon.math.newton_schulz import NsSettings, Products
 from deepspeed_muon.ops import builder, dispatch, self_test, torch_operators
 from deepspeed_muon.ops.dispatch import NsBackend, Orthogonalizer
 from deepspeed_muon.reference import newton_schulz
@@ -117,8 +117,12 @@ def test_failures_of_the_self_test_are_left_out(machine: Machine) -> None:
 def test_a_backend_forces_another_row(machine: Machine) -> None:
     machine()
     for shape in ((1, 1024, 2816), (8, 96, 160)):
-        assert chosen(shape, backend="ops").startswith("ops gram")
         assert chosen(shape, backend="torch") in ("torch gram", "torch standard")
+    assert chosen((1, 1024, 2816), backend="ops") == "sm90 gram graph"
+    assert chosen((8, 96, 160), backend="ops") == "ops standard graph"
+    # cuBLAS computes whole products there: gram was taken from a ratio of 1.3 on.
+    machine("the device cannot run it")
+    assert chosen((1, 1024, 1336), backend="ops") == "ops standard graph"
     machine("")
     with pytest.raises(InstallationError, match="no CUDA kernels"):
         chosen((8, 96, 160), backend="ops")
@@ -129,20 +133,6 @@ def test_every_row_says_where_it_was_timed() -> None:
         for page in (word.rstrip(":") for word in row.times.split() if "/" in word):
             assert (REPOSITORY / page).exists(), page
         assert ".md" in row.times or row.times.startswith("not timed")
-
-
-@pytest.mark.parametrize(("shape", "in_fp32"), [((9, 16, 16), True), ((40, 16), True), ((3, 17, 24), False)])
-def test_small_matrices_iterate_in_fp32_on_a_cpu(shape: tuple[int, ...], in_fp32: bool) -> None:
-    """By their shape alone, and so whatever the number of ranks."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    half = replace(SETTINGS, dtype=torch.bfloat16)
-    auto = Orthogonalizer("auto")
-    result = auto(x, settings=half)
-    assert auto.report()[0]["ran"].startswith("torch fp32") is in_fp32
-    exact = orthogonalize(x, settings=SETTINGS)
-    assert torch.equal(result, exact.bfloat16()) is in_fp32
-    for backend in ("ops", "torch"):
-        assert "fp32" not in chosen(shape, half, backend, "cpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["auto", "ops", "torch"])

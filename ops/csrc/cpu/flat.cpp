@@ -1,4 +1,4 @@
-// The elementwise passes over flat partitions, each one read and one write of every operand, and the sum of squares.
+// The elementwise passes over flat partitions, each one read and one write of every operand.
 //
 // The loops are compiled several times, for the vector units that a chip may have, and chosen at run time: the
 // library must also run on another chip than the one it was built on (a shared home directory, a wheel).
@@ -7,9 +7,7 @@
 #include "flat.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -167,35 +165,6 @@ MUON_INLINE void round_loop(const float* x, Bf16* out, int64_t n) {
   }
 }
 
-template <typename T>
-MUON_INLINE double squares_loop(const T* x, int64_t n) {
-  // Blocks in fp32 so that the loop vectorises, their sums in fp64 so that nothing is lost over many blocks.
-  constexpr int64_t kBlock = 8192;
-  constexpr int kLanes = 64;
-  double total = 0.0;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t end = std::min(n, begin + kBlock);
-    float lanes[kLanes] = {};
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const float v = Wire<T>::load(x[i + lane]);
-        lanes[lane] += v * v;
-      }
-    }
-    float sum = 0.0f;
-    for (; i < end; ++i) {
-      const float v = Wire<T>::load(x[i]);
-      sum += v * v;
-    }
-    for (int lane = 0; lane < kLanes; ++lane) {
-      sum += lanes[lane];
-    }
-    total += sum;
-  }
-  return total;
-}
-
 // Half formats are converted in blocks of fp32 that stay in a core's first cache, so that every pass has one loop.
 constexpr int64_t kBlock = 1024;
 
@@ -287,10 +256,6 @@ __attribute__((target("avx512f"))) inline void halves_avx512(const float* x, Fp1
       apply_loop(p, widened_##NAME(update, at, n, blocks[1]), n, lr_scale, decay);                                   \
       narrowed_##NAME(p, param, at, n);                                                                              \
     }                                                                                                                \
-  }                                                                                                                  \
-  template <typename T>                                                                                              \
-  ATTRIBUTE double squares_##NAME(const T* x, int64_t n) {                                                           \
-    return squares_loop<T>(x, n);                                                                                    \
   }
 
 MUON_VARIANT(plain, )
@@ -348,27 +313,6 @@ void momentum_pack_int8(
 void unpack_apply(
     const Array& param, const Array& update, int64_t begin, int64_t end, double lr_scale, double decay) {
   MUON_CALL(apply, param, update, begin, end, static_cast<float>(lr_scale), static_cast<float>(decay));
-}
-
-double squared_norm(const void* x, Element type, int64_t begin, int64_t end) {
-  const auto run = [&](const auto* v) -> double {
-    const auto fast = [&]() -> double { MUON_CALL(squares, v + begin, end - begin); };
-    double total = fast();
-    if (!std::isfinite(total)) {
-      // Squares beyond fp32's range, or an element is not finite.
-      total = 0.0;
-      for (int64_t i = begin; i < end; ++i) {
-        const double wide = Wire<std::decay_t<decltype(*v)>>::load(v[i]);
-        total += wide * wide;
-      }
-    }
-    return total;
-  };
-  switch (type) {
-    case Element::fp32: return run(static_cast<const float*>(x));
-    case Element::bf16: return run(static_cast<const Bf16*>(x));
-    default: return run(static_cast<const Fp16*>(x));
-  }
 }
 
 }  // namespace muon::cpu

@@ -28,7 +28,4 @@ void momentum_pack_int8(
 void unpack_apply(
     const Array& param, const Array& update, int64_t begin, int64_t end, double lr_scale, double decay);
 
-// Sum of squares, in fp32 within blocks and in fp64 over them; in fp64 throughout where squares leave fp32's range.
-double squared_norm(const void* x, Element type, int64_t begin, int64_t end);
-
 }  // namespace muon::cpu
