@@ -17,17 +17,15 @@ from typing import Any
 
 import hjson
 
-from deepspeed_muon.config.settings import MuonConfig
+from deepspeed_muon.config.settings import OUR_TYPE, MuonConfig
 from deepspeed_muon.config.values import shown, unknown_key_message
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
 from deepspeed_muon.tools.command_line import Output
 from deepspeed_muon.tools.model_shapes import read_object
 from deepspeed_muon.tools.size_laws import (
-    LARGEST_RUNS,
     MEASURED,
     ROOT_OF_WIDTH,
-    UNKNOWN,
     Sizes,
     factor,
     measured_name,
@@ -92,9 +90,8 @@ def run(arguments: argparse.Namespace) -> Output:
         )
     if after and not before.keys() & after.keys():
         raise ConfigError(f"--from {', '.join(before)} and --to {', '.join(after)}: have no size in common")
-    evidence = _evidence(proposal, before, after)  # of the rate that was tuned
     carry(proposal, before, after)
-    # What changed and why, the evidence, and the section to paste.
+    # What changed and why, and the section to paste.
     lines = []
     for key, reason in proposal.reasons.items():
         lines += _wrapped(f"{key} {json.dumps(proposal.params[key])}: ", reason)
@@ -104,7 +101,13 @@ def run(arguments: argparse.Namespace) -> Output:
         f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in proposal.params.items()
     )
     section = f'"optimizer": {{"type": "Muon", "params": {{\n{section}\n}}}}'
-    return Output(proposal.params, "\n".join([*lines, "", *evidence, section]))
+    hint = "To carry the rate: --from width=512 tokens=10e9 --to width=1024 tokens=20e9."
+    if after:
+        hint = (
+            "The law was measured on models of at most 7M parameters; beyond them it is extrapolated: "
+            "docs/measured.md, Rates over sizes."
+        )
+    return Output(proposal.params, "\n".join([*lines, "", *_wrapped("", hint), "", section]))
 
 
 def propose(configuration: Mapping[str, Any]) -> Proposal:
@@ -120,7 +123,7 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
             'no section "optimizer": this command reads a DeepSpeed configuration. Where the Trainer or Accelerate '
             'makes the optimizer, write its settings into one: {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}'
         )
-    if not isinstance(section, Mapping) or name not in ("adam", "adamw", "muon"):
+    if not isinstance(section, Mapping) or name not in ("adam", "adamw", "muon", OUR_TYPE):
         got = section.get("type") if isinstance(section, Mapping) else section
         raise ConfigError(
             f"optimizer: expected a section with the type AdamW or Muon, got {shown(got)}; for other frameworks see "
@@ -138,7 +141,7 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
             raise ConfigError(unknown_key_message(key, known, "optimizer.params"))
         proposal.notes.append(f"left out: {key}, an option of DeepSpeed's AdamW without a counterpart here")
     # 2. AdamW's defaults are others here.
-    if name != "muon":
+    if name in ("adam", "adamw"):
         proposal.put("adjust_lr_fn", "match_rms_adamw", "updates of AdamW's usual size, 0.2 times the rate")
         defaults: list[tuple[str, Any, str]] = [("betas", [0.9, 0.999], ""), ("eps", 1e-8, "")]
         # DeepSpeed's AdamW has no decay by default, torch's has.
@@ -213,25 +216,6 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
 def three_digits(value: float) -> float:
     """Return a number rounded to three significant digits."""
     return float(f"{value:.3g}")
-
-
-def _evidence(proposal: Proposal, before: Sizes, after: Sizes) -> list[str]:
-    """Return lines with what was measured."""
-    if not before or not after:
-        return [
-            *_wrapped("", "To carry the rate: --from width=512 tokens=10e9 --to width=1024 tokens=20e9."),
-            "",
-        ]
-    config = proposal.config()
-    name = measured_name(config.variant, config.adjust_lr_fn)
-    costs = f"{MEASURED[name]}. {LARGEST_RUNS}" if name in MEASURED else f"nothing under {name}"
-    sizes = [", ".join(f"{name} {value:,.0f}" for name, value in run.items()) for run in (before, after)]
-    return [
-        f"from {sizes[0]} to {sizes[1]}",
-        *_wrapped("  measured here: ", costs),
-        *_wrapped("  not known: ", UNKNOWN),
-        "",
-    ]
 
 
 def _wrapped(first: str, text: str) -> list[str]:

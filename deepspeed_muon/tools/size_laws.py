@@ -17,38 +17,14 @@ Sizes = Mapping[str, float]
 """The sizes of a run that are known, by their names in :data:`SIZES`."""
 
 
-MEASURED = {
-    "original": "width^-0.15 cost 0.000 nats from width 128 to 512, the kept rate 0.006. Over width, depth, tokens and "
-    "batch the law cost at most 0.011 nats in 16 cells that chose no constant, the kept rate 0.040",
-    "match_rms_adamw": "width^-0.65 cost 0.001 nats from width 128 to 512; the kept rate cost 0.02 at twice the width "
-    "and 0.09 at four times. Over width, depth, tokens and batch the law cost at most 0.025 nats in 5 cells that chose "
-    "no constant, the kept rate 0.061",
-    "spectral": "width^-0.65, fitted to match_rms_adamw, cost 0.012 nats from width 128 to 512; the kept rate cost "
-    "0.04 at twice the width and 0.09 at four times",
-    "normuon": "over width, depth, tokens and batch the law cost at most 0.010 nats in 9 cells that chose no constant, "
-    "the kept rate 0.022",
-}
-"""Scale rule of plain Muon, or variant under the rule ``original``, to what the runs say.
-
-The costs are those of ``benchmarks/results/rates.md`` and, where cells are counted, of ``transfer.md``.
-"""
-
-LARGEST_RUNS = (
-    "The runs had at most 7M parameters, width 512, 12 layers, 2,457,600 tokens and 8,192 tokens in a step; beyond "
-    "them the law is extrapolated."
-)
-"""The sizes of these runs."""
+MEASURED = ("original", "match_rms_adamw", "spectral", "normuon")
+"""The scale rules of plain Muon, and the variant under the rule ``original``, whose rates the runs here measured."""
 
 
 def measured_name(variant: str, rule: AdjustLrName) -> str:
-    """Return the key of :data:`MEASURED` for a variant under a scale rule; another text if none was measured."""
+    """Return a variant under a scale rule as in :data:`MEASURED`; another text if it was not measured."""
     return rule if variant == "muon" else variant if rule == "original" else f"{variant} with {rule}"
 
-
-UNKNOWN = (
-    "larger models, mixtures of experts, larger batches; how decay and AdamW's rate should follow a size"
-)
-"""What none of these runs says."""
 
 ROOT_OF_WIDTH = ("match_rms_adamw", "spectral")
 """The scale rules that contain the root of the width."""

@@ -14,7 +14,7 @@ from benchmarks import (
 )
 from benchmarks.variants import RAW, Results, read_rows
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
-from deepspeed_muon.tools.size_laws import LARGEST_RUNS, MEASURED
+from deepspeed_muon.tools.size_laws import MEASURED
 
 RESULTS = Results(RAW)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measured.md"
@@ -52,17 +52,13 @@ def test_the_page_quotes_the_table() -> None:
 
 
 NAMES = {"muon": "original", "match_rms_adamw": "match_rms_adamw", "normuon": "normuon"}
-"""Rule of the study to its name in ``rates`` and in docs/measured.md."""
+"""Rule of the study to its name in docs/measured.md."""
 
 
 @pytest.mark.parametrize("rule", NAMES)
-def test_the_law_in_rates_and_its_page_is_that_of_the_runs(rule: str) -> None:
+def test_the_law_on_its_page_is_that_of_the_runs(rule: str) -> None:
     worst = transfer_report.worst(read_rows(RAW) | read_rows(transfer.RAW), rule)
-    said = (
-        f"cost at most {worst.printed[0]:.3f} nats in {worst.cells} cells that chose no constant, the kept rate "
-        f"{worst.tuned[0]:.3f}"
-    )
-    assert said in MEASURED[NAMES[rule]]
+    assert NAMES[rule] in MEASURED
     page = PAGE.read_text()
     row = re.search(rf"^\| `{NAMES[rule]}` \| {worst.cells} \| .*", page, re.M)
     costs = [f"{cost:.3f} ({error:.3f})" for cost, error in (worst.printed, worst.tuned)]
@@ -76,6 +72,6 @@ def test_the_sizes_of_the_runs_are_those_of_the_cells() -> None:
     rows = read_rows(RAW) | read_rows(transfer.RAW)
     cells = [cell for rule in (*NAMES, "spectral") for cell in transfer_report.fits_of(rows, rule)]
     width, depth = max(cell.dim for cell in cells), max(cell.layers for cell in cells)
-    tokens, batch = max(cell.steps * cell.tokens for cell in cells), max(cell.tokens for cell in cells)
-    text = f"width {width}, {depth} layers, {tokens:,} tokens and {batch:,} tokens in a step"
-    assert text in LARGEST_RUNS
+    steps, batch = max(cell.steps for cell in cells), max(cell.tokens for cell in cells)
+    text = f"widths up to {width}, 2 to {depth} layers, 150 to {steps:,} steps and 512 to {batch:,} tokens a step"
+    assert text in PAGE.read_text().replace("\n", " ")

@@ -50,9 +50,11 @@ def test_adamws_settings_and_defaults() -> None:
     ]
 
 
-def test_settings_of_muon_stay_and_options_of_deepspeeds_adamw_are_left_out() -> None:
+@pytest.mark.parametrize("name", ["Muon", "deepspeed_muon"])
+def test_settings_of_muon_stay_and_options_of_deepspeeds_adamw_are_left_out(name: str) -> None:
     given = {"muon_lr": 0.1, "adam_lr": 1e-3}
-    proposal = propose(muon({**given, "torch_adam": True, "momentum": None}))
+    params = {**given, "torch_adam": True, "momentum": None}
+    proposal = propose({"optimizer": {"type": name, "params": params}})
     assert proposal.params == given and not proposal.reasons
     assert len(proposal.notes) == 1 and proposal.notes[0].startswith("left out: torch_adam, an option")
 
