@@ -17,7 +17,7 @@ import json
 import math
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -119,18 +119,6 @@ class _Group(BaseModel):
         for partition, placements in placements_in.items():
             _refuse_overlaps(partition, placements)
         return self
-
-    def partitioned(self, files: tuple[int, ...]) -> Iterator[PartitionedParameter]:
-        """Yield every parameter, before any step; ``files`` are the numbers of the files of the group's ranks."""
-        for entry in self.parameters:
-            yield PartitionedParameter(
-                ParameterRecord.of(entry, group=entry.group),
-                entry.tensor_slice,
-                entry.placement,
-                entry.rows_by_owner,
-                files,
-                entry.partition,
-            )
 
 
 class LayoutRecord(BaseModel):
@@ -264,7 +252,10 @@ def read_records(
                 files = files[:1]
             elif sorted(ranks) != list(range(first.world_size)):
                 raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")
-            parameters += first.partitioned(files)
+            for entry in first.parameters:
+                layout = ParameterRecord.of(entry, group=entry.group)  # before any step
+                where_it_is = entry.tensor_slice, entry.placement, entry.rows_by_owner
+                parameters.append(PartitionedParameter(layout, *where_it_is, files, entry.partition))
     if not parameters:
         raise CheckpointError(f"{refusal}: no parameters")
     entries = (entry for record in records for group in record.groups for entry in group.parameters)

@@ -516,14 +516,7 @@ class LiveParameter(PartitionedParameter):
 
     def metadata(self) -> PartitionedParameter:
         """Return what is sent to other ranks: no tensors."""
-        return PartitionedParameter(
-            self.record,
-            self.tensor_slice,
-            self.placement,
-            self.row_fragments,
-            self.members,
-            self.partition,
-        )
+        return PartitionedParameter(*(getattr(self, name) for name in PartitionedParameter.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,13 +628,10 @@ def collect(engine: Any) -> LiveState:
             ).with_state(state, int(state.get("step", 0)))
             # Two slices of one full tensor on one rank would have the same name.
             namesake = parameters.setdefault(parameter.name, parameter)
-            if namesake is not parameter and namesake.local_name == parameter.local_name:
-                raise CheckpointError(
-                    f"two parameters are called {parameter.local_name}: pass model.named_parameters()"
-                )
             if namesake is not parameter:
                 raise CheckpointError(
-                    f"{namesake.local_name} and {parameter.local_name} are both {parameter.name}"
+                    f"two parameters are called {parameter.name} ({namesake.local_name} and {parameter.local_name} on "
+                    f"this rank): pass model.named_parameters()"
                 )
     if not parameters:
         raise CheckpointError("the engine's optimizer holds no parameters")

@@ -157,7 +157,7 @@ def restore_from_source(
                     first = parameters[0]
                     nonfinite += source.verify(first.group_rank, len(first.members), names)
             # A folder on a local disk may hold another checkpoint on each machine.
-            facts.record("checkpoint", source.digest())
+            facts.record("checkpoint", source.index.sha256)
         _refuse_another_model(state, source, problems)
         _refuse_nonfinite(nonfinite, source, allow_nonfinite)
         # 2. Change the engine: settings, then partitions.
@@ -403,18 +403,12 @@ def checked_settings(
             settings.append(checked_group_settings(group, f"param group {number}", config))
         except ConfigError as error:
             problems += str(error).splitlines()
-    _refuse_settings(problems, where)
-    return settings
-
-
-def _refuse_settings(problems: Sequence[str], where: str) -> None:
-    """Raise a CheckpointError if there are problems with saved settings."""
     if problems:
         raise CheckpointError(
-            f"{where}: settings of param groups cannot be used:\n"
-            + "\n".join(problems[:20])
-            + "\npass hyperparameters=False to keep those of the configuration"
+            f"{where}: settings of param groups cannot be used:\n{first_lines(problems)}\n"
+            f"pass hyperparameters=False to keep those of the configuration"
         )
+    return settings
 
 
 def group_settings(state: LiveState, index: CheckpointIndex, where: str) -> dict[int, dict[str, Any]]:

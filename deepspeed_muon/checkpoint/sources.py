@@ -81,10 +81,6 @@ class StateSource(ABC):
         """The records by name."""
         return self.index.parameters
 
-    def digest(self) -> str:
-        """Return a digest that is equal on all ranks that read the same checkpoint."""
-        return self.index.sha256
-
     def verify(self, rank: int, world_size: int, names: Container[str] | None = None) -> list[str]:
         """Check this rank's share of the files against the records; every file is checked by one rank.
 
@@ -292,14 +288,12 @@ class UniversalSource(StateSource):
                 folder,
                 from_adam,
             )
-        super().__init__(folder, CheckpointIndex.model_construct(parameters=parameters))
-
-    def digest(self) -> str:
-        """Return a digest of all names and of one step count; the index has the parameters of this rank alone."""
-        folders = sorted((self._folder / "zero").iterdir())
-        counted = next((folder / "step.pt" for folder in folders if (folder / "step.pt").is_file()), None)
-        step = None if counted is None else int(load_pickle(counted))
-        return hashlib.sha256(json.dumps([step, *(folder.name for folder in folders)]).encode()).hexdigest()
+        # The checksum, equal on all ranks, is one of all names and of a step count: the parameters are this rank's.
+        folders = sorted((folder / "zero").iterdir())
+        counted = next((path / "step.pt" for path in folders if (path / "step.pt").is_file()), None)
+        facts = [None if counted is None else int(load_pickle(counted)), *(path.name for path in folders)]
+        sha256 = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        super().__init__(folder, CheckpointIndex.model_construct(parameters=parameters, sha256=sha256))
 
     def _global_step(self) -> int:
         """Return the optimizer steps of the run, by the counters in the model's file."""

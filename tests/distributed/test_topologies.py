@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from deepspeed_muon import __main__ as cli
-from deepspeed_muon.checkpoint import load_index
+from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files
-from tests.support import topologies
+from tests.support import pipelines, topologies, training
 from tests.support.checkpoints import tensors_of
 from tests.support.comparisons import relative, within
 from tests.support.layout_records import inner_state
@@ -92,6 +92,32 @@ def test_keys_of_the_configuration(ranks: Any, tmp_path: Path, change: str) -> N
     loading = {"folders": [str(tmp_path / "saved")], "topology": {**to_topology, "stage": 1}, "by": "config"}
     loaded = ranks(to_size).run(topologies.load, **loading)
     topologies.assert_same_state(topologies.together([rank[0] for rank in loaded]), saved)
+
+
+def save_tied_shards(rank: int, world_size: int, *, folder: str) -> None:
+    """Save a tied embedding of which both stages have a shard on each tensor-parallel rank; restore and save again."""
+    for seed, name in ((0, "set"), (1, "again")):
+        pipeline, _ = pipelines.make_pipeline("tied", 2, 2)
+        weight = pipeline.tied_modules["shared"].weight
+        column = pipeline._grid.get_slice_parallel_rank()
+        # All elements of the shard differ from those of the other one.
+        values = torch.arange(weight.numel()).view(weight.shape).float() + 1000 * seed
+        weight.data = values.chunk(2, dim=1)[column].contiguous()
+        weight.tensor_model_parallel, weight.partition_dim = True, 1
+        config = training.ds_config(1, accumulation=pipelines.MICRO_BATCHES)
+        engine = training.initialize(pipeline, config)
+        if seed:
+            restore(engine, f"{folder}/set")
+        consolidate(engine, f"{folder}/{name}")
+
+
+def test_a_tied_embedding_in_shards(ranks: Any, tmp_path: Path) -> None:
+    """Its shards on one stage were taken for replicas of those on the other, and no save was possible."""
+    ranks(4).run(save_tied_shards, folder=str(tmp_path))
+    saved = tensors_of(tmp_path / "set")
+    full_weight = saved["fp32/tied_modules.shared.weight"]
+    assert torch.equal(full_weight.flatten(), torch.arange(full_weight.numel()).float())
+    assert_same_bits({"set": tensors_of(tmp_path / "again")}, {"set": saved})
 
 
 @pytest.mark.parametrize(
