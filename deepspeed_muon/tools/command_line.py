@@ -98,6 +98,7 @@ def _add_checkpoint(commands: Any, json_option: argparse.ArgumentParser) -> None
     command = subcommands.add_parser("export", help="a consolidated set -> weights for other programs")
     command.add_argument("set", help=set_help)
     command.add_argument("out", help=f"{out_help}; must be new or empty")
+    command.add_argument("--everything", action="store_true", help="the optimizer's state too")
 
     text = "DeepSpeed's saved files -> universal checkpoint"
     command = subcommands.add_parser("universal", parents=[reading], help=text)
@@ -138,7 +139,7 @@ def _add_plan_options(command: argparse.ArgumentParser) -> None:
 
 def _add_routes_options(command: argparse.ArgumentParser) -> None:
     option = command.add_argument
-    option("model", metavar="MODEL", help=MODEL_FORMS)
+    option("model", metavar="MODEL", help=f"{MODEL_FORMS}; or a consolidated set, which has its routes")
     option("--params", default="{}", help="optimizer.params as JSON, or a DeepSpeed config file")
     text = "a further pattern of names for {} (may be given several times)"
     option("--include", action="append", default=[], metavar="PATTERN", help=text.format("Muon"))

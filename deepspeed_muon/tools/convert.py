@@ -38,6 +38,7 @@ from deepspeed_muon.checkpoint.index import (
     CheckpointIndex,
     FileLayout,
     load_index,
+    tensor_name,
 )
 from deepspeed_muon.checkpoint.restore import checked_settings, nonfinite_text
 from deepspeed_muon.checkpoint.sources import WINDOW_NUMEL, ConsolidatedSource
@@ -150,7 +151,9 @@ def convert_to_universal(
     return index.lossy
 
 
-def export_weights(set_folder: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> int:
+def export_weights(
+    set_folder: str | os.PathLike[str], out_dir: str | os.PathLike[str], *, everything: bool = False
+) -> int:
     """Write the weights of a consolidated set for other programs, as Hugging Face's ``from_pretrained`` reads them.
 
     The files are checked first, and copied with some megabytes in memory at a time. Frozen parameters and buffers are
@@ -159,6 +162,7 @@ def export_weights(set_folder: str | os.PathLike[str], out_dir: str | os.PathLik
     Args:
         set_folder: The set.
         out_dir: The folder to write; must be new or empty.
+        everything: Whether to write the optimizer's state too, under the set's names (``momentum_buffer/...``).
 
     Returns:
         The number of tensors.
@@ -169,13 +173,14 @@ def export_weights(set_folder: str | os.PathLike[str], out_dir: str | os.PathLik
     out = Path(os.path.abspath(folder_of("out_dir", out_dir)))
     verify_folder(set_folder)
     with contextlib.closing(ConsolidatedSource(set_folder)) as source, new_folder(out) as partial:
-        # Name in the new files to that in the set. torch.compile adds a prefix to the model's names.
-        tensors: dict[str, str] = {}
-        for name in source.parameters:
-            entry = name.replace("_orig_mod.", "")
-            if tensors.setdefault(entry, name) != name:
-                raise CheckpointError(f"{source.where}: two tensors would be called {entry}")
-        shapes = {entry: source.parameters[name].shape for entry, name in tensors.items()}
+        # Name in the new files to parameter and key. torch.compile adds a prefix to the model's names.
+        tensors: dict[str, tuple[str, str]] = {}
+        for name, record in source.parameters.items():
+            for key in record.tensor_keys if everything else ("fp32",):
+                entry = (name if key == "fp32" else tensor_name(key, name)).replace("_orig_mod.", "")
+                if tensors.setdefault(entry, (name, key)) != (name, key):
+                    raise CheckpointError(f"{source.where}: two tensors would be called {entry}")
+        shapes = {entry: source.parameters[name].shape_of(key) for entry, (name, key) in tensors.items()}
         shards = pack(shapes, DEFAULT_SHARD_BYTES)
         file_of: dict[str, str] = {}  # by tensor
         sizes = [ITEM_BYTES * math.prod(shape) for shape in shapes.values()]
@@ -188,7 +193,7 @@ def export_weights(set_folder: str | os.PathLike[str], out_dir: str | os.PathLik
                         numel = math.prod(shape)
                         for start in range(0, numel, WINDOW_NUMEL):
                             count = min(WINDOW_NUMEL, numel - start)
-                            written.write(source.read(tensors[entry], "fp32", start, count))  # (count,) fp32
+                            written.write(source.read(*tensors[entry], start, count))  # (count,) fp32
                             bar.update(count * ITEM_BYTES)
                     written.finish()
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": file_of}
@@ -235,7 +240,7 @@ def _consolidate(arguments: argparse.Namespace) -> Output:
 
 
 def _export(arguments: argparse.Namespace) -> Output:
-    count = export_weights(arguments.set, arguments.out)
+    count = export_weights(arguments.set, arguments.out, everything=arguments.everything)
     return _output(
         f"{printable(arguments.out)}: {count} tensors; frozen parameters and buffers are in no set"
     )

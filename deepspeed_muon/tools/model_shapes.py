@@ -109,9 +109,7 @@ def model_config(source: str) -> dict[str, Any]:
         return PRESETS[source]
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"{source!r}: a folder without config.json (`checkpoint inspect` shows the routes of a checkpoint)"
-            )
+            raise ConfigError(f"{source!r}: a folder without config.json")
         return read_object(path / "config.json")
     if path.is_file() and path.suffix == ".json":
         return read_object(path)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from deepspeed_muon.checkpoint.index import INDEX_NAME, load_index
+from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.command_line import Output
@@ -17,16 +20,34 @@ _HEADINGS = ("parameter", "number", "shape", "algorithm", "certain", "reason")
 
 def run(arguments: argparse.Namespace) -> Output:
     """Run the command ``routes``."""
-    config = optimizer_config(read_configuration(arguments.params))
-    # Patterns of the command line are added to those of --params.
-    patterns = {key: (*getattr(config, key), *getattr(arguments, key)) for key in ("include", "exclude")}
-    config = config.model_copy(update=patterns)
-    routes = route_parameters(load_model(arguments.model, arguments.device), config)
+    settings = ("params", "include", "exclude")
+    if (Path(arguments.model) / INDEX_NAME).is_file():
+        given = [f"--{key}" for key in settings if getattr(arguments, key) not in ([], "{}")]
+        if given:
+            raise ConfigError(
+                f"{arguments.model}: a consolidated set, which has its routes: leave out {given[0]}"
+            )
+        routes = _routes_of_set(arguments.model)
+    else:
+        config = optimizer_config(read_configuration(arguments.params))
+        # Patterns of the command line are added to those of --params.
+        config = config.model_copy(
+            update={key: (*getattr(config, key), *getattr(arguments, key)) for key in settings[1:]}
+        )
+        routes = route_parameters(load_model(arguments.model, arguments.device), config)
     data = table(arguments.model, routes, per_parameter=arguments.all)
     if arguments.guesses:
         guesses = [row for row in data["routes"] if not row["certain"]]
         data["routes"] = sorted(guesses, key=lambda row: row["elements"], reverse=True)
     return Output(data, render(data))
+
+
+def _routes_of_set(folder: str) -> list[Route]:
+    """Return the routes of a consolidated set, which records the algorithms."""
+    return [
+        Route(name, record.shape, record.algorithm, "recorded in the set")
+        for name, record in load_index(folder).parameters.items()
+    ]
 
 
 def table(model: str, routes: Sequence[Route], *, per_parameter: bool = False) -> dict[str, Any]:

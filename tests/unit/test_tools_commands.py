@@ -36,7 +36,7 @@ def program(*arguments: str, **environment: str | None) -> subprocess.CompletedP
     [
         (["--version"], 0, f"deepspeed_muon {__version__}\n"),
         (["--help"], 0, "usage: python -m deepspeed_muon "),
-        (["checkpoint", "export", "--help"], 0, "must be new or empty"),
+        (["checkpoint", "export", "--help"], 0, "--everything"),
         (["plan"], 2, ""),
     ],
 )
@@ -144,12 +144,16 @@ def test_a_checkpoint_becomes_a_folder_for_from_pretrained(
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_exported_names_lose_what_torch_compile_adds(tmp_path: Path) -> None:
+def test_everything_is_exported_under_the_names_of_the_set(tmp_path: Path) -> None:
+    """And names lose what torch.compile adds."""
     load_file = pytest.importorskip("safetensors.torch").load_file
     write_set(tmp_path / "set", ("_orig_mod.w",))
-    assert export_weights(tmp_path / "set", tmp_path / "out") == 1
+    assert export_weights(tmp_path / "set", tmp_path / "out", everything=True) == 2
     tensors = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
-    assert {name: tensor.flatten().tolist() for name, tensor in tensors.items()} == {"w": list(range(12))}
+    assert {name: tensor.flatten().tolist() for name, tensor in tensors.items()} == {
+        "w": list(range(12)),
+        "momentum_buffer/w": list(range(12)),
+    }
 
 
 def test_a_damaged_set_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,3 +193,15 @@ def test_progress_is_shown_on_a_terminal_alone(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(sys, "stderr", stream)
         assert main(["checkpoint", "verify", str(tmp_path / "set")]) == 0
         assert ("verify:" in stream.getvalue()) == terminal
+
+
+def test_the_routes_of_a_set_are_those_that_it_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name and shape the routes of ``lm_head`` and of a matrix that a setting chose were guessed."""
+    write_set(tmp_path, ("lm_head.weight", "w"))
+    assert main(["routes", str(tmp_path), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["algorithms"] == {"muon": {"tensors": 2, "elements": 24}} and not data["guesses"]["tensors"]
+    assert main(["routes", str(tmp_path), "--include", "w"]) == 2
+    assert "which has its routes: leave out --include" in capsys.readouterr().err
