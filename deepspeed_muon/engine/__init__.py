@@ -4,8 +4,8 @@ All that replaces or reads parts of DeepSpeed is in this layer:
 
 * :mod:`.hooks`: the table of the functions of DeepSpeed that are replaced, each with the reason. Start here.
 * :mod:`.configure`: ``deepspeed.initialize``, from the comparison of the ranks to the bound optimizer; with
-  :mod:`.supported` (what is refused), :mod:`.regroup` (param groups), :mod:`.topology` (which rank has which
-  slice of a tensor), :mod:`.offload` and :mod:`.nvme`.
+  :mod:`.supported` (what is refused), :mod:`.topology` (which rank has which slice of a tensor), :mod:`.offload`
+  and :mod:`.nvme`.
 * :mod:`.running` and :mod:`.step`: schedules and steps.
 * :mod:`.checkpointing`: DeepSpeed's own checkpoints. Those that do not depend on the number of ranks have a layer of
   their own, :mod:`deepspeed_muon.checkpoint`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import get_z3_leaf_modules
+from torch import Tensor
 
 from deepspeed_muon.checkpoint.layout_record import add_record_to_state_dict
 from deepspeed_muon.checkpoint.parameters import (
@@ -32,9 +33,8 @@ from deepspeed_muon.checkpoint.parameters import (
 from deepspeed_muon.config.settings import OUR_TYPE, MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of, workarounds
-from deepspeed_muon.engine.offload import adopt
+from deepspeed_muon.engine.offload import adopt, offload_device
 from deepspeed_muon.engine.patching import Original
-from deepspeed_muon.engine.regroup import regroup
 from deepspeed_muon.engine.supported import expert_parallel, refuse_unsupported
 from deepspeed_muon.engine.topology import (
     model_facts,
@@ -44,11 +44,11 @@ from deepspeed_muon.engine.topology import (
     tensor_slices,
 )
 from deepspeed_muon.engine.views import Zero12View, view_of
-from deepspeed_muon.errors import CheckpointError, ConfigError
+from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.ops.builder import loaded
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.routing.param_groups import DIVIDED_GROUP, order_for_partitions, route_again
+from deepspeed_muon.routing.param_groups import DIVIDED_GROUP, divide_again, order_for_partitions, route_again
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import format_routes, summarize_routes
 from deepspeed_muon.routing.rules import check_routes, warn_of_large_guesses, warn_without_muon
@@ -188,7 +188,7 @@ def _admitted(
                 shards=tensor_shards(engine),
             )
         _refuse_foreign(engine, optimizer)
-        regroup(engine, optimizer)
+        _regroup(engine, optimizer)
         for workaround in workarounds.NEEDED:
             workaround.before_wrapping(engine)
         facts.update(_facts(engine, optimizer))
@@ -253,6 +253,54 @@ def _refuse_foreign(engine: DeepSpeedEngine, optimizer: Muon) -> None:
         )
 
 
+def _regroup(engine: DeepSpeedEngine, optimizer: Muon) -> None:
+    """Divide the groups of an optimizer once more, right before ZeRO wraps it.
+
+    The client's groups may no longer fit: parameters were frozen or unfrozen since, the engine's model leads to other
+    routes than the names that the client passed, or AutoTP and AutoEP replaced parameters. ZeRO 1 and 2 flatten each
+    group into one buffer, which fails for an empty group and converts all parameters to the widest dtype in it.
+
+    Raises:
+        RoutingError: If a scheduler was made for the groups, and they change: it has a number for each, by position.
+        ConfigError: If ZeRO 3 would fail because of the parameters' dtypes.
+    """
+    groups = optimizer.param_groups
+    divided = divide_again(
+        optimizer.routed,
+        groups,
+        optimizer.config,
+        # ZeRO 3 does not flatten groups.
+        by_dtype=engine.zero_optimization_stage() != 3,
+    )
+    if engine.zero_optimization_stage() == 3 and offload_device(engine, "offload_param") == "none":
+        _refuse_several_dtypes(optimizer, [param for _, params in divided for param in params])
+    made = engine.client_lr_scheduler is not None and not callable(engine.client_lr_scheduler)
+    # Schedulers of torch leave this key in every group, whether the engine gets them or not.
+    made = made or any("initial_lr" in group for group in groups)
+    if made and [id(group) for group, _ in divided] != list(map(id, groups)):
+        raise RoutingError(
+            f"the learning-rate scheduler was made for {len(groups)} param groups. With the model of "
+            f"deepspeed.initialize and the parameters that are frozen now there are {len(divided)}, or they have other "
+            f"positions: pass model=... to deepspeed_muon.Muon and freeze parameters before the optimizer is made, or "
+            f"pass the scheduler to deepspeed.initialize as a function: lr_scheduler=lambda optimizer: ..."
+        )
+    # Only now: a program may try again after an error.
+    for group, params in divided:
+        group["params"] = params
+    groups[:] = [group for group, _ in divided]
+
+
+def _refuse_several_dtypes(optimizer: Muon, params: Sequence[Tensor]) -> None:
+    """Raise where ZeRO 3 would assert without a message that all parameters have one dtype."""
+    first = {param.dtype: optimizer.routed.by_id[id(param)].name for param in reversed(params)}
+    if len(first) > 1:
+        shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+        raise ConfigError(
+            f"ZeRO 3 needs trained parameters of one dtype: {shown}. Enable bf16 or fp16 in the configuration, which "
+            f"casts them, convert the model with model.to(dtype), or train at ZeRO 1 or 2"
+        )
+
+
 def _configured(engine: DeepSpeedEngine, model_parameters: Any) -> Muon:
     """Return the optimizer of the configuration."""
     section = engine._config._param_dict["optimizer"]
@@ -309,26 +357,15 @@ def _sections(engine: DeepSpeedEngine) -> dict[str, str]:
     return {name: json.dumps(raw[name], sort_keys=True, default=str) for name in present}
 
 
-def _bind_to_wrapper(engine: DeepSpeedEngine, optimizer: Muon) -> None:
-    """Read the wrapper's layout and compare the plans; every rank raises if one of them fails."""
-    error: Exception | None = None
-    facts: RankFacts | None = None
+def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
+    """Bind to the wrapper, and give the optimizer what it needs to know of the engine."""
+    # 1. the step sets, and their plans on all ranks
     ranks = ranks_of(engine)
-    try:
+    with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans") as agreed:
         optimizer._attach_step_hook(engine.module)
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
-        facts = optimizer._plan_facts()
-    except Exception as caught:
-        error = caught
-    agree(facts, error=error, ranks=ranks, purpose="comparison of plans")
-
-
-def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
-    """Bind to the wrapper, and give the optimizer what it needs to know of the engine."""
-    # 1. the step sets and their plans
-    ranks = ranks_of(engine)
-    _bind_to_wrapper(engine, optimizer)
+        agreed.update(optimizer._plan_facts())
     # 2. the routes of all stages of a pipeline
     if is_divided(engine.module):
         by_group = isinstance(view_of(engine.optimizer), Zero12View)

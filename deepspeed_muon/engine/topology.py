@@ -109,7 +109,9 @@ def model_facts(engine: DeepSpeedEngine) -> RankFacts:
 
 
 def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
-    """Read the layout of whichever wrapper DeepSpeed put around ``optimizer``.
+    """Read the layout of whichever wrapper DeepSpeed put around ``optimizer``, and the shards of each matrix.
+
+    Must be called by all ranks of a tensor-parallel group. The caller compares the plans.
 
     Args:
         engine: The ``DeepSpeedEngine`` whose ``optimizer`` attribute is the wrapper.
@@ -128,7 +130,40 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
     group = tensor_parallel_group(engine)
     if group is None:
         return _read(engine, optimizer, routes)
-    return _read_with_shards(group, engine, optimizer, routes)
+    ranks = Ranks((group,))
+    sets: list[StepSet] = []
+    fingerprints: dict[str, tuple[tuple[int, int], str]] = {}
+    with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans"):
+        # 1. what the layers say of each matrix; one without a mark is a copy
+        shards_of = {
+            routes[key].name: shards for key, shards in tensor_shards(engine, routes).items() if key in routes
+        }
+        replicated = TensorShards(None, ())
+        for step_set in _read(engine, optimizer, routes):
+            # Where there is a stack, every rank of the group has other experts, none of them sharded.
+            if step_set.stack_group is None:
+                matrices = tuple(
+                    replace(matrix, tp_shards=matrix.tp_shards or shards_of.get(matrix.name, replicated))
+                    for matrix in step_set.matrices
+                )
+                step_set = replace(step_set, matrices=matrices, tensor_group=group)
+                fingerprints |= _fingerprints(step_set)
+            sets.append(step_set)
+    # 2. compare it: shards must have equal shapes, copies equal values. A shard without a mark would pass as a matrix,
+    # and train to a wrong result without an error.
+    gathered = ranks.all_gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
+    for name, fingerprint in fingerprints.items():
+        of_ranks = [by_name[name] for by_name in gathered if name in by_name]
+        if set(of_ranks) == {fingerprint}:
+            continue
+        if not fingerprint[1]:
+            _refuse(name, f"its shards are unequal, {[list(shape) for shape, _ in of_ranks]}")
+        _refuse(
+            name,
+            "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
+            "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks",
+        )
+    return sets
 
 
 def _read(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route]) -> list[StepSet]:
@@ -450,60 +485,6 @@ def tensor_shards(
             if route is not None and route.algorithm == "muon":
                 _refuse(route.name, str(error))
     return shards
-
-
-def _read_with_shards(
-    group: dist.ProcessGroup, engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int, Route]
-) -> list[StepSet]:
-    """Read the step sets of a tensor-parallel rank, with the shards of each matrix on all ranks of the group.
-
-    Must be called by all ranks of ``group``. If one fails, all of them raise. The caller compares the plans.
-
-    Args:
-        group: The tensor-parallel process group.
-        engine: The engine, whose parameters carry the marks.
-        optimizer: Its optimizer.
-        routes: ``id(model parameter)`` to its route.
-
-    Raises:
-        ConfigError: Naming the parameter, on every rank that can know it, if a shard could be taken for a full matrix,
-            or is of a kind that is not supported.
-        RankDisagreementError: If another rank of the group failed.
-    """
-    ranks = Ranks((group,))
-    sets: list[StepSet] = []
-    fingerprints: dict[str, tuple[tuple[int, int], str]] = {}
-    with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans"):
-        # 1. what the layers say of each matrix; one without a mark is a copy
-        shards_of = {
-            routes[key].name: shards for key, shards in tensor_shards(engine, routes).items() if key in routes
-        }
-        replicated = TensorShards(None, ())
-        for step_set in _read(engine, optimizer, routes):
-            # Where there is a stack, every rank of the group has other experts, none of them sharded.
-            if step_set.stack_group is None:
-                matrices = tuple(
-                    replace(matrix, tp_shards=matrix.tp_shards or shards_of.get(matrix.name, replicated))
-                    for matrix in step_set.matrices
-                )
-                step_set = replace(step_set, matrices=matrices, tensor_group=group)
-                fingerprints |= _fingerprints(step_set)
-            sets.append(step_set)
-    # 2. compare it: shards must have equal shapes, copies equal values. A shard without a mark would pass as a matrix,
-    # and train to a wrong result without an error.
-    gathered = ranks.all_gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
-    for name, fingerprint in fingerprints.items():
-        of_ranks = [by_name[name] for by_name in gathered if name in by_name]
-        if set(of_ranks) == {fingerprint}:
-            continue
-        if not fingerprint[1]:
-            _refuse(name, f"its shards are unequal, {[list(shape) for shape, _ in of_ranks]}")
-        _refuse(
-            name,
-            "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
-            "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks",
-        )
-    return sets
 
 
 def _refuse(name: str, why: str) -> NoReturn:
