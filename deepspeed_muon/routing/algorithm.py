@@ -114,9 +114,9 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
     claims: dict[int, list[Claim]] = {
         member.key: [*_embedding(member, structure), *_name_claims(member)] for member in members
     }
-    experts = numbers_of_experts(members)
+    experts, stacks = numbers_of_experts(members)
     for member in matrices:
-        if (claim := router(member, experts)) is not None:
+        if (claim := router(member, experts, stacks)) is not None:
             claims[member.key].append(claim)
     for key, claim in (*_first_layers(matrices, structure), *_heads(matrices, structure)):
         claims[key].append(claim)

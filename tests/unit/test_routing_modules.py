@@ -188,6 +188,7 @@ def test_routers_have_an_output_for_every_expert() -> None:
     mixtures = {
         "gate.layer": Tree(gate=Tree(layer=Linear(64, 4)), experts=experts()),
         "choose": Tree(choose=Linear(64, 4), shared_expert=Linear(64, 64), experts=experts()),
+        "gate": Tree(gate=Linear(64, 4), w1=parameter(4, 64, 64)),
     }
     for name, mixture in mixtures.items():
         routed = algorithms(Tree(layers=nn.ModuleList([Tree(moe=mixture)])))
