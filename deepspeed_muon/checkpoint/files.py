@@ -284,7 +284,8 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     outcome = UNTOUCHED
     temporary = temporary_path(path)
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "wb") as file:
+            file.write(content)
         check()
         # From now on it is unknown after an error whether the rename happened.
         outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
