@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_muon.checkpoint.files import is_name, latest_tag, load_pickle, refusing
+from torch import Tensor
+
+from deepspeed_muon.checkpoint.files import is_name, latest_tag, load_pickle, refusing, require_folder
 from deepspeed_muon.checkpoint.index import CONSOLIDATED_FOLDER, INDEX_NAME, OURS
-from deepspeed_muon.checkpoint.layout_record import RECORD_KEY
+from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, save_of
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.logs import counted, logger
+from deepspeed_muon.logs import counted
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -36,8 +38,7 @@ def find_tag_folder(folder: Path) -> Path:
                 f"{folder / 'latest'}: names {tag!r}, which is not a folder beside it: give the tag's folder"
             )
         folder = folder / tag
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+    require_folder(folder)
     return folder
 
 
@@ -58,22 +59,11 @@ def model_files(folder: Path) -> dict[str, Path]:
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the files of a tag have our layout record, as far as it can be determined without unpickling."""
-    tag_folder = Path(folder)
-    if (tag_folder / "latest").is_file():
-        tag_folder /= (tag_folder / "latest").read_text(errors="replace").strip()
-    # At stage 0 the optimizer's state is in the model's file.
-    files = sorted(tag_folder.glob("*_optim_states.pt")) or sorted(tag_folder.glob("*_model_states.pt"))
-    for path in files:
-        try:
-            # A zip archive of torch.save. The keys of dictionaries are legible in its pickle.
-            with zipfile.ZipFile(path) as archive:
-                pickles = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        except Exception as error:
-            # A damaged file can make the reader raise anything; the next file may be intact.
-            logger.debug("deepspeed_muon: %s cannot be read: %s", path, error)
-            continue
-        return any(RECORD_KEY.encode() in content for content in pickles)
+    """Return whether a file of a tag is of a save of ours; they are unpickled, as DeepSpeed's converter does."""
+    for path in Path(folder).glob("*_states.pt"):
+        with contextlib.suppress(CheckpointError):  # damaged; the next file may be intact
+            if save_of(load_pickle(path, trust=True)) is not None:
+                return True
     return False
 
 
@@ -92,6 +82,18 @@ def unwrap(wrapper: Mapping[str, Any]) -> tuple[int, Any]:
         return int(wrapper.get("zero_stage", 1)), wrapper["base_optimizer_state"]
     # FP16_Optimizer has the optimizer's under a key; without a wrapper the dictionary is the optimizer's.
     return 0, wrapper.get("optimizer_state_dict", wrapper)
+
+
+def refuse_nonfinite(content: Mapping[str, Any], file: str) -> None:
+    """Raise a CheckpointError if the optimizer state in a file holds an infinity or NaN."""
+    _, optimizer = unwrap(wrapper_state(content))
+    for state in optimizer.get("state", {}).values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not value.isfinite().all():
+                raise CheckpointError(
+                    f"{file}: {key} holds an infinity or NaN: the run had diverged when it was saved. Load an earlier "
+                    f"tag, or the weights alone with engine.load_checkpoint(..., load_optimizer_states=False)"
+                )
 
 
 def optimizer_kind(optimizer: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
-from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is_ours
+from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is_ours, refuse_nonfinite
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
 from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
 from deepspeed_muon.checkpoint.layout_record import (
@@ -309,7 +309,7 @@ def _save_id(
     """Return the id of the save that this rank's files are of, ``None`` where another optimizer saved them.
 
     Raises:
-        CheckpointError: If they are of different saves.
+        CheckpointError: If they are of different saves, or their optimizer state is not finite.
     """
     files = [engine._get_ckpt_name(str(folder), tag)]
     if with_state and engine.zero_optimization():
@@ -321,6 +321,9 @@ def _save_id(
     ids = {file: save_of(load(Path(file))) for file in readable}
     if len(set(ids.values())) > 1:
         raise CheckpointError(f"{' and '.join(ids)} are of different saves: {_ONE_SAVE}")
+    for file in readable if with_state else ():
+        # DeepSpeed calls load_state_dict, which refuses it too, after it has replaced the weights.
+        refuse_nonfinite(load(Path(file)), file)
     return next(iter(ids.values()), None)
 
 

@@ -241,6 +241,24 @@ def test_a_load_while_states_are_offloaded_is_refused(ranks: Any, tmp_path: Path
         assert said.count("call engine.reload_states()") == (2 if stage == 3 else 1)
 
 
+def load_nan(rank: int, world_size: int, *, folder: str, stage: int) -> tuple[str, list[str]]:
+    """Save optimizer state with a NaN on one rank; return what the load says, and what it changed."""
+    engine = trained_for(rank, world_size, stage)
+    for state in engine.basic_optimizer.state.values() if rank == 0 else ():
+        next(value for value in state.values() if torch.is_tensor(value)).view(-1)[0] = math.nan
+    engine.save_checkpoint(folder, tag="t")
+    engine = trained_for(rank, world_size, stage, 1, seed=7)
+    return snapshots.attempted(engine, lambda: engine.load_checkpoint(folder))
+
+
+@pytest.mark.parametrize("stage", [0, full(1), 3])
+def test_state_with_nan_changes_nothing(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """It was said only after DeepSpeed had replaced the weights."""
+    for said, changed in ranks(2).run(load_nan, folder=str(tmp_path), stage=stage):
+        assert "holds an infinity or NaN" in said and "load_optimizer_states=False" in said
+        assert not changed
+
+
 def save_refused(rank: int, world_size: int, *, folder: str) -> list[str]:
     """Return what saves say while one rank has a rate that no load takes."""
     engine = trained_for(rank, world_size, 2)
