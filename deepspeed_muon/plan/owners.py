@@ -7,8 +7,8 @@ boundary each, as blocks of a stack do, are decided together: the sum of these t
 of a long stack would push what does not divide evenly from rank to rank, until some rank has a block too many.
 
 If one rank holds half of a matrix or more, only holders may own it, so that balancing never sends more than twice what
-has to be sent. If half of the ranks hold elements of a matrix, any rank may own it. The same layouts give the same
-owners on every rank.
+has to be sent. If at least three ranks, and half of all, hold elements of a matrix, any rank may own it. The same
+layouts give the same owners on every rank.
 
 A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and let the other
 ranks wait, so it is split into slices of blocks with an owner each: blocks of which one rank holds all elements belong

@@ -155,7 +155,7 @@ class ResultCheck:
         return self._names(self._fp32_only.intersection(positions) if self.is_deferred else positions)
 
     def failing(self, count: int, device: torch.device) -> Tensor:
-        """Return of which of ``count`` parameters :meth:`failed` reports a flag, ``(count,)`` uint8 on the device.
+        """Return ``(count,)`` uint8 on the device: whether :meth:`failed` would name each parameter if it were flagged.
 
         The host waits for the device only if some matrices are computed in fp32.
         """
@@ -188,7 +188,7 @@ class ResultCheck:
                 # It replaces the entry of the batch, which ran as configured.
                 # Row state, which may be the cause, restarts once.
                 update = self._in_fp32(result, position, anew=self.origin[index] in self._rows_restart)
-                self._replace(result, position, update, "", None)
+                self._replace(result, position, update, None)
         # 1. the norms of updates and inputs, (blocks,) fp32
         lowest, highest = self._bounds_of(result)
         norms, inputs = frobenius_norms(result.updates), frobenius_norms(result.inputs)
@@ -229,7 +229,8 @@ class ResultCheck:
             why += "; the state of its rows was reset"
             update = self._in_fp32(result, position, anew=True)
             failure = self._failure(result, update)
-        self._replace(result, position, update, why, failure)
+        self._replace(result, position, update, failure)
+        self._warn(result.members[position][0], why, failure)
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again, ``None`` if nothing is."""
@@ -250,8 +251,8 @@ class ResultCheck:
         result.new_rows[position].copy_(rows[0])
         return updates[0]
 
-    def _replace(self, result: Result, position: int, update: Tensor, why: str, failure: str | None) -> None:
-        """Write an update that was computed again, or zeros if it is wrong again; count and report it."""
+    def _replace(self, result: Result, position: int, update: Tensor, failure: str | None) -> None:
+        """Write an update that was computed again, or zeros if it is wrong again; count it."""
         index = result.members[position][0]
         if result.row_state is None:
             result.updates = result.blocks
@@ -267,7 +268,6 @@ class ResultCheck:
                 result.new_rows[position].copy_(result.row_state.stored([result.members[position]])[0])
             self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
-        self._warn(index, why, failure)
 
     def _warn(self, index: PlanIndex, why: str, failure: str | None) -> None:
         if index in self._warned:

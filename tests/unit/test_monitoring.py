@@ -288,6 +288,10 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     directions[2] = math.inf
     assert not settled(1.0)[2].any()
     assert check.read_verdicts([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
+    # Another rank's slice of the same stack as w1 was wrong: w1 runs in fp32, and no log calls it wrong.
+    assert check.read_verdicts([1]) == []
+    settled(1.0)
+    assert "w1" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["skip", "error"])
