@@ -249,7 +249,7 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
-def replace(temporary: Path, path: Path) -> None:
+def replace(temporary: Path, path: Path, *, check: Callable[[], None] = lambda: None) -> None:
     """Sync a file or folder that was written under a temporary name, and rename it to its name.
 
     The rename is on the disk when the folder above is synced, too (:func:`fsync_folder`).
@@ -257,6 +257,7 @@ def replace(temporary: Path, path: Path) -> None:
     Args:
         temporary: The file, or the folder, with everything in it.
         path: Its name. A file is replaced; a folder must be empty.
+        check: Called after the sync, right before the rename; may raise.
     """
     folders = os.walk(temporary)  # nothing, if it is a file
     files = [temporary] if temporary.is_file() else []
@@ -267,6 +268,7 @@ def replace(temporary: Path, path: Path) -> None:
         # fsync acts on the file, not on the descriptor that wrote it.
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
+    check()
     os.replace(temporary, path)
 
 
@@ -276,20 +278,24 @@ def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lamb
     Args:
         path: The file.
         content: The new content.
-        check: Called before the rename; may raise.
+        check: Called right before the rename; may raise.
 
     Raises:
         CheckpointError: Saying what ``path`` holds now.
     """
     outcome = UNTOUCHED
     temporary = temporary_path(path)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
+
+    def check_then_rename() -> None:
+        nonlocal outcome
         check()
         # From now on it is unknown after an error whether the rename happened.
         outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
-        replace(temporary, path)
+
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+        replace(temporary, path, check=check_then_rename)
         outcome = (
             "the new set is in place and complete, but its index may not be on the disk: after a power cut the set "
             "before it may be back, complete too. Save again"
