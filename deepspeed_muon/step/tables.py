@@ -17,13 +17,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepspeed_muon.config.values import MomentumWarmupConfig
-from deepspeed_muon.math.updates import AdjustLrName, decay_factor, momentum_in_warmup, shape_scale
+from deepspeed_muon.math.updates import (
+    AdjustLrName,
+    WeightDecayMode,
+    decay_factor,
+    momentum_in_warmup,
+    shape_scale,
+)
 from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
@@ -196,6 +202,19 @@ class Rates:
     settings: Sequence[tuple[float, ...]]
 
 
+class GroupRates(NamedTuple):
+    """The values of a param group in one step on which :class:`Rates` depend; ``settings`` are the variant's."""
+
+    lr: float
+    weight_decay: float
+    weight_decay_mode: WeightDecayMode
+    adjust_lr_fn: AdjustLrName
+    update_scale: float
+    momentum: float
+    nesterov: bool
+    settings: tuple[float, ...]
+
+
 class RateTable:
     """Computes the :class:`Rates` of a plan."""
 
@@ -224,56 +243,54 @@ class RateTable:
         """Return the rates of a step; ``steps`` are counted from 1 in the state of each partition."""
         # A group may own many partitions (sub-groups): it is read once for each step number among them.
         warmup_steps = 0 if self._warmup is None else self._warmup.steps
-        numbers: dict[tuple[int, int], tuple[Any, ...]] = {}
-        read = []
+        read: dict[tuple[int, int], GroupRates] = {}
+        of_partitions = []
         for index in self._list_position:
             # After the warm-up momentum does not depend on the step, so that rates are not computed again.
             step = min(steps[index], warmup_steps + 1)
             key = (id(groups[index]), step)
-            if key not in numbers:
-                numbers[key] = self._numbers(groups[index], step)
-            read.append(numbers[key])
-        return self._rates_of(tuple(read))
+            if key not in read:
+                read[key] = self._read(groups[index], step)
+            of_partitions.append(read[key])
+        return self._rates_of(tuple(of_partitions))
 
-    def _numbers(self, group: Mapping[str, Any], step: int) -> tuple[Any, ...]:
-        """Return the values of a group in a step on which the rates depend."""
+    def _read(self, group: Mapping[str, Any], step: int) -> GroupRates:
         momentum, warmup = float(group["momentum"]), self._warmup
         if warmup is not None:
             momentum = momentum_in_warmup(momentum, start=warmup.start, steps=warmup.steps, step=step)
-        return (
-            float(group["lr"]),
-            float(group["weight_decay"]),
-            group["weight_decay_mode"],
-            (group["adjust_lr_fn"], float(group["update_scale"])),
-            momentum,
-            bool(group["nesterov"]),
-            *(float(group[key]) for key in self._keys),
+        return GroupRates(
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            weight_decay_mode=group["weight_decay_mode"],
+            adjust_lr_fn=group["adjust_lr_fn"],
+            update_scale=float(group["update_scale"]),
+            momentum=momentum,
+            nesterov=bool(group["nesterov"]),
+            settings=tuple(float(group[key]) for key in self._keys),
         )
 
-    def _made(self, read: Sequence[tuple[Any, ...]]) -> Rates:
-        block_scales, first = self._scales(tuple(rule for _, _, _, rule, *_ in read))
-        numbers = []
-        for lr, weight_decay, mode, _, momentum, nesterov, *of_variant in read:
+    def _made(self, of_partitions: Sequence[GroupRates]) -> Rates:
+        block_scales, first = self._scales(tuple((r.adjust_lr_fn, r.update_scale) for r in of_partitions))
+        lr_and_decay, cautious = [], []
+        for rates in of_partitions:
             # Cautious decay has no common factor: the pass gets the fraction that decayed weights lose.
-            decay = lr * weight_decay
-            if mode != "cautious":
-                decay = decay_factor(mode, lr=lr, weight_decay=weight_decay)
-            numbers.append((lr, decay, momentum, nesterov, *of_variant))
-        # Columns: learning rate, decay, momentum, Nesterov, and then the variant's settings.
-        settings = [values[4:] for values in numbers]
-        columns = 4 + len(self._keys)
-        rows = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(-1, columns)[
+            cautious.append(rates.weight_decay_mode == "cautious")
+            decay = rates.lr * rates.weight_decay
+            if not cautious[-1]:
+                decay = decay_factor(rates.weight_decay_mode, lr=rates.lr, weight_decay=rates.weight_decay)
+            lr_and_decay.append((rates.lr, decay))
+        momentum = [(rates.momentum, rates.nesterov) for rates in of_partitions]
+        # (partitions, 2) -> (matrices, 2)
+        of_matrices = torch.tensor(lr_and_decay, dtype=torch.float64, device="cpu").view(-1, 2)[
             self._positions
-        ]  # (matrices, columns)
-        rows[:, 0] *= first
-        modes = [mode == "cautious" for _, _, mode, *_ in read]
-        cautious = torch.tensor(modes, dtype=torch.bool, device="cpu")  # (partitions,)
+        ]
+        of_matrices[:, 0] *= first
         return Rates(
-            rows[:, 2:4].contiguous(),
-            rows[:, :2].contiguous(),
-            cautious if cautious.any() else None,
+            torch.tensor(momentum, dtype=torch.float64, device="cpu").view(-1, 2)[self._positions],
+            of_matrices,
+            torch.tensor(cautious, dtype=torch.bool, device="cpu") if any(cautious) else None,
             block_scales,
-            [settings[position] for position in self._positions.tolist()] if self._keys else (),
+            [of_partitions[position].settings for position in self._positions.tolist()] if self._keys else (),
         )
 
     def _scales_by(
@@ -352,7 +369,7 @@ def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> Non
 
 
 def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
-    """Decay the weights of some fragments and subtract their updates.
+    """Decay the weights of some fragments and subtract their updates, by :func:`.unpack_apply_` or its native twin.
 
     It is :meth:`deepspeed_muon.reference.ReferenceMuon.apply`::
 

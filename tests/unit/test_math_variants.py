@@ -236,8 +236,8 @@ def test_a_new_variant_with_a_setting_is_a_key_of_the_configuration(tmp_path: Pa
     registry = package / "variants" / "__init__.py"
     registry.write_text(
         registry.read_text()
-        .replace("import muon, muon_eq, normuon", "import muon, muon_eq, normuon, peaks")
-        .replace("(muon, normuon, muon_eq)", "(muon, normuon, muon_eq, peaks)")
+        .replace("import muon,", "import peaks, muon,")
+        .replace("in (muon,", "in (peaks, muon,")
     )
     program = "import deepspeed_muon as d; print(d.MuonConfig(variant='peaks', peak_decay=0.5).peak_decay)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
