@@ -96,10 +96,9 @@ def has_kernel(operators: ModuleType | None, device: str, name: str) -> bool:
 
 def built_library() -> Path | None:
     """Return the library for this machine if it is built, also where there is no nvcc any more."""
-    variants = (
-        (True,) if cuda_reason() is None else (True, False)
-    )  # without CUDA only where it cannot be built
-    paths = (library_path(with_cuda=with_cuda) for with_cuda in variants)
+    # A library without CUDA kernels serves only where they cannot be built.
+    choices = (True,) if cuda_reason() is None else (True, False)
+    paths = (library_path(with_cuda=with_cuda) for with_cuda in choices)
     return next((path for path in paths if path.exists()), None)
 
 
