@@ -7,7 +7,6 @@ once for all step sets     :mod:`.gradient_status` (which gradients are zero or 
 in every chunk             :mod:`.tables` (what the elementwise passes read and write), :mod:`.orthogonalize`
                            (Newton-Schulz in batches), :mod:`.check` (of every result)
 only with some settings    :mod:`.tensor_parallel`, :mod:`.row_state` (of a variant), :mod:`.int8` (``momentum_dtype``)
-for programs               :mod:`.sharded` (Newton-Schulz on a sharded matrix, which no step uses)
 the optimizer state        :mod:`.state`, with AdamW
 =========================  ===========================================================================================
 """

@@ -88,7 +88,7 @@ class ResultCheck:
     Attributes:
         left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
         is_deferred: Whether the second column holds.
-        origin: The position of each matrix of the plan in the step set, by which the ranks exchange verdicts.
+        origin: The index of each matrix of the plan in the step set, by which the ranks exchange verdicts.
     """
 
     def __init__(
@@ -104,7 +104,6 @@ class ResultCheck:
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
-        # Positions in the step set.
         self._fp32_only: set[SetIndex] = set()
         self._rows_restart: frozenset[SetIndex] = frozenset()
         self._matrices = matrices
@@ -130,29 +129,29 @@ class ResultCheck:
         if result.row_state is not None and result.new_rows is not None:
             result.row_state.write(result.members, result.new_rows, wrong)
 
-    def read_verdicts(self, positions: Collection[SetIndex]) -> list[str]:
+    def read_verdicts(self, set_indices: Collection[SetIndex]) -> list[str]:
         """Record what some rank left out in the previous step; return the names of those that failed in fp32 too.
 
         They are computed in fp32 from now on, and their row state, which may be the cause, starts anew. This rank's
-        verdicts are dropped. Must be called by all ranks that have shards of a matrix, with equal positions in the step
-        set. The host waits only if there are some.
+        verdicts are dropped. Must be called by all ranks that have shards of a matrix, with equal indices. The host
+        waits only if there are some.
         """
-        failed = self.failed(positions)
+        failed = self.failed(set_indices)
         left_out, self.left_out = self.left_out, []
         if not self.is_deferred:
             return failed
-        for indices, flags in left_out if positions else ():
+        for indices, flags in left_out if set_indices else ():
             for index, flag in zip(indices, flags.tolist(), strict=True):
                 if flag:
                     self.recorder.failed += 1
                     self._warn(index, "its norm is outside of its bounds", None)
-        self._fp32_only.update(positions)
-        self._rows_restart = frozenset(positions)
+        self._fp32_only.update(set_indices)
+        self._rows_restart = frozenset(set_indices)
         return failed
 
-    def failed(self, positions: Collection[SetIndex]) -> list[str]:
+    def failed(self, set_indices: Collection[SetIndex]) -> list[str]:
         """Return what :meth:`read_verdicts` will return."""
-        return self._names(self._fp32_only.intersection(positions) if self.is_deferred else positions)
+        return self._names(self._fp32_only.intersection(set_indices) if self.is_deferred else set_indices)
 
     def failing(self, count: int, device: torch.device) -> Tensor:
         """Return ``(count,)`` uint8 on the device: whether :meth:`failed` would name each parameter if it were flagged.
@@ -161,7 +160,7 @@ class ResultCheck:
         """
         if not self.is_deferred or not self._fp32_only:
             return torch.full((count,), int(not self.is_deferred), dtype=torch.uint8, device=device)
-        flags = [position in self._fp32_only for position in range(count)]
+        flags = [set_index in self._fp32_only for set_index in range(count)]
         return torch.tensor(flags, dtype=torch.uint8, device=device)
 
     def take_local_failures(self) -> list[str]:
@@ -175,20 +174,20 @@ class ResultCheck:
         self.left_out.clear()
         return self._names(failed)
 
-    def _names(self, positions: Collection[SetIndex]) -> list[str]:
+    def _names(self, set_indices: Collection[SetIndex]) -> list[str]:
         """Return the names of some matrices of the step set, in its order."""
-        pairs = zip(self.origin, self._matrices, strict=True) if positions else ()
-        name_of = {position: matrix.name for position, matrix in pairs}
-        return [name_of[position] for position in sorted(positions)]
+        pairs = zip(self.origin, self._matrices, strict=True) if set_indices else ()
+        name_of = {set_index: matrix.name for set_index, matrix in pairs}
+        return [name_of[set_index] for set_index in sorted(set_indices)]
 
     def _settle_on_device(self, result: Result) -> Tensor:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
-        for position, (index, _) in enumerate(result.members if self._fp32_only else ()):
+        for entry, (index, _) in enumerate(result.members if self._fp32_only else ()):
             if self.origin[index] in self._fp32_only:
                 # It replaces the entry of the batch, which ran as configured.
                 # Row state, which may be the cause, restarts once.
-                update = self._in_fp32(result, position, anew=self.origin[index] in self._rows_restart)
-                self._replace(result, position, update, None)
+                update = self._in_fp32(result, entry, anew=self.origin[index] in self._rows_restart)
+                self._replace(result, entry, update, None)
         # 1. the norms of updates and inputs, (blocks,) fp32
         lowest, highest = self._bounds_of(result)
         norms, inputs = frobenius_norms(result.updates), frobenius_norms(result.inputs)
@@ -210,62 +209,60 @@ class ResultCheck:
         bounds = lowest, highest = self._bounds_of(result)
         norms = frobenius_norms(result.updates).tolist()  # [blocks]
         # The comparison is written so that NaN counts as wrong.
-        for position in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
+        for entry in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
             # As on the device: the result for zeros is zero.
-            small = norms[position] <= highest and result.inputs[position].double().norm() < SMALLEST_NORM
-            if not small and (why := check_failure(norms[position], bounds)) is not None:
-                self._redo(result, position, why)
+            small = norms[entry] <= highest and result.inputs[entry].double().norm() < SMALLEST_NORM
+            if not small and (why := check_failure(norms[entry], bounds)) is not None:
+                self._redo(result, entry, why)
 
     def _bounds_of(self, result: Result) -> tuple[float, float]:
         _, rows, cols = result.blocks.shape
         return norm_bounds(rows, cols, self._band)
 
-    def _redo(self, result: Result, position: int, why: str) -> None:
+    def _redo(self, result: Result, entry: int, why: str) -> None:
         """Compute an entry again in fp32, and zero it if it is wrong again."""
-        update = self._in_fp32(result, position)
+        update = self._in_fp32(result, entry)
         failure = self._failure(result, update)
         if failure is not None and result.row_state is not None:
             # The row state may be the cause.
             why += "; the state of its rows was reset"
-            update = self._in_fp32(result, position, anew=True)
+            update = self._in_fp32(result, entry, anew=True)
             failure = self._failure(result, update)
-        self._replace(result, position, update, failure)
-        self._warn(result.members[position][0], why, failure)
+        self._replace(result, entry, update, failure)
+        self._warn(result.members[entry][0], why, failure)
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again, ``None`` if nothing is."""
         norm = float(frobenius_norms(update.unsqueeze(0)))
         return check_failure(norm, self._bounds_of(result))
 
-    def _in_fp32(self, result: Result, position: int, *, anew: bool = False) -> Tensor:
+    def _in_fp32(self, result: Result, entry: int, *, anew: bool = False) -> Tensor:
         """Return the update of one entry from the iteration in fp32, ``(rows, cols)``; set its block and row state."""
         # (rows, cols): the entry alone, so that no other one of its batch changes
-        block = orthogonalize_carefully(result.inputs[position].unsqueeze(0), self._ns)
+        block = orthogonalize_carefully(result.inputs[entry].unsqueeze(0), self._ns)
         result.blocks = result.blocks.float()  # fp32 has room for what half precision could not represent
-        result.blocks[position].copy_(block[0])
+        result.blocks[entry].copy_(block[0])
         if result.row_state is None or result.new_rows is None:
             return block[0]
-        updates, rows = result.row_state.scale_rows(
-            [result.members[position]], block, result.dtype, anew=anew
-        )
-        result.new_rows[position].copy_(rows[0])
+        updates, rows = result.row_state.scale_rows([result.members[entry]], block, result.dtype, anew=anew)
+        result.new_rows[entry].copy_(rows[0])
         return updates[0]
 
-    def _replace(self, result: Result, position: int, update: Tensor, failure: str | None) -> None:
+    def _replace(self, result: Result, entry: int, update: Tensor, failure: str | None) -> None:
         """Write an update that was computed again, or zeros if it is wrong again; count it."""
-        index = result.members[position][0]
+        index = result.members[entry][0]
         if result.row_state is None:
             result.updates = result.blocks
         else:
             result.updates = result.updates.float()
-            result.updates[position].copy_(update)
+            result.updates[entry].copy_(update)
         if failure is None:
             self.recorder.redone += 1
         else:  # wrong again: no update, and the row state of before
-            result.blocks[position].zero_()
-            result.updates[position].zero_()
+            result.blocks[entry].zero_()
+            result.updates[entry].zero_()
             if result.row_state is not None and result.new_rows is not None:
-                result.new_rows[position].copy_(result.row_state.stored([result.members[position]])[0])
+                result.new_rows[entry].copy_(result.row_state.stored([result.members[entry]])[0])
             self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
 
@@ -299,22 +296,22 @@ class ResultCheck:
     def _sample(self, result: Result) -> None:
         """Measure the entries of sampled matrices, and redo them if a singular value is far above the band."""
         with self.recorder.span("sampling"):
-            entries: dict[PlanIndex, list[int]] = {}
-            for position, (index, _) in enumerate(result.members):
+            entries_of: dict[PlanIndex, list[int]] = {}
+            for entry, (index, _) in enumerate(result.members):
                 if self.watches(index):
-                    entries.setdefault(index, []).append(position)
-            for index, positions in entries.items():
+                    entries_of.setdefault(index, []).append(entry)
+            for index, entries in entries_of.items():
                 # The norm says little of a single direction; the largest singular value shows a divergent one.
-                sums = self._measured(result, positions)
+                sums = self._measured(result, entries)
                 largest, limit = sums["sigma_max"], self._band.high * (1 + SIGMA_TOLERANCE)
                 if self.recorder.check and not largest <= limit:
                     why = f"its largest singular value {largest:.3g} is above {limit:.3g}"
-                    for position in positions:
-                        self._redo(result, position, why)
-                    sums = self._measured(result, positions)
+                    for entry in entries:
+                        self._redo(result, entry, why)
+                    sums = self._measured(result, entries)
                 self.recorder.keep(self._matrices[index].name, sums)
 
-    def _measured(self, result: Result, positions: list[int]) -> MeasuredBlocks:
-        index, number = result.members[positions[0]]
+    def _measured(self, result: Result, entries: list[int]) -> MeasuredBlocks:
+        index, number = result.members[entries[0]]
         scale = result.block_scales[index][number]
-        return measure(result.inputs[positions], result.blocks[positions], scale=scale, band=self._band)
+        return measure(result.inputs[entries], result.blocks[entries], scale=scale, band=self._band)

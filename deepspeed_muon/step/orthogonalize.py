@@ -86,13 +86,14 @@ class LocalOrthogonalizer:
     Attributes:
         matrices: All matrices of the exchange plan.
         context: The context of the step set.
+        newton_schulz: Runs the iteration on a batch: an :class:`~deepspeed_muon.ops.dispatch.Orthogonalizer`.
         check: Checks the results.
     """
 
     def __init__(self, matrices: Sequence[MatrixLayout], context: StepContext, check: ResultCheck) -> None:
         self.matrices = matrices
         self.context = context
-        self._orthogonalize = context.orthogonalize
+        self.newton_schulz: Callable[..., Tensor] = context.orthogonalizer
         self.check = check
         # Almost always a chunk has the same active matrices in every step.
         self._batches = functools.lru_cache(maxsize=64)(self._planned)
@@ -183,7 +184,7 @@ class LocalOrthogonalizer:
         """
         inputs = before_iteration(self.context.variant, inputs, self.matrices[members[0][0]])
         with self.check.recorder.span("newton_schulz"):
-            blocks = self._orthogonalize(inputs, settings=self.context.ns_settings)
+            blocks = self.newton_schulz(inputs, settings=self.context.ns_settings)
         result = Result(members, inputs, blocks, step.rates.block_scales, step.row_state, dtype)
         self.check.settle(result)
         return result.updates

@@ -17,6 +17,7 @@ from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.monitoring.recorder import StepRecorder
+from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout, PartitionIndex, SetIndex
 from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placement
 from deepspeed_muon.routing.route import Route
@@ -27,9 +28,6 @@ from deepspeed_muon.variants.variant import Variant
 
 NativeAdam = Callable[[], Callable[..., None]]
 """Makes a native AdamW; see :attr:`StepSet.native_adam`."""
-
-Orthogonalize = Callable[..., Tensor]
-"""``(batch, rows, cols)`` to the same in the settings' dtype; called as ``orthogonalize(x, settings=...)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,7 @@ class StepContext:
         step_set: The step set.
         config: The optimizer's settings.
         device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
-        orthogonalize: Runs the Newton-Schulz iteration.
+        orthogonalizer: Runs the Newton-Schulz iteration.
         counts: Counters of the optimizer; mutated.
         recorder: Samples and counters of the check.
         buffers: Memory of the exchange, shared by all step sets.
@@ -154,7 +152,7 @@ class StepContext:
     step_set: StepSet
     config: MuonConfig
     device: torch.device
-    orthogonalize: Orthogonalize
+    orthogonalizer: Orthogonalizer
     counts: SentCounts
     recorder: StepRecorder
     buffers: ExchangeBuffers

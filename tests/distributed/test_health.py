@@ -178,7 +178,7 @@ def broken(
     for runner in optimizer.runners:
         shapes = {m.block_shapes[0] for m in runner.plan.matrices if m.name in names}
         placement = runner._strategy
-        original = placement._orthogonalize
+        original = placement.newton_schulz
         runner.check.is_deferred = is_deferred
 
         def orthogonalize(x: Any, *, settings: Any, original: Any = original, shapes: Any = shapes) -> Any:
@@ -187,7 +187,7 @@ def broken(
                 result = result * garbage
             return result
 
-        placement._orthogonalize = orthogonalize
+        placement.newton_schulz = orthogonalize
     training.train_steps(engine, STEPS, rank, world_size)
     return {
         "params": training.full_masters(engine),

@@ -53,7 +53,7 @@ def train_scaled(
     optimizer = deepspeed_muon.muon_optimizer(engine)
     for runner in optimizer.runners:
         local = runner._strategy._local
-        local._orthogonalize = spoiling(local._orthogonalize)
+        local.newton_schulz = spoiling(local.newton_schulz)
     group = optimizer.runners[0].step_set.tensor_group
     masters = [tensor_parallel.assembled(engine, None, group)]
     for step, factor in enumerate(factors):

@@ -145,13 +145,13 @@ def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, 
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
     optimizer._bind_to_parameters()
     strategy = optimizer.runners[0]._strategy
-    original, shapes = strategy._orthogonalize, []
+    original, shapes = strategy.newton_schulz, []
 
     def noting(x: torch.Tensor, **settings: Any) -> torch.Tensor:
         shapes.append(tuple(x.shape))
         return original(x, **settings)
 
-    strategy._orthogonalize = noting
+    strategy.newton_schulz = noting
     optimizer.step()
     return weight.detach().clone(), shapes
 
