@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_muon import NsSettings, orthogonalize, orthogonalize_sharded
+from deepspeed_muon import NsSettings, orthogonalize, orthogonalize_sharded, sharded
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.reference import newton_schulz
-from deepspeed_muon.step import sharded
 from tests.support.comparisons import relative, within
 from tests.support.matrices import matrix
 from tests.support.rounding import iteration_limit
