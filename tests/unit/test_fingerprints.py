@@ -73,9 +73,7 @@ def test_changed_functions_are_named_once(tmp_path: Path) -> None:
         text.replace("    def reset_cpu_buffers(self):", "    def reset_cpu_buffers(self):\n        pass")
     )
     paths = os.pathsep.join((str(tmp_path), str(REPOSITORY)))
-    first, second = run_ranks(start_two_engines, 2, env={"PYTHONPATH": paths})
-    (message,) = first
-    assert second == []
+    ((message,),) = run_ranks(start_two_engines, 1, env={"PYTHONPATH": paths})
     names = message.split("): ")[1].split(". Training")[0]
     assert set(names.split(", ")) == {
         "DeepSpeedZeroOptimizer.zero_grad",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
+import textwrap
 
+import pytest
+
+from deepspeed_muon.ops import builder
+from tests.support.harness import run_command
 from tests.support.native_ops import REPOSITORY
 
 PACKAGE = REPOSITORY / "deepspeed_muon"
@@ -53,13 +57,27 @@ def test_the_check_sees_every_access_to_a_private_attribute() -> None:
     assert sorted(line for line, _ in accesses) == [1, 2, 3]
 
 
-def test_the_package_imports_no_tool() -> None:
-    program = (
-        "import sys, deepspeed_muon; print(*(name for name in sys.modules if '.tools' in name), sep='\\n')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
-    modules = [name for name in done.stdout.split() if name.startswith("deepspeed_muon")]
-    assert done.returncode == 0 and not modules, done.stdout + done.stderr
+@pytest.mark.native
+def test_an_import_loads_and_starts_nothing_and_a_built_library_no_tools_of_the_build() -> None:
+    """They cost a process seconds: no program is started, neither tools nor torch's build code are imported."""
+    program = """
+        import sys
+        started = []
+        import torch, deepspeed
+        sys.addaudithook(lambda event, args: started.append(args) if event == "subprocess.Popen" else None)
+        import deepspeed_muon
+        from deepspeed_muon.ops import builder
+        assert not builder.loaded()
+        builder.load()
+        assert torch.ops.deepspeed_muon.unpack_apply_
+        assert not started and "torch.utils.cpp_extension" not in sys.modules, started
+        assert not [name for name in sys.modules if name.startswith("deepspeed_muon.tools")]
+        print(sys.argv[1:])
+    """
+    builder.load()
+    # The arguments are the program's, and nothing here parses them.
+    done = run_command([sys.executable, "-c", textwrap.dedent(program), "--help", "deepspeed_muon"])
+    assert done.stdout.endswith("['--help', 'deepspeed_muon']\n")
 
 
 # Functions of torch that make a tensor of torch's default dtype, on its default device, unless they are told.

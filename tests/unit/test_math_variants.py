@@ -226,6 +226,7 @@ def test_the_example_of_a_variant_runs() -> None:
     close(new, blocks.square().mean(-1).sqrt(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.full
 def test_a_new_variant_with_a_setting_is_a_key_of_the_configuration(tmp_path: Path) -> None:
     """The package is imported, and its table of settings written, before anything else names the setting."""
     package = tmp_path / "deepspeed_muon"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from deepspeed_muon.ops import builder, dispatch, self_test, torch_operators
 from deepspeed_muon.ops.dispatch import NsBackend, Orthogonalizer
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import within
+from tests.support.harness import run_command
 from tests.support.kernels import forced_kernel
 from tests.support.native_ops import REPOSITORY
 from tests.support.rounding import iteration_limit
@@ -161,7 +161,7 @@ def test_the_report_names_the_kernels() -> None:
     assert entry["calls"] == 3 and entry["ran"] == "torch gram" and "1x24x64" in entry["problem"]
 
 
-def test_two_runs_have_the_same_bits() -> None:
+def test_two_runs_have_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     """Kernels were timed: a busy moment chose others, and the next run rounded differently."""
     program = """
         import hashlib, torch
@@ -178,12 +178,11 @@ def test_two_runs_have_the_same_bits() -> None:
             digest.update(param.detach().numpy().tobytes())
         print(sorted((e["problem"], e["ran"]) for e in optimizer.kernel_report()), digest.hexdigest())
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    runs = [subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [run.communicate(timeout=200)[0] for run in runs]
-    assert not any(run.returncode for run in runs)
-    first, second = (output.splitlines()[-1] for output in outputs)
-    assert first == second and "256x512" in first.replace("512x256", "256x512")
+    program = textwrap.dedent(program)
+    exec(program, {})
+    here = capsys.readouterr().out.splitlines()[-1]
+    again = run_command([sys.executable, "-c", program]).stdout.splitlines()[-1]
+    assert here == again and "256x512" in here.replace("512x256", "256x512")
 
 
 def test_the_flat_passes_of_all_backends() -> None:

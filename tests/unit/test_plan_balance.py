@@ -125,7 +125,7 @@ def test_owners_are_those_of_the_definition(
     assert load.tolist() == again
 
 
-EXPERTS, LAYERS, ROWS, COLS = 64, 32, 64, 4096
+EXPERTS, LAYERS, ROWS, COLS = 64, 16, 64, 4096
 
 
 def planned(world: int) -> tuple[int, int, int]:
@@ -153,9 +153,9 @@ def planned(world: int) -> tuple[int, int, int]:
     return counted, memory, len(plans[0].matrices)
 
 
-@pytest.mark.parametrize("ranks", [(1 << 10, 1 << 12), (1 << 13, 1 << 16)])
-def test_work_and_memory_do_not_grow_with_the_ranks_that_hold_a_matrix(ranks: tuple[int, int]) -> None:
-    """With eight times the ranks every expert lies on eight times as many: 1,024 of 65,536."""
+def test_work_and_memory_do_not_grow_with_the_ranks_that_hold_a_matrix() -> None:
+    """With 64 times the ranks every expert lies on 64 times as many: 1,024 of 65,536."""
+    ranks = (1 << 10, 1 << 16)
     (few, small, matrices), (many, large, same) = map(planned, ranks)
     assert matrices == same == EXPERTS * LAYERS
     assert many <= 1.05 * few

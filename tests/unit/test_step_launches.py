@@ -187,20 +187,17 @@ def counted(model: str, ranks: int, variant: str = "muon", **params: Any) -> tup
     return runner, launches
 
 
-def test_launches_of_a_step_do_not_grow_with_the_fragments() -> None:
-    """Llama-7b on 64 ranks: a rank holds fragments of all 224 matrices, and owns four of them."""
-    runner, launches = counted("llama-7b", 64)
-    assert (len(runner.plan.matrices), max(Counter(runner.plan.owners).values())) == (224, 4)
-    assert launches.waits == 1, "the host waits for the flags of the gradients alone"
-    assert launches.counts["all-to-all"] == 2 * len(runner.plan.chunks)
-    with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
-    # Before there were tables, 448 of the passes alone, and copies.
-    assert launches.counts["passes"] <= 12 and with_graphs <= 79 and launches.counts.total() <= 167
-
-
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_wait_as_rarely_as_muon(name: str) -> None:
-    _, launches = counted("llama-7b", 64, name)
+def test_launches_of_a_step_do_not_grow_with_the_fragments(name: str) -> None:
+    """Llama-7b on 64 ranks: a rank holds fragments of all 224 matrices, and owns four of them."""
+    runner, launches = counted("llama-7b", 64, name)
     variant = VARIANTS[name]
-    most = 167 + 32 * (variant.before_iteration is not None) + 56 * (variant.row_factors is not None)
-    assert launches.waits == 1 and launches.counts.total() <= most
+    further = 32 * (variant.before_iteration is not None) + 56 * (variant.row_factors is not None)
+    assert launches.waits == 1, "the host waits for the flags of the gradients alone"
+    assert launches.counts.total() <= 167 + further
+    if name == "muon":
+        assert (len(runner.plan.matrices), max(Counter(runner.plan.owners).values())) == (224, 4)
+        assert launches.counts["all-to-all"] == 2 * len(runner.plan.chunks)
+        with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
+        # Before there were tables, 448 of the passes alone, and copies.
+        assert launches.counts["passes"] <= 12 and with_graphs <= 79

@@ -54,12 +54,11 @@ def shm_op_is_on(rank: int, world_size: int) -> bool:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_return_their_results_in_order(ranks: Pools, world_size: int) -> None:
-    results = ranks(world_size).run(describe, scale=2.0)
-    assert [result["rank"] for result in results] == list(range(world_size))
+def test_ranks_return_their_results_in_order(ranks: Pools) -> None:
+    results = ranks(2).run(describe, scale=2.0)
+    assert [(result["rank"], result["world_size"]) for result in results] == [(0, 2), (1, 2)]
     for result in results:
-        torch.testing.assert_close(result["total"], torch.full((3,), world_size * (world_size + 1.0)))
+        torch.testing.assert_close(result["total"], torch.full((3,), 6.0))
         torch.testing.assert_close(result["view"], torch.tensor([2.0, 3.0]))
 
 

@@ -50,13 +50,6 @@ def test_help_and_errors_of_usage_import_neither_torch_nor_deepspeed(
     assert "argparse" in modules and modules.isdisjoint(("torch", "deepspeed", "pydantic", "numpy"))
 
 
-def test_a_program_that_imports_the_package_parses_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import deepspeed_muon, sys; print(sys.argv[1:])")
-    command = [sys.executable, str(tmp_path / "train.py"), "--help", "deepspeed_muon"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.stdout == "['--help', 'deepspeed_muon']\n", done.stderr
-
-
 def test_only_json_is_printed(tmp_path: Path) -> None:
     """DeepSpeed's warning of a machine without a GPU, or a model's prints, came first."""
     (tmp_path / "printing.py").write_text(
