@@ -33,7 +33,7 @@ from deepspeed_muon.checkpoint.parameters import (
     optimizer_of,
     require_all_ranks,
 )
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, StateSource, find_consolidated
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, find_consolidated
 from deepspeed_muon.config.settings import GroupSettings, MuonConfig, checked_group_settings
 from deepspeed_muon.errors import CheckpointError, ConfigError, MuonError
 from deepspeed_muon.logs import listed, logger, warn
@@ -101,7 +101,7 @@ def restore(
 
 def restore_from_source(
     engine: Any,
-    open_source: Callable[[], StateSource],
+    open_source: Callable[[], ConsolidatedSource],
     where: str,
     *,
     hyperparameters: bool = True,
@@ -109,7 +109,7 @@ def restore_from_source(
     scheduler: bool = True,
     with_state: bool = True,
     allow_nonfinite: bool = False,
-) -> tuple[StateSource, SettingsSnapshot]:
+) -> tuple[ConsolidatedSource, SettingsSnapshot]:
     """Check a source against the engine on all ranks, then fill the engine from it. Must be called by all ranks.
 
     Args:
@@ -149,13 +149,7 @@ def restore_from_source(
                     scheduler=scheduler,
                     with_state=with_state,
                 )
-                if source.is_complete:
-                    nonfinite = source.verify(all_ranks().position, all_ranks().size)
-                # Other pipeline stages and expert-parallel ranks have other files.
-                for parameters in () if source.is_complete else state.groups:
-                    names = {parameter.name for parameter in parameters}
-                    first = parameters[0]
-                    nonfinite += source.verify(first.group_rank, len(first.members), names)
+                nonfinite = source.verify(all_ranks().position, all_ranks().size)
             # A folder on a local disk may hold another checkpoint on each machine.
             facts.record("checkpoint", source.index.sha256)
         _refuse_another_model(state, source, problems)
@@ -170,7 +164,7 @@ def restore_from_source(
 # ---- the checks --------------------------------------------------------------------------------------------
 
 
-def _compare_parameters(state: LiveState, source: StateSource, with_state: bool) -> list[str]:
+def _compare_parameters(state: LiveState, source: ConsolidatedSource, with_state: bool) -> list[str]:
     """Return in words how the parameters of this rank differ from the checkpoint's."""
     records = source.parameters
     problems: list[str] = []
@@ -209,12 +203,12 @@ def _compare_parameters(state: LiveState, source: StateSource, with_state: bool)
     return problems
 
 
-def _refuse_another_model(state: LiveState, source: StateSource, problems: Sequence[str]) -> None:
+def _refuse_another_model(state: LiveState, source: ConsolidatedSource, problems: Sequence[str]) -> None:
     """Raise on every rank if one has ``problems``, or if no rank has some parameter of the checkpoint.
 
     Must be called by all ranks.
     """
-    names = sorted(source.parameters) if source.is_complete else []
+    names = sorted(source.parameters)
     # With pipeline or expert parallelism no rank has all parameters, but every parameter must be on some rank.
     is_live = [float(name in state.parameters) for name in names]
     is_live = all_ranks().all_reduce(is_live, "max", purpose="check of a checkpoint")
@@ -237,11 +231,10 @@ def first_lines(lines: Collection[str]) -> str:
     return "\n".join(sorted(lines)[:20]) + (f"\nand {len(lines) - 20} more" if len(lines) > 20 else "")
 
 
-def _refuse_nonfinite(nonfinite: Sequence[str], source: StateSource, allow: bool) -> None:
+def _refuse_nonfinite(nonfinite: Sequence[str], source: ConsolidatedSource, allow: bool) -> None:
     """Raise on every rank, or warn if it is allowed, if tensors that any rank verified hold infinities or NaN."""
     names_by_rank = all_ranks().all_gather(nonfinite, purpose="check of a checkpoint")
-    # Groups of ranks that share the files of some parameters each find them.
-    names = sorted({*chain.from_iterable(names_by_rank.values())})
+    names = sorted(chain.from_iterable(names_by_rank.values()))
     if not names:
         return
     text = f"{source.where}: {nonfinite_text(names)}"
@@ -280,7 +273,7 @@ class _RestorePlan:
     def __init__(
         self,
         state: LiveState,
-        source: StateSource,
+        source: ConsolidatedSource,
         *,
         take_rates: bool,
         progress: Progress | None,
@@ -334,7 +327,7 @@ class _RestorePlan:
         return new_tensors[key].view(-1)
 
 
-def _steps_by_partition(state: LiveState, source: StateSource) -> dict[int, int]:
+def _steps_by_partition(state: LiveState, source: ConsolidatedSource) -> dict[int, int]:
     """Return the step count of every partition. Its parameters share one, which Adam's bias correction uses."""
     saved_steps: dict[int, set[int]] = {}
     for parameter in state.parameters.values():
@@ -356,7 +349,7 @@ def _row_keys(state: LiveState) -> tuple[str, ...]:
     return () if row_state is None else (row_state.key,)
 
 
-def _warn_of_another_variant(state: LiveState, source: StateSource) -> None:
+def _warn_of_another_variant(state: LiveState, source: ConsolidatedSource) -> None:
     """Warn if per-row state is reset or dropped because the saved run had another variant."""
     pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters.values()]
     changes = []

@@ -1,28 +1,21 @@
-"""What a restore reads from: a consolidated set, or a universal checkpoint that DeepSpeed's converter wrote."""
+"""What a restore reads from: the files of a consolidated set, and which set a folder means."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import math
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.deepspeed_files import identify_tag, model_files
+from deepspeed_muon.checkpoint.deepspeed_files import identify_tag
 from deepspeed_muon.checkpoint.files import (
-    check_tensor,
-    drop_pages,
     file_digest,
     is_name,
     latest_tag,
-    load_pickle,
     open_regular,
     refusing,
     regular_size,
@@ -32,12 +25,8 @@ from deepspeed_muon.checkpoint.index import (
     CONSOLIDATED_FOLDER,
     INDEX_NAME,
     ITEM_BYTES,
-    STATE_KEYS,
-    CheckpointIndex,
     FileLayout,
-    ParameterRecord,
     Shapes,
-    checked,
     load_index,
     tensor_name,
     tensors_by_file,
@@ -54,40 +43,37 @@ _MAX_OPEN_FILES = 8
 """Files of a set that remain open between two reads."""
 
 
-class StateSource(ABC):
-    """Full tensors of parameters and optimizer state by name, of which ranges can be read.
+class ConsolidatedSource:
+    """Full tensors of a consolidated set by name, of which ranges can be read. Nothing is unpickled.
 
     Attributes:
         where: The folder, for errors.
-        index: The index of the set; for a universal checkpoint one that is made from its files.
-        is_complete: Whether ``index`` has all parameters of the checkpoint, not only those that this rank trains.
+        index: The index of the set.
+        parameters: Its records by name.
     """
 
-    is_complete = True
-
-    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        """Take the folder with the files, and the index that names them."""
-        self._folder = folder
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Read the index; raises a CheckpointError if there is none or it is not valid."""
+        self._folder = Path(folder)
         self.where = str(folder)
-        self.index = index
+        self.index = load_index(folder)
+        self.parameters = self.index.parameters
         # A file without tensors is one that nobody reads, but all files are verified.
         self._shapes_in: dict[str, Shapes] = {
-            **{file: {} for file in index.files},
-            **tensors_by_file(index.parameters),
+            **{file: {} for file in self.index.files},
+            **tensors_by_file(self.parameters),
         }
+        self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
+        self._layouts: dict[str, FileLayout] = {}
+        # Inode, size and time of each file when it was first opened, since it may be closed and opened again.
+        self._identities: dict[str, tuple[int, ...]] = {}
 
-    @property
-    def parameters(self) -> Mapping[str, ParameterRecord]:
-        """The records by name."""
-        return self.index.parameters
-
-    def verify(self, rank: int, world_size: int, names: Container[str] | None = None) -> list[str]:
+    def verify(self, rank: int, world_size: int) -> list[str]:
         """Check this rank's share of the files against the records; every file is checked by one rank.
 
         Args:
             rank: The position of this rank among those that share the files.
             world_size: The number of these ranks.
-            names: The parameters whose files they share; ``None`` for all.
 
         Returns:
             The tensors of these files that hold an infinity or NaN.
@@ -104,8 +90,6 @@ class StateSource(ABC):
         numel_in = {file: sum(map(math.prod, shapes.values())) for file, shapes in self._shapes_in.items()}
         # The largest first and the ranks in turn, so that each reads about as many bytes.
         files = sorted(tensors_in, key=numel_in.__getitem__, reverse=True)
-        if names is not None:
-            files = [file for file in files if any(parameter in names for parameter, _ in tensors_in[file])]
         for file in files[rank::world_size]:
             try:
                 with refusing(str(self._folder / file)):
@@ -119,14 +103,6 @@ class StateSource(ABC):
                 if not self._is_finite(parameter, key)
             ]
         return nonfinite
-
-    @abstractmethod
-    def _check(self, file: str) -> None:
-        """Raise unless a file is complete and has the tensors of the records."""
-
-    @abstractmethod
-    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return elements ``[start, start + numel)`` of a full tensor in row-major order, ``(numel,)`` fp32."""
 
     def _is_finite(self, parameter: str, key: str) -> bool:
         numel = math.prod(self.parameters[parameter].shape_of(key))
@@ -167,21 +143,6 @@ class StateSource(ABC):
                 ):
                     elements.copy_(values)
 
-    def close(self) -> None:  # noqa: B027 - a universal checkpoint keeps nothing open
-        """Close the files."""
-
-
-class ConsolidatedSource(StateSource):
-    """A set that :func:`deepspeed_muon.checkpoint.consolidate` wrote. Nothing is unpickled."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read the index; raises a CheckpointError if there is none or it is not valid."""
-        super().__init__(Path(folder), load_index(folder))
-        self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
-        self._layouts: dict[str, FileLayout] = {}
-        # Inode, size and time of each file when it was first opened, since it may be closed and opened again.
-        self._identities: dict[str, tuple[int, ...]] = {}
-
     def _check(self, file: str) -> None:
         """Compare size, header and checksum, in this order: nothing is read of a file that is too large."""
         path, record = self._folder / file, self.index.files[file]
@@ -193,7 +154,7 @@ class ConsolidatedSource(StateSource):
             raise CheckpointError(f"{path}: its checksum is not that of the index")
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return a range of a tensor; see :class:`StateSource`."""
+        """Return elements ``[start, start + numel)`` of a full tensor in row-major order, ``(numel,)`` fp32."""
         name = self.parameters[parameter].tensors[key]
         with refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, layout = self._open(name)
@@ -239,112 +200,14 @@ class ConsolidatedSource(StateSource):
         self._open_files.clear()
 
 
-class UniversalSource(StateSource):
-    """A universal checkpoint from DeepSpeed's converter. Pickles are read with ``weights_only``."""
-
-    is_complete = False
-
-    def __init__(self, folder: Path, live: Mapping[str, ParameterRecord]) -> None:
-        """Describe the trained parameters by their files; those of buffers and frozen parameters are left out.
-
-        Args:
-            folder: The folder with ``zero``.
-            live: The model's parameters by name. The files do not say which algorithm their state is of.
-
-        Raises:
-            CheckpointError: Naming the file.
-        """
-        self._folder = folder  # for _tensor, before there is an index
-        self._last_tensor: tuple[Path, Tensor] | None = None  # the file that was mapped last
-        from_adam = 0
-        parameters: dict[str, ParameterRecord] = {}
-        for name in sorted(live):
-            parameter_folder, algorithm = folder / "zero" / name, live[name].algorithm
-            stems = {path.stem for path in parameter_folder.glob("*.pt")}
-            if not stems:
-                continue
-            stem_of = {key: key for key in ("fp32", *STATE_KEYS[algorithm])}
-            if algorithm == "muon" and "momentum_buffer" not in stems and "exp_avg" in stems:
-                stem_of["momentum_buffer"] = "exp_avg"
-                from_adam += 1
-            step = 0
-            # A parameter without files of its state has taken no step. Not every optimizer stores the count.
-            if set(stem_of.values()) <= stems:
-                has_step = "step" in stems
-                step = int(load_pickle(parameter_folder / "step.pt") if has_step else self._global_step())
-            shape = tuple(self._tensor(f"zero/{name}/fp32.pt").shape)
-            if math.prod(shape) == math.prod(live[name].shape):
-                shape = live[name].shape  # from stage 3 DeepSpeed writes flat tensors
-            tensors = {
-                key: f"zero/{name}/{stem}.pt" for key, stem in stem_of.items() if step or key == "fp32"
-            }
-            entry = {"shape": shape, "algorithm": algorithm, "step": step, "group": 0, "tensors": tensors}
-            refusal = f"{parameter_folder}: refused: parameter {name}: "
-            parameters[name] = checked(ParameterRecord, entry, refusal)
-        if from_adam:
-            warn(
-                "deepspeed_muon: %s was saved by AdamW: its exp_avg becomes the momentum of %d matrices, their "
-                "exp_avg_sq is dropped",
-                folder,
-                from_adam,
-            )
-        # The checksum, equal on all ranks, is one of all names and of a step count: the parameters are this rank's.
-        folders = sorted((folder / "zero").iterdir())
-        counted = next((path / "step.pt" for path in folders if (path / "step.pt").is_file()), None)
-        facts = [None if counted is None else int(load_pickle(counted)), *(path.name for path in folders)]
-        sha256 = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        super().__init__(folder, CheckpointIndex.model_construct(parameters=parameters, sha256=sha256))
-
-    def _global_step(self) -> int:
-        """Return the optimizer steps of the run, by the counters in the model's file."""
-        file = model_files(self._folder).get("mp_rank_00")
-        if file is None:
-            raise CheckpointError(f"{self._folder}: says nowhere how many steps were taken")
-        model = load_pickle(file)
-        return int(model["global_steps"]) - int(model["skipped_steps"])
-
-    def _check(self, file: str) -> None:
-        """Compare the number of elements; the shape says nothing, since DeepSpeed flattens tensors of stage 3."""
-        tensor, numel = self._tensor(file), sum(map(math.prod, self._shapes_in[file].values()))
-        if tensor.numel() != numel:
-            raise CheckpointError(
-                f"{self._folder / file}: shape {list(tensor.shape)}, expected {numel} elements"
-            )
-
-    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
-        """Return a range of a tensor; see :class:`StateSource`."""
-        flat = self._tensor(self.parameters[parameter].tensors[key]).reshape(-1)
-        mapped = flat.narrow(0, start, numel)
-        values = mapped.to(torch.float32, copy=True)
-        drop_pages([mapped])
-        return values
-
-    def _tensor(self, file: str) -> Tensor:
-        """Return the tensor in a file, memory-mapped."""
-        path = self._folder / file
-        if self._last_tensor is None or self._last_tensor[0] != path:
-            content = load_pickle(path)
-            tensor = content["param"] if isinstance(content, dict) else content  # DeepSpeed writes both
-            check_tensor(tensor, str(path))
-            self._last_tensor = path, tensor
-        return self._last_tensor[1]
-
-
-def open_universal(folder: Path, live: Mapping[str, ParameterRecord]) -> StateSource:
-    """Open a universal checkpoint: its consolidated set if it has one, else the files of DeepSpeed's converter.
-
-    Args:
-        folder: The folder with ``zero``.
-        live: See :class:`UniversalSource`.
-
-    Raises:
-        CheckpointError: Naming the file.
-    """
-    if not (folder / "zero").is_dir():
-        raise CheckpointError(f"{folder}: no folder 'zero': not a universal checkpoint")
-    if _exists(folder / "zero" / INDEX_NAME):
-        return ConsolidatedSource(folder / "zero")
-    return UniversalSource(folder, live)
+def universal_set(folder: Path) -> Path:
+    """Return the folder of the set in a universal checkpoint; raise a CheckpointError for one that has none."""
+    if (folder / "zero").is_dir() and not _exists(folder / "zero" / INDEX_NAME):
+        raise CheckpointError(
+            f"{folder}: a universal checkpoint of DeepSpeed's converter, which this Muon does not read: convert the "
+            f"checkpoint that it was made from with 'python -m deepspeed_muon checkpoint universal'"
+        )
+    return folder / "zero"
 
 
 def find_consolidated(folder: Path) -> Path:

@@ -32,7 +32,7 @@ from deepspeed_muon.checkpoint.layout_record import (
 )
 from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
 from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
-from deepspeed_muon.checkpoint.sources import StateSource, open_universal
+from deepspeed_muon.checkpoint.sources import ConsolidatedSource, universal_set
 from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
@@ -70,14 +70,9 @@ def load_universal_checkpoint(
 ) -> None:
     """Load a universal checkpoint through our layouts. Must be called by all ranks."""
     engine = view.memory.engine()
-
-    def open_source() -> StateSource:
-        live = {name: parameter.record for name, parameter in collect(engine).parameters.items()}
-        return open_universal(Path(checkpoint_folder), live)
-
     source, _before = restore_from_source(
         engine,
-        open_source,
+        lambda: ConsolidatedSource(Path(checkpoint_folder, "zero")),
         str(checkpoint_folder),
         hyperparameters=load_optimizer_states,
         progress=False,
@@ -139,6 +134,8 @@ def load_checkpoint(original: Original, engine: DeepSpeedEngine, *args: object, 
     if universal:
         with raise_on_all_ranks(CheckpointError, ranks=optimizer_of(engine).ranks) as agreed:
             tag = _tag_to_load(given["load_dir"], given.get("tag"), "latest_universal")
+            if tag is not None:
+                universal_set(Path(given["load_dir"], tag))
             agreed.record("tag", tag)
     else:
         tag, saved = _check_native(engine, given["load_dir"], given.get("tag"), with_state=with_state)

@@ -8,14 +8,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.checkpoint import consolidate, restore
 from tests.support import training
-from tests.support.checkpoints import converter_options
 from tests.support.contract import compare
 from tests.support.models import MATRICES, VOCAB
 from tests.support.pipelines import MICRO_BATCHES, Embed, loss, make_pipeline, run_step, train
@@ -124,37 +121,6 @@ def test_pipeline_resumes_bit_by_bit(ranks: Any, how: str, tmp_path: Path) -> No
     rest = ranks(4).run(resumed, folder=str(tmp_path / how), how=how, rest=True)
     for before, after in zip(uninterrupted, rest, strict=True):
         training.assert_same_bits(after, before)
-
-
-def from_adamw(rank: int, world_size: int, *, folder: str, loads: bool) -> dict[str, Any]:
-    """Train with DeepSpeed's AdamW and save, or load the universal checkpoint; return masters and refusal."""
-    pipeline, _ = make_pipeline("toy", 2)
-    config = training.ds_config(1, accumulation=MICRO_BATCHES)
-    if not loads:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    else:
-        config["checkpoint"] = {"load_universal": True}
-    engine = training.initialize(pipeline, config)
-    if loads:
-        error = training.refusal(lambda: engine.load_checkpoint(folder))
-        masters = training.full_masters(engine)
-        moments = training.full_states(engine, "exp_avg_sq")
-        momentum = training.full_states(engine, "momentum_buffer")
-        return {"error": error, "fp32": masters, "exp_avg_sq": moments, "momentum_buffer": momentum}
-    run_step(engine, 0, world_size // 2)
-    engine.save_checkpoint(folder, tag="tag")
-    return {"fp32": {name: safe_get_full_fp32_param(p).clone() for name, p in pipeline.named_parameters()}}
-
-
-def test_a_universal_checkpoint_of_adamw(ranks: Any, tmp_path: Path) -> None:
-    """The stages read different files; they were told that the ranks read different checkpoints."""
-    saved = ranks(4).run(from_adamw, folder=str(tmp_path), loads=False)
-    ds_to_universal.main(converter_options(tmp_path / "tag", tmp_path / "universal"))
-    (tmp_path / "latest_universal").write_text("universal")
-    for before, after in zip(saved, ranks(4).run(from_adamw, folder=str(tmp_path), loads=True), strict=True):
-        assert not after["error"], after["error"]
-        training.assert_same_bits(after, before, "fp32")
-        assert all(value.any() for key in ("exp_avg_sq", "momentum_buffer") for value in after[key].values())
 
 
 def test_stages_with_unequal_groups_are_refused(ranks: Any) -> None:
