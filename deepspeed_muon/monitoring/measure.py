@@ -121,10 +121,10 @@ def _quadrature(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]
     if not bool(torch.isfinite(packed).all()):
         nan = torch.full((*packed.shape[:-1], steps), math.nan, dtype=torch.float64, device="cpu")
         return nan, nan
-    tridiagonal = torch.diag_embed(packed[..., :steps])
-    if steps > 1:
-        beta = packed[..., steps:]
-        tridiagonal = tridiagonal + torch.diag_embed(beta, 1) + torch.diag_embed(beta, -1)
+    beta = packed[..., steps:]
+    tridiagonal = (
+        torch.diag_embed(packed[..., :steps]) + torch.diag_embed(beta, 1) + torch.diag_embed(beta, -1)
+    )
     nodes, vectors = torch.linalg.eigh(tridiagonal)
     return nodes.clamp(min=0), vectors[..., 0, :] ** 2
 
@@ -145,8 +145,6 @@ def measure(direction: Tensor, result: Tensor, *, scale: float, band: Band) -> M
         ``products``, the inner products of both.
     """
     batch, rows, cols = result.shape
-    if result.numel() <= _CONVERT_NUMEL:
-        direction, result = direction.float(), result.float()
     nodes, weights = spectrum(result)
     sigma = nodes.sqrt()
     # (batch, probes, steps): how far each node is outside the band

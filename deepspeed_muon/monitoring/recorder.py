@@ -10,15 +10,15 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from deepspeed_muon.logs import announce, logger
+from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
 from deepspeed_muon.transport.ranks import Ranks
 
@@ -93,6 +93,7 @@ class StepRecorder:
         # Steps in a row below _STALLED_COEFFICIENT: the last ones, and the most.
         self._stalled = self._longest_stall = 0
         self._has_reported = self._has_warned = False
+        self._has_gradient: dict[str, bool] = {}  # by parameter: whether a step had one
         self._spans: list[tuple[SpanName, torch.Event, torch.Event]] = []
 
     def reset(self, device: torch.device) -> None:
@@ -184,17 +185,24 @@ class StepRecorder:
         self._clippings.clear()
         return statistics.median(factors) if factors else -1.0
 
+    def record_gradients(self, names: Sequence[str], statuses: Sequence[int]) -> None:
+        """Record which parameters of a step set have a gradient: the status of those without one is 0."""
+        if self.every and not self._has_reported:
+            for name, status in zip(names, statuses, strict=True):
+                self._has_gradient[name] = status > 0 or self._has_gradient.get(name, False)
+
     def _log(self) -> None:
-        """Log once what was measured, and once that gradients are clipped to nothing."""
+        """Log once what was measured and what never had a gradient, and once that gradients are clipped to nothing."""
         if self._steps >= _REPORT_AFTER and not self._has_reported:
             self._has_reported = True
-            numbers = [
-                f"{name} {value:.3g}"
-                for name, value in self._summary.items()
-                if name not in ("step", "matrices")
-            ]
-            text = "deepspeed_muon: after %d steps: %s (docs/health.md says what these are)"
-            announce(text, self._steps, ", ".join(numbers), on_any_rank=True)
+            numbers = {
+                name: value for name, value in self._summary.items() if name not in ("step", "matrices")
+            }
+            text = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+            text += " (docs/health.md says what these are)"
+            if unused := [name for name, has_gradient in self._has_gradient.items() if not has_gradient]:
+                text += f"; no step had a gradient for {listed(unused, 5)}"
+            announce("deepspeed_muon: after %d steps: %s", self._steps, text, on_any_rank=True)
         if self._longest_stall >= _STALLED_STEPS and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -222,14 +230,13 @@ class StepRecorder:
         squares, numel, _ = self._weights.get(name, (0.0, 0, rate))
         self._weights[name] = (squares + float(weights.float().norm()) ** 2, numel + weights.numel(), rate)
 
-    def span(self, name: SpanName) -> AbstractContextManager[None]:
-        """Return a context manager that times a phase of a sampled step, and does nothing in other steps."""
-        return nullcontext() if self._sample is None else self._timed(name)
-
     @contextmanager
-    def _timed(self, name: SpanName) -> Iterator[None]:
+    def span(self, name: SpanName) -> Iterator[None]:
+        """Time a phase of a sampled step, and do nothing in other steps."""
         sample = self._sample
-        assert sample is not None
+        if sample is None:
+            yield
+            return
         if self._device.type == "cpu":
             start = time.perf_counter()
             yield
@@ -253,6 +260,10 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
         without a measurement are absent.
     """
     purpose = "summary of health"
+
+    def reduce(values: dict[str, float], how: Literal["sum", "max"]) -> dict[str, float]:
+        return dict(zip(values, ranks.all_reduce(list(values.values()), how, purpose=purpose), strict=True))
+
     # 1. Sums over the ranks. A rank without a measurement contributes 0 to the sum and to the count that divides it.
     # Sampling itself is excluded from the time of the step.
     total = sample.seconds.get("step", 0.0) - sample.seconds.get("sampling", 0.0)
@@ -267,12 +278,11 @@ def summarize(sample: Sample, ranks: Ranks) -> dict[str, Any]:
     }
     ratios = [health["update_over_weight"] for health in measured if "update_over_weight" in health]
     local |= {"sized": len(ratios), "update_over_weight": math.fsum(ratios)}
-    sums = dict(zip(local, ranks.all_reduce(list(local.values()), "sum", purpose=purpose), strict=True))
+    sums = reduce(local, "sum")
     # 2. Maxima over the ranks.
     sigma = max((health["sigma_max"] for health in measured), default=0.0)
-    largest = {"seconds": total, "sigma_max": sigma, "clip_coefficient": sample.clip_coefficient}
-    largest = dict(
-        zip(largest, ranks.all_reduce(list(largest.values()), "max", purpose=purpose), strict=True)
+    largest = reduce(
+        {"seconds": total, "sigma_max": sigma, "clip_coefficient": sample.clip_coefficient}, "max"
     )
     # 3. The summary, without the quantities that no rank measured.
     summary: dict[str, Any] = {"redone": int(sums["redone"]), "failed": int(sums["failed"])}

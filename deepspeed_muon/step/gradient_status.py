@@ -112,6 +112,7 @@ class GradientStatus:
         assert self.flags is not None
         (active, left_out), (is_nonfinite, is_failed) = self.flags.tolist(), self.wider_flags
         self.flags, self.wider_flags = None, (False, False)
+        self._check.recorder.record_gradients(self.names, active)
         nonfinite: tuple[str, ...] = ()
         if NOT_FINITE in active:
             nonfinite = tuple(n for n, status in zip(self.names, active, strict=True) if status == NOT_FINITE)

@@ -424,3 +424,14 @@ def test_one_replica_logs_the_numbers_once(
         run_with_norms([1e9] * 300, every=50)
         line = "after 200 steps: redone 0, failed 0, clip_coefficient 1e-09 ("
         assert caplog.text.count("were clipped") == capsys.readouterr().err.count(line) == 1 - rank
+
+
+def test_a_weight_without_a_gradient_is_named_after_200_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.ModuleDict({"hidden": nn.Linear(4, 4), "unused": nn.Linear(4, 4), "late": nn.Linear(4, 4)})
+    optimizer = Muon(model, lr=0.01, health=10)
+    for step in range(210):
+        x = model["hidden"](torch.ones(2, 4))
+        (model["late"](x) if step == 150 else x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert capsys.readouterr().err.count("no step had a gradient for unused.weight, unused.bias\n") == 1
