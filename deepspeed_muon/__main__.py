@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -13,6 +14,9 @@ def run() -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
     if sys.stdout is sys.stderr and sys.__stdout__ is not None:
         sys.stdout = sys.__stdout__  # command_line.begin replaced it
+    sys.path.insert(
+        0, os.getcwd()
+    )  # MODULE:FUNCTION may be in this folder, which `python -m` searches by itself
     return main()
 
 

@@ -50,6 +50,18 @@ def test_help_and_errors_of_usage_import_neither_torch_nor_deepspeed(
     assert "argparse" in modules and modules.isdisjoint(("torch", "deepspeed", "pydantic", "numpy"))
 
 
+def test_the_console_script_imports_models_from_the_current_folder(tmp_path: Path) -> None:
+    """Only ``python -m`` did: the first folder of a script's path is its own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/script.py").write_text(
+        "from deepspeed_muon.__main__ import run\nraise SystemExit(run())"
+    )
+    (tmp_path / "models.py").write_text("from torch import nn\ndef build(): return nn.Linear(8, 4)")
+    command = [sys.executable, "bin/script.py", "routes", "models:build"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_only_json_is_printed(tmp_path: Path) -> None:
     """DeepSpeed's warning of a machine without a GPU, or a model's prints, came first."""
     (tmp_path / "printing.py").write_text(
