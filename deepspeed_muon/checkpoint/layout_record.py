@@ -18,6 +18,7 @@ import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Annotated, Any, Literal
 
 import torch
@@ -58,8 +59,8 @@ class _Entry(ParameterRecord):
         cut: The slice, as dimension and ranges of a :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for
             the full tensor.
         row_fragments: The numbers of :attr:`.PartitionedParameter.row_fragments`.
-        weight_key: Key of its weights in the model's ``state_dict()`` if that is not its name; empty if they are not in
-            there. Only at stage 0 in fp32, whose files have the weights nowhere else.
+        weight_key: Key of its weights in the model's ``state_dict()`` if that is not its name. Only at stage 0
+            in fp32, whose files have the weights nowhere else.
     """
 
     name: str
@@ -285,10 +286,10 @@ def add_record_to_state_dict(engine: Any) -> None:
             "precision": precision_of(optimizer),
         }
         try:
-            state_dict[RECORD_KEY] = {**record, **record_of(collect(engine))}
+            record |= record_of(collect(engine))
         except CheckpointError as error:
             # DeepSpeed's own resume works without the record. The reason tells a reader that the state is ours.
-            state_dict[RECORD_KEY] = {**record, "missing": str(error)}
+            record["missing"] = str(error)
             if not has_warned:
                 warn(
                     "deepspeed_muon: the saved optimizer state has no record of its layout: %s. engine.load_checkpoint "
@@ -297,6 +298,7 @@ def add_record_to_state_dict(engine: Any) -> None:
                     error,
                 )
             has_warned = True
+        state_dict[RECORD_KEY] = record
 
     engine.basic_optimizer.register_state_dict_post_hook(add_record)
 
@@ -336,81 +338,60 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     weight_keys = _weight_keys(state)
-    # In the order of the model, which is the same on every rank.
-    position = {name: number for number, name in enumerate(state.host.parameters)}
     groups = []
     for parameters in state.groups:
         group_rank, members = parameters[0].group_rank, parameters[0].members
-        ordered = sorted(parameters, key=lambda parameter: position[parameter.local_name])
-        entries = [
-            _entry(parameter, weight_keys)
-            for parameter in ordered
+        group = _Group(
+            name=Scope.among(members, group_rank).name,
+            rank=group_rank,
+            world_size=len(members),
             # One description is enough where a placement says what every rank has. At stage 0 any file may be read
             # alone.
-            if parameter.group_rank == 0 or parameter.placement.replicated
-        ]
-        groups.append(
-            {
-                "name": Scope.among(members, group_rank).name,
-                "rank": group_rank,
-                "world_size": len(members),
-                "parameters": entries,
-            }
+            parameters=tuple(
+                _entry(parameter, weight_keys.get(parameter.name))
+                for parameter in parameters
+                if group_rank == 0 or parameter.placement.replicated
+            ),
         )
+        groups.append(group.model_dump(mode="json", exclude_defaults=True))
     return {"optimizer": state.optimizer.config.model_dump(mode="json"), "groups": groups}
 
 
-def _entry(parameter: LiveParameter, weight_keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the :class:`_Entry` of a parameter as plain values."""
-    layout = ParameterRecord.of(parameter.record, group=parameter.record.group)
-    entry = {
-        "name": parameter.name,
-        **layout.model_dump(mode="json", exclude_defaults=True),
-        "partition": parameter.partition,
-        "spread": parameter.placement.numbers(),
-    }
-    if not parameter.tensor_slice.is_full:
-        entry["cut"] = [parameter.tensor_slice.dim, list(map(list, parameter.tensor_slice.ranges))]
-    if parameter.row_fragments:
-        entry["row_fragments"] = [
-            [rows.rank, rows.matrix_offset, rows.partition_offset, rows.numel]
-            for rows in parameter.row_fragments
-        ]
-    if parameter.name in weight_keys:
-        entry["weight_key"] = weight_keys[parameter.name]
-    return entry
+def _entry(parameter: LiveParameter, weight_key: str | None) -> _Entry:
+    tensor_slice = parameter.tensor_slice
+    return _Entry.of(
+        parameter.record,
+        group=parameter.record.group,
+        name=parameter.name,
+        partition=parameter.partition,
+        spread=parameter.placement.numbers(),
+        cut=None if tensor_slice.is_full else (tensor_slice.dim, tensor_slice.ranges),
+        row_fragments=tuple(map(astuple, parameter.row_fragments)),
+        weight_key=weight_key,
+    )
 
 
 def _weight_keys(state: LiveState) -> dict[str, str]:
-    """Return the key of each parameter in the model's ``state_dict()``, if that is not its name.
+    """Return by name the key of each parameter in the model's ``state_dict()``, if that is not its name.
 
     A model may override ``state_dict``: a value head around a language model leaves out the latter's prefix. The
-    tensors are those of the parameters, so their addresses identify them.
-
-    Returns:
-        Keys by name; an empty key for a parameter that the ``state_dict()`` does not have.
+    tensors are those of the parameters, so their addresses identify them; copies are assumed to use the names.
     """
     engine = state.host.engine
     if engine.optimizer is not state.optimizer:  # a wrapper saves masters by number
         return {}
-    # Experts that have another number in the full model have files of their own, with that number in the keys.
-    parameters = {
-        parameter.name: parameter.local_partition.tensor
-        for parameter in state.parameters.values()
-        if parameter.name == parameter.local_name
-    }
     weights = {
         key: tensor for key, tensor in engine.module.state_dict().items() if isinstance(tensor, Tensor)
     }
     key_by_address = {_address(tensor): key for key, tensor in weights.items()}
-    parameter_addresses = set(map(_address, parameters.values()))
     keys = {}
-    for name, tensor in parameters.items():
-        address = _address(weights[name]) if name in weights else None
-        # A state_dict of copies, whose addresses are no parameter's, is assumed to use the names.
-        is_another_parameter = address != _address(tensor) and address in parameter_addresses
-        if address is None or is_another_parameter:
-            keys[name] = key_by_address.get(_address(tensor), "")
+    for parameter in state.parameters.values():
+        address = _address(parameter.local_partition.tensor)
+        # Experts that have another number in the full model have files of their own, with that number in the keys.
+        is_renamed = parameter.name == parameter.local_name and address in key_by_address
+        # Of the keys of a tied weight its name is one.
+        if is_renamed and (parameter.name not in weights or _address(weights[parameter.name]) != address):
+            keys[parameter.name] = key_by_address[address]
     return keys
 
 
