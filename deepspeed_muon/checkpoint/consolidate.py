@@ -11,8 +11,8 @@ step is on the disk before the next one begins:
 
 1. Every rank writes its shards under temporary names, syncs and renames them, and syncs the folder.
 2. All ranks agree that their shards are there.
-3. The first rank writes the index under a temporary name, syncs it, checks that every shard is there with its size, and
-   renames the index over the old one. This rename is the commit.
+3. The first rank writes the index into the file with the id, syncs it, checks that every shard is there with its size,
+   and renames it over the old index. This rename is the commit.
 4. It syncs the folder.
 5. It removes the shards that the new index does not name.
 
@@ -50,7 +50,6 @@ from deepspeed_muon.checkpoint.files import (
     refusing,
     regular_size,
     replace,
-    replace_file,
     temporary_path,
 )
 from deepspeed_muon.checkpoint.index import (
@@ -665,21 +664,32 @@ class FolderWriter:
         if not self._is_locked:
             with contextlib.suppress(CheckpointError):
                 replaced_files.update(load_index(self._folder).files)
+        # The file with the id becomes the index.
+        temporary, of_this_save, outcome = _id_file(self._folder, self.save_id), self.is_stale, UNTOUCHED
 
         def check_shards() -> None:
+            nonlocal outcome
             for name, record in index.files.items():
                 size = regular_size(self._folder / name)
                 if size != record.bytes:
                     raise CheckpointError(f"{name} has {size} bytes, {record.bytes} were written")
-            self.is_stale = lambda name: False  # until the rename returns, either index may be there
+            # Until the rename returns, either index may be there.
+            self.is_stale = lambda name: False
+            outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
 
-        of_this_save = self.is_stale
         try:
-            replace_file(self._folder / INDEX_NAME, index.to_bytes(), check=check_shards)
-        except CheckpointError as error:
-            if str(error).endswith(UNTOUCHED):  # the rename has failed for certain
-                self.is_stale = of_this_save
-            raise
+            with open(temporary, "wb") as file:
+                file.write(index.to_bytes())
+            replace(temporary, self._folder / INDEX_NAME, check=check_shards)
+            outcome = (
+                "the new set is in place and complete, but its index may not be on the disk: after a power cut the set "
+                "before it may be back, complete too. Save again"
+            )
+            fsync_folder(self._folder)
+        except (OSError, CheckpointError) as error:
+            if os.path.lexists(temporary):  # a rename can report an error after it was done
+                self.is_stale, outcome = of_this_save, UNTOUCHED
+            raise CheckpointError(f"{self._folder / INDEX_NAME}: {error}; {outcome}") from error
         self.is_stale = lambda name: (
             name not in index.files and (self._is_locked or name in replaced_files or self.save_id in name)
         )

@@ -272,42 +272,6 @@ def replace(temporary: Path, path: Path, *, check: Callable[[], None] = lambda: 
     os.replace(temporary, path)
 
 
-def replace_file(path: Path, content: bytes, *, check: Callable[[], None] = lambda: None) -> None:
-    """Replace a small file that makes the files beside it a set.
-
-    Args:
-        path: The file.
-        content: The new content.
-        check: Called right before the rename; may raise.
-
-    Raises:
-        CheckpointError: Saying what ``path`` holds now.
-    """
-    outcome = UNTOUCHED
-    temporary = temporary_path(path)
-
-    def check_then_rename() -> None:
-        nonlocal outcome
-        check()
-        # From now on it is unknown after an error whether the rename happened.
-        outcome = "it holds the new set or the one before, complete; 'checkpoint inspect' says which"
-
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-        replace(temporary, path, check=check_then_rename)
-        outcome = (
-            "the new set is in place and complete, but its index may not be on the disk: after a power cut the set "
-            "before it may be back, complete too. Save again"
-        )
-        fsync_folder(path.parent)
-    except (OSError, CheckpointError) as error:
-        if os.path.lexists(temporary):  # a rename can report an error after it was done
-            outcome = UNTOUCHED
-            unlink(temporary)
-        raise CheckpointError(f"{path}: {error}; {outcome}") from error
-
-
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill. At the end it is synced and renamed to ``path``; on failure it is removed.

@@ -29,12 +29,13 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from typing_extensions import TypedDict
+from typing_extensions import Self, TypedDict
 
 from deepspeed_muon.checkpoint.files import MAX_BYTES, read_regular, refusing, require_folder
 from deepspeed_muon.config.values import plain
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.variants import ROW_STATE
+from deepspeed_muon.version import __version__
 
 FORMAT: Literal["deepspeed_muon.consolidated"] = "deepspeed_muon.consolidated"
 INDEX_NAME = "muon_index.json"
@@ -104,7 +105,7 @@ class ParameterRecord(BaseModel):
     tensors: dict[str, str] = {}
 
     @classmethod
-    def of(cls, route: object, **fields: object) -> ParameterRecord:
+    def of(cls, route: object, **fields: object) -> Self:
         """Return a record with the shape and the algorithm of a route or of another record, and further fields."""
         copied = ("shape", "algorithm", "heads", "grid", "transposed")
         return cls(**{**{name: getattr(route, name) for name in copied}, **fields})
@@ -257,13 +258,12 @@ class CheckpointIndex(BaseModel):
 
 def software_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide the results."""
-    versions = {"python": platform.python_version()}
-    for package in ("deepspeed_muon", "deepspeed", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # a source tree that is not installed
-            versions[package] = "unknown"
-    return versions
+    return {
+        "python": platform.python_version(),
+        "deepspeed_muon": __version__,
+        "deepspeed": metadata.version("deepspeed"),
+        "torch": torch.__version__,
+    }
 
 
 def load_index(folder: str | os.PathLike[str]) -> CheckpointIndex:
@@ -488,18 +488,13 @@ def _sealed(text: bytes) -> bytes:
 
 
 def parse_json(text: bytes, path: str) -> dict[str, Any]:
-    """Return a JSON object in ASCII in which every key is there once and every number is finite.
+    """Return a JSON object in ASCII in which every number is finite.
 
     Raises:
         CheckpointError: Naming ``path``.
     """
     try:
-        content = json.loads(
-            text.decode("ascii"),
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_finite,
-            parse_float=_finite,
-        )
+        content = json.loads(text.decode("ascii"), parse_constant=_finite, parse_float=_finite)
         if b"\\u" in text:  # refuse escapes that are no text: halves of surrogate pairs
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError, MemoryError) as error:
@@ -507,14 +502,6 @@ def parse_json(text: bytes, path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: no JSON object")
     return content
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        duplicate, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {duplicate!r} is there twice")
-    return entries
 
 
 def _finite(text: str) -> float:

@@ -294,15 +294,7 @@ class _RestorePlan:
             if self.steps.get(parameter.partition):
                 keys += STATE_KEYS[parameter.record.algorithm]
                 keys += _row_keys(state) if parameter.row_fragments else ()
-            for key in keys:
-                flat = self._flat_tensor(parameter, key)
-                ends = (f.partition_offset + f.numel for f in parameter.local_fragments(key))
-                if max(ends, default=0) > flat.numel():
-                    raise CheckpointError(
-                        f"parameter {parameter.name}: this rank's {key} is not in memory (it has {flat.numel()} "
-                        f"elements): consolidated sets and universal checkpoints cannot be restored with NVMe offload"
-                    )
-                self.writes.append((parameter, key, flat))
+            self.writes += [(parameter, key, self._flat_tensor(parameter, key)) for key in keys]
         # 2. The settings.
         self.settings = group_settings(state, source.index, source.where) if take_rates else {}
         if progress is not None and scheduler:

@@ -82,29 +82,26 @@ class ConsolidatedSource:
             CheckpointError: Naming the file and the parameters in it.
         """
         nonfinite = []
-        # By file: parameter and key of every tensor.
-        tensors_in = {
-            file: [(parameter, key) for key, _, parameter in (name.partition("/") for name in shapes)]
-            for file, shapes in self._shapes_in.items()
-        }
-        numel_in = {file: sum(map(math.prod, shapes.values())) for file, shapes in self._shapes_in.items()}
         # The largest first and the ranks in turn, so that each reads about as many bytes.
-        files = sorted(tensors_in, key=numel_in.__getitem__, reverse=True)
+        files = sorted(self._shapes_in, key=lambda file: self.index.files[file].bytes, reverse=True)
         for file in files[rank::world_size]:
+            path = self._folder / file
+            tensors = {
+                name: f"{name.partition('/')[2]} ({name.partition('/')[0]})" for name in self._shapes_in[file]
+            }
             try:
-                with refusing(str(self._folder / file)):
-                    self._check(file)
+                # Size and header come first: nothing else is read of a file that is too large.
+                self._open(file)
+                with refusing(str(path)):
+                    if file_digest(path) != self.index.files[file].sha256:
+                        raise CheckpointError(f"{path}: its checksum is not that of the index")
             except CheckpointError as error:
-                affected = listed([f"{parameter} ({key})" for parameter, key in tensors_in[file]], 3)
-                raise CheckpointError(f"{error}; it holds {affected}") from error
-            nonfinite += [
-                f"{parameter} ({key})"
-                for parameter, key in tensors_in[file]
-                if not self._is_finite(parameter, key)
-            ]
+                raise CheckpointError(f"{error}; it holds {listed(list(tensors.values()), 3)}") from error
+            nonfinite += [shown for name, shown in tensors.items() if not self._is_finite(name)]
         return nonfinite
 
-    def _is_finite(self, parameter: str, key: str) -> bool:
+    def _is_finite(self, tensor: str) -> bool:
+        key, _, parameter = tensor.partition("/")
         numel = math.prod(self.parameters[parameter].shape_of(key))
         return all(
             self.read(parameter, key, start, min(WINDOW_NUMEL, numel - start)).isfinite().all()
@@ -142,16 +139,6 @@ class ConsolidatedSource:
                     tensor_slice, start, stop, target, fragment.matrix_offset, window, window_start
                 ):
                     elements.copy_(values)
-
-    def _check(self, file: str) -> None:
-        """Compare size, header and checksum, in this order: nothing is read of a file that is too large."""
-        path, record = self._folder / file, self.index.files[file]
-        size = regular_size(path)
-        if size != record.bytes:
-            raise CheckpointError(f"{path}: {size} bytes, expected {record.bytes}")
-        self._open(file)
-        if file_digest(path) != record.sha256:
-            raise CheckpointError(f"{path}: its checksum is not that of the index")
 
     def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
         """Return elements ``[start, start + numel)`` of a full tensor in row-major order, ``(numel,)`` fp32."""

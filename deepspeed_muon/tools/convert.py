@@ -31,7 +31,15 @@ from deepspeed_muon.checkpoint.consolidate import (
     write_set,
 )
 from deepspeed_muon.checkpoint.deepspeed_files import find_tag_folder, model_files
-from deepspeed_muon.checkpoint.files import folder_of, make_folder, new_folder, refusing, replace_file
+from deepspeed_muon.checkpoint.files import (
+    folder_of,
+    fsync_folder,
+    make_folder,
+    new_folder,
+    refusing,
+    replace,
+    temporary_path,
+)
 from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     ITEM_BYTES,
@@ -147,7 +155,12 @@ def convert_to_universal(
             except OSError:
                 shutil.copyfile(copy, stage_3_name)
     # Last, so that the name is written only once the folder is complete.
-    replace_file(out.parent / "latest_universal", out.name.encode())
+    latest = out.parent / "latest_universal"
+    with refusing(str(latest)):
+        temporary = temporary_path(latest)
+        temporary.write_text(out.name)
+        replace(temporary, latest)
+        fsync_folder(out.parent)
     return index.lossy
 
 
@@ -197,7 +210,7 @@ def export_weights(
                             bar.update(count * ITEM_BYTES)
                     written.finish()
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": file_of}
-        replace_file(partial / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     return len(shapes)
 
 
