@@ -2,45 +2,85 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from unittest import mock
 
-import pytest
+import deepspeed
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+import deepspeed_muon
 from deepspeed_muon.reference import ReferenceMuon
-from tests.support import worked_example
-from tests.support.worked_example import LR, MOMENTUM, PAGE, SHAPES
+from tests.support.native_ops import REPOSITORY
+
+SHAPES = {"q": (4, 4), "k": (3, 3), "v": (5, 4)}
+LR, MOMENTUM = 0.02, 0.95
 
 
-@pytest.fixture(scope="module")
-def results(ranks: Any) -> list[dict[str, Any]]:
-    return ranks(2).run(worked_example.train)
+def gradients() -> dict[str, Tensor]:
+    """Return random gradients, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def test_the_page_shows_the_step_of_two_ranks(results: list[dict[str, Any]]) -> None:
-    drawn = worked_example.FIGURE.search(PAGE.read_text())
-    assert drawn is not None
-    assert drawn[0] == worked_example.figure(results), "python -m tests.support.worked_example"
+def train(rank: int, world_size: int) -> dict[str, Any]:
+    """Train one step from zero; return the elements of each message, and the weights after the step."""
+    settings = {"ns_dtype": "fp32", "exchange_chunk_numel": 20}
+    params = {"muon_lr": LR, "momentum": MOMENTUM, "include": ["*"], **settings}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "Muon", "params": params},
+    }
+    model = nn.ModuleDict({name: nn.Linear(cols, rows, bias=False) for name, (rows, cols) in SHAPES.items()})
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    messages = []
+    all_to_all_single = dist.all_to_all_single
 
-    owners, sent = results[0]["owners"], worked_example.messages(results)
-    for (kind, _), by_sender in zip(
-        worked_example.order_of_all_to_alls(results[0]["chunks"]), sent, strict=True
-    ):
-        for sender, by_receiver in enumerate(by_sender):
-            for receiver, fragments in enumerate(by_receiver):
-                owner = receiver if kind == "gather" else sender
-                assert all(owners[fragment.name] == owner for fragment in fragments)
-    for rank, result in enumerate(results):
-        numel = sum(f.stop - f.start for call in sent for f in call[rank][1 - rank])
-        assert result["sent_bytes"] == 4 * numel
+    def recorded(out: Tensor, send: Tensor, received: Any, sent: list[int], **options: Any) -> Any:
+        messages.append([nbytes // 4 for nbytes in sent])
+        return all_to_all_single(out, send, received, sent, **options)
+
+    losses = [
+        (engine.module[name](torch.eye(gradient.shape[1])) * gradient.T).sum()
+        for name, gradient in gradients().items()
+    ]
+    engine.backward(torch.stack(losses).sum())
+    with mock.patch.object(dist, "all_to_all_single", recorded):
+        engine.step()
+    weights = {name: engine.module[name].weight for name in SHAPES}
+    report = deepspeed_muon.plan_report(engine)
+    with deepspeed.zero.GatheredParameters(list(weights.values())):
+        after = {name: weight.detach().clone() for name, weight in weights.items()}
+    owners = {row["name"][0]: row["owner"] for row in report["step_sets"][0]["matrices"]}
+    return {"messages": messages, "weights": after, "owners": owners, "bytes": report["own_bytes_per_step"]}
 
 
-def test_the_weights_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
+def test_the_page_shows_the_step_of_two_ranks(ranks: Any) -> None:
+    """The sizes of all messages, in the order of the figure; the weights are those of one process."""
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    figure = page.partition("```text\n")[2].partition("```")[0]
+    rows = [
+        [line[18:52], line[52:]] for line in figure.splitlines() if "to rank" in line
+    ]  # a cell for each sender
+    numels = [
+        [sum(int(b) - int(a) for a, b in re.findall(r"\[(\d+):(\d+)\]", cell)) for cell in row]
+        for row in rows
+    ]
     reference = ReferenceMuon(
         {name: lambda weight: [weight] for name in SHAPES}, muon_lr=LR, momentum=MOMENTUM
     )
     weights = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    reference.step(weights, worked_example.gradients())
-    for result in results:
+    reference.step(weights, gradients())
+    for rank, result in enumerate(ranks(2).run(train)):
+        assert [message for messages in result["messages"] for message in messages] == [
+            row[rank] for row in numels
+        ]
+        assert result["owners"] == {"q": 1, "k": 0, "v": 0}
+        assert result["bytes"] == 88 == 4 * sum(row[rank] for row in numels[1 - rank :: 2])
         for name, weight in weights.items():
             torch.testing.assert_close(result["weights"][name].double(), weight, rtol=0, atol=1e-6)

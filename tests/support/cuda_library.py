@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,43 +211,3 @@ def problem_of(
 
 def stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0
-
-
-def product_of(kernels: Kernels) -> Callable[..., Tensor]:
-    """``product(a, b, c, alpha=, beta=, diag=)`` through the kernel, into a new tensor."""
-
-    def product(a: Tensor, b: Tensor, c: Tensor | None = None, **scalars: float) -> Tensor:
-        d = torch.empty(a.shape[0], a.shape[1], a.shape[1], dtype=a.dtype, device=a.device)
-        status = kernels.sym_gemm(a, b, c, d, **scalars)
-        assert status == OK, kernels.name(status)
-        return d
-
-    return product
-
-
-def gram(x: Tensor, dtype: torch.dtype, product: Callable[..., Tensor], steps: int = 5) -> Tensor:
-    """Gram Newton-Schulz, quintic, all symmetric products through ``product`` and ``Q X`` through cuBLAS."""
-    restarts = {torch.bfloat16: (1, 3), torch.float16: (3,)}[dtype]
-    x = (x / x.norm(dim=(-2, -1), keepdim=True)).to(dtype)
-    a, b, c = 3.4445, -4.7750, 2.0315
-    q: Tensor | None = None
-    r = product(x, x)
-    for done in range(1, steps + 1):
-        # A first q is z + a I, which the epilogue adds; but r needs z itself, unless x is formed anew anyway.
-        fresh = q is None and (done in restarts or done == steps)
-        z = product(r, r, r, alpha=c, beta=b, diag=a if fresh else 0.0)
-        if fresh:
-            q = z
-        elif q is None:
-            q = z.clone()
-            q.diagonal(dim1=-2, dim2=-1).add_(a)
-        else:
-            q = product(z, q, q, beta=a)
-        if done in restarts and done < steps:
-            x, q = torch.bmm(q, x), None
-            r = product(x, x)
-        elif done < steps:
-            rz = product(z, r, r, beta=a)
-            r = product(z, rz, rz, beta=a)
-    assert q is not None
-    return torch.bmm(q, x)

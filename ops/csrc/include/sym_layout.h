@@ -1,8 +1,7 @@
 // Shared-memory layouts and the element that every lane holds, for the symmetric GEMM kernel.
 //
 // Everything is in 16-byte chunks of eight 2-byte elements, the unit of cp.async, ldmatrix and the wide stores, and is
-// swizzled so that each such access of a warp touches every bank equally often. Integer arithmetic only; compiled by
-// g++ in tests/unit/test_ops_kernel_indices.py, which checks bijections and banks exhaustively.
+// swizzled so that each such access of a warp touches every bank equally often. Integer arithmetic only.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Which tile of which matrix a thread block computes, and which pipeline stage holds which block of k.
 //
-// Only integer arithmetic, the same on host and device: tests/unit/test_ops_kernel_indices.py compiles this with g++.
+// Only integer arithmetic, the same on host and device.
 #pragma once
 
 #include <cmath>
