@@ -2,7 +2,7 @@
 
 Importing this module builds and loads nothing; the first :func:`load` does. ``torch.utils.cpp_extension`` compiles, and
 here is what it lacks: code for ``sm_90a``, no fast math, one build by processes that start at once, a lock that ends
-with the process that has it, and the toolkit that pip installs. The folder of a build is named by a digest of sources,
+with the process that has it. The folder of a build is named by a digest of sources,
 flags and torch's version, so that a stale library is never loaded; nothing else is read there.
 """
 
@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -132,7 +131,7 @@ def cuda_reason() -> str | None:
         return "this torch has no CUDA"
     if not torch.cuda.is_available() and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return "no CUDA device, and TORCH_CUDA_ARCH_LIST does not say what to build for"
-    return None if find_nvcc() else "no nvcc on PATH, in CUDA_HOME or from pip (nvidia-cuda-nvcc)"
+    return None if find_nvcc() else "no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda"
 
 
 def build_and_load() -> None:
@@ -206,19 +205,16 @@ def _compile(path: Path, *, with_cuda: bool) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     name = f"{path.stem}{'' if with_cuda else '_cpu'}"
-    linker_flags: list[str] = []
     before = os.environ.get("PATH", os.defpath)
     try:
         os.environ["PATH"] = search_path()  # torch calls ninja by name
         if with_cuda and (nvcc := find_nvcc()):
-            cpp_extension.CUDA_HOME = cuda_home(nvcc)
-            linker_flags = runtime_flags(Path(cpp_extension.CUDA_HOME), work)
+            cpp_extension.CUDA_HOME = cuda_home(nvcc)  # torch takes a script on PATH for the toolkit's nvcc
         cpp_extension.load(
             name=name,
             sources=[str(source) for source in sources(with_cuda=with_cuda)],
             extra_cflags=cxx_flags(),
             extra_cuda_cflags=nvcc_flags() if with_cuda else None,
-            extra_ldflags=linker_flags,
             extra_include_paths=[str(CSRC), str(CSRC / "include")],
             build_directory=str(work),
             with_cuda=with_cuda,
@@ -275,16 +271,10 @@ def search_path() -> str:
 
 
 def find_nvcc() -> str | None:
-    """Return nvcc: of ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, pip's ``nvidia-cuda-nvcc`` or ``/usr/local/cuda``."""
+    """Return nvcc: of ``CUDA_HOME``, ``CUDA_PATH``, ``PATH`` or ``/usr/local/cuda``."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    packages = Path(sysconfig.get_path("platlib"), "nvidia")
-    folders = [
-        *(os.path.join(home, "bin") for home in homes),
-        os.environ.get("PATH", os.defpath),
-        *(str(packages / name / "bin") for name in ("cu13", "cu12", "cuda_nvcc")),
-        "/usr/local/cuda/bin",
-    ]
-    return shutil.which("nvcc", path=os.pathsep.join(folders))
+    folders = [*(os.path.join(home, "bin") for home in homes), os.environ.get("PATH", os.defpath)]
+    return shutil.which("nvcc", path=os.pathsep.join([*folders, "/usr/local/cuda/bin"]))
 
 
 @functools.cache
@@ -295,12 +285,3 @@ def cuda_home(nvcc: str) -> str:
     # nvcc prints the environment that it would set: #$ TOP=/usr/local/cuda-13.0
     top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, flags=re.MULTILINE)
     return os.path.realpath(top[1].strip()) if top else str(Path(nvcc).resolve().parents[1])
-
-
-def runtime_flags(home: Path, folder: Path) -> list[str]:
-    """Return linker flags for the CUDA runtime of pip's toolkit, whose ``libcudart.so`` is made in ``folder``."""
-    libraries = [path for name in ("lib64", "lib") for path in sorted((home / name).glob("libcudart.so*"))]
-    if not libraries or any(path.name == "libcudart.so" for path in libraries):
-        return []
-    (folder / "libcudart.so").symlink_to(libraries[-1])
-    return [f"-L{folder}"]

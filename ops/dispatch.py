@@ -254,8 +254,7 @@ class Orthogonalizer:
             run = self._iteration(kernels, order)
             # Not all shapes are known at bind: a step without some gradients has smaller batches, which get no graph.
             on_gpu = prepared and problem.device.type == "cuda" and self.backend != "torch"
-            is_small = problem.flops <= _GRAPH_UP_TO
-            if on_gpu and is_small and not self_test.failure("CUDA graphs", problem.device):
+            if on_gpu and problem.flops <= _GRAPH_UP_TO:
                 run = Replayed(run)
             choice = self._choices[problem] = _Choice(kernels, order, run)
         return choice

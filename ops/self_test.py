@@ -1,4 +1,4 @@
-"""Compares the native operators, Triton's product and CUDA graphs with references, before a process uses them on a GPU.
+"""Compares the native operators and Triton's product with references, before a process uses them on a GPU.
 
 Each component has its own verdict. Inputs, bounds and order are fixed, so that the verdict is the same in every run;
 nothing is stored. It takes a second or two per process. A component that fails is left out with one warning. The report
@@ -19,14 +19,14 @@ from torch import Tensor
 from deepspeed_muon.errors import InstallationError
 from deepspeed_muon.logs import warn_on_each_machine
 from deepspeed_muon.math.coefficients import SMALLEST_NORM, resolve_schedule
-from deepspeed_muon.math.newton_schulz import NsSettings, restart_steps
+from deepspeed_muon.math.newton_schulz import restart_steps
 from deepspeed_muon.reference import newton_schulz
 
 from . import builder, torch_operators
-from .graphs import Replayed, native_iteration, torch_iteration, triton_products
+from .graphs import triton_products
 from .torch_operators import BLOCK
 
-Component = Literal["flat passes", "symmetric product", "Triton's product", "CUDA graphs"]
+Component = Literal["flat passes", "symmetric product", "Triton's product"]
 Checks = list[dict[str, Any]]
 """One entry for each comparison: ``op``, ``device``, ``error``, ``bound``, ``ok``."""
 
@@ -106,7 +106,7 @@ def checks() -> Checks:
     results = _checks_of("flat passes", torch.device("cpu"))
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        for component in ("flat passes", "symmetric product", "Triton's product", "CUDA graphs"):
+        for component in ("flat passes", "symmetric product", "Triton's product"):
             try:
                 results += _checks_of(component, device)
             except Exception as error:  # as in _failure
@@ -118,8 +118,6 @@ def _checks_of(component: Component, device: torch.device) -> Checks:
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     # No random numbers are drawn: those of the training stay as they are.
     with current, torch.autocast(device.type, enabled=False):
-        if component == "CUDA graphs":
-            return _graphs(device)
         if component == "Triton's product":
             return _triton() if triton_products() is not None else []
         operators = builder.try_load()
@@ -295,28 +293,6 @@ TESTS: dict[Component, dict[str, Callable[[Any, str, torch.dtype], Iterator[_Com
     },
 }
 """The operators of a component."""
-
-
-def _graphs(device: torch.device) -> Checks:
-    """Compare replayed CUDA graphs with direct calls, bit for bit."""
-    settings = NsSettings(resolve_schedule("quintic"), "gram", torch.float16)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [_normal(2, 256, 640, generator=generator).to(device) for _ in range(3)]
-    runs = {"torch": torch_iteration("gram")}
-    operators = builder.try_load()
-    if builder.has_kernel(operators, "cuda", "sym_gemm") and not failure("symmetric product", device):
-        assert operators is not None
-        runs["ops"] = native_iteration("gram", operators)
-    elif triton_products() is not None and not failure("Triton's product", device):
-        runs["triton"] = torch_iteration("gram", triton_products())
-    results = []
-    for name, run in runs.items():
-        replayed = Replayed(run)
-        replayed.capture(inputs[0], settings)
-        replays = [replayed(x, settings) for x in inputs]  # a later replay must not change an earlier result
-        equal = all(torch.equal(replay, run(x, settings)) for replay, x in zip(replays, inputs, strict=True))
-        results.append(_check(f"a graph of {name} gram", "cuda", 0.0 if equal else float("inf"), 0.0))
-    return results
 
 
 def error_of(result: Tensor, expected: Tensor) -> float:

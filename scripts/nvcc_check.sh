@@ -23,8 +23,8 @@ fi
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
 # The package needs torch and DeepSpeed, which this check does not.
-find_nvcc='from deepspeed_muon.ops.builder import find_nvcc; print(find_nvcc() or "")'
-nvcc=$(PYTHONPATH=$PWD "$python" -c "$find_nvcc" 2>/dev/null | tail -n 1) || nvcc=$(command -v nvcc) || nvcc=""
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+nvcc=$(PATH=${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:$packages/nvidia/cu13/bin:/usr/local/cuda/bin command -v nvcc) || nvcc=""
 if [ -z "$nvcc" ]; then
     echo "nvcc-check: SKIPPED, there is no nvcc on PATH, in CUDA_HOME or of pip; not compiled: ${sources[*]}"
     [ -z "${CI:-}" ] || exit 1

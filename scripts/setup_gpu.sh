@@ -21,6 +21,10 @@ optional() {
         --constraint "$folder/constraints.txt" "$@" || echo "left out, because pip cannot install it: $*" >&2
 }
 command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || optional "cuda-toolkit[cccl,cudart,nvcc]==$cuda.*"
+# pip's toolkit has its runtime under the name libcudart.so.13 alone, which no linker finds.
+for runtime in "$folder"/lib/python*/site-packages/nvidia/cu*/lib/libcudart.so.*; do
+    [ ! -e "$runtime" ] || ln -sf "$(basename "$runtime")" "${runtime%.so.*}.so"
+done
 command -v compute-sanitizer >/dev/null || [ -x /usr/local/cuda/bin/compute-sanitizer ] ||
     optional "nvidia-cuda-sanitizer-api==${cuda%%.*}.*"
 if [ "${cuda%%.*}" -ge 13 ]; then optional gram-newton-schulz "quack-kernels[cu13]"; else optional gram-newton-schulz quack-kernels; fi

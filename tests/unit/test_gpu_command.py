@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -42,18 +41,3 @@ def test_a_dry_run_reaches_its_page(tmp_path: Path) -> None:
     assert len(outcomes) > 20 and all(
         outcome.startswith(("ok", "left out: needs a GPU")) for outcome in outcomes
     )
-    results = json.loads(page.with_suffix(".json").read_text())["results"]
-    runs = {
-        f"steps-350M-{accumulation}-clipping-{clipping}"
-        for accumulation, clipping in ((1, 1), (4, 1), (1, 0))
-    }
-    assert results.keys() == {"flat", "sym_gemm", "iteration", "share", *runs}
-    for name in runs:
-        ours, *peers = results[name]["rows"]
-        assert len(peers) == 2 and all(ours["losses"][0] == peer["losses"][0] for peer in peers)
-        if name.endswith("0"):  # the same updates but for the rounding of their iterations
-            assert all(ours["losses"] == pytest.approx(peer["losses"], abs=0.02) for peer in peers)
-        else:  # AdamW, with its overflow check and without
-            assert peers[0]["losses"] == peers[1]["losses"]
-        assert ours["kernels"] and len(ours["ms"]) == 6 and ours["ours / it"] == 1
-    assert len(list(tmp_path.glob("steps-*.txt"))) == 9

@@ -208,39 +208,6 @@ def test_the_toolkit_of_a_script_that_calls_nvcc(tmp_path: Path) -> None:
     assert home != tmp_path and (home / "bin" / "nvcc").exists()
 
 
-def test_nvcc_of_pip_comes_after_that_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(builder.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    programs = [tmp_path / "platlib" / "nvidia" / "cu13" / "bin" / "nvcc", tmp_path / "bin" / "nvcc"]
-    for program in programs:
-        program.parent.mkdir(parents=True)
-        program.write_text("#!/bin/sh\n")
-        program.chmod(0o755)
-        assert builder.find_nvcc() == str(program)
-
-
-def test_the_runtime_of_a_toolkit_of_pip_is_linked(tmp_path: Path) -> None:
-    """Its wheel has ``lib/libcudart.so.13`` and no other name of it."""
-    library, build = tmp_path / "lib" / "libcudart.so.13", tmp_path / "build"
-    for folder in (library.parent, build):
-        folder.mkdir()
-
-    def link(target: Path, source: str, *flags: str) -> None:
-        file = tmp_path / f"{target.name}.c"
-        file.write_text(source)
-        subprocess.run(["cc", "-shared", "-fPIC", str(file), *flags, "-o", str(target)], check=True)
-
-    assert builder.runtime_flags(tmp_path / "without", build) == []
-    link(library, "int cudaGetLastError(void) { return 0; }\n", "-Wl,-soname,libcudart.so.13")
-    user = "int cudaGetLastError(void); int user(void) { return cudaGetLastError(); }\n"
-    flags = builder.runtime_flags(tmp_path, build)
-    link(build / "user.so", user, "-Wl,--no-undefined", *flags, "-lcudart")
-    library.with_name("libcudart.so").symlink_to(library)
-    assert builder.runtime_flags(tmp_path, build) == []
-
-
 def test_the_key_follows_sources_flags_and_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     paths = [builder.library_path(with_cuda=cuda) for cuda in (False, True)]
