@@ -91,10 +91,6 @@ def test_nothing_outside_of_the_output_is_written(hopper: Kernels) -> None:
     cases.nothing_outside_is_written(hopper, Inputs("cuda"))
 
 
-def test_refused_operands(hopper: Kernels) -> None:
-    cases.refused_operands(hopper, Inputs("cuda"))
-
-
 def test_in_a_cuda_graph(hopper: Kernels) -> None:
     a = random(2, 512, 512, dtype=torch.float16)
     d = torch.empty_like(a)

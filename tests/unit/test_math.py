@@ -14,10 +14,8 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import resolve_schedule, tolerates_rounding
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, restart_steps
 from deepspeed_muon.math.updates import shape_scale
-from deepspeed_muon.ops.torch_operators import momentum_pack_, unpack_apply_
 from deepspeed_muon.reference import newton_schulz
 from tests.support.comparisons import close, within
-from tests.support.fragments import momentum_pack, unpack_apply
 from tests.support.matrices import DTYPES, matrix
 from tests.support.rounding import iteration_limit
 from tests.support.thinning import pairwise
@@ -73,14 +71,6 @@ def test_zero_stays_zero_and_nonfinite_shows(dtype: torch.dtype) -> None:
     bad = torch.ones(8, 32)
     bad[3, 3] = math.nan
     assert not torch.isfinite(orthogonalize(bad, settings=settings_)).all()
-
-
-@pytest.mark.parametrize("name", ["quintic", "polar_express", "polar_express_5", "cans", "deepseekv4"])
-def test_every_schedule_orthogonalises(name: str) -> None:
-    x = matrix("gaussian", 64, 128)
-    rows = resolve_schedule(name)  # type: ignore[arg-type]
-    singular = torch.linalg.svdvals(newton_schulz(x, rows))
-    assert float(singular.min()) > 0.6 and float(singular.max()) < 1.3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -153,27 +143,6 @@ def test_scale_rules() -> None:
     assert shape_scale("match_rms_adamw", 25, 4) == pytest.approx(1.0)
     assert shape_scale("spectral", 9, 16) == 4.0
     assert shape_scale("unit_rms_norm", 4, 16) == 0.5
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_momentum(nesterov: bool, dtype: torch.dtype) -> None:
-    buf, grad = torch.randn(100), torch.randn(100)
-    expected = 0.9 * buf.double() + 0.1 * grad.double()
-    grad_before = grad.clone()
-    out = torch.empty(100, dtype=dtype)
-    momentum_pack(momentum_pack_, buf, grad, out, 0.9, nesterov)
-    close(buf.double(), expected, rtol=1e-5, atol=1e-6)
-    direction = 0.1 * grad.double() + 0.9 * expected if nesterov else expected
-    close(out.double(), direction, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-3)
-    assert torch.equal(grad, grad_before), "at stage 0 the gradient is the caller's"
-
-
-def test_apply() -> None:
-    param, update = torch.randn(100), torch.randn(100)
-    expected = 0.99 * param.double() - 0.3 * update.double()
-    unpack_apply(unpack_apply_, param, update, 0.3, 0.99)
-    close(param.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

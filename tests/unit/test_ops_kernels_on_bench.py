@@ -23,14 +23,9 @@ from tests.support.cuda_cases import Inputs
 from tests.support.cuda_library import (
     BAD_ARGUMENT,
     DEVICE,
-    DTYPE,
     FLAT_ROWS,
-    MISALIGNED,
     OK,
     SHAPE,
-    ApplyRow,
-    DivideTransposed,
-    PackRow,
     problem_of,
 )  # fmt: skip
 from tests.support.planted import planted
@@ -91,45 +86,6 @@ def test_refused_operands(bench: Bench) -> None:
 
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-def test_flat_passes_refuse(bench: Bench) -> None:
-    """Other dtypes, a null pointer, a negative length, an address between elements, blocks of codes that cannot be."""
-    bench.configure()
-
-    def pack(dtypes: tuple[int, int, int], *row: int) -> int:
-        fragment = PackRow(*row[:4], 0.9, 1, *row[4:])
-        return int(bench.library.muon_momentum_pack(ctypes.byref(fragment), 1, *dtypes, None))
-
-    def apply(dtypes: tuple[int, int], *row: int) -> int:
-        fragment = ApplyRow(*row, 0.1, 1.0)
-        return int(bench.library.muon_unpack_apply(ctypes.byref(fragment), 1, *dtypes, None))
-
-    for dtypes in ((7, 0, 2), (0, 7, 2), (0, 0, 7), (0, 3, 2), (0, 0, 3)):
-        assert pack(dtypes, 4096, 4096, 4096, 8) == DTYPE
-    assert pack((0, 0, 2), 0, 0, 0, 8) == pack((0, 0, 2), 4096, 4096, 4096, -1) == BAD_ARGUMENT
-    for wrong in ((4098, 4096, 4096), (4096, 4098, 4096), (4096, 4096, 4097)):
-        assert pack((0, 0, 2), *wrong, 8) == MISALIGNED
-    for blocks, status in (((0, 0), BAD_ARGUMENT), ((256, 4096), BAD_ARGUMENT), ((0, 4098), MISALIGNED)):
-        assert pack((3, 0, 2), 4097, 4096, 4096, 8, *blocks) == status
-    assert apply((9, 2), 4096, 4096, 8) == apply((0, 9), 4096, 4096, 8) == DTYPE
-    assert apply((2, 0), 4096, 0, 8) == BAD_ARGUMENT
-    assert apply((2, 0), 4096, 4098, 8) == apply((2, 0), 4097, 4096, 8) == MISALIGNED
-
-
-def test_divide_transposed_refuses(bench: Bench) -> None:
-    bench.configure()
-    for name, value, status in (
-        ("x_dtype", 3, DTYPE),
-        ("batch", 0, OK),
-        ("rows", -1, BAD_ARGUMENT),
-        ("norms", 0, BAD_ARGUMENT),
-        ("x", 4098, MISALIGNED),
-        ("rows", 1 << 40, SHAPE),
-    ):
-        problem = DivideTransposed(4096, 4096, 4096, 3, 40, 8, 320, 8, 1, 0, 2)
-        setattr(problem, name, value)
-        assert bench.library.muon_divide_transposed(ctypes.byref(problem), None) == status, name
 
 
 @pytest.mark.parametrize(
@@ -289,17 +245,6 @@ def long_fragments(kernels: Bench) -> None:
     lerped = torch.lerp(before, direction, 0.1)
     close(out[-4096:].float(), lerped, rtol=2.0**-7, atol=1e-6)
     torch.testing.assert_close(momentum[-4096:], 0.5 * lerped - 0.25 * direction)
-
-
-def test_only_the_lower_triangle_of_c_is_read(bench: Bench) -> None:
-    bench.configure()
-    inputs = Inputs("cpu")
-    a = inputs(1, 264, 64, dtype=torch.bfloat16)
-    c = cases.lower_mirrored(inputs(1, 264, 264, dtype=torch.bfloat16))
-    first, second = torch.empty_like(c), torch.empty_like(c)
-    assert bench.sym_gemm(a, a, c, first, beta=1.5) == OK
-    assert bench.sym_gemm(a, a, c.tril() + 1000 * torch.ones_like(c).triu(1), second, beta=1.5) == OK
-    assert torch.equal(first.view(torch.int16), second.view(torch.int16))
 
 
 def products(kernels: Bench) -> None:

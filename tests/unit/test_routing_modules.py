@@ -91,74 +91,6 @@ def test_weights_of_torchs_modules() -> None:
         assert (result[name].algorithm, result[name].certain) == ("muon", True)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        (Tree(blocks=blocks(), final_layer=Tree(linear=Linear(64, 32))), "final_layer.linear.weight"),
-        (Tree(net=Tree(layers=blocks(), to_logits=Linear(64, 1000))), "net.to_logits.weight"),
-        (Tree(layers=blocks(), generator=Linear(64, 1000)), "generator.weight"),
-        (Tree(wte=nn.Embedding(1000, 64), blocks=blocks(), ff_out=Linear(64, 1000)), "ff_out.weight"),
-        (Tree(tokens=nn.Embedding(1000, 64), blocks=blocks(), back=Linear(64, 1000)), "back.weight"),
-        (Tree(body=blocks(), conv_out=nn.Conv2d(64, 16, 3)), "conv_out.weight"),
-        (Tree(body=blocks(), paint=nn.Conv2d(64, 3, 3)), "paint.weight"),
-        (Tree(first=Linear(64, 64), second=Linear(64, 4)), "second.weight"),
-    ],
-)
-def test_output_layers(model: nn.Module, name: str) -> None:
-    routed = algorithms(model)
-    assert routed[name] == "adamw"
-    assert all(
-        algorithm == "muon" for sibling, algorithm in routed.items() if "fc" in sibling and sibling != name
-    )
-
-
-def test_the_classifier_that_a_model_names() -> None:
-    class Vision(Tree):
-        def get_classifier(self) -> nn.Module:
-            return self.last
-
-    model = Vision(
-        stem=nn.Conv2d(3, 64, 3), body=blocks(), conv_head=nn.Conv2d(64, 128, 1), last=Linear(128, 90)
-    )
-    routed = algorithms(model)
-    assert routed["last.weight"] == routed["stem.weight"] == "adamw"
-    assert routed["conv_head.weight"] == "muon"
-
-
-@pytest.mark.parametrize(
-    ("heads", "names"),
-    [
-        ({"heads": nn.ModuleDict({"a": Linear(64, 64), "b": Linear(64, 7)})}, ["heads.b"]),
-        ({"classifiers": nn.ModuleList([Linear(64, 5), Linear(64, 7)])}, ["classifiers.0", "classifiers.1"]),
-        (
-            {"box_predictor": Tree(cls_score=Linear(64, 91), bbox_pred=Linear(64, 364))},
-            ["box_predictor.cls_score", "box_predictor.bbox_pred"],
-        ),
-    ],
-)
-def test_heads_side_by_side(heads: dict[str, nn.Module], names: list[str]) -> None:
-    routed = algorithms(Tree(body=nn.ModuleList([Linear(64, 64)]), **heads))
-    assert {name: routed[f"{name}.weight"] for name in names} == dict.fromkeys(names, "adamw")
-
-
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("attn.output.dense", Tree(output=Tree(dense=Linear(128, 64)))),
-        ("mlp.proj_out", Tree(fc=Linear(64, 256), proj_out=Linear(256, 64))),
-        ("multi_head.o_proj", Tree(o_proj=Linear(64, 128))),
-        ("box_head.fc6", Tree(fc6=Linear(256, 128), fc7=Linear(128, 128))),
-        ("conv_head", nn.Conv2d(64, 96, 1)),
-    ],
-)
-def test_hidden_layers_that_are_named_like_heads(name: str, module: nn.Module) -> None:
-    outer = name.split(".")[0]
-    model = Tree(
-        tokens=nn.Embedding(50, 8), **{outer: module}, score=Linear(96, 40), cls_score=Linear(128, 40)
-    )
-    assert algorithms(model)[f"{name}.weight"] == "muon"
-
-
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, nn.DataParallel, lambda m: Tree(net=m)])
 def test_wrappers_hide_nothing(wrap: Any) -> None:
     model = nn.Sequential(nn.Embedding(256, 64), Linear(64, 64), nn.GELU(), Linear(64, 4))
@@ -264,28 +196,6 @@ def test_stacks_by_further_names(caplog: pytest.LogCaptureFixture) -> None:
     assert (turned.row_blocks, turned.col_blocks) == ((192,) * 3, (96, 96))
 
 
-def test_first_convolutions_and_hidden_embedders() -> None:
-    model = Tree(
-        stem=nn.Conv2d(3, 16, 3),
-        downsample=nn.Conv2d(16, 32, 2),
-        squeeze=nn.Conv2d(32, 4, 1),
-        excite=nn.Conv2d(4, 32, 1),
-        patch_embed=Tree(proj=Linear(48, 64), after=Linear(64, 64)),
-        to_patch_embedding=nn.Sequential(nn.LayerNorm(48), Linear(48, 64)),  # lucidrains/vit-pytorch
-        location_layer=Tree(location_conv=nn.Conv1d(2, 32, 31)),  # reads attention weights
-        time_embed=nn.Sequential(Linear(64, 128), nn.SiLU(), Linear(128, 64)),
-        condition_embedding=Tree(linear=Linear(64, 128)),
-        lm_head=Linear(64, 100),
-    )
-    routed = algorithms(model)
-    assert {name for name, algorithm in routed.items() if algorithm == "adamw"} == {
-        "stem.weight",
-        "patch_embed.proj.weight",
-        "to_patch_embedding.1.weight",
-        "lm_head.weight",
-    }
-
-
 @pytest.mark.parametrize(
     ("attributes", "bias"),
     [
@@ -317,27 +227,6 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("model", "heads"),
-    [
-        (Tree(conv1=Tree(lin=Linear(1433, 64)), conv2=Tree(lin=Linear(64, 7))), {"conv2.lin": True}),
-        (Tree(a=nn.Conv2d(16, 64, 5), b=nn.Conv2d(64, 9, 3)), {"b": True}),
-        # square layers of which only the name says that they make outputs, or that others do
-        (Tree(body=mlp(64, 64, 64), decoder=nn.Sequential(nn.Conv2d(64, 64, 1))), {"decoder.0": False}),
-        (Tree(body=mlp(64, 32), classifier=mlp(128, 64, 64, 10)), {"classifier.2": True}),
-        # equal layers beside a wide last one, and layers of a list that differ
-        (
-            nn.Sequential(nn.Conv2d(8, 16, 1), Tree(m=nn.ModuleList(Linear(32, 85) for _ in range(3)))),
-            {"1.m.2": True},
-        ),
-        (Tree(blocks=nn.ModuleList(Tree(up=Linear(64, n), down=Linear(n, 64)) for n in (128, 256))), {}),
-    ],
-)
-def test_the_last_layers_of_a_model_are_heads(model: nn.Module, heads: dict[str, bool]) -> None:
-    result = {name: route for name, route in routes(model).items() if route.rule == "head"}
-    assert {name.removesuffix(".weight"): route.certain for name, route in result.items()} == heads
-
-
-@pytest.mark.parametrize(
     ("model", "name"),
     [
         (Linear(64, 10), ""),  # the only layer
@@ -354,18 +243,6 @@ def test_a_layer_that_may_be_a_head_is_a_guess_for_muon_and_warned_of(
     assert (route.algorithm, route.certain) == ("muon", False) and "perhaps an output head" in route.reason
     (warning,) = (record.getMessage() for record in caplog.records if "is a guess" in record.getMessage())
     assert f"{name}weight" in warning and "to Muon" in warning
-
-
-@pytest.mark.parametrize("wrap", [lambda layer: layer, parametrizations.weight_norm])
-def test_a_first_convolution_of_any_kernel(wrap: Any) -> None:
-    for kernel in (1, 3):
-        model = Tree(
-            stem=wrap(nn.Conv2d(3, 16, kernel)), body=wrap(nn.Conv2d(16, 16, 3)), lm_head=Linear(16, 9)
-        )
-        routed = {
-            name.split(".")[0]: algorithm for name, algorithm in algorithms(model).items() if "0" not in name
-        }
-        assert routed == {"stem": "adamw", "body": "muon", "lm_head": "adamw"}
 
 
 def test_guesses_are_counted_and_marked() -> None:

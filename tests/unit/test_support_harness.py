@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import CommandFailed, RankPool, RanksFailed, run_command, run_ranks
+from tests.support.harness import RankPool, RanksFailed, run_ranks
 from tests.support.hygiene import shm_files
 from tests.support.thinning import full
 
@@ -94,13 +93,6 @@ def test_shm_op_can_be_left_on_and_its_files_are_removed(on: bool) -> None:
     before = shm_files()
     assert run_ranks(shm_op_is_on, 2, shm_all_reduce=on) == [on, on]
     assert shm_files() <= before
-
-
-def test_run_command_returns_and_reports_output() -> None:
-    done = run_command([sys.executable, "-c", "import os; print(os.environ['DS_ACCELERATOR'])"])
-    assert done.stdout == "cpu\n"
-    with pytest.raises(CommandFailed, match=r"(?s)ended with code 3.*some words"):
-        run_command([sys.executable, "-c", "print('some words'); raise SystemExit(3)"])
 
 
 def alive(pid: int) -> bool:
