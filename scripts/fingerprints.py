@@ -84,16 +84,14 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """Return the release of the DeepSpeed that is imported, and the digests of its files and functions."""
+    """Return the release of the DeepSpeed that is imported, and the digests of its functions."""
     import deepspeed
 
     from deepspeed_muon.engine import fingerprints, hooks
 
     functions = hooks.followed_functions()
-    files = sorted({file for pair in functions if (file := fingerprints.file_of(*pair)) is not None})
     return {
         "release": Version(deepspeed.__version__).base_version,
-        "files": {file: fingerprints.digest_of_file(file) for file in files},
         "functions": {fingerprints.name_of(*pair): fingerprints.digest_of(*pair) for pair in functions},
     }
 
@@ -101,16 +99,13 @@ def facts() -> dict[str, Any]:
 def merged(digests: dict[str, dict[str, dict[str, str]]]) -> dict[str, Any]:
     """Return the table of several releases."""
     releases = sorted(digests, key=Version)
-    table: dict[str, Any] = {"releases": releases}
-    for kind in ("files", "functions"):
-        rows: dict[str, dict[str, str]] = {}
-        for release in releases:
-            for name, digest in digests[release][kind].items():
-                row = rows.setdefault(name, {})
-                if digest not in row.values():
-                    row[release] = digest
-        table[kind] = {name: rows[name] for name in sorted(rows)}
-    return table
+    rows: dict[str, dict[str, str]] = {}
+    for release in releases:
+        for name, digest in digests[release]["functions"].items():
+            row = rows.setdefault(name, {})
+            if digest not in row.values():
+                row[release] = digest
+    return {"releases": releases, "functions": {name: rows[name] for name in sorted(rows)}}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -36,12 +35,10 @@ class Table(TypedDict):
 
     Attributes:
         releases: The tested releases, the oldest first.
-        files: Path in the package to the digests of the file; each by the first release that has it.
-        functions: The same of functions, as :func:`name_of` names them.
+        functions: What :func:`name_of` calls a function to its digests, each by the first release that has it.
     """
 
     releases: list[str]
-    files: dict[str, dict[str, str]]
     functions: dict[str, dict[str, str]]
 
 
@@ -77,18 +74,13 @@ def warn_of_unknown(followed: Callable[[], Iterable[Followed]]) -> None:
 
 
 def unknown(followed: Iterable[Followed]) -> list[str]:
-    """Return the names of functions that are not those of any tested release.
-
-    Functions are only looked at in files that are not those of a tested release either, as that takes much longer.
-    """
-    tested, names = table(), []
-    for owner, name in followed:
-        file, key = file_of(owner, name), name_of(owner, name)
-        if file is not None and digest_of_file(file) in tested["files"].get(file, {}).values():
-            continue
-        if digest_of(owner, name) not in tested["functions"].get(key, {}).values():
-            names.append(key)
-    return names
+    """Return the names of functions that are not those of any tested release."""
+    tested = table()["functions"]
+    return [
+        name_of(*function)
+        for function in followed
+        if digest_of(*function) not in tested.get(name_of(*function), {}).values()
+    ]
 
 
 def name_of(owner: type | ModuleType, name: str) -> str:
@@ -106,14 +98,6 @@ def function_of(owner: object, name: str) -> Any:
     return next((inner for inner in hidden if name.endswith(getattr(inner, "__name__", "") or "?")), function)
 
 
-def file_of(owner: object, name: str) -> str | None:
-    """Return the path in the package of the file that has a function; ``None`` if another package has replaced it."""
-    code = getattr(function_of(owner, name), "__code__", None)
-    root = f"{Path(deepspeed.__file__).parent}{os.sep}"
-    path = "" if code is None else str(code.co_filename)
-    return path.removeprefix(root).replace(os.sep, "/") if path.startswith(root) else None
-
-
 def source_of(owner: object, name: str) -> str:
     """Return the source of a function, empty if there is none."""
     try:
@@ -124,17 +108,4 @@ def source_of(owner: object, name: str) -> str:
 
 def digest_of(owner: object, name: str) -> str:
     """Return the digest of a function's source."""
-    return _digest(source_of(owner, name).encode())
-
-
-@functools.cache
-def digest_of_file(file: str) -> str:
-    """Return the digest of a file of the package, empty if it cannot be read."""
-    try:
-        return _digest((Path(deepspeed.__file__).parent / file).read_bytes())
-    except OSError:
-        return ""
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return hashlib.sha256(source_of(owner, name).encode()).hexdigest()[:16]
