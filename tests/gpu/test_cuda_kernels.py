@@ -13,13 +13,7 @@ from torch import Tensor
 
 from tests.support import cuda_cases as cases
 from tests.support.cuda_cases import UNIT, Inputs, check_product
-from tests.support.cuda_library import (
-    FLAT_ROWS,
-    OK,
-    Kernels,
-    build,
-    find_nvcc,
-)
+from tests.support.cuda_library import FLAT_ROWS, OK, Kernels, build, find_nvcc
 
 pytestmark = pytest.mark.gpu
 

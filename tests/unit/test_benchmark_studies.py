@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    rates,
-    transfer,
-    transfer_report,
-)
+from benchmarks import rates, transfer, transfer_report
 from benchmarks.variants import RAW, Results, read_rows
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
 from deepspeed_muon.tools.size_laws import MEASURED

@@ -24,7 +24,6 @@ from deepspeed_muon.checkpoint.files import exclusive, load_pickle
 from deepspeed_muon.checkpoint.index import FORMAT, parse_sealed, sealed_json
 from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.tools import convert
 from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
 from tests.support.checkpoints import FILE, INDEX, edit, write_set
 from tests.support.thinning import each_value
@@ -441,25 +440,6 @@ def test_only_files_of_ours_are_removed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("deepspeed_muon.checkpoint.index.MAX_BYTES", 1000)
     with pytest.raises(CheckpointError, match="bytes, more than the 1000 that are read"):
         sealed_json({"parameters": {str(number): {} for number in range(100)}})
-
-
-def test_the_second_of_two_conversions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two conversions into one folder wrote into the same temporary folder, and each removed the other's files."""
-    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
-    out = tmp_path / "out" / "universal"
-    write = convert.consolidate_files
-
-    def write_with_another_conversion_meanwhile(*args: Any, **reading: Any) -> Any:
-        index = write(*args, **reading)
-        monkeypatch.setattr(convert, "consolidate_files", write)
-        with pytest.raises(CheckpointError, match="another process is making this folder"):
-            convert.convert_to_universal(tmp_path / "step1", out)
-        return index
-
-    monkeypatch.setattr(convert, "consolidate_files", write_with_another_conversion_meanwhile)
-    convert.convert_to_universal(tmp_path / "step1", out)
-    assert verify_folder(out / "zero").parameters.keys() == {"weight", "bias"}
-    assert sorted(path.name for path in out.parent.iterdir()) == ["latest_universal", "universal"]
 
 
 def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:

@@ -64,11 +64,7 @@ def test_precedence_of_rates() -> None:
     [
         ((0.02, 0.1, 0.95, True), {}, "got 3 more: name them.*ns_schedule .torch's ns_coefficients."),
         ((object(), 0.02), {}, "got 1 more"),
-        (
-            (object(),),
-            {"mu": 0.9},
-            "'mu' is an argument of another Muon; write momentum",
-        ),
+        ((object(),), {"mu": 0.9}, "'mu' is an argument of another Muon; write momentum"),
         ((), {"ns_coefficients": (1, 2, 3), "eps": 1e-7}, "ns_schedule: .*eps is AdamW's"),
         ((), {"epsilon": 1e-8}, "another Muon; write eps"),
         (

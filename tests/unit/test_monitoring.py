@@ -190,11 +190,7 @@ def test_wrong_in_fp32_too(caplog: pytest.LogCaptureFixture, mode: Any) -> None:
 def check_of(*matrices: MatrixLayout, every: int = 0) -> ResultCheck:
     recorder = StepRecorder(every=every, check=True)
     return ResultCheck(
-        recorder,
-        matrices,
-        device=torch.device("cpu"),
-        ns=NsSettings(QUINTIC),
-        origin=range(len(matrices)),
+        recorder, matrices, device=torch.device("cpu"), ns=NsSettings(QUINTIC), origin=range(len(matrices))
     )
 
 

@@ -415,60 +415,49 @@ def test_schedules_that_keep_the_ratio_are_none(
     assert "with one rate" not in caplog.text
 
 
+BOTH = "lr 0.0003 trains the matrices and all other parameters"
+
+
 @pytest.mark.parametrize(
-    ("settings", "warning"),
+    ("groups", "settings", "warning"),
     [
-        ({"muon_lr": 0.02}, "what AdamW trains has its default, 0.0003: set adam_lr"),
-        ({"adam_lr": 1e-3}, "what Muon trains has its default, 0.02: set muon_lr"),
-        ({"lr": 0.02}, "lr 0.02 trains .* under adjust_lr_fn 'original' .* one rate does not serve both"),
-        ({"lr": 1e-3, "adjust_lr_fn": "unit_rms_norm"}, "one rate does not serve both"),
-        ({"lr": 1e-3, "adjust_lr_fn": "spectral"}, "set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr"),
-        ({"lr": 1e-3, "adjust_lr_fn": "spectral", "update_scale": 0.2}, None),
-        ({"lr": 0.02, "adam_lr": 0.02}, None),
-        ({}, None),
+        ([], {"muon_lr": 0.02}, "what AdamW trains has its default, 0.0003: set adam_lr"),
+        ([], {"adam_lr": 1e-3}, "what Muon trains has its default, 0.02: set muon_lr"),
+        ([], {"lr": 0.02}, "lr 0.02 trains .* under adjust_lr_fn 'original' .* one rate does not serve both"),
+        ([], {"lr": 1e-3, "adjust_lr_fn": "unit_rms_norm"}, "one rate does not serve both"),
+        (
+            [],
+            {"lr": 1e-3, "adjust_lr_fn": "spectral"},
+            "set adjust_lr_fn to 'match_rms_adamw'; else set muon_lr",
+        ),
+        ([], {"lr": 1e-3, "adjust_lr_fn": "spectral", "update_scale": 0.2}, None),
+        ([], {"lr": 0.02, "adam_lr": 0.02}, None),
+        ([], {}, None),
+        # One lr for both halves is the same in a group as in the settings, whose rates it overrides.
+        ([{"lr": 3e-4}], {}, BOTH),
+        ([{"lr": 3e-4}], {"muon_lr": 0.02, "adam_lr": 1e-3}, BOTH),
+        ([{"lr": 3e-4}, {"lr": 3e-4}], {"muon_lr": 0.02, "adam_lr": 1e-3}, BOTH),
+        ([{"muon_lr": 0.02}], {}, "muon_lr is set alone"),
+        ([{"adam_lr": 1e-3}], {}, "adam_lr is set alone"),
+        ([{"adam_lr": 1e-3}], {"muon_lr": 0.02}, None),
+        ([{"muon_lr": 0.02, "adam_lr": 3e-4}], {"adam_lr": 1e-3}, None),
     ],
     ids=str,
 )
 def test_rates_that_nobody_chose_are_a_warning(
-    settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
+    groups: list[Any], settings: dict[str, Any], warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Muon(build("toy"), **settings)
-    assert len(caplog.records) == (warning is not None)
+    model = build("toy")
+    named = list(model.named_parameters())
+    dealt = [{"params": named[n :: len(groups)], **group} for n, group in enumerate(groups)]
+    Muon(dealt or model, **settings)
+    assert bool(caplog.records) == (warning is not None)
     assert re.search(warning or "", caplog.text)
 
 
-@pytest.mark.parametrize(
-    ("rates", "settings"),
-    [([3e-4], {"adam_lr": None}), ([3e-4], {"muon_lr": 0.02}), ([3e-4, 3e-4], {"muon_lr": 0.02})],
-    ids=str,
-)
-def test_one_rate_of_groups_is_a_warning(
-    rates: list[float], settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """One lr for both halves is the same in a group as in the settings, whose rates it overrides."""
-    named = list(build("toy").named_parameters())
-    groups = [{"params": named[n :: len(rates)], "lr": rate} for n, rate in enumerate(rates)]
-    Muon(groups, **{"adam_lr": 1e-3, **settings})
-    assert "lr 0.0003 trains the matrices and all other parameters" in caplog.records[0].getMessage()
-
-
-def test_a_group_with_a_separate_rate_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    Muon([{"params": build("toy").named_parameters(), "adam_lr": 1e-3}], muon_lr=0.02)
-    Muon([{"params": build("toy").named_parameters(), "muon_lr": 0.02, "adam_lr": 3e-4}], adam_lr=1e-3)
-    Muon([("layers.0.weight", nn.Parameter(torch.ones(4, 4)))], lr=0.02)  # no parameter for AdamW
+def test_one_rate_for_muon_alone_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    Muon([("layers.0.weight", nn.Parameter(torch.ones(4, 4)))], lr=0.02)
     assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("group", "warning"),
-    [({"muon_lr": 0.02}, "muon_lr is set alone"), ({"adam_lr": 1e-3}, "adam_lr is set alone")],
-    ids=str,
-)
-def test_one_rate_in_a_group_is_a_warning(
-    group: dict[str, float], warning: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    Muon([{"params": build("toy").named_parameters(), **group}])
-    assert warning in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize("setting", [{"restore_from": "/a/set"}, {"consolidate_on_save": True}])

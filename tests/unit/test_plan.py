@@ -14,11 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops, runs_gram
-from deepspeed_muon.plan.chunks import (
-    BufferPlan,
-    ExchangePlan,
-    build_exchange_plan,
-)
+from deepspeed_muon.plan.chunks import BufferPlan, ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import (
     assign_owners,
@@ -39,14 +35,7 @@ from deepspeed_muon.plan.placement import (
 )
 from deepspeed_muon.step.orthogonalize import batches
 from deepspeed_muon.variants import VARIANTS
-from tests.support.layouts import (
-    ITERATION,
-    MAKERS,
-    flat_layouts,
-    fragments_of,
-    matrix_flops,
-    sharded_layouts,
-)
+from tests.support.layouts import ITERATION, MAKERS, flat_layouts, fragments_of, matrix_flops, sharded_layouts
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-import deepspeed_muon
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
 ITEMS: list[list[str]] = [[], ["a"], ["b", "c"], ["d", "e"]]
@@ -45,12 +42,3 @@ def test_a_single_rank() -> None:
     assert alone.all_reduce([2.0], "max", purpose="test") == [2.0] and alone.all_reduce(
         [3], "sum", purpose="test"
     ) == [3]
-
-
-def test_no_collective_is_deprecated_in_this_torch() -> None:
-    """Warnings of ``torch.distributed``, once for every call, are DeepSpeed's and not ours."""
-    used = set()
-    for file in Path(deepspeed_muon.__file__).parent.rglob("*.py"):
-        used |= set(re.findall(r"\bdist\.([a-z_]+)\(", file.read_text()))
-    assert {"all_to_all_single", "all_reduce", "broadcast"} <= used
-    assert not [name for name in used if hasattr(getattr(dist, name), "__deprecated__")]

@@ -12,11 +12,7 @@ from torch import Tensor
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.coefficients import (
-    band_of,
-    resolve_schedule,
-    steps_that_need_an_exact_input,
-)
+from deepspeed_muon.math.coefficients import band_of, resolve_schedule, steps_that_need_an_exact_input
 from deepspeed_muon.math.newton_schulz import orthogonalize, restart_steps
 from tests.support.thinning import usual
 

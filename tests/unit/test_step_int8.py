@@ -99,18 +99,6 @@ def test_the_pass_decodes_updates_and_encodes(
     close(direction.double(), expected.double(), rtol=eps, atol=4 * eps * float(gradient.abs().max()))
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize(("grad", "out"), [GRADS, GRADS[::-1]])
-@pytest.mark.parametrize("before", [0, 100, 255])
-def test_native_and_torch_pass_agree(
-    before: int, grad: torch.dtype, out: torch.dtype, nesterov: bool
-) -> None:
-    gradient = random(3 * BLOCK + 100, grad, 1)
-    native, plain = (pack(backend, before, gradient, out, nesterov) for backend in ("ops", "torch"))  # type: ignore[arg-type]
-    for tensor, expected in zip(native, plain, strict=True):
-        assert torch.equal(tensor, expected)
-
-
 @pytest.mark.parametrize("backend", ["ops", "torch"])
 def test_infinities_and_nan_stay(backend: NsBackend) -> None:
     gradient = random(3 * BLOCK, torch.float32, 2)

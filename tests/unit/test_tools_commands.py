@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed_muon.__main__ import main
-from deepspeed_muon.tools import command_line
 from deepspeed_muon.tools.convert import export_weights
-from deepspeed_muon.tools.model_shapes import PRESETS
-from deepspeed_muon.tools.predict import GPUS
 from deepspeed_muon.version import __version__
 from tests.support.checkpoints import write_set
 from tests.support.native_ops import REPOSITORY
@@ -93,16 +90,6 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
     assert main(["plan", str(tmp_path / "größe.json")]) == 2
     sys.stderr.flush()
     assert rb"gr\xf6\xdfe.json: expected a JSON object" in said.getvalue()
-
-
-def test_help_names_all_rows_of_the_tables(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit):
-        command_line.parse(["plan", "--help"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in (*GPUS, *PRESETS))
 
 
 # ---- checkpoints ----
@@ -180,24 +167,6 @@ def test_inspect_and_verify_as_json(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert printed("verify", 0) == {"ok": True, "files": 1, "parameters": 1}
     shard.unlink()
     assert shard.name in printed("verify", 1)["error"]
-
-
-def test_progress_is_shown_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_set(tmp_path / "set")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return self.terminal
-
-        terminal = False
-
-    monkeypatch.setattr("deepspeed_muon.tools.convert.BAR_DELAY", 0)
-    for terminal in (False, True):
-        stream = Terminal()
-        stream.terminal = terminal
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert main(["checkpoint", "verify", str(tmp_path / "set")]) == 0
-        assert ("verify:" in stream.getvalue()) == terminal
 
 
 def test_the_routes_of_a_set_are_those_that_it_records(

@@ -18,11 +18,10 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, orthogonalize_flops
 from deepspeed_muon.routing.evidence import NamedParameter
-from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model
 from deepspeed_muon.tools.plan import report
-from deepspeed_muon.tools.predict import PlanSettings, exchange_of
+from deepspeed_muon.tools.predict import PlanSettings
 from tests.support.native_ops import REPOSITORY
 
 pytest.importorskip("transformers")
@@ -89,63 +88,28 @@ def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf)
     assert weights[0] == weights[2]
 
 
-def test_in_stage_0_a_broadcast_passes_every_link_once() -> None:
-    matrices = [Route(f"{n}", (64, 64), "muon", "") for n in range(32)]
-    on_one, on_two = (exchange_of(matrices, PlanSettings(16, 0, gpus_per_node=n)) for n in (16, 8))
-    assert on_one.internode_fraction == 0.0 and on_two.internode_fraction == pytest.approx(1 / 15)
-    assert on_two.scatter_elements.sum() == 15 * 32 * 64 * 64
-
-
-def test_a_network_with_a_rate(plan_of: PlanOf, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["llama-7b", "--world-size", "16", "--network-gbit", "100"]
-    data = plan_of(*common)
-    byte = 8 / (100e9 * data["settings"]["assumed_link_efficiency"])
-    # Gradients and weights once each in a ring of 16, which passes each of the two links once.
-    zero = (2 + (6.74e9 > 1e9)) * data["elements"] * 2 * 15 / 16
-    assert data["step"]["adamw"]["zero_seconds"] == pytest.approx(zero * byte)
-    # Eight ranks of a node send 8 of 15 parts of their directions to the other node, and as much of their updates.
-    exchange = data["sent_bytes_per_rank"]["max"] * 8 * 8 / 15
-    seconds = data["step"]["muon"]["seconds"]
-    assert seconds["gather"] + seconds["scatter"] == pytest.approx(exchange * byte, rel=0.02)
-    assert main(["plan", *common]) == 0
-    assert "1.56 GB/s between nodes" in capsys.readouterr().out, "an eighth of the link"
-    step = plan_of(*common, "--gpus-per-node", "16")["step"]["muon"]
-    assert step["seconds"]["gather"] < 0.1 * seconds["gather"], "one node"
-    assert step["zero_seconds"] < 0.1 * data["step"]["muon"]["zero_seconds"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("no-such-model", "is none of a preset"),
         ("LlamaForCausallM", "names no model; did you mean 'LlamaForCausalLM'?"),
-        ("lama-7b", "did you mean 'llama-7b'?"),
         ("tests", "'tests': a folder without config.json"),
-        ("tests/config.json", "no such file"),
         ("tests/conftest.py", "name a function in it, conftest:FUNCTION"),
         ("mine/model.py:build", "run the command in the folder of mine/model.py, and write model:build"),
         ("llama-7b --world-size 0", "--world-size 0: must be at least 1"),
         ("llama-7b --gpu h10", "did you mean 'h100'? another one needs --flops, --memory, --bandwidth"),
-        ("llama-7b --gpu mi300x --flops 1307", "another one needs --memory, --bandwidth"),
         ("llama-7b --memory nan", "--memory nan: must be above 0 and finite"),
         ("tests.unit.test_tools_plan:frozen", "has no parameter to train"),
         ("llama-7b --params pyproject.toml", "pyproject.toml: not readable JSON"),
-        ("llama-7b --network-gbit 0", "must be above 0"),
         ("llama-7b --world-size 6 --tensor-parallel 4", "tensor-parallel groups of 4"),
         ("llama-7b --params {'ns_step':3}", "did you mean 'ns_steps'"),
-        ("llama-7b --params {", "not JSON"),
-        ("llama-7b --params {'optimizer':null}", "optimizer must be an object, got None"),
         ("llama-7b --params {'optimizer':{},'bf16':true}", "bf16 must be an object, got True"),
         ("llama-7b --params no-such-file.json", "no-such-file.json: No such file"),
         ("llama-7b --efficiency 5", "--efficiency 5: a fraction of the peak is above 0 and at most 1"),
-        ("llama-7b --efficiency nan", "--efficiency nan"),
         ("llama-7b --world-size 100000000000", "--world-size 100000000000: plans are made for at most"),
-        ("llama-7b --gpus-per-node 0", "--gpus-per-node 0: must be at least 1"),
         ("qwen3-30b-a3b --expert-parallel 3 --world-size 6", "128 experts of"),
-        ("qwen3-30b-a3b --expert-parallel 3", "cannot be divided into expert-parallel groups"),
         ("llama-7b --expert-parallel 2", "no stacks of experts"),
         ("qwen3-30b-a3b --expert-parallel 2 --tensor-parallel 2", "tensor parallelism"),
-        ("qwen3-30b-a3b --expert-parallel 2 --separate-experts", "--separate-experts"),
     ],
 )
 def test_errors_say_the_remedy(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,14 +125,6 @@ def test_a_file_without_an_optimizer_is_named(
     (tmp_path / "file").write_text(text)
     assert main(["plan", "llama-7b", "--params", str(tmp_path / "file")]) == 2
     assert 'has no section "optimizer"' in capsys.readouterr().err
-
-
-def test_figures_of_a_gpu_that_is_not_in_the_table(plan_of: PlanOf) -> None:
-    figures = ["--flops", "989", "--memory", "80", "--bandwidth", "3350"]
-    tabled, given = plan_of("llama-7b"), plan_of("llama-7b", "--gpu", "mine", *figures)
-    assert tabled["step"] == given["step"] and given["settings"]["gpu"]["name"] == "mine"
-    faster = plan_of("llama-7b", "--flops", "1978")["step"]["muon"]["seconds"]
-    assert faster["newton_schulz"] == pytest.approx(tabled["step"]["muon"]["seconds"]["newton_schulz"] / 2)
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "ds_configs").iterdir()), ids=lambda file: file.name)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from deepspeed_muon.__main__ import main
-from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.tools import routes as routes_table
 from deepspeed_muon.tools.model_shapes import PRESETS
@@ -99,20 +98,6 @@ def test_settings_are_those_of_training(
     assert algorithms(data)["lm_head.weight"] == algorithms(data)["layers.1.up.weight"] == "muon"
 
 
-def test_the_table_is_that_of_the_optimizer(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a row for each parameter."""
-    rows = table_of(capsys, f"{models}:Model", "--all")["routes"]
-    trained = {route.name: route for route in Muon(sys.modules[models].Model()).routes}
-    assert len(rows) == 10 and {row["name"] for row in rows} == trained.keys()
-    for row in rows:
-        route = trained[row["name"]]
-        assert (row["algorithm"], row["reason"], row["certain"]) == (
-            route.algorithm,
-            route.reason,
-            route.certain,
-        )
-
-
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_a_model_that_needs_values(device: str, models: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["routes", f"{models}:needs_values", "--device", device])
@@ -185,18 +170,3 @@ def test_models_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(table == tables[0] for table in tables)
     assert tables[0]["lm_head.weight"] == "adamw"
     assert tables[0]["model.layers.*.mlp.up_proj.weight"] == "muon"
-
-
-def test_a_model_in_the_cache_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    constants = pytest.importorskip("huggingface_hub.constants")
-    snapshot = tmp_path / "models--someone--small" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps({**PRESETS["llama-7b"], "num_hidden_layers": 1}))
-    (tmp_path / "models--someone--small" / "refs").mkdir()
-    (tmp_path / "models--someone--small" / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    data = table_of(capsys, "someone/small")
-    assert data["algorithms"]["muon"]["tensors"] == 7
