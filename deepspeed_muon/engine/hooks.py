@@ -26,7 +26,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed
@@ -76,17 +76,10 @@ from deepspeed_muon.optimizer import Muon
 
 
 def _configure_optimizer(
-    original: Original,
-    engine: DeepSpeedEngine,
-    client_optimizer: Any,
-    model_parameters: Any,
-    *args: object,
-    **kwargs: object,
+    original: Original, engine: DeepSpeedEngine, client_optimizer: Any, *args: Any, **kwargs: Any
 ) -> object:
     """Make and bind the optimizer of an engine, then replace what a bound one needs."""
-    result = configure.configure_optimizer(
-        original, engine, client_optimizer, model_parameters, *args, **kwargs
-    )
+    result = configure.configure_optimizer(original, engine, client_optimizer, *args, **kwargs)
     if muon_of(engine) is not None:
         fingerprints.warn_of_unknown(followed_functions)
         hook_engine(engine)
@@ -190,10 +183,6 @@ _RELIED_ON = (
     (BF16_Optimizer, ("step",)),
     (FP16_UnfusedOptimizer, ("step",)),
 )  # fmt: skip
-# Of views.py, where a release may lack them.
-_OF_SOME_RELEASES = (
-    "_get_sub_group_process_group", "_use_compact_grad_partition_buffer", "_wait_for_offload_copies",
-)  # fmt: skip
 
 _INSTALLED: dict[Hook, tuple[Any, Any]] = {}
 """Each hook that is in place, with the original and its replacement."""
@@ -263,31 +252,28 @@ def unregister() -> None:
         DEEPSPEED_OPTIMIZERS.remove(OUR_TYPE)
 
 
-def replaced_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return the functions of DeepSpeed that some engine replaces: class or module, name, and ours."""
-    return [
-        *((hook.owner, hook.attribute, hook.function) for hook in HOOKS),
-        *((owner, hook.attribute, hook.function) for hook in ENGINE_HOOKS for owner in hook.classes()),
-    ]
-
-
 def followed_functions() -> list[fingerprints.Followed]:
     """Return the functions of DeepSpeed whose bodies matter: replaced, called or relied on, those that exist."""
-    followed = [(owner, name) for owner, name, _ in replaced_functions()]
-    followed += [(owner, name) for owner, names in (*_CALLED, *_RELIED_ON) for name in names]
-    followed += [
-        (wrapper, name)
-        for wrapper, view in WRAPPERS.items()
-        for name in (*sorted(read_by(view)), *_OF_SOME_RELEASES)
-    ]
+    followed = [*_needed_functions(), *_pairs(_RELIED_ON)]
+    followed += _pairs((wrapper, sorted(read_by(view))) for wrapper, view in WRAPPERS.items())
     return [pair for pair in dict.fromkeys(followed) if inspect.isroutine(getattr(*pair, None))]
 
 
 def missing_functions() -> list[str]:
     """Return the functions that are replaced or called, and that this DeepSpeed does not have."""
-    needed = [(owner, name) for owner, name, _ in replaced_functions()]
-    needed += [(owner, name) for owner, names in _CALLED for name in names]
-    return [f"{owner.__name__}.{name}" for owner, name in dict.fromkeys(needed) if not hasattr(owner, name)]
+    return [fingerprints.name_of(*pair) for pair in _needed_functions() if not hasattr(*pair)]
+
+
+def _needed_functions() -> list[fingerprints.Followed]:
+    """Return the functions that some engine replaces, and those that are called."""
+    replaced = [(owner, hook.attribute) for hook in ENGINE_HOOKS for owner in hook.classes()]
+    return list(
+        dict.fromkeys([*((hook.owner, hook.attribute) for hook in HOOKS), *replaced, *_pairs(_CALLED)])
+    )
+
+
+def _pairs(rows: Iterable[tuple[Any, Iterable[str]]]) -> list[fingerprints.Followed]:
+    return [(owner, name) for owner, names in rows for name in names]
 
 
 def hook_engine(engine: DeepSpeedEngine) -> None:

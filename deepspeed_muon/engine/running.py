@@ -36,12 +36,12 @@ def configure_lr_scheduler(
 ) -> object:
     """Let DeepSpeed make the scheduler, restore the ratio between the groups' rates in it, load ``restore_from``."""
     optimizer = muon_of(engine)
-    configured = {} if optimizer is None else rates(optimizer)  # before the schedule writes its first rates
+    if optimizer is None:
+        return original(engine, *args, **kwargs)
+    configured = rates(optimizer)  # before the schedule writes its first rates
     try:
         result = original(engine, *args, **kwargs)
     except ValueError as error:
-        if optimizer is None:
-            raise
         shown = ", ".join(
             f"{group['algorithm']} of group {group[CALLER_GROUP]}" for group in optimizer.param_groups
         )
@@ -50,24 +50,20 @@ def configure_lr_scheduler(
             f"the optimizer has {len(optimizer.param_groups)}: {shown}. Choose functions and numbers by "
             f"group['{CALLER_GROUP}']"
         ) from error
-    if optimizer is not None:
-        from_config = engine.client_lr_scheduler is None
-        given = dict(engine.scheduler_params() or {}) if from_config else {}
-        if (
-            from_config
-            and isinstance(engine.lr_scheduler, lr_schedules.WarmupLR)
-            and "warmup_max_lr" not in given
-        ):
-            # None: the rates of the groups.
-            peak = inspect.signature(type(engine.lr_scheduler)).parameters["warmup_max_lr"].default
-            given["warmup_max_lr"] = peak
-            if peak is not None:
-                _warn_of_default_peak(engine.lr_scheduler, peak, configured, optimizer.config.reference_lr)
-        _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
-        # Optimizer, wrapper and schedule, which a restore changes, exist only now.
-        source = optimizer.config.restore_from
-        if source is not None:
-            restore(engine, source.path, progress=source.progress, hyperparameters=source.progress)
+    from_config = engine.client_lr_scheduler is None
+    given = dict(engine.scheduler_params() or {}) if from_config else {}
+    is_warmup = isinstance(engine.lr_scheduler, lr_schedules.WarmupLR)
+    if from_config and is_warmup and "warmup_max_lr" not in given:
+        # None: the rates of the groups.
+        peak = inspect.signature(type(engine.lr_scheduler)).parameters["warmup_max_lr"].default
+        given["warmup_max_lr"] = peak
+        if peak is not None:
+            _warn_of_default_peak(engine.lr_scheduler, peak, configured, optimizer.config.reference_lr)
+    _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
+    # Optimizer, wrapper and schedule, which a restore changes, exist only now.
+    source = optimizer.config.restore_from
+    if source is not None:
+        restore(engine, source.path, progress=source.progress, hyperparameters=source.progress)
     return result
 
 

@@ -154,15 +154,14 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
     gathered = ranks.all_gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
     for name, fingerprint in fingerprints.items():
         of_ranks = [by_name[name] for by_name in gathered if name in by_name]
-        if set(of_ranks) == {fingerprint}:
-            continue
-        if not fingerprint[1]:
-            _refuse(name, f"its shards are unequal, {[list(shape) for shape, _ in of_ranks]}")
-        _refuse(
-            name,
-            "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
-            "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks",
-        )
+        if set(of_ranks) != {fingerprint}:
+            why = f"its shards are unequal, {[list(shape) for shape, _ in of_ranks]}"
+            if fingerprint[1]:
+                why = (
+                    "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
+                    "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks"
+                )
+            _refuse(name, why)
     return sets
 
 
@@ -221,13 +220,10 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
     # 1. the shapes on all tensor-parallel ranks: shards may be unequal
     expert_numbers = _expert_numbers(engine.module)
     group = tensor_parallel_group(engine)
-    shapes_by_rank = [{route.name: route.shape for route in routes.values()}]
-    rank = 0
+    shapes_by_rank: list[dict[str, tuple[int, ...]]] = []
     if group is not None:
-        rank = dist.get_rank(group)
-        gathered = Ranks((group,)).all_gather(
-            shapes_by_rank[0], purpose="comparison of tensor-parallel shapes"
-        )
+        shapes = {route.name: route.shape for route in routes.values()}
+        gathered = Ranks((group,)).all_gather(shapes, purpose="comparison of tensor-parallel shapes")
         shapes_by_rank = list(gathered.values())
     # 2. each parameter: first its experts, then its shard
     slices: dict[str, TensorSlice | str] = {}
@@ -239,8 +235,8 @@ def tensor_slices(engine: DeepSpeedEngine, routes: Mapping[int, Route]) -> dict[
         try:
             tensor_slice = _slice_of_expert(param, route, expert_numbers)
             if group is not None:
-                shapes = [shapes.get(route.name, ()) for shapes in shapes_by_rank]
-                tensor_slice = _slice_of_shard(param, tensor_slice, rank, shapes)
+                of_ranks = [shapes.get(route.name, ()) for shapes in shapes_by_rank]
+                tensor_slice = _slice_of_shard(param, tensor_slice, dist.get_rank(group), of_ranks)
             slices[route.name] = tensor_slice
         except ValueError as error:
             slices[route.name] = str(error)

@@ -636,7 +636,8 @@ WRAPPERS: dict[type, type[HalfView | Bf16View | Zero12View | Zero3View]] = {
 def read_by(view: type[View]) -> set[str]:
     """Return the names of the attributes that a view reads or calls of its wrapper, from its source."""
     source = "".join(inspect.getsource(kind) for kind in view.__mro__[:-1])
-    return set(re.findall(r"\bwrapper\.([a-z_]\w*)", source))
+    # A second form has what some releases lack: getattr(self.wrapper, "name").
+    return set(re.findall(r"\bwrapper(?:\.|, \")([a-z_]\w*)", source))
 
 
 def view_of(wrapper: DeepSpeedOptimizer) -> View:
