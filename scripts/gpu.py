@@ -31,6 +31,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -113,6 +114,7 @@ if torch.cuda.is_available():
         "compute capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory, GiB": round(properties.total_memory / 2**30),
+        "NCCL": "{}.{:02}.{}".format(*torch.cuda.nccl.version()),
         "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()[:1],
     }
 facts |= {"python": platform.python_version(), "torch": torch.__version__, "CUDA of torch": torch.version.cuda}
@@ -231,6 +233,7 @@ def steps_of(out: Path) -> dict[str, list[Step]]:
                 cuda,
                 ("two GPUs",),
             ),
+            *ranks_share_the_gpu(cuda),
         ],
         "time": [binding, *timings(out, cuda)],
         "train": [binding, *trainings(out, cuda)],
@@ -260,6 +263,46 @@ def steps_of(out: Path) -> dict[str, list[Step]]:
             ),
         ],
     }
+
+
+def ranks_share_the_gpu(environment: tuple[tuple[str, str], ...]) -> list[Step]:
+    """Return the steps in which two ranks share one GPU over NCCL, with and without torch's check of streams.
+
+    NCCL's ways between the processes are tried from the fastest on; a container may forbid some.
+    """
+    ways = (
+        "",
+        "NCCL_CUMEM_ENABLE=0",
+        "NCCL_CUMEM_ENABLE=0 NCCL_P2P_DISABLE=1",
+        "NCCL_CUMEM_ENABLE=0 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
+    )
+    needs = ("a CUDA GPU", "NCCL 2.30, in torch 2.14.1 or by LD_PRELOAD")
+    shared = (
+        *environment,
+        ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+        ("NCCL_NVLS_ENABLE", "0"),
+        ("NCCL_MAX_CTAS", "4"),
+    )
+    ranks = torchrun(2, "-m", "tests.gpu.ranks", "--device", "cuda", "--backend", "nccl")
+    engines = torchrun(2, "-m", "tests.gpu.engine")
+    steps = []
+    for name, command, dry, more in (
+        ("ranks", ranks, None, ()),
+        ("engines", engines, [*engines, "stage 3 fp32"], ()),
+        ("ranks, TORCH_CUDA_SANITIZER", ranks, None, (("TORCH_CUDA_SANITIZER", "1"),)),
+    ):
+        attempts = " || ".join(f"timeout 60 env {way} {shlex.join(command)}" for way in ways)
+        steps.append(
+            Step(
+                f"two {name} on one GPU, NCCL",
+                ["bash", "-c", attempts],
+                260,
+                (*shared, *more),
+                needs,
+                dry=dry,
+            )
+        )
+    return steps
 
 
 def against_float64(
@@ -328,7 +371,8 @@ def available(facts: dict[str, Any]) -> set[str]:
     """Return which of the things that steps need this machine has."""
     programs = {name for name in ("nvcc", "compute-sanitizer") if shutil.which(name, path=search_path())}
     gpus = {"a CUDA GPU"} if facts["gpus"] else set()
-    return programs | gpus | ({"two GPUs"} if facts["gpus"] > 1 else set())
+    nccl = {"NCCL 2.30, in torch 2.14.1 or by LD_PRELOAD"} if facts.get("NCCL", "") >= "2.30" else set()
+    return programs | gpus | nccl | ({"two GPUs"} if facts["gpus"] > 1 else set())
 
 
 def search_path() -> str:
