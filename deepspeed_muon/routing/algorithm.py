@@ -8,16 +8,16 @@
 4. Muon updates every other matrix of a layer.
 5. AdamW updates a bare two-dimensional parameter that nothing identifies.
 
-What rests on 3 or 5 is a guess, unless the name has only one meaning.
+What rests on 3 or 5 is a guess, unless the name has only one meaning. So is a layer outside of blocks that reads what no
+layer makes, or makes what no later one reads: perhaps a first layer, or a head.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import operator
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +48,7 @@ _ORDER: tuple[Rule, ...] = (
     *("norm", "embedding", "head", "tied", "bias", "no_product", "router", "input", "adapter", "hidden"),
 )
 PERHAPS_HEAD = "hidden matrix, perhaps an output head"
+PERHAPS_FIRST = "hidden matrix, perhaps of a first layer"
 _REASONS = {
     "matrix": "hidden matrix",
     "convolution": "filters of a convolution",
@@ -118,7 +119,8 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
     for member in matrices:
         if (claim := router(member, experts, stacks)) is not None:
             claims[member.key].append(claim)
-    for key, claim in (*_first_layers(matrices, structure), *_heads(matrices, structure)):
+    outside = _outside_blocks(matrices, structure) if structure.is_ordered else {}
+    for key, claim in (*_heads(matrices, structure, outside), *_first_layers(matrices, structure, outside)):
         claims[key].append(claim)
     return claims
 
@@ -137,6 +139,11 @@ def _inputs(member: NamedParameter) -> int:
 def _components(member: NamedParameter) -> list[str]:
     """Return the components of the path of a layer."""
     return holder_path(member.name).split(".") if member.names else []
+
+
+def _parent(member: NamedParameter) -> str:
+    """Return the path of the module around a layer."""
+    return holder_path(member.name).rpartition(".")[0]
 
 
 def _in_attention(components: Sequence[str]) -> bool:
@@ -160,9 +167,14 @@ def _embedding(member: NamedParameter, structure: Structure) -> Iterator[Claim]:
                 yield Claim("embedding", f"embedding by name ({component.lower()})", entry.certain)
 
 
-def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator[tuple[int, Claim]]:
+def _first_layers(
+    matrices: Sequence[NamedParameter], structure: Structure, outside: Mapping[int, bool]
+) -> Iterator[tuple[int, Claim]]:
     """Yield ``id`` and claim of the layers that read images, latents, audio or patches of them."""
     outputs: set[int] = set()  # of the layers before
+    # Numbers of features that embeddings, layers and convolutions make.
+    made = {member.full_shape[1] if member.kind == "embedding" else member.sides[0] for member in matrices}
+    convolved = {member.sides[0] for member in matrices if "convolution" in (member.kind or "")}
     first_below: dict[str, int] = {}  # path of a module that is named like a first layer to its first weight
     for member in matrices:
         components, shape = _components(member), member.full_shape
@@ -170,11 +182,10 @@ def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> I
             # A convolution of one pixel may read what a layer before it squeezed into few channels; 3 are an image.
             is_data = math.prod(shape[2:]) > 1 or shape[1] == 3 or shape[1] not in outputs
             # Tacotron's location layer reads the channels of attention weights.
-            if shape[1] <= _MAX_DATA_CHANNELS and is_data and not _in_attention(components):
-                yield (
-                    member.key,
-                    Claim("input", f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}"),
-                )
+            is_square = math.prod(shape) == shape[1] ** 2  # beside a codebook
+            if shape[1] <= _MAX_DATA_CHANNELS and (is_data or is_square) and not _in_attention(components):
+                reason = "convolution of data or latents" if is_square else "first convolution"
+                yield member.key, Claim("input", f"{reason}: reads {shape[1]} channel{'s' * (shape[1] > 1)}")
             elif shape[0] == 3:
                 yield member.key, Claim("head", "output head: makes 3 channels", certain=False)
             elif structure.is_ordered and member is matrices[0]:
@@ -182,6 +193,11 @@ def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> I
                     member.key,
                     Claim("input", "first convolution, in the order of the modules", certain=False),
                 )
+        # A linear layer may also read the features of several others together, or all positions of a convolution.
+        elif member.key in outside and not (
+            _inputs(member) in made or any(_inputs(member) % channels == 0 for channels in convolved)
+        ):
+            yield member.key, Claim("hidden", PERHAPS_FIRST, certain=False)
         if member.kind in ("convolution", "linear"):
             for position, component in enumerate(components):
                 entry = match_name(component, "input")
@@ -199,18 +215,19 @@ def _first_layers(matrices: Sequence[NamedParameter], structure: Structure) -> I
 # 2. Output heads
 
 
-def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator[tuple[int, Claim]]:
+def _heads(
+    matrices: Sequence[NamedParameter], structure: Structure, outside: Mapping[int, bool]
+) -> Iterator[tuple[int, Claim]]:
     """Yield ``id`` and claim of the output heads."""
     heads = {key: Claim("head", "output head of the model") for key in structure.heads}
     named = _heads_by_name(matrices)
     if structure.is_ordered:
-        outermost = _outermost(matrices, structure)
-        heads = {**_vocabulary_heads(matrices, outermost), **heads}
+        heads = {**_vocabulary_heads(matrices, outside), **heads}
         # The last layer counts where no other head is certain, a tied embedding among them.
         claims = [*heads.items(), *((key, claim) for key, (claim, _) in named.items())]
         certain = {key for key, claim in claims if claim.certain}
         certain |= {member.key for member in matrices if member.kind == "embedding" and len(member.names) > 1}
-        heads = {**_last_layers(matrices, outermost, certain), **heads}
+        heads = {**_last_layers(matrices, outside, certain), **heads}
     # 3. Names such as "fc" count only where no head is certain.
     has_certain = any(claim.certain for claim in (*heads.values(), *(claim for claim, _ in named.values())))
     for key, (claim, meaning) in named.items():
@@ -224,44 +241,50 @@ def _heads(matrices: Sequence[NamedParameter], structure: Structure) -> Iterator
             yield member.key, head
 
 
-def _outermost(matrices: Sequence[NamedParameter], structure: Structure) -> dict[int, bool]:
+def _outside_blocks(matrices: Sequence[NamedParameter], structure: Structure) -> dict[int, bool]:
     """Return ``id`` of the layers that may be output heads: outside of blocks, and no adapters or recurrent weights.
 
-    A block is a module of several matrices in a list, like another one there; a layer of an ``nn.Sequential`` is in
-    none. ``False`` marks the layers of a module that differs from all others of its list (graph networks).
+    A block is a module of several layers in a list that makes as many features as it reads, so that another one may
+    follow; a layer of an ``nn.Sequential`` is in none. ``False`` marks the layers of other modules of several layers in
+    a list, which another one follows: graph networks, the towers of detectors.
     """
-    # path of a module in a list to the names and shapes of its matrices
-    contents: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    modules_of: dict[int, list[str]] = {}
+    layers_of: dict[str, list[NamedParameter]] = defaultdict(list)  # by path of a module in a list
+    last_in: dict[str, str] = {}  # path of a list to that of its last module
     for member in matrices:
-        components = _components(member)
-        paths = [".".join(components[:length]) for length in range(len(components) + 1)]
-        modules_of[member.key] = [
-            path
-            for parent, path in itertools.pairwise(paths)
-            if parent in structure.lists and path not in structure.lists
-        ]
-        for path in modules_of[member.key]:
-            contents.setdefault(path, []).append((paths[-1].removeprefix(path), member.full_shape))
-    several = {path: tuple(shapes) for path, shapes in contents.items() if len(shapes) > 1}
-    copies = Counter((path.rpartition(".")[0], shapes) for path, shapes in several.items())
-    outermost: dict[int, bool] = {}
+        for path in _modules_in_lists(member, structure) if member.is_layer else ():
+            last_in[path.rpartition(".")[0]] = path
+            if member.kind != "grouped convolution":
+                layers_of[path].append(member)
+    several = {path: layers for path, layers in layers_of.items() if len(layers) > 1}
+    blocks = {path for path, layers in several.items() if _inputs(layers[0]) == layers[-1].sides[0]}
+    followed = several.keys() - last_in.values()
+    outside: dict[int, bool] = {}
     for member in matrices:
-        components, is_in_block = _components(member), False
-        for path in several.keys() & set(modules_of[member.key]):
-            is_in_block |= copies[path.rpartition(".")[0], several[path]] > 1
-        is_weight = member.kind in ("linear", "convolution", "weight") and plain_name(member.name).endswith(
-            ".weight"
+        components, modules = _components(member), set(_modules_in_lists(member, structure))
+        is_weight = member.kind in ("linear", "convolution", "weight") and bare_name(member.name) == "weight"
+        is_bare_layer = (
+            member.kind in ("weight", "bare") and member.has_product and len(member.full_shape) == 2
         )
         is_adapter = _is_lora_b(member) or any(claim.rule == "adapter" for claim in _name_claims(member))
-        if (is_weight or (member.has_product and len(member.full_shape) == 2)) and not (
-            is_in_block or is_adapter or "experts" in components or _in_attention(components)
+        if (is_weight or is_bare_layer) and not (
+            modules & blocks or is_adapter or "experts" in components or _in_attention(components)
         ):
-            outermost[member.key] = several.keys().isdisjoint(modules_of[member.key])
-    return outermost
+            outside[member.key] = modules.isdisjoint(followed)
+    return outside
 
 
-def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: Mapping[int, bool]) -> dict[int, Claim]:
+def _modules_in_lists(member: NamedParameter, structure: Structure) -> list[str]:
+    """Return the paths of the modules around a parameter that are in a list, and no lists themselves."""
+    components = _components(member)
+    paths = [".".join(components[:length]) for length in range(len(components) + 1)]
+    return [
+        path
+        for parent, path in itertools.pairwise(paths)
+        if parent in structure.lists and path not in structure.lists
+    ]
+
+
+def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: Mapping[int, bool]) -> dict[int, Claim]:
     """Return the layers with an output for each row of an embedding that is no table of positions."""
     rows = {
         member.full_shape[0]
@@ -277,65 +300,117 @@ def _vocabulary_heads(matrices: Sequence[NamedParameter], outermost: Mapping[int
     return {
         member.key: Claim("head", reason, member.sides[0] not in widths)
         for member in matrices
-        if outermost.get(member.key) and member.sides[0] in rows
+        if outside.get(member.key) and member.sides[0] in rows
         if member.sides[0] not in widths or member is matrices[-1]
     }
 
 
 def _last_layers(
-    matrices: Sequence[NamedParameter], outermost: Mapping[int, bool], heads: set[int]
+    matrices: Sequence[NamedParameter], outside: Mapping[int, bool], heads: set[int]
 ) -> dict[int, Claim]:
-    """Return the last layer, and those in parallel with it or with ``heads``."""
-    # 1. The ends of the model, the last one first: layers whose outputs no later layer and none inside a block reads.
+    """Return the last layer, those in parallel with it or with ``heads``, and guesses for the other ends."""
     layers = [member for member in matrices if member.is_layer]
+    if not layers or (len(layers) == 1 and layers[0].key in heads):
+        return {}
+    # 1. The ends of the model, the last one first: layers whose outputs no later layer and none inside a block reads.
     inputs_of_all = set(map(_inputs, layers))
-    read = {_inputs(member) for member in layers if member.key not in outermost}
+    read = {_inputs(member) for member in layers if member.key not in outside}
     for member in matrices:
         # A bare matrix (prototypes) is perhaps multiplied by; what has one row is added.
-        if member.kind == "bare" and not member.is_layer and len(member.full_shape) == 2:
+        if member.kind == "embedding":
+            read.add(member.full_shape[1])
+        elif member.kind == "bare" and not member.is_layer and len(member.full_shape) == 2:
             read |= set(member.full_shape) if 1 not in member.full_shape else set()
-    ends: list[NamedParameter] = []
+    flattened: set[int] = (
+        set()
+    )  # inputs of later linear layers, which may read all positions of a convolution
+    ends: dict[int, NamedParameter] = {}
     for member in reversed(layers):
         outputs, inputs = member.sides
-        # In a list of modules that differ, the next one may read the outputs, and so may the first.
-        readers = read if outermost.get(member.key) else inputs_of_all | read
-        if member.key in outermost and outputs != inputs and outputs not in readers:
-            ends.append(member)
+        # In a list of modules that differ, the next one may read the outputs.
+        readers = read if outside.get(member.key) else inputs_of_all | read
+        is_flattened = (
+            member.kind == "convolution" and outputs > 1 and any(width % outputs == 0 for width in flattened)
+        )
+        if member.key in outside and outputs != inputs and outputs not in readers and not is_flattened:
+            ends[member.key] = member
         read.add(inputs)
+        if member.kind == "linear":
+            flattened.add(inputs)
     # 2. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
-    certain = [member for member in matrices if member.key in heads]
-    if not certain and len(layers) > 1:
-        narrow = [member for member in ends if member.sides[0] < member.sides[1]]
-        last = next(iter(narrow or (member for member in ends if member is layers[-1])), None)
-        if last is not None:
-            is_unread = last.kind == "linear" and last.sides[0] not in read
-            is_certain = last is layers[-1] and (bool(narrow) or is_unread) and outermost[last.key]
-            claims[last.key] = Claim("head", "output head: the last layer", is_certain)
-            certain = [last]
-    if not certain and (ends or len(layers) > 1) and outermost.get(layers[-1].key):
-        claims[layers[-1].key] = Claim("hidden", PERHAPS_HEAD, certain=False)
-    # 3. Those in parallel: beside it or, a guess, at its position in a module beside its own ("actor.2", "critic.2").
-    for member, head in itertools.product(ends, certain):
-        components, components_of_head = _components(member), _components(head)
-        is_beside = len(head.names) == 1 and components[:-1] == components_of_head[:-1]
-        is_twin = (
-            len(components) == len(components_of_head)
-            and components[-1] == components_of_head[-1]
-            and sum(map(operator.ne, components, components_of_head)) == 1
-        )
-        (outputs, inputs), (outputs_of_head, inputs_of_head) = member.sides, head.sides
-        is_certain = head.key in heads or claims[head.key].certain
+    last = [member for member in matrices if member.key in heads]
+    if not last and len(layers) > 1:
+        narrow = [member for member in ends.values() if member.sides[0] < member.sides[1]]
+        last = narrow[:1] or [member for member in ends.values() if member is layers[-1]]
+        for member in last:
+            outputs = member.sides[0]
+            # What other layers make and read is the width of hidden layers.
+            is_hidden = _MAX_DATA_CHANNELS < outputs in inputs_of_all and any(
+                other.sides[0] == outputs for other in layers if other is not member
+            )
+            is_wide = not narrow and (member.kind != "linear" or outputs in inputs_of_all)
+            is_certain = member is layers[-1] and outside[member.key] and not is_hidden and not is_wide
+            claims[member.key] = Claim("head", "output head: the last layer", is_certain)
+    # 3. Those in parallel: beside it, with as many outputs, or at its position in a module beside its own ("actor.2",
+    # "critic.2"). Every other end is perhaps a head, and so is the last layer where no other makes several outputs.
+    final = next((layer for layer in reversed(layers) if layer.sides[0] > 1), layers[-1])
+    is_open = all(
+        (head.sides[0] == 1 and _parent(head) != _parent(final))
+        or (head.key in claims and not claims[head.key].certain)
+        for head in last
+    )
+    last_below = {_parent(member): member.key for member in layers}
+    perhaps: list[NamedParameter] = []
+    for member in (
+        layer for layer in reversed(layers) if layer.key in outside.keys() - heads - claims.keys()
+    ):
+        outputs, inputs = member.sides
+        of_kind = [head for head in last if head.kind == member.kind]
+        beside = [head for head in of_kind if _inputs(head) == inputs and _parent(head) == _parent(member)]
+        is_last_below = last_below[_parent(member)] == member.key
+        twins = [head for head in (*of_kind, *perhaps) if is_last_below and _is_twin(member, head)]
         # Beside a layer with more outputs than inputs may stand equal hidden layers.
-        is_sure = is_certain and (head.key in heads or outputs_of_head < inputs_of_head)
-        makes_alike = outputs == outputs_of_head and is_sure
-        if makes_alike or (outputs < inputs == inputs_of_head and (is_beside or is_twin)):
-            is_certain &= is_beside or makes_alike
-            claim = Claim("head", "output head: in parallel with the last layer", is_certain)
-            claims.setdefault(member.key, claim)
-        elif (is_beside and inputs == inputs_of_head) or (is_twin and outputs < inputs):
-            claims.setdefault(member.key, Claim("hidden", PERHAPS_HEAD, certain=False))
+        alike = [
+            head
+            for head in last
+            if head.sides[0] == outputs and (head.key in heads or outputs < _inputs(head))
+        ]
+        is_twin = any(_inputs(head) == inputs for head in twins if head in of_kind)
+        parallel = alike or (outputs < inputs and (beside or is_twin))
+        if member.key in ends and parallel:
+            is_certain = any(head.key in heads or claims[head.key].certain for head in alike + beside)
+            claims[member.key] = Claim("head", "output head: in parallel with the last layer", is_certain)
+            continue
+        # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
+        # has no bias.
+        is_unread = outside[member.key] and outputs % inputs != 0 and member.is_biased
+        # The outputs of a generator are read by the first layer of a discriminator alone.
+        readers = [
+            layer for layer in layers if _inputs(layer) == outputs > inputs and member.kind == "linear"
+        ]
+        is_generated = is_last_below and len(readers) == 1 and _parent(readers[0]) != _parent(member)
+        if (
+            (member.key in ends and (is_unread or beside or twins))
+            or (twins and outputs == inputs)
+            or (is_generated and outputs % inputs != 0)
+            or (member is final and is_open and outside[member.key] and (ends or len(layers) > 1))
+        ):
+            claims[member.key] = Claim("hidden", PERHAPS_HEAD, certain=False)
+            perhaps.append(member)
     return claims
+
+
+def _is_twin(member: NamedParameter, head: NamedParameter) -> bool:
+    """Return whether the paths differ in one name, or in the numbers of modules ("cv2.0.2", "cv3.1.2")."""
+    components, components_of_head = _components(member), _components(head)
+    if len(components) != len(components_of_head) or components[-1] != components_of_head[-1]:
+        return False
+    first, *rest = [a for a, b in zip(components, components_of_head, strict=True) if a != b] or ["."]
+    # Square layers of one list that differ in shape follow each other.
+    return all(name.isdigit() for name in rest) and (
+        not first.isdigit() or member.sides == head.sides or member.sides[0] < member.sides[1]
+    )
 
 
 # 3. Names

@@ -72,7 +72,7 @@ def read_layers(path: str, module: nn.Module) -> Iterator[tuple[nn.Parameter, La
             claims = (Claim("embedding", "weight of an embedding module"),)
         elif len(shape) > 1 and kind == "norm":
             claims = (Claim("norm", "gain of a norm"),)
-        yield param, Layer(kind, transposed, interleaved, stack, product), claims
+        yield param, Layer(kind, transposed, interleaved, stack, product, bool(vectors)), claims
 
 
 def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -43,6 +43,26 @@ def _dense(inputs: int, outputs: int) -> Tree:
     return Tree(kernel=_parameter(inputs, outputs), bias=_parameter(outputs))
 
 
+def _conv(inputs: int, outputs: int, size: int = 3) -> Tree:
+    return Tree(conv=Conv(inputs, outputs, size, bias=False), bn=nn.BatchNorm2d(outputs))
+
+
+def _towers(hidden: int, outputs: int, *widths: int) -> nn.ModuleList:
+    return nn.ModuleList(
+        nn.Sequential(_conv(width, hidden), _conv(hidden, hidden), Conv(hidden, outputs, 1))
+        for width in widths
+    )
+
+
+def _yolo(classes: int) -> nn.Sequential:
+    detect = Tree(
+        cv2=_towers(64, 64, 64, 128),
+        cv3=_towers(80, classes, 64, 128),
+        dfl=Tree(conv=Conv(16, 1, 1, bias=False)),
+    )
+    return nn.Sequential(_conv(3, 64), _conv(64, 128), detect)
+
+
 def _detection(width: int) -> Tree:
     return Tree(m=nn.ModuleList([Conv(width, 255, 1), Conv(width, 255, 1)]))
 
@@ -148,5 +168,32 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     ),
     "dlrm": lambda: Tree(
         tables=nn.ModuleList([nn.EmbeddingBag(1000, 64)]), bottom=_mlp(13, 256, 64), top=_mlp(367, 256, 1)
+    ),
+    "yolo": lambda: _yolo(20),
+    "yolo_square": lambda: _yolo(80),
+    "chess_convolutions": lambda: Tree(
+        stem=Conv(18, 64, 3),
+        tower=nn.Sequential(*(Tree(conv1=Conv(64, 64, 3), conv2=Conv(64, 64, 3)) for _ in range(2))),
+        policy=nn.Sequential(Conv(64, 32, 1), nn.ReLU(), Conv(32, 73, 1)),
+        value=nn.Sequential(Conv(64, 8, 1), nn.Flatten(), Linear(512, 64), Linear(64, 3)),
+    ),
+    "go": lambda: Tree(
+        conv_input=Conv(17, 64, 3),
+        policy_conv=Conv(64, 2, 1),
+        policy_fc=Linear(722, 362),
+        value_conv=Conv(64, 4, 1),
+        value_fc1=Linear(1444, 64),
+        value_fc2=Linear(64, 3),
+    ),
+    "detector_beside_stems": lambda: Tree(
+        body=nn.Sequential(Conv(3, 64, 3), Conv(64, 128, 3), Conv(128, 256, 3)),
+        preds=nn.ModuleList(Conv(64, 20, 1) for _ in range(2)),
+        stems=nn.ModuleList(_conv(width, 64, 1) for width in (128, 256)),
+    ),
+    "mlp_gan": lambda: Tree(
+        generator=Tree(model=_mlp(100, 128, 256, 784)), discriminator=Tree(model=_mlp(784, 512, 256, 1))
+    ),
+    "keypoints": lambda: Tree(
+        conv1=Conv(1, 64, 3), hidden=Conv(64, 128, 3), points=Conv(128, 65, 1), descriptor=Conv(128, 128, 1)
     ),
 }

@@ -216,7 +216,7 @@ def test_attributes_or_the_bias_say_which_dimension_is_the_output(
     if bias is not None:
         layer.register_parameter("b" if name == "W" else "bias", parameter(*bias))
     for wrapped in (layer, parametrizations.weight_norm(copy.deepcopy(layer), name)):
-        result = routes(Tree(conv1=wrapped, conv2=Linear(16, 7)))
+        result = routes(Tree(first=Linear(3, 1433), conv1=wrapped, conv2=Linear(16, 7)))
         route = next(route for route in result.values() if route.shape == (1433, 16))
         assert (route.algorithm, route.transposed, route.certain) == ("muon", True, True), route
         assert result["conv2.weight"].rule == "head"
