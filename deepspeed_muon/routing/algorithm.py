@@ -8,8 +8,8 @@
 4. Muon updates every other matrix of a layer.
 5. AdamW updates a bare two-dimensional parameter that nothing identifies.
 
-What rests on 3 or 5 is a guess, unless the name has only one meaning. So is a layer outside of blocks that reads what no
-layer makes, or makes what no later one reads: perhaps a first layer, or a head.
+What rests on 3 or 5 is a guess, unless the name has only one meaning. So is a layer outside of blocks that reads what
+no layer makes, or makes what no later one reads: perhaps a first layer, or a head.
 """
 
 from __future__ import annotations
@@ -312,32 +312,13 @@ def _last_layers(
     layers = [member for member in matrices if member.is_layer]
     if not layers or (len(layers) == 1 and layers[0].key in heads):
         return {}
-    # 1. The ends of the model, the last one first: layers whose outputs no later layer and none inside a block reads.
-    inputs_of_all = set(map(_inputs, layers))
-    read = {_inputs(member) for member in layers if member.key not in outside}
-    for member in matrices:
-        # A bare matrix (prototypes) is perhaps multiplied by; what has one row is added.
-        if member.kind == "embedding":
-            read.add(member.full_shape[1])
-        elif member.kind == "bare" and not member.is_layer and len(member.full_shape) == 2:
-            read |= set(member.full_shape) if 1 not in member.full_shape else set()
-    flattened: set[int] = (
-        set()
-    )  # inputs of later linear layers, which may read all positions of a convolution
-    ends: dict[int, NamedParameter] = {}
-    for member in reversed(layers):
-        outputs, inputs = member.sides
-        # In a list of modules that differ, the next one may read the outputs.
-        readers = read if outside.get(member.key) else inputs_of_all | read
-        is_flattened = (
-            member.kind == "convolution" and outputs > 1 and any(width % outputs == 0 for width in flattened)
-        )
-        if member.key in outside and outputs != inputs and outputs not in readers and not is_flattened:
-            ends[member.key] = member
-        read.add(inputs)
-        if member.kind == "linear":
-            flattened.add(inputs)
-    # 2. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
+    readers: dict[int, list[NamedParameter]] = defaultdict(
+        list
+    )  # by the number of features that a layer reads
+    for member in layers:
+        readers[_inputs(member)].append(member)
+    ends = _ends(matrices, layers, outside)
+    # 1. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
     last = [member for member in matrices if member.key in heads]
     if not last and len(layers) > 1:
@@ -346,13 +327,13 @@ def _last_layers(
         for member in last:
             outputs = member.sides[0]
             # What other layers make and read is the width of hidden layers.
-            is_hidden = _MAX_DATA_CHANNELS < outputs in inputs_of_all and any(
+            is_hidden = _MAX_DATA_CHANNELS < outputs in readers and any(
                 other.sides[0] == outputs for other in layers if other is not member
             )
-            is_wide = not narrow and (member.kind != "linear" or outputs in inputs_of_all)
+            is_wide = not narrow and (member.kind != "linear" or outputs in readers)
             is_certain = member is layers[-1] and outside[member.key] and not is_hidden and not is_wide
             claims[member.key] = Claim("head", "output head: the last layer", is_certain)
-    # 3. Those in parallel: beside it, with as many outputs, or at its position in a module beside its own ("actor.2",
+    # 2. Those in parallel: beside it, with as many outputs, or at its position in a module beside its own ("actor.2",
     # "critic.2"). Every other end is perhaps a head, and so is the last layer where no other makes several outputs.
     final = next((layer for layer in reversed(layers) if layer.sides[0] > 1), layers[-1])
     is_open = all(
@@ -362,9 +343,8 @@ def _last_layers(
     )
     last_below = {_parent(member): member.key for member in layers}
     perhaps: list[NamedParameter] = []
-    for member in (
-        layer for layer in reversed(layers) if layer.key in outside.keys() - heads - claims.keys()
-    ):
+    others = outside.keys() - heads - claims.keys()
+    for member in (layer for layer in reversed(layers) if layer.key in others):
         outputs, inputs = member.sides
         of_kind = [head for head in last if head.kind == member.kind]
         beside = [head for head in of_kind if _inputs(head) == inputs and _parent(head) == _parent(member)]
@@ -386,10 +366,8 @@ def _last_layers(
         # has no bias.
         is_unread = outside[member.key] and outputs % inputs != 0 and member.is_biased
         # The outputs of a generator are read by the first layer of a discriminator alone.
-        readers = [
-            layer for layer in layers if _inputs(layer) == outputs > inputs and member.kind == "linear"
-        ]
-        is_generated = is_last_below and len(readers) == 1 and _parent(readers[0]) != _parent(member)
+        only = readers[outputs] if member.kind == "linear" and outputs > inputs else []
+        is_generated = is_last_below and len(only) == 1 and _parent(only[0]) != _parent(member)
         if (
             (member.key in ends and (is_unread or beside or twins))
             or (twins and outputs == inputs)
@@ -399,6 +377,35 @@ def _last_layers(
             claims[member.key] = Claim("hidden", PERHAPS_HEAD, certain=False)
             perhaps.append(member)
     return claims
+
+
+def _ends(
+    matrices: Sequence[NamedParameter], layers: Sequence[NamedParameter], outside: Mapping[int, bool]
+) -> dict[int, NamedParameter]:
+    """Return the layers whose outputs no later layer and none inside a block reads, by ``id``, the last one first."""
+    inputs_of_all = set(map(_inputs, layers))
+    read = {_inputs(member) for member in layers if member.key not in outside}
+    read |= {member.full_shape[1] for member in matrices if member.kind == "embedding"}
+    for member in matrices:
+        # A bare matrix (prototypes) is perhaps multiplied by; what has one row is added.
+        if member.kind == "bare" and not member.is_layer and len(member.full_shape) == 2:
+            read |= set(member.full_shape) if 1 not in member.full_shape else set()
+    flattened: set[int] = set()  # inputs of later linear layers
+    ends: dict[int, NamedParameter] = {}
+    for member in reversed(layers):
+        outputs, inputs = member.sides
+        # In a list of modules that differ, the next one may read the outputs.
+        readers = read if outside.get(member.key) else inputs_of_all | read
+        # A linear layer may read all positions of a convolution.
+        is_read = outputs in readers or (
+            member.kind == "convolution" and outputs > 1 and any(width % outputs == 0 for width in flattened)
+        )
+        if member.key in outside and outputs != inputs and not is_read:
+            ends[member.key] = member
+        read.add(inputs)
+        if member.kind == "linear":
+            flattened.add(inputs)
+    return ends
 
 
 def _is_twin(member: NamedParameter, head: NamedParameter) -> bool:
