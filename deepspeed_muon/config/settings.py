@@ -400,15 +400,13 @@ def refuse_misspelt_keys(group: Mapping[str, object], where: str, not_misspelt: 
             raise ConfigError(v.unknown_key_message(key, GROUP_KEYS, where))
 
 
-def checked_group_settings(
-    group: Mapping[str, object], where: str, config: MuonConfig | None = None
-) -> GroupSettings:
+def checked_group_settings(group: Mapping[str, object], where: str, config: MuonConfig) -> GroupSettings:
     """Check the settings in a param group as ``optimizer.params`` is checked, and return those that it has.
 
     Args:
         group: The param group. Keys that are no settings are ignored.
         where: The group in error messages.
-        config: The settings with which they have to be compatible; ``None`` for the defaults.
+        config: The settings with which they have to be compatible.
 
     Raises:
         ConfigError: With one line per bad key, naming the key, the value and what is allowed.
@@ -427,11 +425,8 @@ def checked_group_settings(
     if problems:
         raise ConfigError("\n".join(problems))
     # 2. The settings, each alone and together.
-    settings = MuonConfig() if config is None else config
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
-    checked = MuonConfig.from_params(
-        {**settings.model_dump(), "momentum_warmup": None, **values}, where=where
-    )
+    checked = MuonConfig.from_params({**config.model_dump(), "momentum_warmup": None, **values}, where=where)
     return {**{key: getattr(checked, key) for key in values}, **rates}
 
 

@@ -10,7 +10,7 @@ import numbers
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -217,9 +217,6 @@ class _Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    key: ClassVar[str]
-    """The key whose value it is."""
-
     @classmethod
     def _expand(cls, value: object) -> object:
         """Return the object that a short form means, and any other value as it is."""
@@ -227,7 +224,7 @@ class _Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_keys(cls, value: object) -> object:
+    def _check_keys(cls, value: object) -> object:
         value = cls._expand(value)
         keys = [field.alias or name for name, field in cls.model_fields.items()]
         if not isinstance(value, (Mapping, cls)):
@@ -241,8 +238,6 @@ class _Section(BaseModel):
 
 class MatricesConfig(_Section):
     """A value of ``matrices``: the matrices of which the weights that match its pattern consist."""
-
-    key = "matrices"
 
     split: Literal["qkv", "gate_up"] | Sizes | None = Field(
         default=None,
@@ -261,8 +256,6 @@ class MatricesConfig(_Section):
 class MomentumWarmupConfig(_Section):
     """The value of ``momentum_warmup``."""
 
-    key = "momentum_warmup"
-
     start: Fraction = Field(alias="from", description="Momentum of the first step; must be below `momentum`.")
     steps: Annotated[Integer, Field(ge=1, le=1 << 40)] = Field(
         description="Number of steps after which `momentum` is reached; skipped steps do not count."
@@ -276,8 +269,6 @@ class MomentumWarmupConfig(_Section):
 class QkClipConfig(_Section):
     """The value of ``qk_clip`` (:mod:`deepspeed_muon.qk_clip.clip`)."""
 
-    key = "qk_clip"
-
     threshold: Positive = Field(default=100.0, description="Heads with a larger logit are clipped.")
     alpha: Annotated[Number, Field(ge=0, le=1)] = Field(
         default=0.5, description="Exponent of the factor for queries; keys get `1 - alpha`."
@@ -286,8 +277,6 @@ class QkClipConfig(_Section):
 
 class RestoreConfig(_Section):
     """The value of ``restore_from``: what :func:`deepspeed_muon.checkpoint.restore` reads before the first step."""
-
-    key = "restore_from"
 
     path: str = Field(min_length=1, description="Folder to read.")
     progress: Flag = Field(

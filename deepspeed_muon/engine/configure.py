@@ -132,14 +132,15 @@ def configure_optimizer(
     **kwargs: object,
 ) -> object:
     """Compare settings, let DeepSpeed make the optimizer and its ZeRO wrapper, then bind."""
-    given, ours = client_optimizer is not None, _wants_muon(engine, client_optimizer)
-    if not ours and (not given or isinstance(client_optimizer, torch.optim.Optimizer)):
+    is_ours = _wants_muon(engine, client_optimizer)
+    # A callable of the client's may return our optimizer.
+    if not is_ours and isinstance(client_optimizer, (torch.optim.Optimizer, type(None))):
         return original(engine, client_optimizer, model_parameters, *args, **kwargs)
     with contextlib.ExitStack() as wrapping:
-        if ours:
-            client_optimizer = _admitted(engine, client_optimizer, model_parameters, wrapping)
+        if is_ours:
+            client_optimizer = _prepared(engine, client_optimizer, model_parameters, wrapping)
         else:
-            client_optimizer = _managed_by_deepspeed(client_optimizer, engine, wrapping)
+            client_optimizer = _prepared_once_made(client_optimizer, engine, wrapping)
         # To DeepSpeed an optimizer of the configuration is one of the client, too.
         result = original(engine, client_optimizer, model_parameters, *args, **kwargs)
     optimizer = muon_of(engine)
@@ -161,7 +162,7 @@ def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) ->
     agree(facts, error=error, ranks=ranks)
 
 
-def _admitted(
+def _prepared(
     engine: DeepSpeedEngine,
     client_optimizer: Muon | None,
     model_parameters: Any,
@@ -322,7 +323,7 @@ def _configured(engine: DeepSpeedEngine, model_parameters: Any) -> Muon:
     return Muon.from_config(params, config, model=engine.module, shards=tensor_shards(engine))
 
 
-def _managed_by_deepspeed(
+def _prepared_once_made(
     make: Callable[[Any], Any], engine: DeepSpeedEngine, wrapping: contextlib.ExitStack
 ) -> Callable[[Any], Any]:
     """Wrap a client's callable: if it returns our optimizer, settings are compared before DeepSpeed wraps it."""
@@ -330,7 +331,7 @@ def _managed_by_deepspeed(
     @functools.wraps(make, updated=())
     def made(model_parameters: Any) -> Any:
         optimizer = make(model_parameters)
-        return _admitted(engine, optimizer, None, wrapping) if isinstance(optimizer, Muon) else optimizer
+        return _prepared(engine, optimizer, None, wrapping) if isinstance(optimizer, Muon) else optimizer
 
     return made
 

@@ -132,7 +132,7 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
         return _read(engine, optimizer, routes)
     ranks = Ranks((group,))
     sets: list[StepSet] = []
-    fingerprints: dict[str, tuple[tuple[int, int], str]] = {}
+    shapes_and_digests: dict[str, tuple[tuple[int, int], str]] = {}
     with raise_on_all_ranks(ranks=ranks, purpose="comparison of plans"):
         # 1. what the layers say of each matrix; one without a mark is a copy
         shards_of = {
@@ -147,16 +147,16 @@ def read_step_sets(engine: DeepSpeedEngine, optimizer: Muon, routes: Mapping[int
                     for matrix in step_set.matrices
                 )
                 step_set = replace(step_set, matrices=matrices, tensor_group=group)
-                fingerprints |= _fingerprints(step_set)
+                shapes_and_digests |= _shapes_and_digests(step_set)
             sets.append(step_set)
     # 2. compare it: shards must have equal shapes, copies equal values. A shard without a mark would pass as a matrix,
     # and train to a wrong result without an error.
-    gathered = ranks.all_gather(fingerprints, purpose="comparison of tensor-parallel shards").values()
-    for name, fingerprint in fingerprints.items():
+    gathered = ranks.all_gather(shapes_and_digests, purpose="comparison of tensor-parallel shards").values()
+    for name, of_this_rank in shapes_and_digests.items():
         of_ranks = [by_name[name] for by_name in gathered if name in by_name]
-        if set(of_ranks) != {fingerprint}:
+        if set(of_ranks) != {of_this_rank}:
             why = f"its shards are unequal, {[list(shape) for shape, _ in of_ranks]}"
-            if fingerprint[1]:
+            if of_this_rank[1]:
                 why = (
                     "its shape or its values differ between tensor-parallel ranks, but it is not marked as a shard "
                     "(tensor_model_parallel, partition_dim); if it is meant to be a copy, start it equal on all ranks"
@@ -490,10 +490,10 @@ def _refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def _fingerprints(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
+def _shapes_and_digests(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
     """Return the shape of each matrix, and a hash of this rank's fragment of a replicated one; empty for shards."""
     flat = {partition.index: partition.tensor.detach().reshape(-1) for partition in step_set.partitions}
-    fingerprints = {}
+    shapes_and_digests = {}
     for matrix in step_set.matrices:
         digest, fragment = "", matrix.placement.fragment_on(step_set.rank)
         if not matrix.is_tp_shard:
@@ -503,5 +503,5 @@ def _fingerprints(step_set: StepSet) -> dict[str, tuple[tuple[int, int], str]]:
                 digest = hashlib.sha256(
                     values.contiguous().view(torch.uint8).cpu().numpy().tobytes()
                 ).hexdigest()
-        fingerprints[matrix.name] = (matrix.rows, matrix.cols), digest
-    return fingerprints
+        shapes_and_digests[matrix.name] = (matrix.rows, matrix.cols), digest
+    return shapes_and_digests

@@ -241,7 +241,8 @@ class FlatView(View):
         return list(range(len(self.params)))
 
     def refresh_weights(self) -> None:
-        # gloo copies all that it gathers at once, and DeepSpeed's update_lp_params gathers the whole group.
+        # gloo copies all that it gathers at once, and DeepSpeed's update_lp_params gathers the whole group: a restore
+        # would need the memory of all weights once more (tests/distributed/test_checkpoint_memory.py).
         for index, (partitions, master) in enumerate(zip(self.cut_flats, self.masters, strict=True)):
             # partitions: (partition_numel,) in half precision for each rank; master: this rank's in fp32
             group = self.group(index)
