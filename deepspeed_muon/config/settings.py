@@ -400,13 +400,15 @@ def refuse_misspelt_keys(group: Mapping[str, object], where: str, not_misspelt: 
             raise ConfigError(v.unknown_key_message(key, GROUP_KEYS, where))
 
 
-def checked_group_settings(group: Mapping[str, object], where: str, config: MuonConfig) -> GroupSettings:
+def checked_group_settings(
+    group: Mapping[str, object], where: str, config: MuonConfig | None
+) -> GroupSettings:
     """Check the settings in a param group as ``optimizer.params`` is checked, and return those that it has.
 
     Args:
         group: The param group. Keys that are no settings are ignored.
         where: The group in error messages.
-        config: The settings with which they have to be compatible.
+        config: The settings with which they have to be compatible; ``None`` for the defaults.
 
     Raises:
         ConfigError: With one line per bad key, naming the key, the value and what is allowed.
@@ -426,7 +428,9 @@ def checked_group_settings(group: Mapping[str, object], where: str, config: Muon
         raise ConfigError("\n".join(problems))
     # 2. The settings, each alone and together.
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
-    checked = MuonConfig.from_params({**config.model_dump(), "momentum_warmup": None, **values}, where=where)
+    checked = MuonConfig.from_params(
+        {**(config or MuonConfig()).model_dump(), "momentum_warmup": None, **values}, where=where
+    )
     return {**{key: getattr(checked, key) for key in values}, **rates}
 
 
