@@ -350,12 +350,7 @@ def _last_layers(
         beside = [head for head in of_kind if _inputs(head) == inputs and _parent(head) == _parent(member)]
         is_last_below = last_below[_parent(member)] == member.key
         twins = [head for head in (*of_kind, *perhaps) if is_last_below and _is_twin(member, head)]
-        # Beside a layer with more outputs than inputs may stand equal hidden layers.
-        alike = [
-            head
-            for head in last
-            if head.sides[0] == outputs and (head.key in heads or outputs < _inputs(head))
-        ]
+        alike = [head for head in last if head.sides[0] == outputs]
         is_twin = any(_inputs(head) == inputs for head in twins if head in of_kind)
         parallel = alike or (outputs < inputs and (beside or is_twin))
         if member.key in ends and parallel:
@@ -364,7 +359,8 @@ def _last_layers(
             continue
         # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
         # has no bias.
-        is_unread = outside[member.key] and outputs % inputs != 0 and member.is_biased
+        is_biased = member.layer is not None and member.layer.is_biased
+        is_unread = outside[member.key] and outputs % inputs != 0 and is_biased
         # The outputs of a generator are read by the first layer of a discriminator alone.
         only = readers[outputs] if member.kind == "linear" and outputs > inputs else []
         is_generated = is_last_below and len(only) == 1 and _parent(only[0]) != _parent(member)

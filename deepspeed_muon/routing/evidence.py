@@ -37,7 +37,7 @@ class Layer:
             any other weight.
         product: Evidence, in words, that a weight of the kind ``weight`` or ``bare`` multiplies activations; empty if
             there is none.
-        is_biased: Whether a bias stands beside it.
+        is_biased: Whether a bias stands beside it; a layer before a norm has none.
     """
 
     kind: LayerKind
@@ -99,11 +99,6 @@ class NamedParameter:
     def has_product(self) -> bool:
         """Whether attributes or a bias show which side of a weight are its outputs."""
         return self.layer is not None and bool(self.layer.product)
-
-    @property
-    def is_biased(self) -> bool:
-        """Whether a bias stands beside it; a layer before a norm has none."""
-        return self.layer is not None and self.layer.is_biased
 
     @property
     def is_layer(self) -> bool:
