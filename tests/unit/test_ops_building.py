@@ -25,11 +25,15 @@ from tests.support.native_ops import REPOSITORY
 SETTINGS = NsSettings(resolve_schedule("quintic"))
 
 
+def write_tiny(folder: Path) -> None:
+    (folder / "csrc").mkdir()
+    (folder / "csrc" / "tiny.cpp").write_text('extern "C" int tiny() { return 7; }\n')
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return an empty folder for builds, for a process that has loaded nothing, of sources of one line."""
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "tiny.cpp").write_text('extern "C" int tiny() { return 7; }\n')
+    write_tiny(tmp_path)
     monkeypatch.setattr(builder, "CSRC", tmp_path / "csrc")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
     forget = [builder.try_load.cache_clear, builder._outcome.cache_clear]
@@ -94,7 +98,10 @@ def build_tiny(rank: int, world_size: int, *, folder: str) -> int:
 
 
 @pytest.mark.native
-def test_ranks_that_build_together_build_once(ranks: Any, folder: Path) -> None:
+def test_ranks_that_build_together_build_once(ranks: Any, tmp_path: Path) -> None:
+    """Only the ranks have another folder: a pool that starts builds DeepSpeed's operators into that of this process."""
+    write_tiny(tmp_path)
+    folder = tmp_path / "builds"
     assert sum(ranks(2).run(build_tiny, folder=str(folder))) == 1
 
 
