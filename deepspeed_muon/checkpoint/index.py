@@ -456,7 +456,7 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
 
 
 def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
-    """Return a document after comparing format, version and checksum.
+    """Return a document in ASCII with finite numbers, after comparing format, version and checksum.
 
     Args:
         text: The content of the file.
@@ -465,12 +465,14 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: Naming the file.
     """
-    content = parse_json(text, path)
-    if content.get("format") != FORMAT:
+    with refusing(path):
+        content = json.loads(text.decode("ascii"), parse_constant=_finite, parse_float=_finite)
+        if b"\\u" in text:  # refuse escapes that are no text: halves of surrogate pairs
+            json.dumps(content, ensure_ascii=False).encode()
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of the format {FORMAT}")
     version = content.get("version")
-    # Not isinstance: true is an int in Python, and equal to 1.
-    if type(version) is not int or version != VERSION:
+    if version != VERSION:
         raise CheckpointError(
             f"{path}: format version {version!r}; this release reads version {VERSION}: consolidate DeepSpeed's "
             f"checkpoint again, or use the release that wrote it"
@@ -485,23 +487,6 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
 def _sealed(text: bytes) -> bytes:
     """Return the text of a document with its checksum as the last entry."""
     return text + _BEFORE_CHECKSUM + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n'
-
-
-def parse_json(text: bytes, path: str) -> dict[str, Any]:
-    """Return a JSON object in ASCII in which every number is finite.
-
-    Raises:
-        CheckpointError: Naming ``path``.
-    """
-    try:
-        content = json.loads(text.decode("ascii"), parse_constant=_finite, parse_float=_finite)
-        if b"\\u" in text:  # refuse escapes that are no text: halves of surrogate pairs
-            json.dumps(content, ensure_ascii=False).encode()
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error or 'no memory'}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: no JSON object")
-    return content
 
 
 def _finite(text: str) -> float:

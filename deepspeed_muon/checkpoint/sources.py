@@ -173,7 +173,7 @@ class ConsolidatedSource:
                 layout = FileLayout.of(self._shapes_in[name])
                 if status.st_size != layout.nbytes:
                     raise CheckpointError(
-                        f"{path}: {status.st_size} bytes, its tensors have {layout.nbytes} by the index"
+                        f"{path}: {status.st_size} bytes, expected {layout.nbytes}, which its tensors have by the index"
                     )
                 if file.read(len(layout.header)) != layout.header:
                     raise CheckpointError(f"{path}: its header is not that of its tensors by the index")
