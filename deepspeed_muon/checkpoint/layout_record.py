@@ -338,6 +338,8 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
     weight_keys = _weight_keys(state)
+    # In the order of the model, which is the same on every rank.
+    position = {name: number for number, name in enumerate(state.host.parameters)}
     groups = []
     for parameters in state.groups:
         group_rank, members = parameters[0].group_rank, parameters[0].members
@@ -349,7 +351,7 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
             # alone.
             parameters=tuple(
                 _entry(parameter, weight_keys.get(parameter.name))
-                for parameter in parameters
+                for parameter in sorted(parameters, key=lambda p: position[p.local_name])
                 if group_rank == 0 or parameter.placement.replicated
             ),
         )
