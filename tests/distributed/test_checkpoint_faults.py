@@ -39,6 +39,7 @@ from tests.support.checkpoints import (
     trained_for,
 )
 from tests.support.snapshots import attempted
+from tests.support.thinning import full
 
 
 @pytest.fixture(scope="module")
@@ -356,8 +357,8 @@ def test_a_save_whose_files_are_lost_leaves_the_old_set(
 # An interrupt, or a handler of SIGTERM that raises, inside a save left the folder locked by the living process.
 
 
-def interrupt_every_line(rank: int, world_size: int, *, folder: str) -> int:
-    """Raise a KeyboardInterrupt at every line of a save; return how many there are."""
+def interrupt_lines(rank: int, world_size: int, *, folder: str, every: int) -> int:
+    """Raise a KeyboardInterrupt at each ``every``-th line of a save; return how many lines there are."""
     engine, location = trained_for(rank, world_size, 1, 1), Path(folder)
     sources = {inspect.getfile(function) for function in (consolidate, exclusive)}
     lines: dict[tuple[str, int], None] = {}
@@ -380,7 +381,7 @@ def interrupt_every_line(rank: int, world_size: int, *, folder: str) -> int:
 
     save()
     save()  # into a folder with a set
-    for target in list(lines):
+    for target in list(lines)[::every]:
         before = engine.global_steps
         engine.global_steps += 1
         with contextlib.suppress(KeyboardInterrupt):
@@ -391,9 +392,10 @@ def interrupt_every_line(rank: int, world_size: int, *, folder: str) -> int:
     return len(lines)
 
 
-def test_an_interrupt_on_any_line_leaves_a_set_and_no_lock(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, full(1)])
+def test_an_interrupt_on_any_line_leaves_a_set_and_no_lock(ranks: Any, tmp_path: Path, every: int) -> None:
     """At 24 of 172 lines every later save was refused, at one more it ended in an UnboundLocalError."""
-    assert ranks(1).run(interrupt_every_line, folder=str(tmp_path / "set"))[0] > 100
+    assert ranks(1).run(interrupt_lines, folder=str(tmp_path / "set"), every=every)[0] > 100
 
 
 # Two saves into one folder at the same time: the first to finish took the other's shards for leftovers.

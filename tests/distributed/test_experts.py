@@ -244,7 +244,7 @@ CASES = [
     ("moe", 2, 4, 2, 1, 0.5),
     ("moe", 2, 2, 2, 2, 0.0),
 ]
-CORE = {CASES[1], CASES[3], CASES[4], CASES[5], CASES[7]}
+CORE = {CASES[1], CASES[3], CASES[7]}
 AUTOEP_CASES = [
     ("autoep", stage, world, ep_size, accumulation, clipping)
     for stage in (1, 2, 3)
@@ -299,7 +299,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", usual(SETTINGS, {"stage2-offload", "stage3-zero-init"}))
+@pytest.mark.parametrize("name", usual(SETTINGS, {"stage2-offload"}))
 def test_settings(ranks: Any, name: str) -> None:
     results = ranks(4).run(train, kind="autoep", ep_size=2, accumulation=2, clipping=0.5, **SETTINGS[name])
     compare(results, "autoep", 8, 0.5)
@@ -455,7 +455,7 @@ def test_resume_is_bit_identical(
         training.assert_same_bits(second, first)
 
 
-@pytest.mark.parametrize(("stage", "ep_size"), [(0, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("stage", "ep_size"), [(0, 2), full(1, 2), full(2, 1)])
 def test_int8_momentum(ranks: Any, stage: int, ep_size: int) -> None:
     params = {"momentum_dtype": "int8"}
     results = ranks(4).run(train, kind="moe", ep_size=ep_size, stage=stage, params=params)
@@ -627,7 +627,7 @@ def hugging_face_reference(family: str, world: int) -> tuple[Any, Any, list[floa
             for stage in (3, 2, 1)
             for world, ep_size in ((2, 2), (4, 2), (4, 4))
         ),
-        {("mixtral", 3, 4, 2), ("qwen3_moe", 1, 2, 2)},
+        {("qwen3_moe", 3, 2, 2)},
     ),
 )
 def test_models_of_hugging_face(ranks: Any, family: str, stage: int, world: int, ep_size: int) -> None:

@@ -78,7 +78,7 @@ def reference(kind: str, rows: int, cols: int, dtype: str) -> tuple[torch.Tensor
 
 
 CASES = list(itertools.product([1, 2, 3, 4], DTYPES, ["gram", "standard"]))
-CORE = {(3, "fp32", "gram"), (2, "bf16", "gram"), (2, "fp16", "standard"), (4, "fp32", "standard")}
+CORE = {(3, "fp32", "gram"), (2, "bf16", "gram"), (4, "fp16", "standard")}
 
 
 @pytest.mark.parametrize(("world", "dtype", "method"), usual(CASES, CORE))
