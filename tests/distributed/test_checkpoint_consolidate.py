@@ -54,24 +54,25 @@ INT8 = [
     full(3, 1, SMALL, 3, 2, {}),
     full(0, 4, {}, 2, 3, {}),
 ]
+HALF_CORE = [(3, 2, {}, 0, 3, {}, {"precision": "bf16"}), (1, 2, {}, 2, 3, {}, {"precision": "fp16"})]
 HALF = usual(
     [
         (stage, 2, {}, to_stage, 3, {}, {"precision": precision})
         for stage, to_stage in [(3, 0), (0, 1), (1, 2), (2, 3)]
         for precision in ("bf16", "fp16")
     ],
-    [(3, 2, {}, 0, 3, {}, {"precision": "bf16"}), (1, 2, {}, 2, 3, {}, {"precision": "fp16"})],
+    HALF_CORE,
+    compat=HALF_CORE,
 )
 MODELS = [
     (3, 4, {}, 1, 2, {}, {"params": NORMUON, "kind": "mixed"}),
-    (0, 2, {}, 3, 4, {}, {"params": NORMUON, "kind": "mixed"}),
+    pytest.param(0, 2, {}, 3, 4, {}, {"params": NORMUON, "kind": "mixed"}, marks=pytest.mark.compat),
     full(2, 2, {}, 0, 1, {}, {"params": NORMUON, "kind": "mixed"}),
     (3, 4, {}, 2, 3, {}, {"kind": "wide"}),
     *(full(3, 4, {}, 2, 3, {}, {"kind": kind}) for kind in ("single", "unused")),
 ]
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize(
     ("stage", "size", "zero", "to_stage", "to_size", "to_zero", "settings"),
     [

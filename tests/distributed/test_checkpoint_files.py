@@ -78,13 +78,12 @@ SETTINGS = [
     full(0, 2, {}, 3, 3, {}, {"precision": "bf16"}),
     full(0, 2, {}, 3, 3, {}, {"precision": "fp16"}),
     full(3, 2, {}, 2, 3, {}, {"precision": "bf16"}),
-    (3, 2, {}, 2, 3, {}, {"precision": "fp16"}),
+    pytest.param(3, 2, {}, 2, 3, {}, {"precision": "fp16"}, marks=pytest.mark.compat),
     full(3, 4, {}, 2, 2, {}, {"params": NORMUON}),
-    (3, 4, {}, 2, 2, {}, {"params": NORMUON | CODES}),
+    pytest.param(3, 4, {}, 2, 2, {}, {"params": NORMUON | CODES}, marks=pytest.mark.compat),
 ]
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize(
     ("stage", "size", "zero", "to_stage", "to_size", "to_zero", "settings"),
     [*with_settings(each_value(CORE), {}), *SETTINGS],
