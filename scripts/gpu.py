@@ -194,16 +194,13 @@ def steps_of(out: Path) -> dict[str, list[Step]]:
                     (
                         "symmetric products",
                         "test_cuda_kernels",
-                        ["-k", "not momentum and not unpack and not divide and not registered"],
+                        ["-k", "not momentum and not unpack and not divide"],
                         needs_library,
                     ),
                     ("symmetric products in Triton", "test_triton", [], ("a CUDA GPU",)),
                 )
             ),
             binding,
-            against_float64(
-                "registered operators", ["tests/gpu/test_cuda_kernels.py", "-k", "registered"], library
-            ),
             against_float64("CUDA graphs", ["tests/gpu/test_graphs.py"], cuda),
             Step(
                 "self-test",
@@ -287,14 +284,14 @@ def ranks_share_the_gpu(environment: tuple[tuple[str, str], ...]) -> list[Step]:
     engines = torchrun(2, "-m", "tests.gpu.engine")
     steps = []
     for name, command, dry, more in (
-        ("ranks", ranks, None, ()),
-        ("engines", engines, [*engines, "stage 3 fp32"], ()),
-        ("ranks, TORCH_CUDA_SANITIZER", ranks, None, (("TORCH_CUDA_SANITIZER", "1"),)),
+        ("two ranks on one GPU, NCCL", ranks, None, ()),
+        ("two engines on one GPU, NCCL", engines, [*engines, "stage 3 fp32"], ()),
+        ("two ranks on one GPU, NCCL, streams checked", ranks, None, (("TORCH_CUDA_SANITIZER", "1"),)),
     ):
         attempts = " || ".join(f"timeout 60 env {way} {shlex.join(command)}" for way in ways)
         steps.append(
             Step(
-                f"two {name} on one GPU, NCCL",
+                name,
                 ["bash", "-c", attempts],
                 260,
                 (*shared, *more),
