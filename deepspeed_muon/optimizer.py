@@ -177,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         warn_of_rates(config, self.param_groups, routed.callers.values())
 
     def _reset(self, config: MuonConfig, routed: RoutedGroups, model: nn.Module | None) -> None:
-        """Set every attribute but groups and state to that of an optimizer that is not bound and took no step."""
+        """Set the attributes, but groups and state, of an optimizer that is not bound and took no step."""
         self.config = config
         # The algorithm of every parameter, and the groups that the caller gave.
         self.routed = routed

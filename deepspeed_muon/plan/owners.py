@@ -6,9 +6,9 @@ matrix, and the transfer of the elements that the rank does not hold. Matrices o
 boundary each, as blocks of a stack do, are decided together: the sum of these times is minimal. One by one, the blocks
 of a long stack would push what does not divide evenly from rank to rank, until some rank has a block too many.
 
-If one rank holds half of a matrix or more, only holders may own it, so that balancing never sends more than twice what
-has to be sent. If at least three ranks, and half of all, hold elements of a matrix, any rank may own it. The same
-layouts give the same owners on every rank.
+If at least three ranks, and half of all, hold elements of a matrix, any rank may own it. Else, if one rank holds half
+of it or more, only holders may own it, so that balancing sends at most twice what has to be sent. The same layouts give
+the same owners on every rank.
 
 A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and let the other
 ranks wait, so it is split into slices of blocks with an owner each: blocks of which one rank holds all elements belong
@@ -178,7 +178,7 @@ def assign_owners(
             heapq.heapreplace(idle, (load[idle[0][1]], idle[0][1]))
         placement, idlest = placements[joint[0]], idle[0][1]
         if placement is None or placement.replicated or len(placement.ranks) >= everywhere:
-            chosen = [idlest]  # about the same bytes are sent, whoever owns it
+            chosen = [idlest]  # usually about the same bytes are sent, whoever owns it
         elif _crossed_boundary(placement) >= 0:
             crossing = [p for index in joint if (p := placements[index]) is not None]
             chosen = _from_rank_to_rank(costs[joint[0]], crossing, load)

@@ -114,7 +114,10 @@ class Placement:
         return self.first + np.maximum(behind + 1, 0)
 
     def starts(self, ranks: Ints) -> Ints:
-        """Return the first element on each of ``ranks`` or on a later one; not for replicated placements."""
+        """Return the first element on each of ``ranks`` or on a later one; not for replicated placements.
+
+        Ranks 0, 1 and 2 of which the first two have 5 and 7 elements: 0, 5, 12.
+        """
         behind = ranks - self.first
         start = np.where(behind > 0, self.head + (behind - 1) * self.body, 0)
         return np.minimum(start, self.numel)

@@ -99,11 +99,11 @@ class BoundSteps:
     def exchange_flags(
         self, grads: Gradients, norms: Sequence[Tensor] = (), runners: Sequence[StepRunner] | None = None
     ) -> list[Tensor]:
-        """Reduce the gradient flags of step sets (default: all), with one all-reduce for each process group.
+        """Set ``flags`` of the :class:`.GradientStatus` of step sets (default: all); return ``norms`` on the CPU.
 
-        Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets. The host waits
-        for the device once, for the flags and ``norms``, which are returned on the CPU. A missing gradient counts as
-        zero.
+        One all-reduce for each process group reduces the flags. Must be called by all ranks of the engine, before the
+        calls of ``step()`` that update the sets. The host waits for the device once, for the flags and ``norms``. A
+        missing gradient counts as zero.
         """
         # 1. Over the ranks that update a parameter together.
         by_groups: dict[tuple[dist.ProcessGroup | None, ...], list[GradientStatus]] = {}

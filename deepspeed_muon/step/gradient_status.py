@@ -161,7 +161,8 @@ class GradientStatus:
                     tensor = bisect_right(starts, start) - 1
                     offset, end = start - starts[tensor], min(stop, starts[tensor + 1])
                     # The pass reads one list of tensors: both halves of a row name the same elements.
-                    rows.append((*(first_tensor + tensor, offset) * 2, end - start, number))
+                    source = first_tensor + tensor
+                    rows.append((source, offset, source, offset, end - start, number))
                     start = end
             first_tensor += len(numels)
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS)

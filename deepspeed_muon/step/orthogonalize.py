@@ -14,9 +14,9 @@ from torch import Tensor
 from deepspeed_muon.ops.dispatch import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex
 from deepspeed_muon.step.check import Member, Result, ResultCheck
-from deepspeed_muon.step.row_state import before_iteration
 from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.step.tables import Step
+from deepspeed_muon.variants.variant import Variant
 
 BatchIndex = NewType("BatchIndex", int)
 """Of a matrix among those that are orthogonalised together."""
@@ -116,7 +116,7 @@ class LocalOrthogonalizer:
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
                 directions = torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
-                yield before_iteration(self.context.variant, directions, self.matrices[members[0][0]])
+                yield _iteration_inputs(self.context.variant, directions, self.matrices[members[0][0]])
 
     def _planned(self, owned: Sequence[PlanIndex]) -> list[_BatchPlan]:
         # 1. matrices of equal blocks, as many as run together
@@ -180,14 +180,27 @@ class LocalOrthogonalizer:
     def _checked(self, members: list[Member], inputs: Tensor, step: Step, dtype: torch.dtype) -> Tensor:
         """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``.
 
-        They are in ``dtype`` if row state scales them, else in that of the iteration; in fp32 if one was redone.
+        They are in ``dtype`` if row state scales them, else in that of the iteration; in fp32 if one was redone. They
+        are not scaled: the rate that :func:`.tables.apply` multiplies by has the scale.
         """
-        inputs = before_iteration(self.context.variant, inputs, self.matrices[members[0][0]])
+        inputs = _iteration_inputs(self.context.variant, inputs, self.matrices[members[0][0]])
         with self.check.recorder.span("newton_schulz"):
             blocks = self.newton_schulz(inputs, settings=self.context.ns_settings)
         result = Result(members, inputs, blocks, step.rates.block_scales, step.row_state, dtype)
         self.check.settle(result)
         return result.updates
+
+
+def _iteration_inputs(variant: Variant, directions: Tensor, matrix: MatrixLayout) -> Tensor:
+    """Return what is orthogonalised, ``(batch, rows, cols)``: the directions, or what the variant makes of them.
+
+    All their matrices are stored as ``matrix`` is.
+    """
+    if variant.before_iteration is None:
+        return directions
+    oriented = directions.mT if matrix.transposed else directions  # a row for each output, as variants expect
+    changed = variant.before_iteration(oriented)
+    return changed.mT if matrix.transposed else changed
 
 
 def _block_views(x: Tensor, row_blocks: tuple[int, ...], col_blocks: tuple[int, ...]) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """The row state of a variant in a step: one number for each output of a matrix, where the matrix is orthogonalised.
 
-The owner of a matrix stores the rows of all of it (:meth:`.Assignment.row_fragments`), so nothing is sent for them.
-Only replicated matrices have their rows on every rank; one all-reduce copies them from the owners after a step. The
-owners of its shards store the rows of a matrix that tensor parallelism cuts.
+The owner of a matrix stores the rows of all of it (:meth:`.Assignment.row_fragments`), so that data-parallel ranks send
+nothing for them. Only replicated matrices have their rows on every rank; one all-reduce copies them from the owners
+after a step. The owners of its shards store the rows of a matrix that tensor parallelism cuts, and send them with the
+shards (:mod:`.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -21,18 +22,6 @@ from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 from deepspeed_muon.variants.variant import Variant
-
-
-def before_iteration(variant: Variant, directions: Tensor, matrix: MatrixLayout) -> Tensor:
-    """Return what is orthogonalised, ``(batch, rows, cols)``: the directions, or what the variant makes of them.
-
-    All their matrices are stored as ``matrix`` is.
-    """
-    if variant.before_iteration is None:
-        return directions
-    oriented = directions.mT if matrix.transposed else directions  # a row for each output, as variants expect
-    changed = variant.before_iteration(oriented)
-    return changed.mT if matrix.transposed else changed
 
 
 class RowStorage:
@@ -114,8 +103,8 @@ class OwnedRows:
 
     def scale_rows(
         self,
-        blocks: Sequence[tuple[PlanIndex, int]],
-        results: Tensor,
+        members: Sequence[tuple[PlanIndex, int]],
+        blocks: Tensor,
         dtype: torch.dtype,
         *,
         anew: bool = False,
@@ -123,8 +112,8 @@ class OwnedRows:
         """Scale the rows of orthogonalised blocks; the stored state does not change.
 
         Args:
-            blocks: The block of each result: index of the matrix and number of the block. All are transposed, or none.
-            results: ``(blocks, rows, cols)``.
+            members: Index of the matrix and number of the block, for each of ``blocks``. All are transposed, or none.
+            blocks: The orthogonalised blocks, ``(blocks, rows, cols)``.
             dtype: The dtype of the updates; the product is rounded to it once.
             anew: Start from the state of a first step instead of the stored one.
 
@@ -133,38 +122,38 @@ class OwnedRows:
         """
         assert self.variant.row_factors is not None
         # 1. state and settings of the blocks: (blocks, outputs), and (blocks, 1) for each setting
-        state = self.stored(blocks)
+        state = self.stored(members)
         if anew:
             state = torch.zeros_like(state)
         settings = {
             setting.name: _on_device(
-                tuple(self.settings[index][number] for index, _ in blocks), results.device
+                tuple(self.settings[index][number] for index, _ in members), blocks.device
             )
             for number, setting in enumerate(self.variant.settings)
         }
         # 2. a factor for each row, (blocks, outputs), of blocks that have a row for each output
-        first = self.matrices[blocks[0][0]]
-        oriented = results.mT if first.transposed else results
+        first = self.matrices[members[0][0]]
+        oriented = blocks.mT if first.transposed else blocks
         factors, state = self.variant.row_factors(oriented, state, settings)
-        # 3. the updates, in the memory order of the results
+        # 3. the updates, in the memory order of the blocks
         updates = torch.empty_like(oriented, dtype=dtype)
         torch.mul(oriented, factors.unsqueeze(-1), out=updates)
         return updates.mT if first.transposed else updates, state
 
-    def stored(self, blocks: Sequence[tuple[PlanIndex, int]]) -> Tensor:
+    def stored(self, members: Sequence[tuple[PlanIndex, int]]) -> Tensor:
         """Return the stored state of some blocks, ``(blocks, outputs)``; not to be written to."""
-        views = self._views(blocks)
+        views = self._views(members)
         joint = _stacked_view(views)  # (blocks, outputs), or None where the vectors are not adjacent
         return torch.stack(views) if joint is None else joint
 
     def write(
-        self, blocks: Sequence[tuple[PlanIndex, int]], new: Tensor, wrong: Tensor | None = None
+        self, members: Sequence[tuple[PlanIndex, int]], new: Tensor, wrong: Tensor | None = None
     ) -> None:
         """Store the ``new`` state of some blocks, without waiting for the device.
 
         Blocks that are ``wrong``, ``(blocks,)`` bool on the device, keep their stored state.
         """
-        views = self._views(blocks)
+        views = self._views(members)
         joint = _stacked_view(views)
         if joint is not None and wrong is not None:  # the usual case takes one launch
             torch.where(wrong.unsqueeze(1), joint, new, out=joint)
@@ -173,13 +162,13 @@ class OwnedRows:
             new = torch.where(wrong.unsqueeze(1), torch.stack(views), new)
         torch._foreach_copy_(views, list(new.unbind()))
 
-    def _views(self, blocks: Sequence[tuple[PlanIndex, int]]) -> list[Tensor]:
+    def _views(self, members: Sequence[tuple[PlanIndex, int]]) -> list[Tensor]:
         """Return a view of the rows of each block."""
         # Example: a stored 6 x 4 matrix of two experts, each input x output (3 x 4) with a gate and an up half, has the
         # grid ((3, 3), (2, 2)). Its outputs are columns, so it has 4 numbers for each expert, 8 in all. Block 3, the up
         # half of the second expert, is row 1, column 1 of the grid: the numbers 6 and 7.
         views = []
-        for index, number in blocks:
+        for index, number in members:
             matrix, rows = self.matrices[index], self.rows[index]
             if not matrix.is_tp_shard:  # a shard is a single block
                 row_blocks, col_blocks = matrix.grid

@@ -143,7 +143,7 @@ class StepRunner:
 
     @property
     def wire_bytes_per_step(self) -> int:
-        """Bytes that this rank sends to data-parallel ranks in a step in which every matrix has a gradient."""
+        """Bytes of directions, updates and row state that this rank sends in a step with a gradient of every matrix."""
         rows = 0 if self._row_storage is None else self._row_storage.sent_bytes
         return self.plan.sent_elements * self.context.comm_dtype.itemsize + rows
 

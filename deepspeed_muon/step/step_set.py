@@ -48,7 +48,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class StepSet:
-    """Everything that one call of the inner ``step()`` updates, in an order that all ranks share.
+    """What one call of the inner ``step()`` updates over one process group, in an order that all ranks share.
 
     Attributes:
         partitions: The partitions, in the order of the param groups.

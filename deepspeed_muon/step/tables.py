@@ -116,10 +116,8 @@ class ChunkTable:
         send_offsets = [segment.buffer_offset for _, segment in chunk.fragment_buffer.segments]
 
         # 3. tables of the passes
-        self.pack_table = self._table(local, UNSENT, offsets)
         sent_table = self._table(sent, FRAGMENT_BUFFER, send_offsets)
-        if chunk.gathers:
-            self.pack_table = torch.cat((self.pack_table, sent_table))
+        self.pack_table = sent_table if chunk.gathers else self._table(local, UNSENT, offsets)
         self.apply_table = torch.cat((self._table(owned, UNSENT, offsets[: len(owned)]), sent_table))
         self.int8_blocks = torch.empty((0, 2), dtype=torch.int64, device="cpu")
 
@@ -321,7 +319,8 @@ class Step:
         flat: The weights; mutated.
         momentum: The momentum, or its int8 codes; mutated.
         grads: The gradients.
-        row_state: The variant's ``row_factors`` with the row state of owned matrices; ``None`` if it has none.
+        row_state: The variant's ``row_factors`` with the row state of owned matrices; ``None`` if it has none, or no
+            matrix has a gradient.
         passes: The native or torch implementation of the elementwise passes.
         momentum_scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
     """
@@ -349,8 +348,8 @@ class Step:
 def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> None:
     """Update the momentum of a chunk's active fragments, and write their directions.
 
-    Those that are not sent go to ``directions``, ``(local_numel,)``, the others to ``send``: the fragment buffer, or a
-    tensor of its size; both on the device of the momentum. In a chunk without a gather ``send`` is not written.
+    In a chunk with a gather all go to ``send``, which is the fragment buffer or a tensor of its size, else all to
+    ``directions``, ``(local_numel,)``; both are on the device of the momentum.
     """
     fragments, outputs, rates = (
         step.active_fragments(table.pack_table),

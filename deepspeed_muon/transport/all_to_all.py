@@ -37,7 +37,7 @@ class SentCounts:
         bytes_sent: Bytes that this rank sent to others in :attr:`exchanges`.
         matrices_orthogonalized: Matrices that this rank orthogonalised. A stack with several owners counts once, at the
             owner of its first blocks.
-        exchanges: All-to-alls that this rank took part in, and broadcasts of a chunk's updates.
+        exchanges: All-to-alls that this rank took part in, chunks that were broadcast, and all-reduces of row state.
     """
 
     bytes_sent: int = 0
