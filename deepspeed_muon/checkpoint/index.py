@@ -445,9 +445,11 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
             entries = value.items() if isinstance(value, dict) else ()
             rows = ",\n".join(f"  {line(name, entry)}" for name, entry in entries)
             lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}" if rows else f" {line(key, value)}")
+        text = ("{\n" + ",\n".join(lines)).encode()
+        _refuse_half_characters(text, document)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"JSON cannot hold what is to be written: {error}") from error
-    sealed = _sealed(("{\n" + ",\n".join(lines)).encode())
+    sealed = _sealed(text)
     if len(sealed) > MAX_BYTES:
         raise CheckpointError(
             f"what is to be written has {len(sealed)} bytes, more than the {MAX_BYTES} that are read"
@@ -467,8 +469,7 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
     """
     with refusing(path):
         content = json.loads(text.decode("ascii"), parse_constant=_finite, parse_float=_finite)
-        if b"\\u" in text:  # refuse escapes that are no text: halves of surrogate pairs
-            json.dumps(content, ensure_ascii=False).encode()
+        _refuse_half_characters(text, content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of the format {FORMAT}")
     version = content.get("version")
@@ -482,6 +483,12 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
         problem = "its checksum is missing" if is_missing else "its checksum is not that of its content"
         raise CheckpointError(f"{path}: {problem}: the file was changed or is damaged")
     return content
+
+
+def _refuse_half_characters(text: bytes, content: object) -> None:
+    """Raise UnicodeEncodeError if an escape in the text of a document is no character: half of a surrogate pair."""
+    if b"\\u" in text:
+        json.dumps(content, ensure_ascii=False).encode()
 
 
 def _sealed(text: bytes) -> bytes:

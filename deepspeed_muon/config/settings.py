@@ -134,7 +134,7 @@ class MuonConfig(_VariantSettings):
     )
     ns_method: NsMethod = Field(
         default="gram",
-        description="`gram` iterates on the Gram matrix if the matrix is rectangular, `standard` on the matrix itself.",
+        description="`gram` iterates on the Gram matrix if the sides differ enough, `standard` on the matrix itself.",
     )
     ns_schedule: NsScheduleName | list[tuple[v.Number, v.Number, v.Number]] = Field(
         default="quintic",

@@ -245,8 +245,7 @@ class MatricesConfig(_Section):
     )
     heads: Literal["config"] | Size | Sizes | None = Field(
         default=None,
-        description="Attention heads: their number, one number per section, or `config`: from the model's `config` or "
-        "DeepSpeed's tags.",
+        description="Attention heads: their number, one number per section, or `config`: from the model's `config`.",
     )
     transposed: Flag | None = Field(
         default=None, description="The weight is stored as input x output; unset: decided by its module."

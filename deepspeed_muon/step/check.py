@@ -34,6 +34,14 @@ Member = tuple[PlanIndex, int]
 LeftOut = tuple[list[PlanIndex], Tensor]
 """Matrices, and a flag for each, on the device: whether its update was left out."""
 
+_COUNTED = (
+    "deepspeed_muon.health counts it. If it happens often, set ns_dtype to fp32 or ns_method to standard"
+)
+_IN_FP32_FROM_NOW_ON = (
+    "it got no update in the step before, and is computed in fp32 from now on; "
+    f"{_COUNTED}, and look at its gradient"
+)
+
 
 @dataclass(slots=True)
 class Result:
@@ -144,7 +152,7 @@ class ResultCheck:
             for index, flag in zip(indices, flags.tolist(), strict=True):
                 if flag:
                     self.recorder.failed += 1
-                    self._warn(index, "its norm is outside of its bounds", None)
+                    self._warn(index, "its norm is outside of its bounds", _IN_FP32_FROM_NOW_ON)
         self._fp32_only.update(set_indices)
         self._rows_restart = frozenset(set_indices)
         return failed
@@ -229,7 +237,13 @@ class ResultCheck:
             update = self._in_fp32(result, entry, anew=True)
             failure = self._failure(result, update)
         self._replace(result, entry, update, failure)
-        self._warn(result.members[entry][0], why, failure)
+        consequence = f"it was redone in fp32; {_COUNTED}"
+        if failure is not None:
+            consequence = (
+                f"and in fp32 ({failure}): it gets no update in such a step. Look at its gradient; with wire_dtype "
+                f"fp16 an element above 65504 overflows"
+            )
+        self._warn(result.members[entry][0], why, consequence)
 
     def _failure(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again, ``None`` if nothing is."""
@@ -266,24 +280,11 @@ class ResultCheck:
             self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
 
-    def _warn(self, index: PlanIndex, why: str, failure: str | None) -> None:
+    def _warn(self, index: PlanIndex, why: str, consequence: str) -> None:
         if index in self._warned:
             return
         self._warned.add(index)
         matrix = self._matrices[index]
-        counted = "deepspeed_muon.health counts it. If it happens often, set ns_dtype to fp32 or ns_method to standard"
-        if self.is_deferred:
-            consequence = (
-                f"it got no update in the step before, and is computed in fp32 from now on; {counted}, and look at its "
-                f"gradient"
-            )
-        elif failure is None:
-            consequence = f"it was redone in fp32; {counted}"
-        else:
-            consequence = (
-                f"and in fp32 ({failure}): it gets no update in such a step. Look at its gradient; with wire_dtype "
-                f"fp16 an element above 65504 overflows"
-            )
         logger.warning(
             "deepspeed_muon: the orthogonalised update of %s (%s) was wrong in %s (%s): %s",
             matrix.name,
