@@ -14,9 +14,8 @@ def run() -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
     if sys.stdout is sys.stderr and sys.__stdout__ is not None:
         sys.stdout = sys.__stdout__  # command_line.begin replaced it
-    sys.path.insert(
-        0, os.getcwd()
-    )  # MODULE:FUNCTION may be in this folder, which `python -m` searches by itself
+    # MODULE:FUNCTION may be in the current folder, which only `python -m` searches by itself.
+    sys.path.insert(0, os.getcwd())
     return main()
 
 

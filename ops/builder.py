@@ -2,8 +2,8 @@
 
 Importing this module builds and loads nothing; the first :func:`load` does. ``torch.utils.cpp_extension`` compiles, and
 here is what it lacks: code for ``sm_90a``, no fast math, one build by processes that start at once, a lock that ends
-with the process that has it. The folder of a build is named by a digest of sources,
-flags and torch's version, so that a stale library is never loaded; nothing else is read there.
+with the process that has it. The folder of a build is named by a digest of sources, flags and torch's version, so that
+a stale library is never loaded; nothing else is read there.
 """
 
 from __future__ import annotations

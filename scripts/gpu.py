@@ -265,9 +265,9 @@ def steps_of(out: Path) -> dict[str, list[Step]]:
 def ranks_share_the_gpu(environment: tuple[tuple[str, str], ...]) -> list[Step]:
     """Return the steps in which two ranks share one GPU over NCCL, with and without torch's check of streams.
 
-    NCCL's ways between the processes are tried from the fastest on; a container may forbid some.
+    NCCL's transports are tried from the fastest on; a container may forbid some.
     """
-    ways = (
+    transports = (
         "",
         "NCCL_CUMEM_ENABLE=0",
         "NCCL_CUMEM_ENABLE=0 NCCL_P2P_DISABLE=1",
@@ -288,7 +288,9 @@ def ranks_share_the_gpu(environment: tuple[tuple[str, str], ...]) -> list[Step]:
         ("two engines on one GPU, NCCL", engines, [*engines, "stage 3 fp32"], ()),
         ("two ranks on one GPU, NCCL, streams checked", ranks, None, (("TORCH_CUDA_SANITIZER", "1"),)),
     ):
-        attempts = " || ".join(f"timeout 60 env {way} {shlex.join(command)}" for way in ways)
+        attempts = " || ".join(
+            f"timeout 60 env {transport} {shlex.join(command)}" for transport in transports
+        )
         steps.append(
             Step(
                 name,

@@ -473,7 +473,7 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of the format {FORMAT}")
     version = content.get("version")
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:  # 2.0 is equal to 2
         raise CheckpointError(
             f"{path}: format version {version!r}; this release reads version {VERSION}: consolidate DeepSpeed's "
             f"checkpoint again, or use the release that wrote it"

@@ -72,7 +72,7 @@ def load_universal_checkpoint(
     engine = view.memory.engine()
     source, _before = restore_from_source(
         engine,
-        lambda: ConsolidatedSource(Path(checkpoint_folder, "zero")),
+        lambda: ConsolidatedSource(universal_set(Path(checkpoint_folder))),
         str(checkpoint_folder),
         hyperparameters=load_optimizer_states,
         progress=False,

@@ -312,9 +312,8 @@ def _last_layers(
     layers = [member for member in matrices if member.is_layer]
     if not layers or (len(layers) == 1 and layers[0].key in heads):
         return {}
-    readers: dict[int, list[NamedParameter]] = defaultdict(
-        list
-    )  # by the number of features that a layer reads
+    # by the number of features that a layer reads
+    readers: dict[int, list[NamedParameter]] = defaultdict(list)
     for member in layers:
         readers[_inputs(member)].append(member)
     ends = _ends(matrices, layers, outside)
