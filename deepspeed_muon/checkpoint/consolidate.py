@@ -78,10 +78,10 @@ from deepspeed_muon.checkpoint.parameters import (
     slices_by_name,
     transfers,
 )
+from deepspeed_muon.checkpoint.slices import TensorSlice
 from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger
-from deepspeed_muon.plan.placement import TensorSlice
 from deepspeed_muon.transport.agreement import RankFacts, Scope, agree, raise_on_all_ranks
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import Ranks, all_ranks

@@ -34,10 +34,11 @@ from deepspeed_muon.checkpoint.parameters import (
     collect,
     host_of,
 )
+from deepspeed_muon.checkpoint.slices import TensorSlice, full_slice
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, full_slice
+from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"

@@ -32,11 +32,12 @@ from deepspeed_muon.checkpoint.index import (
     refuse_float64,
     saved_schedule,
 )
+from deepspeed_muon.checkpoint.slices import TensorSlice, cover_tensor, full_slice
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout
-from deepspeed_muon.plan.placement import Fragment, Placement, TensorSlice, cover_tensor, full_slice
+from deepspeed_muon.plan.placement import Fragment, Placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
 from deepspeed_muon.step.step_set import Partition

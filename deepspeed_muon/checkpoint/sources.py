@@ -32,9 +32,10 @@ from deepspeed_muon.checkpoint.index import (
     tensors_by_file,
 )
 from deepspeed_muon.checkpoint.parameters import matching_views
+from deepspeed_muon.checkpoint.slices import TensorSlice
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import listed, warn
-from deepspeed_muon.plan.placement import Fragment, TensorSlice
+from deepspeed_muon.plan.placement import Fragment
 
 WINDOW_NUMEL = 1 << 20
 """Elements that are read at once."""

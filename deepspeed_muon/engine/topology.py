@@ -38,12 +38,12 @@ from deepspeed.utils.bwc import (
 )
 from torch import Tensor, nn
 
+from deepspeed_muon.checkpoint.slices import TensorSlice, full_slice
 from deepspeed_muon.engine.offload import CpuAdam
 from deepspeed_muon.engine.views import ZeroView, view_of
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.plan.layout import PartitionIndex, TensorShards
-from deepspeed_muon.plan.placement import TensorSlice, full_slice
 from deepspeed_muon.routing.param_groups import expert_group_name
 from deepspeed_muon.routing.parameters import is_divided
 from deepspeed_muon.routing.route import Route

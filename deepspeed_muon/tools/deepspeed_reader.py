@@ -51,8 +51,9 @@ from deepspeed_muon.checkpoint.index import (
 )
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records, save_of
 from deepspeed_muon.checkpoint.parameters import PartitionedParameter, Transfer, slices_by_name
+from deepspeed_muon.checkpoint.slices import full_slice
 from deepspeed_muon.errors import CheckpointError
-from deepspeed_muon.plan.placement import Placement, flat_placement, full_slice, sharded_placement
+from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
 from deepspeed_muon.tools.saved_routes import route_saved
