@@ -32,7 +32,7 @@ SIGMA_TOLERANCE = 0.3
 
 _PROBES = 4
 _LANCZOS_STEPS = 8
-# Up to this many elements a sampled batch is converted to fp32 at once, a larger one in blocks of columns.
+# Up to this many elements are converted to fp32 at once; a larger batch is read in blocks of columns.
 _CONVERT_NUMEL = 1 << 24
 
 
@@ -75,8 +75,6 @@ def spectrum(x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
         the last axis, averaged over the probes. The largest node approaches ``s_max^2`` from below.
     """
     x = x if x.shape[-2] <= x.shape[-1] else x.mT
-    if x.numel() <= _CONVERT_NUMEL:
-        x = x.float()
     batch, short, _ = x.shape  # (batch, short, long)
     steps = min(_LANCZOS_STEPS, short)
     generator = torch.Generator(device=x.device).manual_seed(seed)

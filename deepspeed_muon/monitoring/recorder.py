@@ -83,11 +83,10 @@ class StepRecorder:
         self._steps = 0  # that this process took
         self._summary: dict[str, Any] = {}
         self._total = 0
-        self._sampled_matrices: frozenset[int] = frozenset()
+        self._sampled: frozenset[int] = frozenset()  # numbers of the matrices to measure
         self._sample: Sample | None = None
         self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
-        # By matrix: the sum of the squared weights, their number, and the learning rate.
-        self._weights: dict[str, tuple[float, int, float]] = {}
+        self._weights: dict[str, tuple[float, float]] = {}  # by matrix: RMS of weights, and learning rate
         # Steps since the last sample: the norm of the gradients, and the norm to which they are clipped.
         self._clippings: deque[tuple[Any, float]] = deque(maxlen=_MOST_CLIPPINGS if every else 0)
         # Steps in a row below _STALLED_COEFFICIENT: the last ones, and the most.
@@ -134,9 +133,7 @@ class StepRecorder:
         # 2, 4, 6, 0.
         count = min(self.matrices, self._total)
         shift = number // self.every
-        self._sampled_matrices = frozenset(
-            (shift + j * self._total // count) % self._total for j in range(count)
-        )
+        self._sampled = frozenset((shift + j * self._total // count) % self._total for j in range(count))
         # 2. The optimizer steps, and calls the methods below while this generator is suspended.
         self._sample = sample = Sample()
         try:
@@ -148,10 +145,9 @@ class StepRecorder:
             sample.matrices = {name: combine(sums) for name, sums in self._sums_by_name.items()}
             sample.redone, sample.failed = self.redone, self.failed
             sample.clip_coefficient = self._read_clippings()
-            for matrix, (squares, numel, rate) in self._weights.items():
-                if squares > 0 and (measured := sample.matrices.get(matrix)) is not None:
-                    measured["weight_rms"] = math.sqrt(squares / numel)
-                    measured["update_over_weight"] = rate * measured["update_rms"] / measured["weight_rms"]
+            for matrix in self._weights.keys() & sample.matrices.keys():
+                (rms, rate), measured = self._weights[matrix], sample.matrices[matrix]
+                measured |= {"weight_rms": rms, "update_over_weight": rate * measured["update_rms"] / rms}
         finally:
             self._sample = None
             self._sums_by_name.clear()
@@ -160,8 +156,7 @@ class StepRecorder:
         # 4. Over all ranks. Without an engine each rank has its own sample, and the first one logs it.
         self._summary = {"step": number, **summarize(sample, ranks or Ranks())}
         replica = dist.get_rank() if dist.is_initialized() else 0
-        position = replica if ranks is None else ranks.position
-        if position == 0:
+        if (replica if ranks is None else ranks.position) == 0:
             self._log()
 
     def record_clipping(self, norm: Any, limit: float) -> None:
@@ -219,16 +214,16 @@ class StepRecorder:
 
     def watches(self, number: int) -> bool:
         """Return whether the matrix with this number is measured in the current step."""
-        return self._sample is not None and number in self._sampled_matrices
+        return self._sample is not None and number in self._sampled
 
     def keep(self, name: str, sums: MeasuredBlocks) -> None:
         """Record the sums over some blocks of a matrix."""
         self._sums_by_name.setdefault(name, []).append(sums)
 
     def keep_weights(self, name: str, weights: torch.Tensor, rate: float) -> None:
-        """Record weights of a matrix, any shape, and its learning rate."""
-        squares, numel, _ = self._weights.get(name, (0.0, 0, rate))
-        self._weights[name] = (squares + float(weights.float().norm()) ** 2, numel + weights.numel(), rate)
+        """Record weights of a matrix that are not all zero, any shape, and its learning rate."""
+        if (rms := float(weights.float().norm()) / math.sqrt(weights.numel())) > 0:
+            self._weights[name] = rms, rate
 
     @contextmanager
     def span(self, name: SpanName) -> Iterator[None]:
