@@ -1,4 +1,4 @@
-"""What is in a consolidated set: the schema and checksum of its JSON index, names and headers of its tensors.
+"""What is in a consolidated set: the schema and checksum of its JSON index, and its tensors, by name and range.
 
 A consolidated set is a folder with ``muon_index.json`` and the safetensors files that the index names. They hold full
 tensors by name, which each have a :class:`ParameterRecord` in the index. A save writes the index last, so a folder
@@ -21,19 +21,28 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
 from typing_extensions import Self, TypedDict
 
-from deepspeed_muon.checkpoint.files import MAX_BYTES, read_regular, refusing, require_folder
+from deepspeed_muon.checkpoint.files import (
+    MAX_BYTES,
+    file_digest,
+    open_regular,
+    read_regular,
+    refusing,
+    require_folder,
+)
 from deepspeed_muon.config.values import plain
 from deepspeed_muon.errors import CheckpointError
+from deepspeed_muon.logs import listed
 from deepspeed_muon.variants import ROW_STATE
 from deepspeed_muon.version import __version__
 
@@ -60,6 +69,10 @@ ROW_KEYS: dict[str, tuple[str, ...]] = {"muon": tuple(ROW_STATE), "adamw": ()}
 
 ITEM_BYTES = 4
 """All tensors of a consolidated set are fp32."""
+WINDOW_NUMEL = 1 << 20
+"""Elements that are read at once."""
+# Files of a set that remain open between two reads.
+_MAX_OPEN_FILES = 8
 
 # No model has more, and sizes in bytes still fit into 64 bits.
 _MAX_NUMEL = 1 << 50
@@ -378,6 +391,121 @@ class FileLayout:
         return len(self.header) + self.starts[name] * ITEM_BYTES
 
 
+# ---- reading the tensors -----------------------------------------------------------------------------------
+
+
+class ConsolidatedSource:
+    """Full tensors of a consolidated set by name, of which ranges can be read. Nothing is unpickled.
+
+    Attributes:
+        where: The folder, for errors.
+        index: The index of the set.
+        parameters: Its records by name.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Read the index; raises a CheckpointError if there is none or it is not valid."""
+        self._folder = Path(folder)
+        self.where = str(folder)
+        self.index = load_index(folder)
+        self.parameters = self.index.parameters
+        # A file without tensors is one that nobody reads, but all files are verified.
+        self._shapes_in: dict[str, Shapes] = {
+            **{file: {} for file in self.index.files},
+            **tensors_by_file(self.parameters),
+        }
+        self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
+        self._layouts: dict[str, FileLayout] = {}
+        # Inode, size and time of each file when it was first opened, since it may be closed and opened again.
+        self._identities: dict[str, tuple[int, ...]] = {}
+
+    def verify(self, rank: int, world_size: int) -> list[str]:
+        """Check this rank's share of the files against the records; every file is checked by one rank.
+
+        Args:
+            rank: The position of this rank among those that share the files.
+            world_size: The number of these ranks.
+
+        Returns:
+            The tensors of these files that hold an infinity or NaN.
+
+        Raises:
+            CheckpointError: Naming the file and the parameters in it.
+        """
+        nonfinite = []
+        # The largest first and the ranks in turn, so that each reads about as many bytes.
+        files = sorted(self._shapes_in, key=lambda file: self.index.files[file].bytes, reverse=True)
+        for file in files[rank::world_size]:
+            path = self._folder / file
+            tensors = {
+                name: f"{name.partition('/')[2]} ({name.partition('/')[0]})" for name in self._shapes_in[file]
+            }
+            try:
+                # Size and header come first: nothing else is read of a file that is too large.
+                self._open(file)
+                with refusing(str(path)):
+                    if file_digest(path) != self.index.files[file].sha256:
+                        raise CheckpointError(f"{path}: its checksum is not that of the index")
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}; it holds {listed(list(tensors.values()), 3)}") from error
+            nonfinite += [shown for name, shown in tensors.items() if not self._is_finite(name)]
+        return nonfinite
+
+    def _is_finite(self, tensor: str) -> bool:
+        key, _, parameter = tensor.partition("/")
+        numel = math.prod(self.parameters[parameter].shape_of(key))
+        return all(
+            self.read(parameter, key, start, min(WINDOW_NUMEL, numel - start)).isfinite().all()
+            for start in range(0, numel, WINDOW_NUMEL)
+        )
+
+    def read(self, parameter: str, key: str, start: int, numel: int) -> Tensor:
+        """Return elements ``[start, start + numel)`` of a full tensor in row-major order, ``(numel,)`` fp32."""
+        name = self.parameters[parameter].tensors[key]
+        with refusing(f"{self._folder / name}: {parameter} ({key})"):
+            file, layout = self._open(name)
+            values = torch.empty(numel, dtype=torch.float32, device="cpu")
+            file.seek(layout.offset_of(tensor_name(key, parameter)) + start * ITEM_BYTES)
+            # Not memory-mapped: pages of a mapping count towards the memory of the process.
+            if file.readinto(memoryview(values.numpy().data).cast("B")) < numel * ITEM_BYTES:  # type: ignore[attr-defined]
+                raise CheckpointError("the file ends early")
+            return values
+
+    def _open(self, name: str) -> tuple[BinaryIO, FileLayout]:
+        """Return an open file of the set, and the layout that it has by the index.
+
+        Raises:
+            CheckpointError: If its header is another one, or it was replaced since it was first opened.
+        """
+        path = self._folder / name
+        with refusing(str(path)):
+            file = self._open_files.pop(name, None) or open_regular(path)
+            self._open_files[name] = file
+            status = os.fstat(file.fileno())
+            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if self._identities.setdefault(name, identity) != identity:
+                raise CheckpointError("the file was replaced while the checkpoint was read")
+            # A set may have more files than a process may open.
+            if len(self._open_files) > _MAX_OPEN_FILES:
+                self._open_files.pop(next(iter(self._open_files))).close()
+            if name not in self._layouts:
+                layout = FileLayout.of(self._shapes_in[name])
+                if status.st_size != layout.nbytes:
+                    raise CheckpointError(
+                        f"{path}: {status.st_size} bytes, expected {layout.nbytes}, which its tensors have by the index"
+                    )
+                if file.read(len(layout.header)) != layout.header:
+                    raise CheckpointError(f"{path}: its header is not that of its tensors by the index")
+                self._layouts[name] = layout
+        return file, self._layouts[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
+
+
 # ---- what JSON can hold ------------------------------------------------------------------------------------
 
 
@@ -468,7 +596,9 @@ def parse_sealed(text: bytes, path: str) -> dict[str, Any]:
         CheckpointError: Naming the file.
     """
     with refusing(path):
-        content = json.loads(text.decode("ascii"), parse_constant=_finite, parse_float=_finite)
+        content = json.loads(
+            text.decode("ascii"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_distinct
+        )
         _refuse_half_characters(text, content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of the format {FORMAT}")
@@ -494,6 +624,15 @@ def _refuse_half_characters(text: bytes, content: object) -> None:
 def _sealed(text: bytes) -> bytes:
     """Return the text of a document with its checksum as the last entry."""
     return text + _BEFORE_CHECKSUM + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n'
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; raise if a key is there twice, of which JSON takes the last value."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        ((key, count),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} is there {count} times")
+    return content
 
 
 def _finite(text: str) -> float:

@@ -23,21 +23,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.checkpoint.files import folder_of, refusing
-from deepspeed_muon.checkpoint.index import COUNTERS, OURS, STATE_KEYS, CheckpointIndex, Progress
+from deepspeed_muon.checkpoint.deepspeed_files import identify_tag
+from deepspeed_muon.checkpoint.files import (
+    folder_of,
+    is_name,
+    latest_tag,
+    refusing,
+    regular_size,
+    require_folder,
+)
+from deepspeed_muon.checkpoint.index import (
+    CONSOLIDATED_FOLDER,
+    COUNTERS,
+    INDEX_NAME,
+    OURS,
+    STATE_KEYS,
+    WINDOW_NUMEL,
+    CheckpointIndex,
+    ConsolidatedSource,
+    Progress,
+    load_index,
+)
 from deepspeed_muon.checkpoint.parameters import (
     LiveParameter,
     LiveState,
     collect,
     host_of,
+    matching_views,
     optimizer_of,
     require_all_ranks,
 )
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, find_consolidated
+from deepspeed_muon.checkpoint.slices import TensorSlice
 from deepspeed_muon.config.settings import GroupSettings, MuonConfig, checked_group_settings
 from deepspeed_muon.errors import CheckpointError, ConfigError, MuonError
 from deepspeed_muon.logs import listed, logger, warn
 from deepspeed_muon.optimizer import Muon
+from deepspeed_muon.plan.placement import Fragment
 from deepspeed_muon.step.int8 import SCALE_KEY
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import all_ranks
@@ -727,9 +748,109 @@ def _write_partitions(plan: _RestorePlan) -> None:
     for parameter, key, flat in plan.writes:
         for fragment in parameter.local_fragments(key):
             if key in plan.source.parameters[parameter.name].tensor_keys:
-                plan.source.read_fragment(parameter.slice_of(key), key, fragment, flat)
+                read_fragment(plan.source, parameter.slice_of(key), key, fragment, flat)
             else:
                 # State that the saved run did not have, such as that of another variant.
                 flat.narrow(0, fragment.partition_offset, fragment.numel).zero_()
         if key not in plan.new_tensors.get(parameter.partition, ()):
             plan.state.write_back(parameter.local_partition, key, flat)
+
+
+def read_fragment(
+    source: ConsolidatedSource, tensor_slice: TensorSlice, key: str, fragment: Fragment, flat: Tensor
+) -> None:
+    """Read a rank's fragment of a slice into its flat partition, some megabytes at a time.
+
+    Args:
+        source: The set.
+        tensor_slice: Which slice of the full tensor the data-parallel group holds.
+        key: ``fp32`` or a key of the state.
+        fragment: Which elements of the slice the rank holds.
+        flat: The rank's flat partition. Mutated.
+    """
+    target = flat.narrow(0, fragment.partition_offset, fragment.numel)
+    fragment_stop = fragment.matrix_offset + fragment.numel
+    # 1. The range of the full tensor around the fragment; with a slice of columns it includes other slices.
+    ranges = list(tensor_slice.strided_ranges(fragment.matrix_offset, fragment_stop))
+    full_start = min(strided.full_offset for strided in ranges)
+    full_stop = max(
+        strided.full_offset + (strided.count - 1) * strided.full_stride + strided.numel for strided in ranges
+    )
+    # 2. Read it in windows, and copy the fragment's elements out of each.
+    for window_start in range(full_start, full_stop, WINDOW_NUMEL):
+        window_stop = min(window_start + WINDOW_NUMEL, full_stop)
+        # The elements of the fragment inside this window of the full tensor.
+        start = max(tensor_slice.local_elements_before(window_start), fragment.matrix_offset)
+        stop = tensor_slice.local_elements_before(window_stop)
+        if start < stop:
+            # (window_stop - window_start,) fp32
+            window = source.read(tensor_slice.name, key, window_start, window_stop - window_start)
+            for elements, values in matching_views(
+                tensor_slice, start, stop, target, fragment.matrix_offset, window, window_start
+            ):
+                elements.copy_(values)
+
+
+# ---- which set a folder means ------------------------------------------------------------------------------
+
+
+def universal_set(folder: Path) -> Path:
+    """Return the folder of the set in a universal checkpoint; raise a CheckpointError for one that has none."""
+    if (folder / "zero").is_dir() and not _exists(folder / "zero" / INDEX_NAME):
+        raise CheckpointError(
+            f"{folder}: a universal checkpoint of DeepSpeed's converter, which this Muon does not read: convert the "
+            f"checkpoint that it was made from with 'python -m deepspeed_muon checkpoint universal'"
+        )
+    return folder / "zero"
+
+
+def find_consolidated(folder: Path) -> Path:
+    """Return the folder with the index: ``folder`` itself, or one inside a DeepSpeed checkpoint.
+
+    If the tag that ``latest`` names has no set, it is the newest complete set of all tags.
+    """
+    with refusing(f"{str(folder)!r}"):
+        require_folder(folder)
+        # 1. The folder itself, its set, and the set of the latest tag.
+        tag = latest_tag(folder)
+        tag_folder = folder / tag if tag is not None and is_name(tag) else folder
+        sets_inside = dict.fromkeys(parent / CONSOLIDATED_FOLDER for parent in (folder, tag_folder))
+        for candidate in (folder, *sets_inside):
+            if _exists(candidate / INDEX_NAME):
+                return candidate
+        # 2. The newest complete set of any tag.
+        complete = []
+        for path in folder.glob(f"*/{CONSOLIDATED_FOLDER}/{INDEX_NAME}"):
+            with contextlib.suppress(CheckpointError, OSError):
+                index = load_index(path.parent)
+                if all(regular_size(path.parent / name) == file.bytes for name, file in index.files.items()):
+                    complete.append((index.progress.global_steps, path.stat().st_mtime, path.parent))
+        if complete:
+            steps, _, newest = max(complete)
+            latest = "no file 'latest'" if tag is None else f"'latest' names {tag!r}, which has no set"
+            warn(
+                "deepspeed_muon: %s: %s; %s, of step %d, is the newest complete one",
+                folder,
+                latest,
+                newest,
+                steps,
+            )
+            return newest
+    # 3. None: say what the folder is instead.
+    saved = identify_tag(tag_folder)
+    if saved is not None:
+        saved.refuse_universal()
+        raise CheckpointError(f"{saved}, and not consolidated: {saved.remedy()}")
+    raise CheckpointError(
+        f"{folder}: no {INDEX_NAME} there, nor in {', '.join(map(str, sets_inside))}: not a consolidated checkpoint, "
+        f"or its save did not finish"
+    )
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a path exists, also as a broken link; raise if that cannot be determined."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed_muon.checkpoint import CONSOLIDATED_FOLDER, consolidate
 from deepspeed_muon.checkpoint.deepspeed_files import SavedTag, identify_tag, is_ours, refuse_nonfinite
 from deepspeed_muon.checkpoint.files import load_pickle, make_folder, refusing
-from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS
+from deepspeed_muon.checkpoint.index import INDEX_NAME, OURS, ConsolidatedSource
 from deepspeed_muon.checkpoint.layout_record import (
     RECORD_VERSION,
     SAVE_KEY,
@@ -31,8 +31,12 @@ from deepspeed_muon.checkpoint.layout_record import (
     save_of,
 )
 from deepspeed_muon.checkpoint.parameters import collect, host_of, optimizer_of
-from deepspeed_muon.checkpoint.restore import SettingsSnapshot, first_lines, restore_from_source
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource, universal_set
+from deepspeed_muon.checkpoint.restore import (
+    SettingsSnapshot,
+    first_lines,
+    restore_from_source,
+    universal_set,
+)
 from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original

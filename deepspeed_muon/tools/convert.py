@@ -39,17 +39,19 @@ from deepspeed_muon.checkpoint.files import (
     refusing,
     replace,
     temporary_path,
+    unlink,
 )
 from deepspeed_muon.checkpoint.index import (
     INDEX_NAME,
     ITEM_BYTES,
+    WINDOW_NUMEL,
     CheckpointIndex,
+    ConsolidatedSource,
     FileLayout,
     load_index,
     tensor_name,
 )
 from deepspeed_muon.checkpoint.restore import checked_settings, nonfinite_text
-from deepspeed_muon.checkpoint.sources import WINDOW_NUMEL, ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError, printable
 from deepspeed_muon.logs import counted
 from deepspeed_muon.tools.command_line import Output
@@ -158,8 +160,11 @@ def convert_to_universal(
     latest = out.parent / "latest_universal"
     with refusing(str(latest)):
         temporary = temporary_path(latest)
-        temporary.write_text(out.name)
-        replace(temporary, latest)
+        try:
+            temporary.write_text(out.name)
+            replace(temporary, latest)
+        finally:
+            unlink(temporary)  # nothing is left of a file that was renamed
         fsync_folder(out.parent)
     return index.lossy
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import deepspeed_muon
-from deepspeed_muon.checkpoint.sources import find_consolidated
+from deepspeed_muon.checkpoint.restore import find_consolidated
 from deepspeed_muon.errors import CheckpointError
 from tests.support import training
 from tests.support.checkpoints import assert_equal, engine_for, report_and_go_on, save_ours

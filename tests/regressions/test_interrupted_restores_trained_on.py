@@ -6,6 +6,7 @@ ended in an IndexError, or in a set of another step.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,6 @@ from unittest import mock
 import pytest
 
 from deepspeed_muon.checkpoint import consolidate, restore
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import verify_folder
 from tests.support.checkpoints import engine_for, train_step, trained_for
@@ -35,8 +35,8 @@ def interrupted(rank: int, world_size: int, *, folder: str, stage: int) -> list[
     scheduler = type(engine.lr_scheduler)
     wrong: list[str] = []
     for owner, method, point, everywhere in (
-        (ConsolidatedSource, "read_fragment", 1, False),
-        (ConsolidatedSource, "read_fragment", 4, True),
+        (importlib.import_module("deepspeed_muon.checkpoint.restore"), "read_fragment", 1, False),
+        (importlib.import_module("deepspeed_muon.checkpoint.restore"), "read_fragment", 4, True),
         (scheduler, "load_state_dict", 1, True),
     ):
         original = getattr(owner, method)

@@ -21,8 +21,7 @@ from torch import nn
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.files import exclusive, load_pickle
-from deepspeed_muon.checkpoint.index import FORMAT, parse_sealed, sealed_json
-from deepspeed_muon.checkpoint.sources import ConsolidatedSource
+from deepspeed_muon.checkpoint.index import FORMAT, ConsolidatedSource, parse_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
 from tests.support.checkpoints import FILE, INDEX, edit, write_set
@@ -202,21 +201,22 @@ def test_a_missing_checksum_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "said"),
     [
-        (b'"lr": 0.1', b'"lr": NaN'),
-        (b'"lr": 0.1', b'"lr": 1e999'),
-        (b'"lr": 0.1', b'"lr": 0.2, "lr": 0.1'),
-        (b'"w": {', b'"w": {}, "w": {'),
-        (b'"version": 2', b'"version": 2, "version": 2'),
+        (b'"lr": 0.1', b'"lr": NaN', "NaN is not a finite number"),
+        (b'"lr": 0.1', b'"lr": 1e999', "1e999 is not a finite number"),
+        (b'"lr": 0.1', b'"lr": 0.2, "lr": 0.1', "the key 'lr' is there 2 times"),
+        (b'"w": {', b'"w": {}, "w": {', "the key 'w' is there 2 times"),
+        (b'"version": 2', b'"version": 2, "version": 2', "the key 'version' is there 2 times"),
     ],
 )
-def test_json_that_no_checkpoint_may_have(folder: Path, old: bytes, new: bytes) -> None:
-    """Two parameters of one name: the last one won. A rate of NaN came through."""
-    text = (folder / INDEX).read_bytes()
+def test_json_that_no_checkpoint_may_have(folder: Path, old: bytes, new: bytes, said: str) -> None:
+    """Two parameters of one name: the last one won. A rate of NaN came through. The checksum is right."""
+    text, seal, _ = (folder / INDEX).read_bytes().rpartition(b',\n "sha256": "')
     assert old in text
-    (folder / INDEX).write_bytes(text.replace(old, new, 1))
-    refused(folder, INDEX)
+    text = text.replace(old, new, 1)
+    (folder / INDEX).write_bytes(text + seal + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n')
+    refused(folder, INDEX, said)
 
 
 # ---------------------------------------------------------------------------------------------- what costs much
@@ -458,6 +458,15 @@ def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     assert killed.exists() and not out.exists()
     convert_to_universal(tmp_path / "step1", out)
     assert not killed.exists() and of_another.exists() and (out / "zero").is_dir()
+
+
+def test_a_name_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    """The temporary file of ``latest_universal`` stayed beside it."""
+    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
+    (tmp_path / "latest_universal").mkdir()
+    with pytest.raises(CheckpointError, match="latest_universal"):
+        convert_to_universal(tmp_path / "step1", tmp_path / "u")
+    assert {path.name for path in tmp_path.iterdir()} == {"step1", "u", "latest_universal"}
 
 
 def test_a_set_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
