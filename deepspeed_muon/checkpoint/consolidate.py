@@ -71,6 +71,7 @@ from deepspeed_muon.checkpoint.index import (
 from deepspeed_muon.checkpoint.parameters import (
     LiveState,
     PartitionedParameter,
+    TensorSlice,
     Transfer,
     collect,
     require_all_ranks,
@@ -78,7 +79,6 @@ from deepspeed_muon.checkpoint.parameters import (
     slices_by_name,
     transfers,
 )
-from deepspeed_muon.checkpoint.slices import TensorSlice
 from deepspeed_muon.config.settings import refuse_unusable
 from deepspeed_muon.errors import CheckpointError, MuonError, RankMissingError
 from deepspeed_muon.logs import logger

@@ -31,10 +31,11 @@ from deepspeed_muon.checkpoint.parameters import (
     LiveParameter,
     LiveState,
     PartitionedParameter,
+    TensorSlice,
     collect,
+    full_slice,
     host_of,
 )
-from deepspeed_muon.checkpoint.slices import TensorSlice, full_slice
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
@@ -57,7 +58,7 @@ class _Entry(ParameterRecord):
         name: Dotted name of the full tensor.
         partition: Index of the flat partition in every rank's file.
         spread: The numbers of its :attr:`placement`.
-        cut: The slice, as dimension and ranges of a :class:`~deepspeed_muon.plan.placement.TensorSlice`; ``None`` for
+        cut: The slice, as dimension and ranges of a :class:`.TensorSlice`; ``None`` for
             the full tensor.
         row_fragments: The numbers of :attr:`.PartitionedParameter.row_fragments`.
         weight_key: Key of its weights in the model's ``state_dict()`` if that is not its name. Only at stage 0

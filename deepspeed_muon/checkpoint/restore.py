@@ -47,13 +47,12 @@ from deepspeed_muon.checkpoint.index import (
 from deepspeed_muon.checkpoint.parameters import (
     LiveParameter,
     LiveState,
+    TensorSlice,
     collect,
     host_of,
-    matching_views,
     optimizer_of,
     require_all_ranks,
 )
-from deepspeed_muon.checkpoint.slices import TensorSlice
 from deepspeed_muon.config.settings import GroupSettings, MuonConfig, checked_group_settings
 from deepspeed_muon.errors import CheckpointError, ConfigError, MuonError
 from deepspeed_muon.logs import listed, logger, warn
@@ -785,9 +784,8 @@ def read_fragment(
         if start < stop:
             # (window_stop - window_start,) fp32
             window = source.read(tensor_slice.name, key, window_start, window_stop - window_start)
-            for elements, values in matching_views(
-                tensor_slice, start, stop, target, fragment.matrix_offset, window, window_start
-            ):
+            offset = fragment.matrix_offset
+            for elements, values in tensor_slice.views(start, stop, target, offset, window, window_start):
                 elements.copy_(values)
 
 

@@ -246,15 +246,30 @@ class MuonConfig(_VariantSettings):
             raise ConfigError(
                 "\n".join(v.unknown_key_message(key, cls.model_fields, where) for key in unknown)
             )
+        # 2. The others by themselves and together; those of the iteration, which no param group has, at last.
+        config = cls.of_values(params or {}, where)
+        config.check_iteration()
+        return config
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, object], where: str) -> MuonConfig:
+        """Return :meth:`from_params` of known keys, without :meth:`check_iteration`."""
         try:
-            # 2. Every key by itself.
-            config = cls.model_validate({**(params or {})})
+            config = cls.model_validate({**values})
         except ValidationError as error:
-            raise ConfigError(readable(error, params or {}, where)) from None
-        # 3. Keys together, which the checks of fields do not see.
-        config.coefficients()
+            raise ConfigError(readable(error, values, where)) from None
         config.check_combinations()
         return config
+
+    def check_iteration(self) -> None:
+        """Refuse an ``ns_schedule`` that cannot run for ``ns_steps`` or in ``ns_dtype``."""
+        coefficients = self.coefficients()
+        if self.ns_dtype != "auto" and not tolerates_rounding(coefficients, DTYPES[self.ns_dtype]):
+            raise ConfigError(
+                f"optimizer.params.ns_dtype: {self.ns_dtype!r} with ns_schedule {shown(self.ns_schedule)}: its "
+                f"polynomials have no margin for the rounding of {self.ns_dtype}, which sends singular values to "
+                f"infinity: unset ns_dtype ('auto' takes fp32 for such a schedule), or set it to 'fp32'"
+            )
 
     def check_combinations(self) -> None:
         """Refuse keys that contradict each other.
@@ -266,12 +281,6 @@ class MuonConfig(_VariantSettings):
             raise ConfigError(
                 f"optimizer.params.weight_decay_mode: {self.weight_decay_mode!r} needs adam_w_mode true; "
                 f"with adam_w_mode false the decay of AdamW's half is a term of the gradient"
-            )
-        if self.ns_dtype != "auto" and not tolerates_rounding(self.coefficients(), DTYPES[self.ns_dtype]):
-            raise ConfigError(
-                f"optimizer.params.ns_dtype: {self.ns_dtype!r} with ns_schedule {shown(self.ns_schedule)}: its "
-                f"polynomials have no margin for the rounding of {self.ns_dtype}, which sends singular values to "
-                f"infinity: unset ns_dtype ('auto' takes fp32 for such a schedule), or set it to 'fp32'"
             )
         warmup = self.momentum_warmup
         if warmup is not None and warmup.start >= self.momentum:
@@ -428,8 +437,8 @@ def checked_group_settings(
         raise ConfigError("\n".join(problems))
     # 2. The settings, each alone and together.
     # A momentum that was saved may have been lowered during the run, below the start of the warm-up.
-    checked = MuonConfig.from_params(
-        {**(config or MuonConfig()).model_dump(), "momentum_warmup": None, **values}, where=where
+    checked = MuonConfig.of_values(
+        {**(config or MuonConfig()).model_dump(), "momentum_warmup": None, **values}, where
     )
     return {**{key: getattr(checked, key) for key in values}, **rates}
 

@@ -38,7 +38,7 @@ from deepspeed.utils.bwc import (
 )
 from torch import Tensor, nn
 
-from deepspeed_muon.checkpoint.slices import TensorSlice, full_slice
+from deepspeed_muon.checkpoint.parameters import TensorSlice, full_slice
 from deepspeed_muon.engine.offload import CpuAdam
 from deepspeed_muon.engine.views import ZeroView, view_of
 from deepspeed_muon.errors import ConfigError

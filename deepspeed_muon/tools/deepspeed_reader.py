@@ -50,8 +50,7 @@ from deepspeed_muon.checkpoint.index import (
     saved_schedule,
 )
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records, save_of
-from deepspeed_muon.checkpoint.parameters import PartitionedParameter, Transfer, slices_by_name
-from deepspeed_muon.checkpoint.slices import full_slice
+from deepspeed_muon.checkpoint.parameters import PartitionedParameter, Transfer, full_slice, slices_by_name
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement
 from deepspeed_muon.routing.route import Route

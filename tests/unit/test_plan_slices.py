@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_muon.checkpoint.slices import TensorSlice, cover_tensor, full_slice
+from deepspeed_muon.checkpoint.parameters import TensorSlice, cover_tensor, full_slice
 
 
 @st.composite
