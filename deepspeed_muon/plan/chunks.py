@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # bf16, some ten microseconds at 50 GB/s) are bound by latency.
 _CHUNKS = 8
 _LEAST_NUMEL_PER_RANK = 1 << 18
+
+ChunkKind = Literal["all_to_all", "broadcast", "local"]
 
 
 class Segment(NamedTuple):
@@ -95,7 +97,8 @@ class BufferPlan:
         peers: The ranks with which this rank exchanges elements of the buffer, ascending; itself among them.
         counts: Elements of the buffer for each of ``peers``.
         numel: Elements of the buffer.
-        remote_numel: Elements of the buffer that other ranks send or receive.
+        remote_numel: Elements of the buffer that other ranks send or receive; what is broadcast counts once for each
+            receiver.
     """
 
     segments: tuple[tuple[PlanIndex, Segment], ...]
@@ -115,32 +118,33 @@ class BufferPlan:
 class Chunk:
     """Matrices that are exchanged together, as one rank sees them.
 
-    A gather sends directions from the fragment buffers to the owner buffers, a scatter sends updates back. Of
-    replicated matrices only updates are sent.
+    ==============  =======================  ===================================  ===================================
+    kind            its matrices are         gather: fragment to owner buffers    scatter: owner to fragment buffers
+    ==============  =======================  ===================================  ===================================
+    ``all_to_all``  on several ranks         directions                           updates
+    ``broadcast``   replicated (stage 0)     nothing                              updates, each to all other ranks
+    ``local``       on their owner alone     nothing                              nothing; both buffers are empty
+    ==============  =======================  ===================================  ===================================
 
     Attributes:
+        kind: What is sent.
         matrices: Indices of the matrices in this chunk, ascending.
         owned: The matrices of the chunk that this rank owns.
         fragment_buffer: Fragments that this rank holds. If updates are broadcast, those of matrices of other owners.
         owner_buffer: All fragments of the matrices that this rank owns.
-        gathers: Whether any rank sends anything in gather.
-        scatters: Whether any rank sends anything in scatter.
-        receivers: Ranks that get every update, if the owners broadcast them (replicated matrices); 0 for an all-to-all.
     """
 
+    kind: ChunkKind
     matrices: tuple[PlanIndex, ...]
     owned: tuple[PlanIndex, ...]
     fragment_buffer: BufferPlan
     owner_buffer: BufferPlan
-    gathers: bool
-    scatters: bool
-    receivers: int = 0
 
     @property
     def sent_elements(self) -> int:
         """Elements that this rank sends in gather and scatter; a broadcast counts once for each receiver."""
-        times = self.receivers or self.scatters
-        return self.fragment_buffer.remote_numel * self.gathers + self.owner_buffer.remote_numel * times
+        gathered = self.fragment_buffer.remote_numel if self.kind == "all_to_all" else 0
+        return gathered + self.owner_buffer.remote_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,7 @@ def build_exchange_plan(
 def divide_into_chunks(
     matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
 ) -> list[list[PlanIndex]]:
-    """Divide the matrices into chunks, those that are never sent first.
+    """Divide the matrices into chunks of one :data:`ChunkKind`, those that are never sent first.
 
     Every owner fills its share of a chunk up to ``bound`` elements, largest matrices first, so that the owners' shares
     cost about the same. If the bound held for all owners together, most ranks of a large model would wait: a chunk
@@ -211,15 +215,13 @@ def divide_into_chunks(
     Replicated matrices have chunks of their own, because only their updates are sent. Every rank receives each update
     completely, so there the bound holds for all owners together.
     """
-    # 1. by what is sent: nothing, updates by broadcast, or directions and updates by all-to-all
-    kinds: dict[tuple[bool, bool], list[PlanIndex]] = {}
+    # 1. by what is sent
+    kinds: dict[ChunkKind, list[PlanIndex]] = {"local": [], "all_to_all": [], "broadcast": []}
     for index, matrix in enumerate(matrices):
-        kinds.setdefault(
-            (matrix.placement.only_rank != owners[index], matrix.placement.replicated), []
-        ).append(PlanIndex(index))
+        kinds[_kind_of(matrix.placement, owners[index])].append(PlanIndex(index))
     chunks: list[list[PlanIndex]] = []
-    for (sent, replicated), members in sorted(kinds.items()):  # False first: what is not sent
-        is_broadcast = sent and replicated
+    for kind, members in kinds.items():
+        is_broadcast = kind == "broadcast"
         # The rank towards whose bound a matrix counts: its owner. What is broadcast arrives on every rank, so all of it
         # counts towards a single bound, that of rank 0.
         rank_of = {index: 0 if is_broadcast else owners[index] for index in members}
@@ -229,7 +231,7 @@ def divide_into_chunks(
         for index in members:
             totals[rank_of[index]] += matrices[index].numel
         least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
-        limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least)) if sent else bound
+        limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least)) if kind != "local" else bound
         # 3. every rank fills chunk after chunk: the chunk that it fills now, and the elements that it has in it
         new_chunks: list[list[PlanIndex]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)
@@ -251,28 +253,28 @@ def divide_into_chunks(
 def build_chunk(
     placements: Sequence[Placement], owners: Sequence[int], indices: Sequence[PlanIndex], rank: int
 ) -> Chunk:
-    """Plan one chunk for one rank; the matrices ``indices`` of the plan are all replicated, or none."""
-    # Chunks never mix kinds (divide_into_chunks), so that either all matrices are sent or none.
-    sent = [index for index in indices if placements[index].only_rank != owners[index]]
+    """Plan one chunk for one rank; the matrices ``indices`` of the plan are of one kind."""
+    kind = _kind_of(placements[indices[0]], owners[indices[0]])
     owned = tuple(index for index in indices if owners[index] == rank)
-    if sent and placements[sent[0]].replicated:
+    fragment_buffer = owner_buffer = BufferPlan((), _ints(()), _ints(()), 0, 0)
+    if kind == "all_to_all":
+        fragment_buffer = _by_owner(placements, owners, indices, rank)
+        owner_buffer = _by_holder(placements, owned, rank)
+    elif kind == "broadcast":
         # The owner has the full gradient already: updates go from its owner buffer to the ranks' fragment buffers.
-        not_owned = [index for index in sent if owners[index] != rank]
-        fragment_buffer = _by_owner(placements, owners, not_owned, rank)
+        fragment_buffer = _by_owner(placements, owners, [i for i in indices if owners[i] != rank], rank)
         # One copy of this rank's updates for all ranks; no peer has a slice of its own.
-        updates = _by_owner(placements, owners, owned, rank)
-        owner_buffer = BufferPlan(updates.segments, _ints(()), _ints(()), updates.numel, updates.numel)
-        receivers = len(placements[sent[0]].ranks) - 1
-        buffers = fragment_buffer, owner_buffer
-        return Chunk(tuple(indices), owned, *buffers, gathers=False, scatters=True, receivers=receivers)
-    return Chunk(
-        tuple(indices),
-        owned,
-        _by_owner(placements, owners, sent, rank),
-        _by_holder(placements, [index for index in sent if owners[index] == rank], rank),
-        gathers=bool(sent),
-        scatters=bool(sent),
-    )
+        updates, receivers = _by_owner(placements, owners, owned, rank), len(placements[indices[0]].ranks) - 1
+        owner_buffer = replace(
+            updates, peers=_ints(()), counts=_ints(()), remote_numel=updates.numel * receivers
+        )
+    return Chunk(kind, tuple(indices), owned, fragment_buffer, owner_buffer)
+
+
+def _kind_of(placement: Placement, owner: int) -> ChunkKind:
+    if placement.only_rank == owner:
+        return "local"
+    return "broadcast" if placement.replicated else "all_to_all"
 
 
 def _by_owner(

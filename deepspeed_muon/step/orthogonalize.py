@@ -21,7 +21,7 @@ from deepspeed_muon.variants.variant import Variant
 BatchIndex = NewType("BatchIndex", int)
 """Of a matrix among those that are orthogonalised together."""
 
-Directions = Callable[[tuple[PlanIndex, ...]], Tensor]
+DirectionsOf = Callable[[tuple[PlanIndex, ...]], Tensor]
 """Indices of matrices of one shape to their directions, or to those of this rank's shards: ``(matrices, rows, cols)``
 in the communication dtype."""
 
@@ -98,11 +98,11 @@ class LocalOrthogonalizer:
         # Almost always a chunk has the same active matrices in every step.
         self._batches = functools.lru_cache(maxsize=64)(self._planned)
 
-    def orthogonalized(self, owned: Sequence[PlanIndex], directions: Directions, step: Step) -> Updates:
+    def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
         """Yield indices and updates of active owned matrices, each once; the iterator must be exhausted."""
         for batch in self._batches(tuple(owned)):
             self.context.counts.matrices_orthogonalized += batch.counted
-            stored = [directions(indices) for indices in batch.groups]
+            stored = [directions_of(indices) for indices in batch.groups]
             # (matrices, rows, cols) in the communication dtype; a view unless transposes are joined
             matrices = stored[0] if len(stored) == 1 else torch.cat((stored[0], stored[1].mT))
             run = self._stacks if batch.is_stack else self._grids

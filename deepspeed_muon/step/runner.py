@@ -165,8 +165,8 @@ class StepRunner:
                 self._record_weights(groups, flat)
             # All ranks have the same flags, so they skip the same chunks.
             active = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
-            exchanged = [number for number in active if self.plan.chunks[number].scatters]
-            local = [number for number in active if not self.plan.chunks[number].scatters]
+            exchanged = [number for number in active if self.plan.chunks[number].kind != "local"]
+            local = [number for number in active if self.plan.chunks[number].kind == "local"]
             # Each exchanged chunk is packed and gathered, orthogonalised and scattered, and applied. With overlap these
             # happen in three successive turns, so that chunk t + 1 is gathered and chunk t - 1 scattered while chunk t
             # is orthogonalised. Without overlap, one turn does all three.
@@ -253,29 +253,28 @@ class StepRunner:
             )
 
     def _pack(self, flight: InFlight, step: Step) -> None:
-        """Update the momentum of a chunk's matrices and write their directions; those that are sent to the buffer."""
+        """Update the momentum of a chunk's matrices, and write their directions to the local or fragment buffer."""
         table, context, send = self._tables[flight.number], self.context, flight.fragment_buffer
-        # 1. momentum and directions, where the momentum is
-        device, dtype = step.momentum[0].device, context.comm_dtype
-        # The buffers are not written for matrices without a gradient: nothing reads their old content.
-        directions = torch.empty(table.local_numel, dtype=dtype, device=device)  # those that are not sent
-        # Offloaded partitions pack on the CPU; the buffer gets a copy.
+        # 1. momentum and directions, where the momentum is; the buffers get copies from offloaded partitions
+        device = step.momentum[0].device
+        # Not written for matrices without a gradient: nothing reads the old content.
+        local = torch.empty(table.local_numel, dtype=context.comm_dtype, device=device)
         sent = send if device == send.device else torch.empty_like(send, device=device)
-        pack(table, step, directions, sent)
-        flight.local_buffer = directions.to(context.device)
-        # 2. the fragment buffer
-        if sent is not send and flight.chunk.gathers:
+        pack(table, step, local, sent)
+        # 2. the buffers, on the device of the exchange
+        flight.local_buffer = local.to(context.device)
+        if sent is not send and flight.chunk.kind == "all_to_all":
             send.copy_(sent)
 
     def _orthogonalize(self, flight: InFlight, step: Step) -> None:
         """Turn the directions of a chunk's owned matrices into updates, which overwrite them where they are stored."""
         table, owned = self._tables[flight.number], step.active(flight.chunk.owned)
-        directions = functools.partial(self._directions, flight)
-        for indices, result in self._strategy.orthogonalized(owned, directions, step):
+        directions_of = functools.partial(self._directions, flight)
+        for indices, result in self._strategy.orthogonalized(owned, directions_of, step):
             updates = result.contiguous().view(-1)  # (matrices * rows * cols,)
             segments = table.segments_of(indices)
             # Each segment is a strided copy: (matrices, fragments, elements).
-            for segment in segments.received:
+            for segment in segments.owner:
                 segment.in_buffer(flight.owner_buffer).copy_(segment.in_matrices(updates))
             for segment in segments.local:
                 segment.in_buffer(flight.local_buffer).copy_(segment.in_matrices(updates))
@@ -289,8 +288,8 @@ class StepRunner:
         first, segments = self.plan.matrices[indices[0]], self._tables[flight.number].segments_of(indices)
         shape = len(indices), first.rows, first.cols
         sources, buffer = segments.local, flight.local_buffer
-        if flight.chunk.gathers:
-            sources, buffer = segments.received, flight.owner_buffer
+        if flight.chunk.kind == "all_to_all":
+            sources, buffer = segments.owner, flight.owner_buffer
         # 2. as one tensor
         if segments.in_order:
             return sources[0].in_buffer(buffer).contiguous().view(shape)
@@ -301,8 +300,7 @@ class StepRunner:
 
     def _update_weights(self, flight: InFlight, step: Step) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
-        # The table says for each fragment in which of the two tensors its update is: scatter brought those that are
-        # sent where gather took the directions from.
+        # The table says for each fragment in which of the two buffers its update is.
         table = step.active_fragments(self._tables[flight.number].apply_table)
         apply(table, step, [flight.local_buffer, flight.fragment_buffer])
         del flight.local_buffer  # as large as what this rank owns

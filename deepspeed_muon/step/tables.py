@@ -40,31 +40,30 @@ from deepspeed_muon.variants.variant import Variant
 COLUMNS = 6
 """Columns of a table of ops/, one row for each fragment.
 
-Position of the partition and offset in it; index of the second tensor (:data:`UNSENT` or :data:`FRAGMENT_BUFFER`) and
-offset in it; number of elements; index of the matrix.
+Position of the partition and offset in it; second tensor (:data:`LOCAL_BUFFER` or :data:`FRAGMENT_BUFFER`) and offset
+in it; number of elements; index of the matrix.
 """
 _ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line
-UNSENT, FRAGMENT_BUFFER = 0, 1
-"""The second tensors of a table: directions that are not sent, and the fragment buffer."""
+LOCAL_BUFFER, FRAGMENT_BUFFER = 0, 1
+"""The second tensors of a table; see :class:`.InFlight`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSegments:
     """The segments of matrices that are orthogonalised together, ``(matrices, numel)``, where this rank stores them.
 
-    In a chunk with a gather, directions are read from the owner buffer, and updates written over them. Without one,
-    this rank has all elements of the matrices itself: directions are read from those that are not sent, and updates
-    written over them; the updates of replicated matrices also into the owner buffer, from which they are broadcast.
+    Directions are read from the owner buffer (``all_to_all``) or the local buffer, and updates written over them; those
+    that are broadcast are written into the owner buffer, too.
 
     Attributes:
-        local: Segments of the directions that are not sent; empty in a chunk with a gather.
-        received: Segments of the owner buffer; empty in a chunk in which nothing is sent.
+        local: Segments of the local buffer; none in an ``all_to_all`` chunk.
+        owner: Segments of the owner buffer; none in a ``local`` chunk.
         in_order: Whether one segment, at an aligned offset, has all directions of the batch in order, so that a view of
             it replaces the copy.
     """
 
     local: tuple[Segment, ...]
-    received: tuple[Segment, ...]
+    owner: tuple[Segment, ...]
     in_order: bool
 
 
@@ -72,9 +71,9 @@ class ChunkTable:
     """The fragments that this rank packs, copies and applies in one chunk.
 
     Attributes:
-        local_numel: Elements of the directions that are not sent, each fragment at a multiple of 32 elements. In a
-            chunk without a gather these are the owned matrices, in the order of the batches, and then the replicated
-            matrices of other owners, whose directions are only a by-product of the momentum.
+        local_numel: Elements of the local buffer, with each fragment at a multiple of 32 elements: the owned matrices
+            in the order of the batches, so that a batch is a view, then the replicated matrices of other owners, whose
+            directions are only a by-product of the momentum. 0 in an ``all_to_all`` chunk.
         pack_table: Fragments of the momentum and the offsets of their directions, ``(fragments, 6)`` int64.
         int8_blocks: :meth:`.Int8Blocks.row` of each row of :attr:`pack_table`, ``(fragments, 2)`` int64; empty unless
             the momentum is int8.
@@ -98,27 +97,23 @@ class ChunkTable:
         self._matrices, self._list_position = plan.matrices, list_position
         fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
         self._fragments = {index: fragment for index, fragment in fragments.items() if fragment is not None}
-        self._received: dict[PlanIndex, list[Segment]] = {}
+        self._owner_segments: dict[PlanIndex, list[Segment]] = {}
         for index, segment in chunk.owner_buffer.segments:
-            self._received.setdefault(index, []).append(segment)
-
-        # 1. directions that are not sent
-        # Those that this rank owns come first, in the order of the batches, so that a batch is a view. Directions of
-        # replicated matrices that another rank owns are computed too, for the momentum, and never read.
-        unsent = {} if chunk.gathers else self._fragments
-        owned = [index for batch in batches for index in batch if index in unsent]
-        local = owned + [index for index in unsent if plan.owners[index] != plan.rank]
+            self._owner_segments.setdefault(index, []).append(segment)
+        # 1. the local buffer, and the fragments of which it gets the directions
+        is_gathered = chunk.kind == "all_to_all"
+        local_fragments = {} if is_gathered else self._fragments
+        owned = [index for batch in batches for index in batch if index in local_fragments]
+        local = owned + [index for index in local_fragments if plan.owners[index] != plan.rank]
         offsets, self.local_numel = self._aligned_offsets(local)
-        self._offset_of = dict(zip(local, offsets, strict=True))
-
-        # 2. fragments that are sent
+        self._local_offset = dict(zip(local, offsets, strict=True))
+        # 2. the fragment buffer
         sent = [index for index, _ in chunk.fragment_buffer.segments]
-        send_offsets = [segment.buffer_offset for _, segment in chunk.fragment_buffer.segments]
-
+        sent_offsets = [segment.buffer_offset for _, segment in chunk.fragment_buffer.segments]
         # 3. tables of the passes
-        sent_table = self._table(sent, FRAGMENT_BUFFER, send_offsets)
-        self.pack_table = sent_table if chunk.gathers else self._table(local, UNSENT, offsets)
-        self.apply_table = torch.cat((self._table(owned, UNSENT, offsets[: len(owned)]), sent_table))
+        sent_table = self._table(sent, FRAGMENT_BUFFER, sent_offsets)
+        self.pack_table = sent_table if is_gathered else self._table(local, LOCAL_BUFFER, offsets)
+        self.apply_table = torch.cat((self._table(owned, LOCAL_BUFFER, offsets[: len(owned)]), sent_table))
         self.int8_blocks = torch.empty((0, 2), dtype=torch.int64, device="cpu")
 
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
@@ -128,26 +123,26 @@ class ChunkTable:
         # 1. the segments of every matrix, as if the matrices followed each other in one tensor
         numel = self._matrices[indices[0]].numel
         local: list[Segment] = []
-        received: list[list[Segment]] = []  # [i]: the i-th segment of each matrix
+        owner: list[list[Segment]] = []  # [i]: the i-th segment of each matrix
         for number, index in enumerate(indices):
             start = number * numel  # of this matrix in the batch, (matrices, numel)
-            if index in self._offset_of:
-                local.append(Segment.of(start, numel, self._offset_of[index]))
-            for position, segment in enumerate(self._received.get(index, ())):
-                if position == len(received):
-                    received.append([])
-                received[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
+            if index in self._local_offset:
+                local.append(Segment.of(start, numel, self._local_offset[index]))
+            for position, segment in enumerate(self._owner_segments.get(index, ())):
+                if position == len(owner):
+                    owner.append([])
+                owner[position].append(segment._replace(matrix_offset=start + segment.matrix_offset))
         # 2. joined where they are at equal distances: one strided copy each. The shards of twelve equal matrices at
         # ZeRO 3 are one copy of (12, ranks, elements of a shard).
         local_joined = tuple(_join_matrices(local, numel))
-        received_joined = tuple(joined for segments in received for joined in _join_matrices(segments, numel))
+        owner_joined = tuple(joined for segments in owner for joined in _join_matrices(segments, numel))
         # 3. whether a single segment is all of the batch: then the buffer itself is read
-        sources = local_joined or received_joined  # directions are in the owner buffer only after a gather
+        sources = local_joined or owner_joined  # directions are in the owner buffer only after a gather
         in_order = any(  # there is no segment if this rank's shards of the matrices are empty
             math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
             for segment in sources[:1]
         )
-        return BatchSegments(local_joined, received_joined, in_order)
+        return BatchSegments(local_joined, owner_joined, in_order)
 
     def _aligned_offsets(self, indices: Sequence[PlanIndex]) -> tuple[list[int], int]:
         """Return offsets of consecutive fragments at multiples of 32 elements, and the padded numel of all."""
@@ -345,17 +340,14 @@ class Step:
         return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
 
 
-def pack(table: ChunkTable, step: Step, directions: Tensor, send: Tensor) -> None:
+def pack(table: ChunkTable, step: Step, local_buffer: Tensor, fragment_buffer: Tensor) -> None:
     """Update the momentum of a chunk's active fragments, and write their directions.
 
-    In a chunk with a gather all go to ``send``, which is the fragment buffer or a tensor of its size, else all to
-    ``directions``, ``(local_numel,)``; both are on the device of the momentum.
+    In an ``all_to_all`` chunk all go to the fragment buffer, else all to the local one; both are on the device of the
+    momentum.
     """
-    fragments, outputs, rates = (
-        step.active_fragments(table.pack_table),
-        [directions, send],
-        step.rates.momentum,
-    )
+    fragments, rates = step.active_fragments(table.pack_table), step.rates.momentum
+    outputs = [local_buffer, fragment_buffer]
     if step.momentum_scales is None:
         step.passes.momentum_pack(step.momentum, step.grads, outputs, fragments, rates)
         return

@@ -25,7 +25,7 @@ from torch import Tensor
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import PlanIndex
 from deepspeed_muon.plan.owners import assign_owners
-from deepspeed_muon.step.orthogonalize import Directions, LocalOrthogonalizer, Updates
+from deepspeed_muon.step.orthogonalize import DirectionsOf, LocalOrthogonalizer, Updates
 from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 
@@ -47,16 +47,16 @@ class OverTensorGroup:
         # Made at bind by :meth:`inputs`, and once more for each set of active matrices that a step meets.
         self._work_plan = functools.lru_cache(maxsize=64)(self._make_work_plan)
 
-    def orthogonalized(self, owned: Sequence[PlanIndex], directions: Directions, step: Step) -> Updates:
+    def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
         """Yield indices and updates of this rank's shards and copies, as :class:`.LocalOrthogonalizer` does.
 
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: every rank then calls the
         collectives in the order of the plan.
         """
         local, assigned = self._work_plan(tuple(owned))
-        yield from self._local.orthogonalized(local, directions, step)
+        yield from self._local.orthogonalized(local, directions_of, step)
         for by_rank in assigned:
-            yield from self._gathered(by_rank, directions, step)
+            yield from self._gathered(by_rank, directions_of, step)
 
     def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
         """Yield empty tensors like the complete matrices that this rank orthogonalises."""
@@ -105,7 +105,7 @@ class OverTensorGroup:
         return assigned
 
     def _gathered(
-        self, by_rank: Sequence[Sequence[PlanIndex]], directions: Directions, step: Step
+        self, by_rank: Sequence[Sequence[PlanIndex]], directions_of: DirectionsOf, step: Step
     ) -> Updates:
         """Yield updates of this rank's shards or copies of matrices that are orthogonalised on a single rank each.
 
@@ -116,7 +116,7 @@ class OverTensorGroup:
         dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
         matrices = self._assembled(
-            by_rank, {index: directions((index,))[0] for index in indices}, dims, dtype
+            by_rank, {index: directions_of((index,))[0] for index in indices}, dims, dtype
         )
         # The outputs are the rows, unless the matrix is transposed.
         row_dims = {i: 0 if dims[i] == int(self._matrices[i].transposed) else None for i in indices}

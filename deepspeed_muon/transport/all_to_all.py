@@ -104,10 +104,10 @@ class InFlight:
         chunk: The chunk.
         number: Its number in the plan.
         fragment_buffer: Fragments that this rank holds: first the directions that gather sends, then the updates that
-            scatter brings. Without a gather (see :class:`.Chunk`) only these.
+            scatter brings. A broadcast (:class:`.Chunk`) has only these.
         owner_buffer: Fragments of the matrices that this rank owns: first the directions that gather brings, then the
-            updates that scatter sends. Without a gather only these.
-        local_buffer: Fragments of matrices that are not sent: first the directions, then the updates.
+            updates that scatter sends. A broadcast has only these.
+        local_buffer: Fragments whose directions are not sent: first the directions, then the updates.
         works: The messages that are under way.
     """
 
@@ -140,7 +140,7 @@ class ChunkExchange:
         """
         self._plan, self._buffers, self._counts, self._group = plan, buffers, counts, group
         self._dtype, self._number, self._overlap = dtype, number, overlap
-        sent, size = [chunk for chunk in plan.chunks if chunk.scatters], dtype.itemsize
+        sent, size = [chunk for chunk in plan.chunks if chunk.kind != "local"], dtype.itemsize
         self._slots = min(SLOTS if overlap else 1, len(sent))
         for slot in range(self._slots):
             buffers.reserve(f"fragments {slot}", size * max(chunk.fragment_buffer.numel for chunk in sent))
@@ -165,7 +165,7 @@ class ChunkExchange:
 
         Must be called by all ranks of the group. Without overlap it waits for the messages.
         """
-        if exchange == "gather" and not flight.chunk.gathers:
+        if exchange == "gather" and flight.chunk.kind != "all_to_all":
             return
         with self._phase(exchange, flight):
             flight.works += self._messages(exchange, flight)
@@ -179,8 +179,8 @@ class ChunkExchange:
         send, out = flight.fragment_buffer, flight.owner_buffer
         if exchange == "scatter":  # the same fragments in the other direction
             sent, received, send, out = received, sent, out, send
-        self._counts.count_exchange((chunk.receivers or 1) * sent.remote_numel * send.element_size())
-        if not chunk.receivers:
+        self._counts.count_exchange(sent.remote_numel * send.element_size())
+        if chunk.kind == "all_to_all":
             splits = _splits(received, plan.world_size), _splits(sent, plan.world_size)
             return [start_all_to_all(out, send, *splits, group=self._group)]
         # Replicated matrices: each owner broadcasts its updates, in the order of the owners. The buffer that receives

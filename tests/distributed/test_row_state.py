@@ -79,7 +79,7 @@ def second_step(rank: int, world_size: int, *, stage: int, params: dict[str, Any
         "bytes": sent.total,
         "exchanged": (optimizer.stats.exchanges, optimizer.stats.bytes_sent),
         "launches": launches.total,
-        "chunks": sum(chunk.gathers for r in optimizer.runners for chunk in r.plan.chunks),
+        "chunks": sum(chunk.kind == "all_to_all" for r in optimizer.runners for chunk in r.plan.chunks),
         "batches": launches.batches,
         "iterations": sum(entry["calls"] for entry in optimizer.kernel_report()),
         "rows": rows,

@@ -53,9 +53,9 @@ def plans(layouts: list[MatrixLayout], world: int, chunk: int = 1 << 20) -> list
     ]
 
 
-def elements(buffer: BufferPlan, peer: int, world: int, *, copies: int = 0) -> list[tuple[int, int]]:
-    """Return matrix and number in it of all elements that a buffer has for a peer; with ``copies`` each gets all."""
-    splits = [0] * peer + [buffer.numel] if copies else buffer.splits(world)
+def elements(buffer: BufferPlan, peer: int, world: int, *, broadcast: bool = False) -> list[tuple[int, int]]:
+    """Return matrix and number in it of all elements that a buffer has for a peer; with ``broadcast`` each gets all."""
+    splits = [0] * peer + [buffer.numel] if broadcast else buffer.splits(world)
     content = [(-1, -1)] * buffer.numel
     for index, s in buffer.segments:
         (_, count, numel), (_, stride, _) = s.shape, s.buffer_strides
@@ -83,14 +83,14 @@ def test_fragments_are_received_in_the_order_of_sending(
     assert len({len(plan.chunks) for plan in per_rank}) == 1
     for number in range(len(per_rank[0].chunks)):
         chunks = [plan.chunks[number] for plan in per_rank]
-        assert len({(c.gathers, c.scatters, c.matrices) for c in chunks}) == 1
+        assert len({(c.kind, c.matrices) for c in chunks}) == 1
         for a in range(world):
             for b in range(world):
                 stored, owned = (
                     elements(chunks[a].fragment_buffer, b, world),
-                    elements(chunks[b].owner_buffer, a, world, copies=chunks[b].receivers),
+                    elements(chunks[b].owner_buffer, a, world, broadcast=chunks[b].kind == "broadcast"),
                 )
-                assert stored == owned or (a == b and not stored and chunks[b].receivers)
+                assert stored == owned or (a == b and not stored and chunks[b].kind == "broadcast")
 
 
 @settings(max_examples=100)
@@ -103,7 +103,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
     gather, scatter = sent_by_rank(layouts, per_rank[0].owners, world)
     for rank, plan in enumerate(per_rank):
         assert gather[rank] == sum(
-            chunk.fragment_buffer.remote_numel * chunk.gathers for chunk in plan.chunks
+            chunk.fragment_buffer.remote_numel * (chunk.kind == "all_to_all") for chunk in plan.chunks
         )
         assert gather[rank] + scatter[rank] == plan.sent_elements
     for index, matrix in enumerate(layouts):
@@ -113,7 +113,7 @@ def test_every_owner_gets_every_element_once_and_every_holder_its_update(
             for chunk in per_rank[owner].chunks
             for peer in range(world)
             if peer != owner or not matrix.placement.replicated
-            for element in elements(chunk.owner_buffer, peer, world, copies=chunk.receivers)
+            for element in elements(chunk.owner_buffer, peer, world, broadcast=chunk.kind == "broadcast")
             if element[0] == index
         ]
         stays = matrix.placement.ranks == range(owner, owner + 1)
@@ -162,7 +162,9 @@ def test_chunks_are_bounded(dims: list[tuple[int, int]], world: int, kind: str, 
             sent = exchange.fragment_buffer
             assert max(totals) <= bound and sent.remote_numel <= bound
             assert sent.numel - sent.remote_numel <= totals[plan.rank]
-            assert exchange.owner_buffer.numel <= (totals[plan.rank] if exchange.gathers else bound)
+            assert exchange.owner_buffer.numel <= (
+                totals[plan.rank] if exchange.kind == "all_to_all" else bound
+            )
             assert exchange.matrices == tuple(sorted(exchange.matrices))
         assert sorted(i for exchange in plan.chunks for i in exchange.matrices) == list(range(len(dims)))
 
@@ -184,7 +186,9 @@ def waves_over_ideal(plan: ExchangePlan, *, sent: bool) -> tuple[float, float]:
     context = SimpleNamespace(batch_below=sys.maxsize, variant=VARIANTS["muon"])
     waves = ideal = 0.0
     for chunk in plan.chunks:
-        for batch in batches(plan.matrices, context, chunk.owned) if sent or not chunk.gathers else ():
+        for batch in (
+            batches(plan.matrices, context, chunk.owned) if sent or chunk.kind != "all_to_all" else ()
+        ):
             short, long = sorted(plan.matrices[batch[0]].logical_shape)
             side = -(-short // 128)
             tiles = len(batch) * side * (side + 1) // 2 / 132

@@ -84,10 +84,10 @@ def test_equal_pieces_of_a_batch_are_copied_together() -> None:
     (chunk,) = plan.chunks
     table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0})
     batch = table.segments_of((0, 1, 2, 3))
-    assert not batch.local and len(batch.received) == 1 and batch.in_order
+    assert not batch.local and len(batch.owner) == 1 and batch.in_order
     received = torch.arange(float(chunk.owner_buffer.numel))
     matrices = torch.full((4 * 48,), -1.0)
-    for copy in batch.received:
+    for copy in batch.owner:
         copy.in_matrices(matrices).copy_(copy.in_buffer(received))
     expected = torch.full((4, 48), -1.0)
     for index, segment in chunk.owner_buffer.segments:
@@ -101,7 +101,7 @@ def test_equal_pieces_of_a_batch_are_copied_together() -> None:
     # Any other batch finds the same, matrix by matrix.
     for indices in ([1, 3], [3, 0], [2]):
         matrices = torch.full((48 * len(indices),), -1.0)
-        for copy in table.segments_of(tuple(indices)).received:
+        for copy in table.segments_of(tuple(indices)).owner:
             copy.in_matrices(matrices).copy_(copy.in_buffer(received))
         assert torch.equal(matrices.view(-1, 48), expected[indices])
 
