@@ -32,7 +32,7 @@ from deepspeed_muon import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
-from deepspeed_muon.step import gradient_status
+from deepspeed_muon.step import gradient_flags
 from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.tools.plan import forecast
@@ -96,7 +96,7 @@ def share(model: str, world: int, rank: int, arguments: Namespace) -> support.Ro
 
     def step() -> None:
         bound.exchange_flags({0: [grad]})
-        runner.run(bound.gradient_status[runner].report().active, {0: grad}, {0: group}, state)
+        runner.run(bound.gradient_flags[runner].report().active, {0: grad}, {0: group}, state)
         wait(device.type)
 
     def adamw_step() -> None:
@@ -109,7 +109,7 @@ def share(model: str, world: int, rank: int, arguments: Namespace) -> support.Ro
     source = torch.randn(max(buffer.numel for buffer in buffers), device=device).to(context.comm_dtype)
     with (
         mock.patch.object(ChunkExchange, "_messages", lambda _, *args: receive(source, *args)),
-        mock.patch(f"{gradient_status.__name__}.all_reduce_tensor", lambda tensor, *_, **__: tensor),
+        mock.patch(f"{gradient_flags.__name__}.all_reduce_tensor", lambda tensor, *_, **__: tensor),
         torch.no_grad(),
     ):
         times = support.timed_in_turn({"step, ms": step, "AdamW, ms": adamw_step}, arguments.seconds)

@@ -296,7 +296,7 @@ class Muon(torch.optim.Optimizer):
             (runner, groups, flat_gradients(runner, scale))
             for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
         ]
-        if any(bound.gradient_status[runner].flags is None for runner, *_ in current):
+        if any(bound.gradient_flags[runner].flags is None for runner, *_ in current):
             grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
             norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
         if measured:
@@ -305,7 +305,7 @@ class Muon(torch.optim.Optimizer):
             unscaled = {key: norm / divisor for key, norm in zip(measured, norms, strict=True)}
             self._global_grad_norm = float(unscaled.pop("all"))
             self._record_norms(unscaled)
-        reports = [bound.gradient_status[runner].report() for runner, *_ in current]
+        reports = [bound.gradient_flags[runner].report() for runner, *_ in current]
 
         # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
         self.overflow = False

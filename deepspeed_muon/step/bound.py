@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ from torch import Tensor
 from deepspeed_muon.errors import BindingError, ConfigError
 from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Floats
-from deepspeed_muon.step.gradient_status import (
+from deepspeed_muon.step.gradient_flags import (
     FLAGS_PURPOSE,
     NOT_FINITE,
     REFUSED,
+    GradientFlags,
     Gradients,
-    GradientStatus,
     flagged,
     read_together,
 )
@@ -34,7 +34,7 @@ class BoundSteps:
 
     Attributes:
         runners: The runner of each step set.
-        gradient_status: The exchange of gradient status of each runner's step set.
+        gradient_flags: The gradient flags of each runner's step set.
         process_groups: The process groups over which the step sets communicate, without duplicates.
         refusal: Why this rank refuses the step; all ranks raise when they exchange their flags.
     """
@@ -50,7 +50,7 @@ class BoundSteps:
             step_set = context.step_set
             load = loads.setdefault(Scope.of(step_set.group), np.zeros(step_set.world_size))
             self.runners.append(StepRunner(context, load=load))
-        self.gradient_status = {runner: GradientStatus(runner) for runner in self.runners}
+        self.gradient_flags = {runner: GradientFlags(runner) for runner in self.runners}
         sets = [context.step_set for context in contexts]
         groups = [(s.wider_group, s.stage_group, s.tensor_group, s.stack_group, s.group) for s in sets]
         distinct = dict.fromkeys(itertools.chain(*groups))
@@ -99,63 +99,63 @@ class BoundSteps:
     def exchange_flags(
         self, grads: Gradients, norms: Sequence[Tensor] = (), runners: Sequence[StepRunner] | None = None
     ) -> list[Tensor]:
-        """Set ``flags`` of the :class:`.GradientStatus` of step sets (default: all); return ``norms`` on the CPU.
+        """Set the flags of the runners' step sets (default: all), and return ``norms`` on the CPU.
 
-        One all-reduce for each process group reduces the flags. Must be called by all ranks of the engine, before the
-        calls of ``step()`` that update the sets. The host waits for the device once, for the flags and ``norms``. A
-        missing gradient counts as zero.
+        Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets. One all-reduce
+        for each process group; the host waits for the device once, for the flags and ``norms``. A missing gradient
+        counts as zero.
         """
         # 1. Over the ranks that update a parameter together.
-        by_groups: dict[tuple[dist.ProcessGroup | None, ...], list[GradientStatus]] = {}
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[GradientFlags]] = {}
         for runner in self.runners if runners is None else runners:
-            status = self.gradient_status[runner]
-            by_groups.setdefault(tuple(status.groups), []).append(status)
-        refused = self.refusal is not None
-        reduced = [GradientStatus.reduce(statuses, grads, refused=refused) for statuses in by_groups.values()]
+            exchange = self.gradient_flags[runner]
+            by_groups.setdefault(exchange.groups, []).append(exchange)
+        flags_of: dict[GradientFlags, Tensor] = {}
+        for exchanges in by_groups.values():
+            flags_of |= GradientFlags.reduce(exchanges, grads, refused=self.refusal is not None)
         # 2. Over the ranks that must skip the same steps; none with data parallelism alone.
-        wrong_of = self._reduce_further(_by_status(by_groups.values(), reduced))
+        wider_of = self._reduce_further(flags_of)
         # 3. To the CPU.
-        on_cpu = iter(read_together([*norms, *reduced, *wrong_of.values()]))
+        on_cpu = iter(read_together([*norms, *flags_of.values(), *wider_of.values()]))
         norms = [next(on_cpu) for _ in norms]
-        flags_of = _by_status(by_groups.values(), [next(on_cpu) for _ in reduced])
-        for status, flags in flags_of.items():
-            status.flags = flags
-        statuses_on_cpu = [flags[0].tolist() for flags in flags_of.values()]
-        for status, wrong in zip(wrong_of, on_cpu, strict=True):
-            largest, failed = wrong.tolist()
-            statuses_on_cpu.append([largest])
-            status.wider_flags = (largest == NOT_FINITE, bool(failed))
-        if any(REFUSED in flags for flags in statuses_on_cpu):
+        refused = False
+        for exchange in flags_of:
+            exchange.flags = next(on_cpu)
+            refused |= REFUSED in exchange.flags[0].tolist()
+        for exchange in wider_of:
+            largest, failed = next(on_cpu).tolist()
+            exchange.wider_flags = largest == NOT_FINITE, bool(failed)
+            refused |= largest == REFUSED
+        if refused:
             refusal, self.refusal = self.refusal, None
             self.forget_flags()
             raise refusal or ConfigError("another rank refuses a setting in its param groups, and says which")
         return norms
 
     @staticmethod
-    def _reduce_further(flags_of: Mapping[GradientStatus, Tensor]) -> dict[GradientStatus, Tensor]:
+    def _reduce_further(flags_of: Mapping[GradientFlags, Tensor]) -> dict[GradientFlags, Tensor]:
         """Reduce over ranks with other experts or other stages of a pipeline, whose parameters are different ones.
 
-        Returns :meth:`.GradientStatus.any_wrong` for each step set that has such ranks.
+        Returns :meth:`.GradientFlags.any_wrong` for each step set that has such ranks.
         """
-        wrong_of = {
-            status: status.any_wrong(flags)
-            for status, flags in flags_of.items()
-            if status.wider_group is not None or status.stage_group is not None
+        wider_of = {
+            exchange: exchange.any_wrong(flags)
+            for exchange, flags in flags_of.items()
+            if exchange.wider_group is not None or exchange.stage_group is not None
         }
-        by_wider_group: dict[dist.ProcessGroup, list[GradientStatus]] = {}
-        for status in wrong_of:
-            if status.wider_group is not None:
-                by_wider_group.setdefault(status.wider_group, []).append(status)
-        for group, members in by_wider_group.items():
-            flags = torch.cat([wrong_of[status] for status in members])
-            flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
-            wrong_of.update(zip(members, flags.view(-1, 2), strict=True))
-        # The stages of a pipeline may have different step sets, so that they reduce two flags of all sets.
-        for stage_group in {status.stage_group for status in wrong_of} - {None}:
-            flags = torch.stack(list(wrong_of.values())).amax(0)
+        # Over other experts: in one message the step sets of one group.
+        for group in dict.fromkeys(exchange.wider_group for exchange in wider_of):
+            if group is not None:
+                members = [exchange for exchange in wider_of if exchange.wider_group is group]
+                flags = torch.cat([wider_of[exchange] for exchange in members])
+                flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
+                wider_of.update(zip(members, flags.view(-1, 2), strict=True))
+        # Over the stages, which may have different step sets: two flags of all sets.
+        for stage_group in {exchange.stage_group for exchange in wider_of} - {None}:
+            flags = torch.stack(list(wider_of.values())).amax(0)
             flags = all_reduce_tensor(flags, stage_group, purpose=FLAGS_PURPOSE, how="max")
-            wrong_of = dict.fromkeys(wrong_of, flags)
-        return wrong_of
+            wider_of = dict.fromkeys(wider_of, flags)
+        return wider_of
 
     def any_nonfinite(self, group: dist.ProcessGroup) -> bool | None:
         """Return whether any gradient is inf or NaN on a rank of ``group``, or ``None`` if the flags do not say so.
@@ -167,7 +167,7 @@ class BoundSteps:
         set_groups = {runner.step_set.group for runner in self.runners} - {group}
         if any(ranks_of(set_group) != ranks_of(group) for set_group in set_groups):
             return None  # the flags say less, or more, than what the caller asks for
-        all_flags = [status.flags for status in self.gradient_status.values()]
+        all_flags = [exchange.flags for exchange in self.gradient_flags.values()]
         if any(flags is None for flags in all_flags):
             return None
         return any(bool((flags[0].numpy() == NOT_FINITE).any()) for flags in all_flags if flags is not None)
@@ -179,9 +179,9 @@ class BoundSteps:
         step follows that would report them.
         """
         left_out = {
-            runner: flagged(status.flags[1].tolist())
-            for runner, status in self.gradient_status.items()
-            if status.flags is not None
+            runner: flagged(exchange.flags[1].tolist())
+            for runner, exchange in self.gradient_flags.items()
+            if exchange.flags is not None
         }
         failed = [name for runner, positions in left_out.items() for name in runner.check.failed(positions)]
         for runner, positions in left_out.items() if failed else ():
@@ -190,8 +190,8 @@ class BoundSteps:
 
     def forget_flags(self) -> None:
         """Drop the flags of :meth:`exchange_flags`, at the end of a step."""
-        for status in self.gradient_status.values():
-            status.flags, status.wider_flags = None, (False, False)
+        for exchange in self.gradient_flags.values():
+            exchange.flags, exchange.wider_flags = None, (False, False)
 
     def facts(self) -> RankFacts:
         """Return the facts about the plans that must be equal on all ranks."""
@@ -235,17 +235,6 @@ class BoundSteps:
                 settings = runner.context.config.model_dump_json()
                 facts.record(f"optimizer.params for step set {number}", settings, tensor_ranks)
         return facts
-
-
-def _by_status(
-    statuses: Iterable[Sequence[GradientStatus]], flags: Sequence[Tensor]
-) -> dict[GradientStatus, Tensor]:
-    """Divide the flags that step sets reduced together, ``(2, parameters of all sets)``, between them."""
-    flags_of: dict[GradientStatus, Tensor] = {}
-    for together, of_all in zip(statuses, flags, strict=True):
-        counts = [len(status.names) for status in together]
-        flags_of.update(zip(together, of_all.split(counts, dim=1), strict=True))
-    return flags_of
 
 
 def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:

@@ -149,24 +149,24 @@ class StepRunner:
 
     def run(
         self,
-        flags: Sequence[int],
+        active: Sequence[bool],
         grads: Mapping[PartitionIndex, Tensor],
         groups: Mapping[PartitionIndex, dict[str, Any]],
         state: State,
     ) -> None:
         """Update all partitions of the set in place.
 
-        Must be called by all ranks of the group with the same ``flags``: for each parameter of the set, matrices first,
-        whether any rank has a gradient of it. Flat gradients, and the param groups with the rates, are by partition
-        index. Missing entries of ``state``, the optimizer's, are created.
+        Must be called by all ranks of the group with the same ``active``: for each parameter of the set, matrices
+        first, whether any rank has a gradient of it. Flat gradients, and the param groups with the rates, are by
+        partition index. Missing entries of ``state``, the optimizer's, are created.
         """
-        with self.step_set.flat_partitions() as flat, self._begin(flags, grads, groups, state, flat) as step:
+        with self.step_set.flat_partitions() as flat, self._begin(active, grads, groups, state, flat) as step:
             if self.check.recorder.sampling:
                 self._record_weights(groups, flat)
-            # All ranks have the same flags, so they skip the same chunks.
-            active = [number for number, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
-            exchanged = [number for number in active if self.plan.chunks[number].kind != "local"]
-            local = [number for number in active if self.plan.chunks[number].kind == "local"]
+            # What is active is equal on all ranks, so they skip the same chunks.
+            chunks = [(n, chunk) for n, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
+            exchanged = [number for number, chunk in chunks if chunk.kind != "local"]
+            local = [number for number, chunk in chunks if chunk.kind == "local"]
             # Each exchanged chunk is packed and gathered, orthogonalised and scattered, and applied. With overlap these
             # happen in three successive turns, so that chunk t + 1 is gathered and chunk t - 1 scattered while chunk t
             # is orthogonalised. Without overlap, one turn does all three.
@@ -186,7 +186,7 @@ class StepRunner:
                     self._pack(flights[-1], step)
                     self._exchange.start("gather", flights[-1])  # all-to-all: directions to the owners
                 if turn == -ahead:
-                    self.adam.update_partitions(flags, grads, groups, state, flat)
+                    self.adam.update_partitions(active, grads, groups, state, flat)
                     self._update_local(local[:half], step)
                 if 0 <= turn < len(exchanged):
                     with self.check.recorder.span("gather"):
@@ -203,7 +203,7 @@ class StepRunner:
     @contextlib.contextmanager
     def _begin(
         self,
-        flags: Sequence[int],
+        active: Sequence[bool],
         grads: Mapping[PartitionIndex, Tensor],
         groups: Mapping[PartitionIndex, dict[str, Any]],
         state: State,
@@ -212,12 +212,11 @@ class StepRunner:
         """Read the rates, momentum and row state of this step; write row state back that was copied to the device."""
         self.convert_momentum(state)
         indices = [partition.index for partition in self._muon]
-        # The flags are those of the step set; slices of one stack have one of them.
-        matrix_flags = flags[: len(self.step_set.matrices)]
+        active_matrices = active[: len(self.step_set.matrices)]
         mask = None
-        if not all(matrix_flags):
-            active = [bool(flags[origin]) for origin in self.assignment.origin]
-            mask = torch.tensor(active, dtype=torch.bool, device="cpu")  # (matrices,)
+        if not all(active_matrices):  # slices of one stack are active together
+            of_plan = [active[origin] for origin in self.assignment.origin]
+            mask = torch.tensor(of_plan, dtype=torch.bool, device="cpu")  # (matrices,)
         # The number of this step, from 1, for the momentum's warm-up; state_of increments the counter below.
         steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
         rates = self._rates.of({index: groups[index] for index in indices}, steps)
@@ -239,14 +238,14 @@ class StepRunner:
             ]
         with contextlib.ExitStack() as opened:
             row_state = None
-            if any(matrix_flags) and self._row_storage is not None:
+            if any(active_matrices) and self._row_storage is not None:
                 row_state = opened.enter_context(self._row_storage.opened(row_vectors, rates.settings))
             yield Step(
                 mask,
                 rates,
                 flat=[flat[index] for index in indices],
                 momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
-                grads=self.step_set.gradients_of_muon(grads, flat, matrix_flags),
+                grads=self.step_set.gradients_of_muon(grads, flat, active_matrices),
                 row_state=row_state,
                 passes=self._passes,
                 momentum_scales=momentum_scales,

@@ -171,7 +171,7 @@ class AdamW:
 
     def update_partitions(
         self,
-        active: Sequence[int],
+        active: Sequence[bool],
         grads: Mapping[PartitionIndex, Tensor],
         groups: Mapping[PartitionIndex, dict[str, Any]],
         state: State,
@@ -214,7 +214,7 @@ class AdamW:
 
 
 def _active_ranges(
-    local: Sequence[tuple[int, Fragment]], active: Sequence[int], numel: int
+    local: Sequence[tuple[int, Fragment]], active: Sequence[bool], numel: int
 ) -> list[tuple[int, int]]:
     """Return offset and length of the ranges of a partition whose parameters have a gradient.
 

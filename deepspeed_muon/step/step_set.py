@@ -116,17 +116,19 @@ class StepSet:
         self,
         grads: Mapping[PartitionIndex, Tensor],
         flat: Mapping[PartitionIndex, Tensor],
-        flags: Sequence[int],
+        active: Sequence[bool],
     ) -> list[Tensor]:
         """Return the flat gradient of each partition of Muon, zeros where this rank has none but another rank has.
 
-        Where no rank has one (``flags``, one for each matrix) the weights are returned as placeholders, never read.
+        Where no matrix is ``active``, which is by matrix, the weights are returned as placeholders, never read.
         """
         # The passes take a tensor for every partition, and read only the fragments of active matrices. So the weights
         # stand in where no gradient is read, and zeros where one is read that this rank does not have.
         gradient_of = {**flat, **grads}
         if not flat.keys() <= grads.keys():
-            used = {matrix.partition for matrix, flag in zip(self.matrices, flags, strict=True) if flag}
+            used = {
+                matrix.partition for matrix, is_active in zip(self.matrices, active, strict=True) if is_active
+            }
             gradient_of |= {index: torch.zeros_like(flat[index]) for index in used - grads.keys()}
         return [gradient_of[partition.index] for partition in self.partitions if partition.muon]
 

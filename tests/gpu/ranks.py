@@ -31,7 +31,7 @@ from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.plan.layout import ParameterLayout
-from deepspeed_muon.step.gradient_status import GradientStatus
+from deepspeed_muon.step.gradient_flags import GradientFlags
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
@@ -181,7 +181,7 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
     )
     runner = StepRunner(context, load=np.zeros(world_size))
     assert len(runner.plan.chunks) > 1
-    status = GradientStatus(runner)
+    exchange = GradientFlags(runner)
     groups = {
         partition.index: config.group_defaults("muon" if partition.muon else "adamw") for partition in bound
     }
@@ -189,14 +189,13 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
     with torch.no_grad():
         for step in range(STEPS):
             grads = partitions_of(step + 1)
-            status.flags = GradientStatus.reduce(
-                [status], {index: (grad,) for index, grad in grads.items()}
-            ).cpu()
-            report = status.report()
+            flags = GradientFlags.reduce([exchange], {index: (grad,) for index, grad in grads.items()})
+            exchange.flags = flags[exchange].cpu()
+            report = exchange.report()
             assert not report.nonfinite and not report.failed, report
             runner.run(report.active, grads, groups, state)
-    status.flags = GradientStatus.reduce([status], {}).cpu()
-    assert not status.report().failed
+    exchange.flags = GradientFlags.reduce([exchange], {})[exchange].cpu()
+    assert not exchange.report().failed
 
     # 3. This rank's fragments.
     result = {}

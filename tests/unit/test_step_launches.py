@@ -170,7 +170,7 @@ def counted(model: str, ranks: int, variant: str = "muon", **params: Any) -> tup
     settle = launches.during("check", ResultCheck.settle)
     with (
         mock.patch.object(ChunkExchange, "_messages", send),
-        mock.patch("deepspeed_muon.step.gradient_status.all_reduce_tensor", reduce),
+        mock.patch("deepspeed_muon.step.gradient_flags.all_reduce_tensor", reduce),
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
@@ -182,7 +182,7 @@ def counted(model: str, ranks: int, variant: str = "muon", **params: Any) -> tup
             with launches:
                 exchange = launches.during("flags", bound.exchange_flags)
                 exchange({0: [grad]})
-                report = bound.gradient_status[runner].report()
+                report = bound.gradient_flags[runner].report()
                 runner.run(report.active, {0: grad}, {0: group}, state)
     return runner, launches
 

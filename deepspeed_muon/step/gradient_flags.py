@@ -1,8 +1,9 @@
 """Which gradients are zero on all ranks or not finite on any: what all ranks must know before a step changes anything.
 
-Two bytes of each parameter are max-reduced over the ranks that update it together: the status of its gradient, and
-whether the previous step left its update out (:mod:`.check`). They are exchanged once for all step sets of an
-optimizer, and the host waits for the device only there (:meth:`.BoundSteps.exchange_flags`).
+The *flags* of a parameter are two bytes: the *status* of its gradient (below), and whether the previous step left its
+update out (:mod:`.check`). They are max-reduced over the ranks that update it together, once for all step sets of an
+optimizer, and the host waits for the device only there (:meth:`.BoundSteps.exchange_flags`). A parameter whose status
+is not 0 is *active*: the step updates it.
 """
 
 from __future__ import annotations
@@ -39,24 +40,23 @@ class GradientReport:
     """What all ranks of a group know about this step's gradients.
 
     Attributes:
-        active: Gradient status of each parameter, matrices first: 0 where no rank has a non-zero gradient.
+        active: Whether any rank has a non-zero gradient of each parameter, matrices first.
         nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
         failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
     """
 
-    active: Sequence[int]
+    active: Sequence[bool]
     nonfinite: tuple[str, ...]
     failed: tuple[str, ...]
 
 
-class GradientStatus:
-    """Finds out, together with the group, which parameters of a step set have a gradient and whether all are finite.
+class GradientFlags:
+    """The flags of one step set's parameters.
 
     Attributes:
         names: Names of the parameters, matrices first.
         groups: The process groups over which the flags are reduced, one after the other.
-        flags: The reduced flags of this step on the CPU, ``(2, parameters)`` uint8: gradient status, and whether the
-            update was left out. ``None`` until they are reduced.
+        flags: The reduced flags of this step on the CPU, ``(2, parameters)`` uint8; ``None`` until they are reduced.
         wider_group, stage_group: See :class:`.StepSet`.
         wider_flags: Whether on some rank of them a gradient is not finite, and whether a matrix got no update.
     """
@@ -75,25 +75,29 @@ class GradientStatus:
         self._positions = functools.lru_cache(maxsize=64)(
             functools.partial(torch.tensor, device=self._device)
         )
-        self.groups = [step_set.group] if step_set.world_size > 1 else []
+        group = step_set.group if step_set.world_size > 1 else None
         # A shard without a gradient must take part if other shards of its matrix have one, and so must the experts of a
         # stack that is stored on several ranks: what a step does may not depend on where ZeRO or a parallelism cuts.
-        self.groups += [group for group in (step_set.tensor_group, step_set.stack_group) if group is not None]
+        groups = group, step_set.tensor_group, step_set.stack_group
+        self.groups = tuple(group for group in groups if group is not None)
 
     @staticmethod
-    def reduce(statuses: Sequence[GradientStatus], grads: Gradients, *, refused: bool = False) -> Tensor:
-        """Return the flags of step sets of the same groups, reduced in one message: ``(2, parameters of all)``.
+    def reduce(
+        exchanges: Sequence[GradientFlags], grads: Gradients, *, refused: bool = False
+    ) -> dict[GradientFlags, Tensor]:
+        """Return the flags ``(2, parameters)`` of step sets of the same groups, reduced in one message.
 
         Must be called by all ranks of the groups. A missing gradient counts as zero. This rank may have ``refused`` the
         step.
         """
-        local = [status._local_flags(grads) for status in statuses]
-        flags = torch.cat(local, dim=1) if len(local) > 1 else local[0]
+        local = [exchange._local_flags(grads).view(-1) for exchange in exchanges]
+        flags = torch.cat(local) if len(local) > 1 else local[0]
         if refused:
-            flags[0].fill_(REFUSED)
-        for group in statuses[0].groups if flags.numel() else ():
+            flags.fill_(REFUSED)
+        for group in exchanges[0].groups if flags.numel() else ():
             flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
-        return flags
+        pairs = zip(exchanges, flags.split([len(vector) for vector in local]), strict=True)
+        return {exchange: vector.view(2, len(exchange.names)) for exchange, vector in pairs}
 
     def any_wrong(self, flags: Tensor) -> Tensor:
         """Return the largest status of a gradient, and whether any matrix was wrong in fp32 too: ``(2,)`` uint8.
@@ -110,16 +114,18 @@ class GradientStatus:
         Call it after :meth:`.BoundSteps.exchange_flags`, whose flags it drops; nothing is sent.
         """
         assert self.flags is not None
-        (active, left_out), (is_nonfinite, is_failed) = self.flags.tolist(), self.wider_flags
+        (statuses, left_out), (is_nonfinite, is_failed) = self.flags.tolist(), self.wider_flags
         self.flags, self.wider_flags = None, (False, False)
-        self._check.recorder.record_gradients(self.names, active)
+        self._check.recorder.record_gradients(self.names, statuses)
         nonfinite: tuple[str, ...] = ()
-        if NOT_FINITE in active:
-            nonfinite = tuple(n for n, status in zip(self.names, active, strict=True) if status == NOT_FINITE)
+        if NOT_FINITE in statuses:
+            nonfinite = tuple(
+                n for n, status in zip(self.names, statuses, strict=True) if status == NOT_FINITE
+            )
         failed = tuple(self._check.read_verdicts(flagged(left_out)))
         nonfinite = nonfinite or ("a parameter of other ranks",) * is_nonfinite
         failed = failed or ("a matrix of other ranks",) * is_failed
-        return GradientReport(active, nonfinite, failed)
+        return GradientReport([status > 0 for status in statuses], nonfinite, failed)
 
     def _local_flags(self, grads: Gradients) -> Tensor:
         """Return this rank's flags, ``(2, parameters)`` uint8 on the device.
