@@ -287,13 +287,13 @@ class Muon(torch.optim.Optimizer):
         if not self.managed:
             self._check_settings()
         # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
-        scale: Tensor | None = getattr(self, "grad_scale", None)
+        loss_scale: Tensor | None = getattr(self, "grad_scale", None)
         measured = {} if self.measure_norms is None else self.measure_norms()
         norms = [norm.to(self.exchange_buffers.device) for norm in measured.values()]
 
         # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
         current = [
-            (runner, groups, flat_gradients(runner, scale))
+            (runner, groups, flat_gradients(runner, loss_scale))
             for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
         ]
         if any(bound.gradient_flags[runner].flags is None for runner, *_ in current):
@@ -301,7 +301,7 @@ class Muon(torch.optim.Optimizer):
             norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
         if measured:
             # The gradients were measured as they are stored: times the scale.
-            divisor = 1.0 if scale is None else float(scale)
+            divisor = 1.0 if loss_scale is None else float(loss_scale)
             unscaled = {key: norm / divisor for key, norm in zip(measured, norms, strict=True)}
             self._global_grad_norm = float(unscaled.pop("all"))
             self._record_norms(unscaled)

@@ -154,7 +154,7 @@ def _require_fit(entry: _Entry, world_size: int) -> None:
     numel = math.prod(entry.tensor_slice.local_shape)
     if placement.numel != numel:
         raise ValueError(f"{where}its placement has {placement.numel} of {numel} elements")
-    if placement.ranks.stop > world_size or placement.copies not in (0, world_size):
+    if placement.ranks.stop > world_size or placement.replicas not in (0, world_size):
         raise ValueError(f"{where}ranks {placement.ranks} are not those of {world_size}")
     if entry.step or entry.rows or entry.tensors:
         raise ValueError(f"{where}a layout has no state")

@@ -123,7 +123,7 @@ class View:
         """Yield the placement of each parameter of a partition on the ranks that divide it; empty ones are left out."""
         (param,) = self.params[index]
         if param.numel():
-            yield param, replicated_placement(0, param.numel(), ranks)
+            yield param, replicated_placement(param.numel(), ranks)
 
     def group_numbers(self) -> list[int]:
         """Return the number of the param group of every partition."""

@@ -1,12 +1,9 @@
 """The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
-Gather sends every fragment of a matrix to its owner, which also sends its own fragment to itself; scatter sends the
-updates back. Of replicated matrices only the updates are sent: their owners broadcast them.
-Chunks have a bounded size, which bounds the buffers. A chunk of matrices that no other rank holds has no all-to-all.
-
-A rank plans only for the fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered
-by peer, then by matrix. Both sides derive that order from the same layouts, so no header is sent. Peers that send equal
-fragments make one :class:`Segment`: a plan has about as many segments as matrices, however many ranks there are.
+:class:`Chunk` has the table of what is sent; an owner also sends its own fragments to itself. A rank plans only for the
+fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered by peer, then by matrix,
+which both sides derive from the same layouts. Peers that send equal fragments make one :class:`Segment`: a plan has
+about as many segments as matrices, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -142,7 +139,7 @@ class Chunk:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends in gather and scatter; a broadcast counts once for each receiver."""
+        """Elements that this rank sends in gather and scatter."""
         gathered = self.fragment_buffer.remote_numel if self.kind == "all_to_all" else 0
         return gathered + self.owner_buffer.remote_numel
 
@@ -191,9 +188,8 @@ def build_exchange_plan(
 ) -> ExchangePlan:
     """Make the plan of one rank; matrices and owners are those of all ranks of the group, in one order.
 
-    ``chunk_numel`` is how many elements one rank owns in a chunk at most, which bounds what it receives at once. A
-    larger matrix is sent without others of its owner. Chunks that are sent are smaller where this bound would make only
-    a few.
+    ``chunk_numel`` is how many elements one rank owns in a chunk at most, which bounds the buffers. A larger matrix is
+    sent without others of its owner. Chunks that are sent are smaller where this bound would make only a few.
     """
     placements = [matrix.placement for matrix in matrices]
     chunks = [
@@ -211,9 +207,6 @@ def divide_into_chunks(
     Every owner fills its share of a chunk up to ``bound`` elements, largest matrices first, so that the owners' shares
     cost about the same. If the bound held for all owners together, most ranks of a large model would wait: a chunk
     would hold few matrices, and few ranks would own any of them.
-
-    Replicated matrices have chunks of their own, because only their updates are sent. Every rank receives each update
-    completely, so there the bound holds for all owners together.
     """
     # 1. by what is sent
     kinds: dict[ChunkKind, list[PlanIndex]] = {"local": [], "all_to_all": [], "broadcast": []}

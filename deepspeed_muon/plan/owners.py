@@ -209,7 +209,7 @@ def _decided_jointly(
 
 def _crossed_boundary(placement: Placement | None) -> int:
     """Return the first of the two ranks that hold a matrix, -1 if there are not two."""
-    if placement is None or placement.copies or not 0 < placement.numel - placement.head <= placement.body:
+    if placement is None or placement.replicas or not 0 < placement.numel - placement.head <= placement.body:
         return -1
     return placement.first
 
@@ -333,9 +333,11 @@ def sent_by_rank(
     They are the sums of what the plans of all ranks say, without a plan for each.
     """
     # Each of these is (matrices,).
-    rules = [(p.numel, p.first, p.head, p.body, p.copies) for p in (matrix.placement for matrix in matrices)]
-    numel, first, head, body, copies = np.array(rules, dtype=np.int64).reshape(-1, 5).T
-    owner, cut = np.asarray(owners, dtype=np.int64), copies == 0
+    rules = [
+        (p.numel, p.first, p.head, p.body, p.replicas) for p in (matrix.placement for matrix in matrices)
+    ]
+    numel, first, head, body, replicas = np.array(rules, dtype=np.int64).reshape(-1, 5).T
+    owner, cut = np.asarray(owners, dtype=np.int64), replicas == 0
 
     def start(behind: Ints) -> Ints:
         first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
@@ -344,7 +346,7 @@ def sent_by_rank(
     # 1. scatter: the owner sends what it does not hold itself, or, if replicated, everything to every other rank
     numel_on_owner = start(owner - first + 1) - start(owner - first)
     scatter = np.zeros(world_size)
-    np.add.at(scatter, owner, np.where(cut, numel - numel_on_owner, numel * (copies - 1)))
+    np.add.at(scatter, owner, np.where(cut, numel - numel_on_owner, numel * (replicas - 1)))
     # 2. gather: a rank sends all that it holds of matrices that it does not own. The first rank has the head, the last
     # one what is left, and those between them a body each, which is added as a difference at both ends and summed up.
     equal = (numel - head) // np.maximum(body, 1)  # ranks with a full body

@@ -55,7 +55,7 @@ class Placement:
         head_offset: Where they start in its partition.
         body: Elements on each further rank; the last one has what is left.
         body_offset: Where they start in the partitions of the further ranks.
-        copies: If not 0, the ranks 0 to ``copies - 1`` hold all elements each (ZeRO stage 0).
+        replicas: If not 0, the ranks 0 to ``replicas - 1`` hold all elements each (ZeRO stage 0).
     """
 
     numel: int
@@ -64,34 +64,34 @@ class Placement:
     head_offset: int
     body: int
     body_offset: int
-    copies: int = 0
+    replicas: int = 0
 
     def __post_init__(self) -> None:
-        positions = (self.first, self.head_offset, self.body_offset, self.copies)
+        positions = (self.first, self.head_offset, self.body_offset, self.replicas)
         is_bounded = min(positions) >= 0 and max(self.numel, self.body, *positions) <= _MOST
         has_body = self.body > 0 or self.head == self.numel
         if not is_bounded or not 0 < self.head <= self.numel or not has_body:
             raise ValueError(f"not a placement: {self}")
-        if self.copies and (self.first or self.head < self.numel):
+        if self.replicas and (self.first or self.head < self.numel):
             raise ValueError(f"replicas that are not complete: {self}")
 
     @property
     def replicated(self) -> bool:
         """Whether each of the ranks holds all elements."""
-        return self.copies > 0
+        return self.replicas > 0
 
     @property
     def ranks(self) -> range:
         """The ranks that hold elements."""
-        if self.copies:
-            return range(self.copies)
+        if self.replicas:
+            return range(self.replicas)
         further = self.numel - self.head  # elements after the head, body by body on the following ranks
         return range(self.first, self.first + 1 + (-(-further // self.body) if further else 0))
 
     @property
     def only_rank(self) -> int | None:
         """The only rank that holds elements, or ``None`` if several do."""
-        return self.first if self.head == self.numel and self.copies < 2 else None
+        return self.first if self.head == self.numel and self.replicas < 2 else None
 
     def rank_of(self, element: int) -> int:
         """Return the rank that holds an element; not for replicated placements."""
@@ -113,8 +113,8 @@ class Placement:
 
     def fragment_on(self, rank: int) -> Fragment | None:
         """Return the fragment of a rank, ``None`` if it holds none."""
-        if self.copies:
-            return Fragment(rank, 0, self.head_offset, self.numel) if rank < self.copies else None
+        if self.replicas:
+            return Fragment(rank, 0, self.head_offset, self.numel) if rank < self.replicas else None
         if rank == self.first:
             return Fragment(rank, 0, self.head_offset, self.head)
         # The offset is the same on all further ranks: 0 at ZeRO 1 and 2, that of the shard at ZeRO 3.
@@ -130,9 +130,9 @@ class Placement:
 
     def narrow(self, start: int, numel: int) -> Placement:
         """Return the placement of ``numel`` elements from ``start`` on, counted from there."""
-        if self.copies:  # every rank has these elements, at the same offset
+        if self.replicas:  # every rank has these elements, at the same offset
             offset = self.head_offset + start
-            return Placement(numel, 0, numel, offset, self.body, offset, self.copies)
+            return Placement(numel, 0, numel, offset, self.body, offset, self.replicas)
         if start < 0 or start + numel > self.numel:
             raise ValueError(f"{numel} elements from {start} on are not among {self.numel}")
         # The fragment in which the range starts; before is how many of its elements precede the range.
@@ -167,6 +167,6 @@ def sharded_placement(partition_offset: int, numel: int, shard_numel: int) -> Pl
     return Placement(numel, 0, min(numel, shard_numel), partition_offset, shard_numel, partition_offset)
 
 
-def replicated_placement(partition_offset: int, numel: int, world_size: int) -> Placement:
-    """Return the placement of a parameter of which every rank holds a replica (stage 0)."""
-    return Placement(numel, 0, numel, partition_offset, numel, partition_offset, world_size)
+def replicated_placement(numel: int, world_size: int) -> Placement:
+    """Return the placement of a parameter of which every rank holds a replica, a partition of its own (stage 0)."""
+    return Placement(numel, 0, numel, 0, numel, 0, world_size)

@@ -237,10 +237,10 @@ class BoundSteps:
         return facts
 
 
-def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:
+def flat_gradients(runner: StepRunner, loss_scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:
     """Return the gradients in ``grad`` of a step set's tensors, flat and contiguous, by partition index.
 
-    They are divided by ``scale``, the loss scale of a torch ``GradScaler``. Raises BindingError if one is sparse.
+    They are divided by ``loss_scale``, of a torch ``GradScaler``. Raises BindingError if one is sparse.
     """
     grads = {}
     for partition in runner.step_set.partitions:
@@ -250,7 +250,7 @@ def flat_gradients(runner: StepRunner, scale: Tensor | None) -> Mapping[Partitio
                 raise BindingError("sparse gradients are not supported; use sparse=False in the embedding")
             # The native operators read a contiguous tensor; the gradient of a strided view need not be one.
             grads[partition.index] = grad.reshape(-1).contiguous()
-    if scale is not None:
-        inverse = 1.0 / scale.double()
+    if loss_scale is not None:
+        inverse = 1.0 / loss_scale.double()
         grads = {index: grad * inverse.to(grad.device, grad.dtype) for index, grad in grads.items()}
     return grads

@@ -160,7 +160,7 @@ class LocalOrthogonalizer:
         """Return the updates of ``(matrices, rows, cols)`` that are grids of blocks, which are copied out and back."""
         # Example: a fused 12 x 4 weight split into 8, 2 and 2 rows has three row blocks and one column block. The
         # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.
-        update, scales = torch.empty_like(directions), step.rates.block_scales
+        update, block_scales = torch.empty_like(directions), step.rates.block_scales
         (indices,) = batch.groups
         grid = self.matrices[indices[0]].grid
         in_batch = {index: BatchIndex(number) for number, index in enumerate(indices)}
@@ -172,7 +172,7 @@ class LocalOrthogonalizer:
             blocks = self._checked(members, inputs, step, torch.float32)  # (blocks, block rows, block cols)
             for (index, number), block in zip(members, blocks, strict=True):
                 # The rate that is applied has the scale of the first block already.
-                relative = scales[index][number] / scales[index][0]
+                relative = block_scales[index][number] / block_scales[index][0]
                 target = targets[number][in_batch[index]]
                 target.copy_(block if relative == 1.0 else block.mul_(relative))
         return update

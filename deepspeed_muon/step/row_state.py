@@ -45,7 +45,7 @@ class RowStorage:
                 self._local.append((PlanIndex(index), matrix.partition, fragment))
                 self.counts[matrix.partition] += fragment.numel
         # Of replicated matrices, the rows that other ranks own.
-        self._copied = [(index, f) for index, _, f in self._local if f.rank != plan.rank]
+        self._not_owned = [(index, f) for index, _, f in self._local if f.rank != plan.rank]
         ranks = context.step_set.world_size
         replicated = sum(f.numel for index, _, f in self._local if plan.matrices[index].placement.replicated)
         self.sent_bytes = replicated * torch.float32.itemsize * 2 * (ranks - 1) // ranks
@@ -61,28 +61,32 @@ class RowStorage:
         """
         context = self._context
         # 1. in fp32 on the device of the iteration; a vector that is both already is not copied
-        copies = {index: vector.to(context.device, torch.float32) for index, vector in vectors.items()}
+        device_vectors = {
+            index: vector.to(context.device, torch.float32) for index, vector in vectors.items()
+        }
         # 2. a view of each matrix's rows, (outputs,)
         rows = {
-            index: copies[partition].narrow(0, fragment.partition_offset, fragment.numel)
+            index: device_vectors[partition].narrow(0, fragment.partition_offset, fragment.numel)
             for index, partition, fragment in self._local
         }
         yield OwnedRows(self._matrices, context.variant, settings, rows)
         # 3. replicated rows from their owners: the others add zeros
         if self.sent_bytes:
-            for index, _ in self._copied:
+            for index, _ in self._not_owned:
                 rows[index].zero_()
             joint = all_reduce_tensor(
-                torch.cat([*copies.values()]), context.step_set.group, purpose="row state of the variant"
+                torch.cat([*device_vectors.values()]),
+                context.step_set.group,
+                purpose="row state of the variant",
             )
             context.counts.count_exchange(self.sent_bytes)
-            lengths = [len(vector) for vector in copies.values()]
-            for vector, reduced in zip(copies.values(), joint.split(lengths), strict=True):
+            lengths = [len(vector) for vector in device_vectors.values()]
+            for vector, reduced in zip(device_vectors.values(), joint.split(lengths), strict=True):
                 vector.copy_(reduced)
         # 4. back into optimizer.state
         for partition, vector in vectors.items():
-            if copies[partition] is not vector:
-                vector.copy_(copies[partition])
+            if device_vectors[partition] is not vector:
+                vector.copy_(device_vectors[partition])
 
 
 @dataclass(frozen=True, slots=True)

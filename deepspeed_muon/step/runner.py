@@ -35,7 +35,7 @@ from deepspeed_muon.plan.placement import Floats, Fragment
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, batches
-from deepspeed_muon.step.row_state import RowStorage
+from deepspeed_muon.step.row_state import OwnedRows, RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
@@ -96,16 +96,14 @@ class StepRunner:
         )
         local = LocalOrthogonalizer(matrices, context, self.check)
         group = step_set.tensor_group
-        self._strategy = (
-            local if group is None else OverTensorGroup(local, config.exchange_chunk_numel, group)
-        )
+        self._strategy = local if group is None else OverTensorGroup(local, group)
         # 3. what reads and writes the partitions
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
         list_position = {partition.index: position for position, partition in enumerate(self._muon)}
         self._rates = RateTable(matrices, context.variant, list_position, config.momentum_warmup)
-        self._passes = passes_for(step_set.partitions, config, context.policy)
-        self.adam = AdamW(step_set, config, context.policy)
+        self._passes = passes_for(context)
+        self.adam = AdamW(context)
         self._tables = [
             ChunkTable(self.plan, chunk, batches(matrices, context, chunk.owned), list_position)
             for chunk in self.plan.chunks
@@ -225,9 +223,9 @@ class StepRunner:
         variant = self.context.variant
         row_counts = {} if self._row_storage is None else self._row_storage.counts
         row_vectors = {
-            partition.index: rows
+            partition.index: vector
             for partition in self._muon
-            if (rows := row_state_of(partition, state, variant, row_counts.get(partition.index, 0)))
+            if (vector := row_state_of(partition, state, variant, row_counts.get(partition.index, 0)))
             is not None
         }
         momentum_scales = None
@@ -236,10 +234,10 @@ class StepRunner:
                 scales_of(partition_state, partition, self.int8_blocks[partition.index].count)
                 for partition_state, partition in zip(states, self._muon, strict=True)
             ]
-        with contextlib.ExitStack() as opened:
-            row_state = None
-            if any(active_matrices) and self._row_storage is not None:
-                row_state = opened.enter_context(self._row_storage.opened(row_vectors, rates.settings))
+        rows: contextlib.AbstractContextManager[OwnedRows | None] = contextlib.nullcontext()
+        if any(active_matrices) and self._row_storage is not None:
+            rows = self._row_storage.opened(row_vectors, rates.settings)
+        with rows as row_state:
             yield Step(
                 mask,
                 rates,

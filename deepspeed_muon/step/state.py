@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError, InstallationError
 from deepspeed_muon.logs import logger, warn_on_each_machine
@@ -22,7 +21,7 @@ from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
 from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
 from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.step.step_set import NativeAdam, Partition, StepSet
+from deepspeed_muon.step.step_set import NativeAdam, Partition, StepContext
 from deepspeed_muon.variants import ROW_STATE
 from deepspeed_muon.variants.variant import Variant
 
@@ -99,15 +98,16 @@ def check_numel(tensor: Tensor, numel: int, label: str, partition: Partition) ->
         )
 
 
-def passes_for(partitions: Sequence[Partition], config: MuonConfig, policy: StatePolicy) -> FlatPasses:
+def passes_for(context: StepContext) -> FlatPasses:
     """Return the elementwise passes for the partitions of a step set and their momentum."""
+    partitions, policy = context.step_set.partitions, context.policy
     master_dtypes = {partition.tensor.dtype for partition in partitions}
     device = partitions[0].tensor.device if partitions else torch.device("cpu")
     # The native passes have no float64, which an optimizer without DeepSpeed may have.
     is_fp64 = torch.float64 in master_dtypes | {
         policy.dtype("momentum_buffer", dtype) for dtype in master_dtypes
     }
-    return flat_passes("torch" if is_fp64 else config.ns_backend, device)
+    return flat_passes("torch" if is_fp64 else context.config.ns_backend, device)
 
 
 @functools.cache
@@ -145,10 +145,10 @@ def torch_step(tensors: Sequence[AdamTensors], *, settings: AdamStep) -> None:
 class AdamW:
     """Updates the partitions of one step set that are not Muon's; they have one device and one dtype."""
 
-    def __init__(self, step_set: StepSet, config: MuonConfig, policy: StatePolicy) -> None:
+    def __init__(self, context: StepContext) -> None:
         """Choose the kernel: DeepSpeed's for partitions that ZeRO-Offload stores on the CPU, else torch's fused one."""
-        self._policy = policy
-        self._decoupled = config.adam_w_mode
+        step_set, self._policy = context.step_set, context.policy
+        self._decoupled = context.config.adam_w_mode
         self._native: Callable[..., None] | None = None
         self._calls = 0
         # Without the fragments of Muon's matrices, of which there can be very many.

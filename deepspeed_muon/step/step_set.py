@@ -257,7 +257,7 @@ def step_set_of_parameters(
     partitions = []
     for index, param in trained.items():
         # a single rank that has all elements
-        placements = [(param, replicated_placement(0, param.numel(), 1))] if param.numel() else []
+        placements = [(param, replicated_placement(param.numel(), 1))] if param.numel() else []
         partitions.append((index, param, [param], placements))
     return read_step_set(partitions, routes), devices.pop()
 

@@ -5,9 +5,7 @@ range in a partition, its range in a second tensor, which has its directions or 
 learning rate, decay and momentum are a row of :class:`Rates`.
 
 Tables are made once, when the optimizer is bound. A native pass reads one in a single call, and equal segments of a
-batch's matrices are copied by one call, so that what Python does in a step grows with the batches. It grows with the
-fragments where blocks do not follow each other in memory, with cautious decay, with updates that are copied to
-offloaded partitions, and with the passes in torch.
+batch's matrices are copied by one call, so that what Python does in a step grows with the batches, not the fragments.
 """
 
 from __future__ import annotations
@@ -226,9 +224,9 @@ class RateTable:
         self._positions = torch.tensor(
             [list_position[matrix.partition] for matrix in matrices], dtype=torch.int64, device="cpu"
         )  # (matrices,)
-        # Rates change with a param group or in a warm-up; a schedule changes them in every step, but not the scales.
-        self._scales = functools.lru_cache(maxsize=4)(self._scales_by)
-        self._rates_of = functools.lru_cache(maxsize=1)(self._made)
+        # Rates change with a param group or in a warm-up; a schedule changes them in every step, but not block scales.
+        self._block_scales = functools.lru_cache(maxsize=4)(self._make_block_scales)
+        self._rates_of = functools.lru_cache(maxsize=1)(self._make_rates)
 
     def of(
         self, groups: Mapping[PartitionIndex, Mapping[str, Any]], steps: Mapping[PartitionIndex, int]
@@ -262,8 +260,10 @@ class RateTable:
             settings=tuple(float(group[key]) for key in self._keys),
         )
 
-    def _made(self, of_partitions: Sequence[GroupRates]) -> Rates:
-        block_scales, first = self._scales(tuple((r.adjust_lr_fn, r.update_scale) for r in of_partitions))
+    def _make_rates(self, of_partitions: Sequence[GroupRates]) -> Rates:
+        block_scales, first = self._block_scales(
+            tuple((r.adjust_lr_fn, r.update_scale) for r in of_partitions)
+        )
         lr_and_decay, cautious = [], []
         for rates in of_partitions:
             # Cautious decay has no common factor: the pass gets the fraction that decayed weights lose.
@@ -286,20 +286,22 @@ class RateTable:
             [of_partitions[position].settings for position in self._positions.tolist()] if self._keys else (),
         )
 
-    def _scales_by(
+    def _make_block_scales(
         self, rules: Sequence[tuple[AdjustLrName, float]]
     ) -> tuple[list[tuple[float, ...]], Tensor]:
         """Return the scales of each matrix's blocks, and those of the first blocks.
 
         ``rules`` are ``adjust_lr_fn`` and ``update_scale`` of each partition.
         """
-        scales: list[tuple[float, ...]] = []
+        block_scales: list[tuple[float, ...]] = []
         for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
             # (outputs, inputs) of each block, however the weight is stored
             rule, factor = rules[position]
             shapes = [shape[::-1] if matrix.transposed else shape for shape in matrix.block_shapes]
-            scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
-        return scales, torch.tensor([of_blocks[0] for of_blocks in scales], dtype=torch.float64, device="cpu")
+            block_scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
+        return block_scales, torch.tensor(
+            [scales[0] for scales in block_scales], dtype=torch.float64, device="cpu"
+        )
 
 
 @dataclass(frozen=True, slots=True)

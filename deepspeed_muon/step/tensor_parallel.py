@@ -1,12 +1,12 @@
-"""Orthogonalises matrices that tensor parallelism shards or copies.
+"""Orthogonalises matrices that tensor parallelism shards or replicates.
 
 Each data-parallel group has one tensor-parallel shard of a matrix and gathers it on one rank, the owner of the shard.
 The owners of all shards of a matrix are the ranks of one tensor-parallel group. One of them receives the shards,
 orthogonalises the matrix and sends the shards of the update back. The matrices of a chunk are assigned to the ranks by
 their cost, so that all ranks work at the same time.
 
-Of a matrix that tensor parallelism does not shard, every rank of the group has a copy. One rank orthogonalises it and
-sends the update to the remaining ranks, so that the copies are equal bit for bit even where ranks use different
+Every rank of the group has a replica of a matrix that tensor parallelism does not shard. One rank orthogonalises it and
+sends the update to the remaining ranks, so that the replicas are equal bit for bit even where ranks use different
 kernels.
 """
 
@@ -31,24 +31,19 @@ from deepspeed_muon.transport.all_to_all import exchange_tensors
 
 
 class OverTensorGroup:
-    """Turns the directions of matrices that a tensor-parallel group shards or copies into updates."""
+    """Turns the directions of matrices that a tensor-parallel group shards or replicates into updates."""
 
-    def __init__(self, local: LocalOrthogonalizer, chunk_numel: int, group: dist.ProcessGroup) -> None:
-        """Keep the arguments; nothing is allocated or sent.
-
-        The matrices of ``local`` are in the same order on all ranks of the tensor-parallel group. At most
-        ``chunk_numel`` elements are gathered at once unless a single matrix has more.
-        """
+    def __init__(self, local: LocalOrthogonalizer, group: dist.ProcessGroup) -> None:
+        """Keep the arguments, equal on all ranks of the tensor-parallel group; nothing is allocated or sent."""
         self._local, self._group = local, group
         self._matrices, self._context = local.matrices, local.context
         self._rank = dist.get_rank(group)
         self._ranks = range(dist.get_world_size(group))
-        self._chunk_numel = chunk_numel
         # Made at bind by :meth:`inputs`, and once more for each set of active matrices that a step meets.
         self._work_plan = functools.lru_cache(maxsize=64)(self._make_work_plan)
 
     def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
-        """Yield indices and updates of this rank's shards and copies, as :class:`.LocalOrthogonalizer` does.
+        """Yield indices and updates of this rank's shards and replicas, as :class:`.LocalOrthogonalizer` does.
 
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: every rank then calls the
         collectives in the order of the plan.
@@ -71,25 +66,25 @@ class OverTensorGroup:
         """Say where active owned matrices of a chunk are orthogonalised.
 
         Returns:
-            Matrices without shards or copies on other ranks, such as attention heads that are complete on this rank;
+            Matrices without shards or replicas on other ranks, such as attention heads that are complete on this rank;
             and the others, in groups of bounded size: for each group, those that each rank orthogonalises.
         """
         # All ranks of the group own their shards of the same matrices, so they make the same plan.
-        local, shards, copies = list[PlanIndex](), list[PlanIndex](), list[PlanIndex]()
+        local, shards, replicas = list[PlanIndex](), list[PlanIndex](), list[PlanIndex]()
         for index in owned:
             matrix = self._matrices[index]
-            (local if matrix.tp_shards is None else shards if matrix.is_tp_shard else copies).append(index)
-        return local, [*self._assigned(copies), *self._assigned(shards)]
+            (local if matrix.tp_shards is None else shards if matrix.is_tp_shard else replicas).append(index)
+        return local, [*self._assigned(replicas), *self._assigned(shards)]
 
     def _assigned(self, indices: Sequence[PlanIndex]) -> list[list[list[PlanIndex]]]:
         """Assign matrices to ranks in groups of bounded size: the costliest first, to the rank with the least work."""
         # of the complete matrices, which a rank gathers
         numels = {index: math.prod(self._matrices[index].logical_shape) for index in indices}
-        # 1. in the order of the plan, as many as may be gathered at once
+        # 1. in the order of the plan, as many as may be gathered at once; a larger matrix is alone
         groups: list[list[PlanIndex]] = []
         filled = 0  # elements of the last group
         for index in indices:
-            if not groups or filled + numels[index] > self._chunk_numel:
+            if not groups or filled + numels[index] > self._context.config.exchange_chunk_numel:
                 groups.append([])
                 filled = 0
             groups[-1].append(index)
@@ -107,11 +102,11 @@ class OverTensorGroup:
     def _gathered(
         self, by_rank: Sequence[Sequence[PlanIndex]], directions_of: DirectionsOf, step: Step
     ) -> Updates:
-        """Yield updates of this rank's shards or copies of matrices that are orthogonalised on a single rank each.
+        """Yield updates of this rank's shards or replicas of matrices that are orthogonalised on a single rank each.
 
-        ``by_rank`` are the matrices that each rank orthogonalises: all of them sharded, or all copied.
+        ``by_rank`` are the matrices that each rank orthogonalises: all of them sharded, or all replicated.
         """
-        # Sharded along rows (0) or columns (1), or copied (None); the row state is sharded where the outputs are.
+        # Sharded along rows (0) or columns (1), or replicated (None); the row state is sharded where the outputs are.
         indices = sorted(index for assigned in by_rank for index in assigned)
         dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
@@ -133,7 +128,7 @@ class OverTensorGroup:
             )
             for index, update in zip(batch, updates, strict=True)
         }
-        # 3. send shards or copies of the updates, and of the new row state, back
+        # 3. send shards or replicas of the updates, and of the new row state, back
         numels = {index: self._matrices[index].numel for index in indices}
         local_updates = self._returned(by_rank, results, dims, numels, dtype)
         if row_state is not None:
@@ -152,10 +147,10 @@ class OverTensorGroup:
     ) -> dict[PlanIndex, Tensor]:
         """Return the complete tensors of the matrices that this rank orthogonalises.
 
-        ``local`` has this rank's shard or copy of each matrix, ``dims`` the dimension that is sharded, ``None`` for
-        copies, which are not sent.
+        ``local`` has this rank's shard or replica of each matrix, ``dims`` the dimension that is sharded, ``None`` for
+        replicas, which are not sent.
         """
-        # 1. copies are complete already
+        # 1. replicas are complete already
         complete = {index: local[index] for index in by_rank[self._rank] if dims[index] is None}
         sent = [[index for index in assigned if dims[index] is not None] for assigned in by_rank]
         if not any(sent):
@@ -192,15 +187,15 @@ class OverTensorGroup:
         lengths: Mapping[PlanIndex, int],
         dtype: torch.dtype,
     ) -> dict[PlanIndex, Tensor]:
-        """Return this rank's shards or copies, flat, of the ranks' results; the reverse of :meth:`_assembled`.
+        """Return this rank's shards or replicas, flat, of the ranks' results; the reverse of :meth:`_assembled`.
 
-        ``lengths`` are the elements of this rank's shard or copy of each matrix.
+        ``lengths`` are the elements of this rank's shard or replica of each matrix.
         """
         shards = []  # [matrix][rank]
         for index in by_rank[self._rank]:
             dim, sizes = dims[index], self._shards(index)[1]
-            copies = [complete[index]] * len(self._ranks)  # the same tensor for every rank
-            shards.append(copies if dim is None else complete[index].split(sizes, dim=dim))
+            replicas = [complete[index]] * len(self._ranks)  # the same tensor for every rank
+            shards.append(replicas if dim is None else complete[index].split(sizes, dim=dim))
         received = self._exchange(
             [[shards_of_matrix[rank] for shards_of_matrix in shards] for rank in self._ranks],
             [[lengths[index] for index in assigned] for assigned in by_rank],
@@ -213,7 +208,7 @@ class OverTensorGroup:
         }
 
     def _shards(self, index: PlanIndex) -> tuple[int | None, tuple[int, ...]]:
-        """Return the dimension that is sharded, ``None`` for copies, and the length of each rank's shard in it."""
+        """Return the dimension that is sharded, ``None`` for replicas, and the length of each rank's shard in it."""
         shards = self._matrices[index].tp_shards
         assert shards is not None
         return shards.dim, shards.sizes

@@ -356,7 +356,7 @@ def step_sets(
         partition = flat_partition_numel(ends[-1], ranks)
         placements = [flat_placement(end, numel, partition) for end, numel in zip(ends, numels, strict=False)]
     elif settings.stage == 0:
-        placements = [replicated_placement(0, numel, ranks) for numel in numels]
+        placements = [replicated_placement(numel, ranks) for numel in numels]
     else:
         shards = [-(-numel // ranks) for numel in numels]
         placements = [*map(sharded_placement, accumulate(shards, initial=0), numels, shards)]

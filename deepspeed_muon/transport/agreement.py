@@ -17,8 +17,9 @@ import torch.distributed as dist
 from deepspeed_muon.errors import CheckpointError, MuonError, RankDisagreementError
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 
-# An error lists at most this number of differences: models of two sizes differ in every parameter.
-_LINES = 20
+# An error lists at most this number of differences, with this number of characters of each value: models of two sizes
+# differ in every parameter.
+_LINES, _CHARACTERS = 20, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +180,14 @@ def _differences(facts_of: Mapping[int, Mapping[str, Mapping[str, str]]]) -> lis
     return lines
 
 
-def _where_they_differ(texts: Sequence[str], limit: int = 400) -> list[str]:
-    """Return at most ``limit`` characters of each text, from a little before the first difference."""
+def _where_they_differ(texts: Sequence[str]) -> list[str]:
+    """Return the characters of each text that an error shows, from a little before the first difference."""
     columns = enumerate(zip(*texts, strict=False))
     equal = next((index for index, characters in columns if len(set(characters)) > 1), min(map(len, texts)))
-    start = 0 if equal < limit // 2 else equal - limit // 4
+    start = 0 if equal < _CHARACTERS // 2 else equal - _CHARACTERS // 4
     return [
         ("..." if start else "")
-        + text[start : start + limit]
-        + (f"... ({len(text)} characters)" if len(text) > start + limit else "")
+        + text[start : start + _CHARACTERS]
+        + (f"... ({len(text)} characters)" if len(text) > start + _CHARACTERS else "")
         for text in texts
     ]

@@ -1,8 +1,4 @@
-"""The exchange of directions and updates: all-to-alls and broadcasts, and their buffers.
-
-Gather sends fragments of directions to the owners, scatter sends those of the updates back. Both are all-to-alls.
-Updates of replicated matrices are broadcast by their owners instead.
-"""
+"""The exchange of directions and updates: all-to-alls and broadcasts (:class:`.Chunk`), and their buffers."""
 
 from __future__ import annotations
 
@@ -103,10 +99,10 @@ class InFlight:
     Attributes:
         chunk: The chunk.
         number: Its number in the plan.
-        fragment_buffer: Fragments that this rank holds: first the directions that gather sends, then the updates that
-            scatter brings. A broadcast (:class:`.Chunk`) has only these.
-        owner_buffer: Fragments of the matrices that this rank owns: first the directions that gather brings, then the
-            updates that scatter sends. A broadcast has only these.
+        fragment_buffer: Fragments that this rank holds: first the directions that gather sends, if it does, then the
+            updates that scatter brings.
+        owner_buffer: Fragments of the matrices that this rank owns: first the directions that gather brings, if it
+            does, then the updates that scatter sends.
         local_buffer: Fragments whose directions are not sent: first the directions, then the updates.
         works: The messages that are under way.
     """

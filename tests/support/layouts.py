@@ -54,7 +54,7 @@ def sharded_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayou
 
 def replicated_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:
     return [
-        MatrixLayout(f"m{i}", r, c, i, replicated_placement(0, r * c, world)) for i, (r, c) in enumerate(dims)
+        MatrixLayout(f"m{i}", r, c, i, replicated_placement(r * c, world)) for i, (r, c) in enumerate(dims)
     ]
 
 

@@ -129,7 +129,7 @@ def test_owners_store_the_rows_of_their_matrices() -> None:
 
 
 def test_rows_of_replicated_matrices_do_not_depend_on_owners() -> None:
-    layout = MatrixLayout("a", 6, 2, 0, replicated_placement(0, 12, 2), row_blocks=(2, 2, 2))
+    layout = MatrixLayout("a", 6, 2, 0, replicated_placement(12, 2), row_blocks=(2, 2, 2))
     actual = [
         Assignment(
             (layout.slice_blocks(0, (2,)), layout.slice_blocks(2, (2, 2))), owners, (0, 0), (0.0, 0.0)

@@ -297,7 +297,7 @@ def test_stacks_are_cut_between_complete_blocks() -> None:
     ]
     # Blocks that all cross go together up to the limit; where every rank has all, only the limit counts.
     assert split_blocks(4, 10, flat_placement(0, 40, 5), cost=1.0, limit=2.9) == [(0, 2), (2, 2)]
-    assert split_blocks(5, 10, replicated_placement(0, 50, 3), cost=1.0, limit=2.0) == [
+    assert split_blocks(5, 10, replicated_placement(50, 3), cost=1.0, limit=2.0) == [
         (0, 2),
         (2, 2),
         (4, 1),
@@ -306,7 +306,7 @@ def test_stacks_are_cut_between_complete_blocks() -> None:
 
 def test_a_stack_is_cut_only_between_blocks_of_int8_momentum() -> None:
     """Of blocks of 96 elements every eighth begins a block of 256 codes."""
-    runs = split_blocks(24, 96, replicated_placement(0, 24 * 96, 3), cost=1.0, limit=1.0, divisor=256)
+    runs = split_blocks(24, 96, replicated_placement(24 * 96, 3), cost=1.0, limit=1.0, divisor=256)
     assert runs == [(0, 8), (8, 8), (16, 8)]
     runs = split_blocks(24, 96, flat_placement(0, 24 * 96, 500), cost=1.0, limit=1.0, divisor=256)
     assert runs == [(0, 16), (16, 8)]
