@@ -38,10 +38,9 @@ def orthogonalize_sharded(
     in two small collectives that wait for the device. The shards follow each other in the order of the group's ranks;
     they may be uneven, and empty on some ranks.
 
-    For one ``m x n`` matrix with ``m <= n`` on W ranks, a rank sends the norm of its shard, one number. The ranks
-    all-reduce ``m x m`` elements in float32 at least: with ``gram`` at the start and at each restart (two or three
-    times in five steps), with ``standard`` in every step. If the short side is sharded, a rank also sends
-    ``2 m n / W (W - 1) / W`` elements in ``settings.dtype``. Every rank computes all ``m x m`` products.
+    For one ``m x n`` matrix with ``m <= n`` the ranks all-reduce ``m x m`` elements in float32 at least: with ``gram``
+    at the start and at each restart (two or three times in five steps), with ``standard`` in every step. Every rank
+    computes all ``m x m`` products.
 
     Args:
         x: This rank's shard of ``(..., rows, cols)``, any floating dtype. Not mutated.

@@ -175,11 +175,9 @@ def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tens
     matrices of all ranks can iterate on its own columns. ``gram`` needs the Gram matrix at the start and at each
     restart, ``standard`` in every step.
 
-    Args:
-        x: ``(batch, m, columns)`` in ``settings.dtype``, maybe of no column. The complete matrices are ``m x n`` with
-            ``m <= n`` and Frobenius norm at most 1.
-        settings: Polynomial and method. ``gram`` runs for square matrices too, unlike in :func:`orthogonalize`.
-        gram_of: Maps some columns, also ``(m, columns)``, to ``X X^T`` of the complete matrices in ``settings.dtype``.
+    ``x`` is ``(batch, m, columns)`` in ``settings.dtype``, maybe of no column. The complete matrices are ``m x n`` with
+    ``m <= n`` and Frobenius norm at most 1. ``gram`` runs for square matrices too, unlike in :func:`orthogonalize`.
+    ``gram_of`` also maps ``(m, columns)``, a batch of one.
     """
     return (_gram if settings.method == "gram" else _standard)(x, settings, Products(gram_of))
 

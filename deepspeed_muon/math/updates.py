@@ -101,13 +101,10 @@ class AdamStep:
     """Settings of one AdamW step.
 
     Attributes:
-        lr: Learning rate.
-        betas: Decay of the first and second moment.
-        eps: Added to the root of the second moment.
         weight_decay: Decoupled decay, or an L2 term of the gradient when ``decoupled`` is false.
         step: Number of this step, counted from 1.
         decoupled: AdamW when true, Adam when false (``adam_w_mode``).
-        decay_mode: How AdamW's decay shrinks the parameters; see :mod:`deepspeed_muon.math.updates`.
+        decay_mode: How AdamW's decay shrinks the parameters, by the table above.
     """
 
     lr: float

@@ -1,6 +1,4 @@
-"""Pure data: who holds, owns and sends which fragment of which matrix. No communication, no DeepSpeed.
-
-In the order in which to read them; docs/architecture.md follows an example through all four:
+"""Pure data, in the order in which to read it. docs/architecture.md follows an example through all four.
 
 * :mod:`.placement`: which rank holds which elements of a parameter, as a rule of a few numbers;
 * :mod:`.layout`: a matrix with its shape, its blocks and its placement;

@@ -149,8 +149,7 @@ class ExchangePlan:
     """Everything that one rank needs to exchange the matrices of a step set.
 
     Attributes:
-        rank: This rank inside the data-parallel group.
-        world_size: Ranks of the group.
+        rank, world_size: Of the data-parallel group.
         matrices: All matrices, equal on every rank.
         owners: The owner of each matrix, equal on every rank.
         chunks: What is exchanged together, in order.

@@ -11,14 +11,7 @@ of it or more, only holders may own it, so that balancing sends at most twice wh
 the same owners on every rank.
 
 A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and let the other
-ranks wait, so it is split into slices of blocks with an owner each: blocks of which one rank holds all elements belong
-to that rank, and a slice of the others, which are sent, has only a few blocks.
-
-ZeRO 1 and 2 cut a flat buffer into equal partitions, and a matrix that crosses a cut has to be sent. So
-:func:`balanced_order` chooses the order in the buffer. What is larger than a partition, a stack of experts, comes
-first, in the given order. Each kind of matrix (shape) is then spread over the other partitions, the costliest kind
-first: every matrix goes to the partition with the least work, counting what its free elements will cost if later kinds
-fill them. Matrices of one shape are adjacent inside a partition.
+ranks wait, so it is split into slices of blocks with an owner each (:func:`split_blocks`).
 """
 
 from __future__ import annotations
@@ -262,6 +255,7 @@ def split_blocks(
 ) -> list[tuple[int, int]]:
     """Split a stack of equal blocks into slices that get one owner each: first block and number of blocks.
 
+    Blocks of which one rank holds all elements belong to that rank; a slice of the others, which are sent, is small.
     ``numel`` and ``cost`` are elements and operations of a block, ``limit`` the most operations of a slice of several
     blocks of which no rank holds all elements; ``divisor`` as for :func:`assign`.
     """
@@ -284,9 +278,9 @@ def split_blocks(
 
 
 def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int = 1) -> list[MatrixLayout]:
-    """Return the layouts of a stack's slices of blocks; the matrix itself if it is no stack or is complete on a rank.
+    """Return a stack's slices of blocks, by :func:`split_blocks`; the matrix itself if it is complete on a rank.
 
-    ``cost`` is that of orthogonalising all of it, ``limit`` as for :func:`split_blocks`.
+    ``cost`` is that of orthogonalising all of it.
     """
     count = matrix.equal_blocks or 1
     if count == 1 or matrix.tp_shards is not None or matrix.placement.only_rank is not None:
@@ -369,11 +363,15 @@ def flat_partition_numel(total: int, world_size: int) -> int:
 def balanced_order(
     numels: Sequence[int], costs: Sequence[float], kinds: Sequence[Hashable], world_size: int
 ) -> list[int]:
-    """Return the order of the matrices in the buffer, as positions in the given order. Deterministic.
+    """Return the order of the matrices in the flat buffer of ZeRO 1 and 2, as positions in the given order.
 
-    Matrices of equal ``kinds`` have one shape and are interchangeable. Example: two ranks have matrices of 4, 4, 4, 4,
-    8 and 8 elements, the last two of which cost six times as much. In the given order the first partition of 16
-    elements would have the four cheap ones. The order 5, 1, 3, 4, 0, 2 gives each partition a large and two small ones.
+    It is cut into equal partitions, and a matrix that crosses a cut has to be sent. What is larger than a partition, a
+    stack of experts, comes first. Each of the ``kinds`` (shapes) is then spread over the other partitions, the
+    costliest kind first: every matrix goes to the partition with the least work, counting what its free elements will
+    cost if later kinds fill them. Matrices of one shape are adjacent inside a partition. Example: two ranks have
+    matrices of 4, 4, 4, 4, 8 and 8 elements, the last two of which cost six times as much. In the given order the first
+    partition of 16 elements would have the four cheap ones. The order 5, 1, 3, 4, 0, 2 gives each partition a large and
+    two small ones.
     """
     if world_size < 2 or len(numels) < 2:
         return list(range(len(numels)))

@@ -27,11 +27,8 @@ _MOST = 1 << 50
 class Fragment:
     """The contiguous elements of one matrix that one rank's partition holds.
 
-    Attributes:
-        rank: Rank inside the data-parallel group.
-        matrix_offset: The first of them in the row-major matrix.
-        partition_offset: The first of them in that rank's flat partition.
-        numel: How many they are.
+    ``rank`` is that inside the data-parallel group; the offsets are those of the first element, in the row-major matrix
+    and in that rank's flat partition.
     """
 
     rank: int

@@ -48,7 +48,7 @@ class Result:
     """The result of one call of the iteration.
 
     Attributes:
-        members: Index of the matrix, and number of its block, of each entry.
+        members: The block of each entry.
         inputs: ``(entries, rows, cols)``: the directions.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         block_scales: Factor of the update before the learning rate, for each block of each matrix of the plan.

@@ -81,14 +81,7 @@ class _BatchPlan:
 
 
 class LocalOrthogonalizer:
-    """Orthogonalises matrices that are complete on this rank; small blocks of one shape run in one batch.
-
-    Attributes:
-        matrices: All matrices of the exchange plan.
-        context: The context of the step set.
-        newton_schulz: Runs the iteration on a batch: an :class:`~deepspeed_muon.ops.dispatch.Orthogonalizer`.
-        check: Checks the results.
-    """
+    """Orthogonalises matrices that are complete on this rank; small blocks of one shape run in one batch."""
 
     def __init__(self, matrices: Sequence[MatrixLayout], context: StepContext, check: ResultCheck) -> None:
         self.matrices = matrices

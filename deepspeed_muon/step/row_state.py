@@ -33,10 +33,7 @@ class RowStorage:
     """
 
     def __init__(self, plan: ExchangePlan, fragments: Sequence[Fragment], context: StepContext) -> None:
-        """Find the rows that this rank stores; nothing is sent.
-
-        ``fragments`` are those of :meth:`.Assignment.row_fragments`.
-        """
+        """Find the rows that this rank stores, by :meth:`.Assignment.row_fragments`; nothing is sent."""
         self.counts = {matrix.partition: 0 for matrix in plan.matrices}
         self._matrices, self._context = plan.matrices, context
         self._local: list[tuple[PlanIndex, PartitionIndex, Fragment]] = []  # of each matrix here, its rows
@@ -94,9 +91,7 @@ class OwnedRows:
     """A variant's ``row_factors`` with the row state of the matrices, or shards of matrices, that this rank owns.
 
     Attributes:
-        matrices: All matrices of the exchange plan.
-        variant: A variant with ``row_factors``.
-        settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
+        matrices: All matrices of the exchange plan, with :attr:`.Rates.settings` of the variant.
         rows: Index of the matrix to one number for each row, one-dimensional fp32. :meth:`write` mutates them.
     """
 
@@ -113,16 +108,10 @@ class OwnedRows:
         *,
         anew: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Scale the rows of orthogonalised blocks; the stored state does not change.
+        """Return updates in ``dtype``, orthogonalised ``blocks`` with scaled rows, and the new state for :meth:`write`.
 
-        Args:
-            members: Index of the matrix and number of the block, for each of ``blocks``. All are transposed, or none.
-            blocks: The orthogonalised blocks, ``(blocks, rows, cols)``.
-            dtype: The dtype of the updates; the product is rounded to it once.
-            anew: Start from the state of a first step instead of the stored one.
-
-        Returns:
-            The updates, of the same shape, and the new state for :meth:`write`: ``(blocks, outputs)``.
+        ``members`` are matrix and number of each of the blocks, which all are transposed, or none. ``anew`` starts from
+        the state of a first step instead of the stored one, which does not change.
         """
         assert self.variant.row_factors is not None
         # 1. state and settings of the blocks: (blocks, outputs), and (blocks, 1) for each setting

@@ -47,21 +47,14 @@ class StepRunner:
     """Runs the step of one :class:`StepSet`.
 
     Attributes:
-        context: The step set, and what its step needs.
-        step_set: The set.
-        assignment: The owners of its matrices, by which :attr:`plan` was made.
-        plan: The exchange plan.
+        assignment: The owners of the matrices, by which :attr:`plan` was made.
         row_fragments: Where the row state of each matrix of the plan is stored; empty where the variant has none.
-        check: Checks and samples the results.
-        adam: Updates the parameters that are not Muon's.
     """
 
     def __init__(self, context: StepContext, *, load: Floats) -> None:
         """Make the exchange plan; nothing is sent.
 
-        Args:
-            context: The step set, and what its step needs.
-            load: Operations that each rank already has from other sets. Mutated: the new work is added.
+        ``load`` has the operations of each rank from other sets, and is mutated: the new work is added.
         """
         self.context = context
         self.step_set = step_set = context.step_set
@@ -104,18 +97,12 @@ class StepRunner:
         self._rates = RateTable(matrices, context.variant, list_position, config.momentum_warmup)
         self._passes = passes_for(context)
         self.adam = AdamW(context)
+        quantized = self._muon if self._policy.quantizes_momentum else []
+        int8_blocks = [self.int8_blocks[partition.index] for partition in quantized]
         self._tables = [
-            ChunkTable(self.plan, chunk, batches(matrices, context, chunk.owned), list_position)
+            ChunkTable(self.plan, chunk, batches(matrices, context, chunk.owned), list_position, int8_blocks)
             for chunk in self.plan.chunks
         ]
-        if self._policy.quantizes_momentum:
-            for table in self._tables:
-                # Where the first block of each fragment starts and which scale it has: (fragments, 2) int64.
-                fragments = table.pack_table[:, :2].tolist()  # position of the partition, offset in it
-                blocks = [
-                    self.int8_blocks[self._muon[position].index].row(start) for position, start in fragments
-                ]
-                table.int8_blocks = torch.tensor(blocks, dtype=torch.int64, device="cpu").view(-1, 2)
 
     @functools.cached_property
     def int8_blocks(self) -> dict[PartitionIndex, Int8Blocks]:

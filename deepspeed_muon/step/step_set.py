@@ -51,12 +51,9 @@ class StepSet:
     """What one call of the inner ``step()`` updates over one process group, in an order that all ranks share.
 
     Attributes:
-        partitions: The partitions, in the order of the param groups.
-        matrices: Muon's matrices in the partitions.
-        adamw_parameters: AdamW's parameters in the partitions.
+        partitions: The partitions, in the order of the param groups, with :attr:`matrices` of Muon and
+            :attr:`adamw_parameters`.
         group: The data-parallel process group that partitions (or replicates) them; ``None`` in a single process.
-        rank: This rank's rank in ``group``.
-        world_size: The size of ``group``.
         model_dtype: Dtype of the weights that the forward pass uses.
         wider_group: A process group with more ranks, which have different experts and must skip the same steps, or
             ``None``.
@@ -139,8 +136,6 @@ class StepContext:
 
     Attributes:
         number: The number of the step set, for errors.
-        step_set: The step set.
-        config: The optimizer's settings.
         device: Where the exchange and the iteration run; the partitions may be elsewhere (offload).
         orthogonalizer: Runs the Newton-Schulz iteration.
         counts: Counters of the optimizer; mutated.
@@ -194,11 +189,8 @@ def read_step_set(
 ) -> StepSet:
     """Build the step set of partitions and their parameters; nothing is sent.
 
-    Args:
-        partitions: For each partition its index, this rank's tensor, the model's parameters in it, and those with
-            elements again with their placements.
-        routes: ``id(model parameter)`` to its route.
-        group: The process group whose ranks the placements refer to; ``None`` in a single process.
+    ``partitions`` has for each partition its index, this rank's tensor, the model's parameters in it, and those with
+    elements again with their placements, which refer to the ranks of ``group``; ``routes`` are by ``id(parameter)``.
 
     Raises:
         BindingError: If a partition mixes Muon's parameters with AdamW's, or a parameter has no route.

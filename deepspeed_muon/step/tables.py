@@ -32,6 +32,7 @@ from deepspeed_muon.ops.dispatch import FlatPasses
 from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, PlanIndex
+from deepspeed_muon.step.int8 import Int8Blocks
 from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.variants.variant import Variant
 
@@ -86,11 +87,12 @@ class ChunkTable:
         chunk: Chunk,
         batches: Sequence[Sequence[PlanIndex]],
         list_position: Mapping[PartitionIndex, int],
+        int8_blocks: Sequence[Int8Blocks] = (),
     ) -> None:
         """Make the tables of one chunk of a plan.
 
         ``batches`` are the chunk's owned matrices, as they are orthogonalised together. ``list_position`` maps the
-        index of a partition to its position in the lists of tensors that a pass takes.
+        index of a partition to its position in the lists of tensors that a pass takes; ``int8_blocks`` is such a list.
         """
         self._matrices, self._list_position = plan.matrices, list_position
         fragments = {index: plan.matrices[index].placement.fragment_on(plan.rank) for index in chunk.matrices}
@@ -112,8 +114,11 @@ class ChunkTable:
         sent_table = self._table(sent, FRAGMENT_BUFFER, sent_offsets)
         self.pack_table = sent_table if is_gathered else self._table(local, LOCAL_BUFFER, offsets)
         self.apply_table = torch.cat((self._table(owned, LOCAL_BUFFER, offsets[: len(owned)]), sent_table))
-        self.int8_blocks = torch.empty((0, 2), dtype=torch.int64, device="cpu")
-
+        starts = (
+            self.pack_table[:, :2].tolist() if int8_blocks else []
+        )  # position of the partition, offset in it
+        rows = [int8_blocks[position].row(start) for position, start in starts]
+        self.int8_blocks = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2)
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
         self.segments_of = functools.lru_cache(maxsize=len(batches) + 64)(self._make_segments)
 
@@ -136,10 +141,9 @@ class ChunkTable:
         owner_joined = tuple(joined for segments in owner for joined in _join_matrices(segments, numel))
         # 3. whether a single segment is all of the batch: then the buffer itself is read
         sources = local_joined or owner_joined  # directions are in the owner buffer only after a gather
-        in_order = any(  # there is no segment if this rank's shards of the matrices are empty
-            math.prod(segment.shape) == len(indices) * numel and segment.buffer_offset % _ALIGNMENT == 0
-            for segment in sources[:1]
-        )
+        in_order = False  # there is no segment if this rank's shards of the matrices are empty
+        if sources and math.prod(sources[0].shape) == len(indices) * numel:
+            in_order = sources[0].buffer_offset % _ALIGNMENT == 0
         return BatchSegments(local_joined, owner_joined, in_order)
 
     def _aligned_offsets(self, indices: Sequence[PlanIndex]) -> tuple[list[int], int]:
@@ -216,7 +220,7 @@ class RateTable:
         list_position: Mapping[PartitionIndex, int],
         warmup: MomentumWarmupConfig | None,
     ) -> None:
-        """Keep the arguments; ``list_position`` maps the index of a partition to its position."""
+        """``list_position`` is that of :class:`ChunkTable`."""
         self._matrices = matrices
         self._warmup = warmup
         self._keys = [setting.name for setting in variant.settings]
@@ -312,13 +316,10 @@ class Step:
 
     Attributes:
         mask: Whether any rank has a gradient, ``(matrices,)`` bool on the CPU; ``None`` if every matrix has one.
-        rates: The rates of each matrix of the plan.
         flat: The weights; mutated.
         momentum: The momentum, or its int8 codes; mutated.
-        grads: The gradients.
         row_state: The variant's ``row_factors`` with the row state of owned matrices; ``None`` if it has none, or no
             matrix has a gradient.
-        passes: The native or torch implementation of the elementwise passes.
         momentum_scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
     """
 
@@ -372,10 +373,8 @@ def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
     ``lr scale`` and ``1 - lr wd`` of each matrix. Cautious decay shrinks only the elements of ``W`` with the sign of
     ``O``.
 
-    Args:
-        table: Rows of :attr:`ChunkTable.apply_table` whose matrix is active.
-        step: The step, whose weights are mutated.
-        updates: The table's second tensors: flat, in the communication dtype, on any device.
+    ``table`` has the rows of :attr:`ChunkTable.apply_table` whose matrix is active, and ``updates`` its second tensors:
+    flat, in the communication dtype, on any device.
     """
     if not len(table):
         return

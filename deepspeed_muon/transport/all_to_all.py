@@ -55,9 +55,6 @@ class ExchangeBuffers:
 
     Every step set reserves at start what it needs. The first use of a name allocates the largest size that was reserved
     for it; so does the first use after :meth:`release`.
-
-    Attributes:
-        device: Where the memory is.
     """
 
     def __init__(self, device: torch.device) -> None:

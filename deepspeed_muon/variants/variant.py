@@ -51,11 +51,8 @@ name.
 class RowState:
     """An entry of the optimizer state with one fp32 number for each row of each block, that is for each output.
 
-    The numbers are 0 before the first step.
-
-    Attributes:
-        key: The name in ``optimizer.state`` and in checkpoints.
-        label: The name in messages, in the plural.
+    The numbers are 0 before the first step. ``key`` is the name in ``optimizer.state`` and in checkpoints, ``label``
+    that in messages, in the plural.
     """
 
     key: str
@@ -66,11 +63,7 @@ class RowState:
 class Setting:
     """A key of ``optimizer.params`` that only this variant reads; a param group may have its own value.
 
-    Attributes:
-        name: The key.
-        default: The default.
-        limits: The allowed range, as a pydantic ``Field``.
-        description: One sentence of Markdown for the docs.
+    ``limits`` is the allowed range, as a pydantic ``Field``, ``description`` one sentence of Markdown for the docs.
     """
 
     name: str
