@@ -26,6 +26,7 @@ from deepspeed_muon.step.gradient_flags import (
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.transport.agreement import RankFacts, Scope
+from deepspeed_muon.transport.all_to_all import exchange_tensors
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 
 
@@ -57,6 +58,25 @@ class BoundSteps:
         self.process_groups = [group for group in distinct if group is not None]
         # By id, the dtype of each tensor.
         self._dtype_of = {id(p.tensor): p.tensor.dtype for s in sets for p in s.partitions}
+
+    def connect(self) -> None:
+        """Have NCCL connect this rank with those that it exchanges with, by messages whose content nobody reads.
+
+        The first message to a rank takes GPU memory that torch's allocator does not free for it: better now than in
+        step 1, beside activations. Must be called by all ranks of the engine, once their plans agree.
+        """
+        purpose = "first exchange"
+        for group in self.process_groups:
+            flag = torch.zeros(1, dtype=torch.uint8, device=self.runners[0].context.device)
+            all_reduce_tensor(flag, group, purpose=purpose, how="max")
+        for runner in self.runners:
+            runner.connect()
+            if (
+                group := runner.step_set.tensor_group
+            ) is not None:  # each of its ranks may send to each other one
+                size = dist.get_world_size(group)
+                exchange_tensors([[flag]] * size, [[1]] * size, like=flag, group=group, purpose=purpose)
+            runner.context.counts.reset()
 
     def current(
         self, param_groups: Sequence[dict[str, Any]], *, left_out: Sequence[Tensor] = ()

@@ -132,6 +132,16 @@ class StepRunner:
         rows = 0 if self._row_storage is None else self._row_storage.sent_bytes
         return self.plan.sent_elements * self.context.comm_dtype.itemsize + rows
 
+    def connect(self) -> None:
+        """Exchange every chunk once, whatever its buffers hold; see :meth:`.BoundSteps.connect`."""
+        for number, chunk in enumerate(self.plan.chunks):
+            if chunk.scatters:
+                flight = self._exchange.open(number, number)
+                self._exchange.start("gather", flight)
+                self._exchange.wait("gather", flight)
+                self._exchange.start("scatter", flight)
+                self._exchange.wait("scatter", flight)
+
     def run(
         self,
         active: Sequence[bool],

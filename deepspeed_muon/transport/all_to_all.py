@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from deepspeed_muon.plan.chunks import BufferPlan, Chunk, ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
@@ -181,12 +182,16 @@ class ChunkExchange:
         updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
         if send.numel():
             updates_of[plan.rank] = send
-        return [
-            dist.broadcast(
-                updates_of[owner].view(torch.uint8), group=self._group, group_src=owner, async_op=True
-            )
-            for owner in sorted(updates_of)
-        ]
+        # NCCL sends them by one kernel; gloo cannot join them.
+        joins = self._group is not None and self._group._get_backend(out.device).name() != "gloo"
+        with c10d._coalescing_manager(self._group, out.device, True) if joins else nullcontext() as joined:
+            works = [
+                dist.broadcast(
+                    updates_of[owner].view(torch.uint8), group=self._group, group_src=owner, async_op=True
+                )
+                for owner in sorted(updates_of)
+            ]
+        return joined.works if joins else works
 
     def wait(self, exchange: Exchange, flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed_muon
-from tests.support import training
+from deepspeed_muon.engine import configure
+from deepspeed_muon.plan.chunks import build_exchange_plan
+from deepspeed_muon.transport.all_to_all import ChunkExchange, ExchangeBuffers, SentCounts
+from tests.support import tensor_parallel, training
+from tests.support.layouts import MAKERS
 from tests.support.models import build
 from tests.support.thinning import full
 
@@ -158,3 +165,59 @@ def test_a_set_is_updated_when_the_next_one_is_skipped(ranks: Any, stage: int, l
         for name, master in overlapped["masters"].items():
             assert torch.equal(master, one["masters"][name]) and torch.isfinite(master).all(), name
             assert torch.equal(overlapped["weights"][name].double(), master), name
+
+
+TRAIN = {"data": training.train, "tensor": tensor_parallel.train}
+
+
+def train_connected(rank: int, world_size: int, *, parallel: str, **settings: Any) -> dict[str, Any]:
+    """Train with ranks that connect when the engine is made, as on GPUs."""
+    bind = configure._bind
+
+    def bind_and_connect(engine: Any, optimizer: deepspeed_muon.Muon) -> None:
+        bind(engine, optimizer)
+        optimizer._bound_steps.connect()
+        assert optimizer.stats.exchanges == optimizer.stats.bytes_sent == 0
+
+    with mock.patch.object(configure, "_bind", bind_and_connect):
+        return TRAIN[parallel](rank, world_size, **settings)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "settings"),
+    [
+        ("data", 2, {"stage": 0}),
+        ("data", 3, {"stage": 3, "kind": "mixed"}),
+        ("tensor", 4, {"stage": 1, "tensor_size": 2}),
+    ],
+)
+def test_connecting_ranks_at_start_changes_nothing(
+    ranks: Any, parallel: str, world: int, settings: dict[str, Any]
+) -> None:
+    """Over NCCL the first all-to-all took GPU memory within step 1."""
+    plain = ranks(world).run(TRAIN[parallel], **settings)
+    for rank, connected in enumerate(ranks(world).run(train_connected, parallel=parallel, **settings)):
+        training.assert_same_bits(connected, plain[rank], "params", "momentum")
+
+
+def works_of_scatter(rank: int, world_size: int) -> dict[str, list[int]]:
+    """Return how many messages a chunk of replicated matrices waits for, over gloo and over a backend like NCCL."""
+    layouts = MAKERS["replicated"]([(16, 16)] * 6, world_size)
+    plan = build_exchange_plan(layouts, [0, 1, 2] * 2, rank=rank, world_size=world_size, chunk_numel=1 << 20)
+    works = {}
+    for backend in ("gloo", "fake"):  # torch's own backend that sends nothing, and joins messages
+        group, buffers = dist.new_group(backend=backend), ExchangeBuffers(torch.device("cpu"))
+        options = {"dtype": torch.bfloat16, "number": 0, "overlap": True}
+        exchange = ChunkExchange(plan, buffers, SentCounts(), group, **options)
+        flights = [exchange.open(number, number) for number in range(len(plan.chunks))]
+        for flight in flights:
+            exchange.start("scatter", flight)
+        works[backend] = [len(flight.works) for flight in flights]
+        for flight in flights:
+            exchange.wait("scatter", flight)
+    return works
+
+
+def test_broadcasts_of_a_chunk_are_one_message_where_a_backend_can(ranks: Any) -> None:
+    for works in ranks(3).run(works_of_scatter):
+        assert works["gloo"] == [3] and works["fake"] == [1]

@@ -181,6 +181,7 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
     )
     runner = StepRunner(context, load=np.zeros(world_size))
     assert len(runner.plan.chunks) > 1
+    runner.connect()
     exchange = GradientFlags(runner)
     groups = {
         partition.index: config.group_defaults("muon" if partition.muon else "adamw") for partition in bound
