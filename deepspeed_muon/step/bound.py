@@ -71,9 +71,8 @@ class BoundSteps:
             all_reduce_tensor(flag, group, purpose=purpose, how="max")
         for runner in self.runners:
             runner.connect()
-            if (
-                group := runner.step_set.tensor_group
-            ) is not None:  # each of its ranks may send to each other one
+            # Each tensor-parallel rank may send to each other one.
+            if (group := runner.step_set.tensor_group) is not None:
                 size = dist.get_world_size(group)
                 exchange_tensors([[flag]] * size, [[1]] * size, like=flag, group=group, purpose=purpose)
             runner.context.counts.reset()

@@ -26,8 +26,8 @@ DirectionsOf = Callable[[tuple[PlanIndex, ...]], Tensor]
 in the communication dtype."""
 
 Updates = Iterator[tuple[tuple[PlanIndex, ...], Tensor]]
-"""Indices of matrices of one shape, and their checked updates or those of this rank's shards: ``(matrices, elements)``
-in the communication dtype."""
+"""Indices of matrices of one shape, and their checked updates or those of this rank's shards: ``(matrices, elements)``.
+Whoever stores or sends them rounds them to the communication dtype."""
 
 
 def batches(
@@ -140,8 +140,7 @@ class LocalOrthogonalizer:
         """Return the updates of ``(matrices, rows, cols)`` whose blocks follow each other in memory."""
         stack = directions.view(-1, *batch.shapes[0])  # (blocks of all matrices, block rows, block cols)
         if len(batch.calls) == 1:  # the usual case needs no copy
-            updates = self._checked(batch.calls[0], stack, step, directions.dtype)
-            return updates.to(directions.dtype).contiguous()
+            return self._checked(batch.calls[0], stack, step, directions.dtype).contiguous()
         update = torch.empty_like(stack)
         lengths = [len(members) for members in batch.calls]
         slices = zip(batch.calls, stack.split(lengths), update.split(lengths), strict=True)

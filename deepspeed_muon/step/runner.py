@@ -135,7 +135,7 @@ class StepRunner:
     def connect(self) -> None:
         """Exchange every chunk once, whatever its buffers hold; see :meth:`.BoundSteps.connect`."""
         for number, chunk in enumerate(self.plan.chunks):
-            if chunk.scatters:
+            if chunk.kind != "local":
                 flight = self._exchange.open(number, number)
                 self._exchange.start("gather", flight)
                 self._exchange.wait("gather", flight)

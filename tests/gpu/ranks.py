@@ -48,7 +48,7 @@ SHAPES = {
     "uneven": (40, 20),
     "thin": (2, 40),
     "large": (264, 328),
-    "square": (32, 32),
+    "square": (69, 69),  # a shard of 1,191 elements, which is padded where it is sent
     "fused": (40, 36),
 }
 """Rows and columns. On four ranks, ``flat`` partitions cut the large matrix; ``sharded`` ones cut rows and blocks."""

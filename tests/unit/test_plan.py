@@ -64,8 +64,12 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, broadcast: bool = Fal
                 offset = s.buffer_offset + number * stride + i
                 assert content[offset] == (-1, -1)
                 content[offset] = index, s.matrix_offset + number * numel + i
-    assert (-1, -1) not in content and sum(splits) == buffer.numel
-    return content[sum(splits[:peer]) :][: splits[peer]]
+    assert sum(splits) == buffer.numel
+    of_peer = content[sum(splits[:peer]) :][: splits[peer]]
+    # At the end there may be padding.
+    padding = of_peer.count((-1, -1))
+    assert padding == 0 or (padding < 8 and len(of_peer) >= 1024 and len(of_peer) % 8 == 0)
+    return of_peer[: len(of_peer) - padding]
 
 
 @settings(max_examples=150)
@@ -78,7 +82,22 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, broadcast: bool = Fal
 def test_fragments_are_received_in_the_order_of_sending(
     dims: list[tuple[int, int]], world: int, kind: str, chunk: int
 ) -> None:
-    per_rank = plans(MAKERS[kind](dims, world), world, chunk)
+    received_as_sent(plans(MAKERS[kind](dims, world), world, chunk))
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+def test_long_messages_are_aligned(kind: str) -> None:
+    """On three ranks ZeRO 3 cut odd lengths, and NCCL copied what did not start at 16 bytes in single bytes."""
+    per_rank = plans(MAKERS[kind]([(61, 67), (59, 71), (3, 5), (61, 67), (59, 71)], 3), 3)
+    received_as_sent(per_rank)
+    for chunk in (chunk for plan in per_rank for chunk in plan.chunks):
+        for counts in (chunk.fragment_buffer.counts, chunk.owner_buffer.counts):
+            assert not (counts[counts >= 1024] % 8).any()
+
+
+def received_as_sent(per_rank: list[ExchangePlan]) -> None:
+    """Check that what each rank sends to another one is what that one expects, in the same order."""
+    world = len(per_rank)
     assert len({plan.digest() for plan in per_rank}) == 1
     assert len({len(plan.chunks) for plan in per_rank}) == 1
     for number in range(len(per_rank[0].chunks)):

@@ -201,3 +201,9 @@ def test_launches_of_a_step_do_not_grow_with_the_fragments(name: str) -> None:
         with_graphs = launches.counts.total() - launches.counts["iteration"] + 3 * launches.calls
         # Before there were tables, 448 of the passes alone, and copies.
         assert launches.counts["passes"] <= 12 and with_graphs <= 79
+
+
+def test_updates_are_rounded_where_they_are_written() -> None:
+    """The iteration runs in fp16 on a GPU, and bf16 is sent: no pass only converts."""
+    same, other = (counted("350M", 8, stage=1, ns_dtype=dtype)[1].counts for dtype in ("bf16", "fp16"))
+    assert other["passes"] == same["passes"]
