@@ -99,8 +99,8 @@ class BufferPlan:
         peers: The ranks with which this rank exchanges elements of the buffer, ascending; itself among them.
         counts: Elements of the buffer for each of ``peers``.
         numel: Elements of the buffer.
-        remote_numel: Elements of the buffer that other ranks send or receive, without padding; what is broadcast counts once
-            for each receiver.
+        remote_numel: Elements of the buffer that other ranks send or receive, without padding; what is broadcast counts
+            once for each receiver.
     """
 
     segments: tuple[tuple[PlanIndex, Segment], ...]
