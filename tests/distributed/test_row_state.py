@@ -116,18 +116,31 @@ def test_without_zero_one_all_reduce_copies_the_rows(ranks: Any, world: int) -> 
         assert report["rows"] == sum(value["owned"] for value in rows)
 
 
+STEPS, BETA2 = 4, 0.95
+
+
 def rows_and_masters(rank: int, world_size: int, *, params: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
-    engine = training.make_engine(training.ds_config(0, params={"variant": "normuon", **params}), "mixed")
-    training.train_steps(engine, 2, rank, world_size)
-    state = deepspeed_muon.muon_optimizer(engine).state
-    rows = [entry[normuon.MOMENTS] for entry in state.values() if normuon.MOMENTS in entry]
-    return {"rows": rows, "masters": [param.detach() for param in engine.module.parameters()]}
+    engine = training.make_engine(
+        training.ds_config(0, params={"variant": "normuon", "beta2": BETA2, **params}), "mixed"
+    )
+    training.train_steps(engine, STEPS, rank, world_size)
+    optimizer = deepspeed_muon.muon_optimizer(engine)
+    rows = [entry[normuon.MOMENTS] for entry in optimizer.state.values() if normuon.MOMENTS in entry]
+    columns = [
+        matrix.numel // matrix.output_count for runner in optimizer.runners for matrix in runner.plan.matrices
+    ]
+    masters = [param.detach() for param in engine.module.parameters()]
+    return {"rows": rows, "masters": masters, "columns": columns}
 
 
 @pytest.mark.parametrize("params", [{}, {"wire_dtype": "bf16"}])
 def test_every_rank_has_the_rows_of_replicated_matrices(ranks: Any, params: dict[str, Any]) -> None:
     first, *rest = ranks(3).run(rows_and_masters, params=params)
     assert first["rows"] and all(rows.any() for rows in first["rows"])
+    # A row of an orthogonalised matrix is at most about 1.2 long, and its mean square is averaged over the steps.
+    # Moments that are added up over the ranks instead grow threefold in a step.
+    mean_square = 1.2**2 / min(first.pop("columns"))
+    assert all(rows.max() <= 2 * (1 - BETA2**STEPS) * mean_square for rows in first["rows"])
     for result in rest:
         for key, expected in first.items():
             assert all(map(torch.equal, result[key], expected)), key
