@@ -93,7 +93,7 @@ def test_fewer_matrices_than_ranks(ranks: Any) -> None:
 
 def overflowing(rank: int, world_size: int) -> Any:
     """An fp16 step that overflows is a sampled step without samples."""
-    config = training.ds_config(2, precision="fp16", params={"health": 1})
+    config = training.ds_config(2, precision="fp16", clipping=1.0, params={"health": 1})
     config["fp16"].update(initial_scale_power=32, hysteresis=1)
     engine = training.make_engine(config, exact=False)
     training.run_step(engine, 0, rank, world_size, 1)
