@@ -21,13 +21,16 @@ bandwidth counts each operand once for each read and write; a plain fp32 copy is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.muon.original_muon import (
@@ -62,7 +65,7 @@ SHAPES = {
 PARTS = {
     "iteration": "Milliseconds of ours; for each peer how many times as long it takes (median of the ratios).",
     "flat": "Flat passes, GB/s, by the dtype of the send buffer. The momentum is fp32 unless its dtype is named.",
-    "sym_gemm": "Symmetric products.",
+    "sym_gemm": "Symmetric products; multiprocessors that are busy are occupied by another kernel, as by NCCL's.",
 }
 
 Run = Callable[[Tensor], object]
@@ -88,6 +91,24 @@ def peers(batch: int, device: torch.device) -> dict[str, Run]:
     return runs
 
 
+def in_graphs(runs: dict[str, Run], x: Tensor, settings: NsSettings) -> dict[str, Run]:
+    """Return implementations as CUDA graphs, those that can be captured."""
+    graphs: dict[str, Run] = {}
+    for name, run in runs.items():
+
+        def joined(x: Tensor, _: NsSettings, run: Run = run) -> Tensor:
+            result: Any = run(x)
+            return result if isinstance(result, Tensor) else torch.stack(result)
+
+        replayed = Replayed(joined)
+        try:
+            replayed.capture(x, settings)
+            graphs[f"{name}, graph"] = functools.partial(replayed, settings=settings)
+        except Exception as error:  # as in milliseconds
+            print(f"no graph of {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return graphs
+
+
 def candidates(x: Tensor, settings: NsSettings) -> dict[str, Run]:
     """Return what the rule chooses from on a GPU, as ``cuBLAS, gram`` or ``ops, standard, graph``."""
     runs: dict[str, Run] = {}
@@ -98,13 +119,7 @@ def candidates(x: Tensor, settings: NsSettings) -> dict[str, Run]:
                 iterations[name] = torch_iteration(order, products)
         for name, iteration in iterations.items():
             runs[f"{name}, {order}"] = functools.partial(iteration, settings=settings)
-            replayed = Replayed(iteration)
-            try:
-                replayed.capture(x, settings)
-                runs[f"{name}, {order}, graph"] = functools.partial(replayed, settings=settings)
-            except Exception as error:  # as in milliseconds
-                print(f"no graph of {name}, {order}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    return runs
+    return runs | in_graphs(runs, x, settings)
 
 
 def best_of_each_library(times: dict[str, list[float]], ours: list[float]) -> Row:
@@ -147,11 +162,11 @@ def standard_bf16(x: Tensor) -> Tensor:
 
 
 def milliseconds(
-    runs: dict[str, Run], inputs: Sequence[Tensor], seconds: float, device: torch.device
+    runs: dict[str, Run], inputs: Sequence[Tensor], seconds: float, device: torch.device, *, busy: int = 0
 ) -> dict[str, list[float]]:
     """Return the milliseconds of a call of each implementation in each turn.
 
-    One that raises is left out, and a message says why.
+    One that raises is left out, and a message says why. Of a GPU so many multiprocessors are ``busy`` meanwhile.
     """
     usable = {}
     for name, run in runs.items():
@@ -172,8 +187,21 @@ def milliseconds(
         if turn >= 3 and time.perf_counter() - started > seconds:
             break
         for name in names:
-            times[name].append(event_milliseconds(usable[name], inputs, counts[name]))
+            with busy_multiprocessors(busy):
+                times[name].append(event_milliseconds(usable[name], inputs, counts[name]))
     return times
+
+
+@contextlib.contextmanager
+def busy_multiprocessors(count: int) -> Iterator[None]:
+    """Occupy some multiprocessors for half a second, on a stream of its own, and wait for that at the end."""
+    if count:
+        spin = importlib.import_module("benchmarks.spin").spin
+        with torch.cuda.stream(torch.cuda.Stream()):
+            spin[(count,)](500_000_000, num_warps=16)
+    yield
+    if count:
+        torch.cuda.synchronize()
 
 
 def calls_in(seconds: float, ms: float) -> int:
@@ -207,9 +235,10 @@ def iteration_rows(device: torch.device, shapes: Sequence[tuple[int, int]], seco
         for shape in shapes:
             ours = dispatch.Orthogonalizer("auto")
             runs: dict[str, Run] = {"ours": functools.partial(ours, settings=settings)}
-            runs |= peers(batch, device)
+            runs |= (theirs := peers(batch, device))
             inputs = inputs_like(torch.empty(batch, *shape), device)
             if device.type == "cuda":
+                runs |= in_graphs(theirs, inputs[0], settings)
                 runs |= candidates(inputs[0], settings)
             # Captures its graph, as the optimizer does.
             ours.prepare(inputs[0], settings=settings, device=device)
@@ -260,8 +289,13 @@ def flat_rows(device: torch.device, numel: int, seconds: float) -> Iterator[Row]
         yield {"wire dtype": str(dtype).removeprefix("torch."), **bandwidth}
 
 
-def sym_gemm_rows(device: torch.device, sizes: Sequence[int], seconds: float) -> Iterator[Row]:
-    """Yield TFLOP/s of symmetric products, counting a lower triangle of 128 x 128 tiles; of cuBLAS the full product."""
+def sym_gemm_rows(
+    device: torch.device, sizes: Sequence[int], seconds: float, busy: Sequence[int]
+) -> Iterator[Row]:
+    """Yield TFLOP/s of symmetric products, counting a lower triangle of 128 x 128 tiles; of cuBLAS the full product.
+
+    They are measured once for each number of multiprocessors that are ``busy``.
+    """
     operators = builder.load()
     runs: dict[str, Run] = {"cuBLAS": lambda a: a @ a.mT}
     if device.type == "cuda":
@@ -272,17 +306,13 @@ def sym_gemm_rows(device: torch.device, sizes: Sequence[int], seconds: float) ->
         if installed("quack"):
             unmirrored = importlib.import_module("quack.gemm_interface").gemm_symmetric
             runs["quack, not mirrored"] = lambda a: unmirrored(a, a.mT)
-    for m in sizes:
-        for dtype in (torch.bfloat16, torch.float16):
-            times = milliseconds(
-                runs, inputs_like(torch.empty(1, m, m, dtype=dtype), device), seconds, device
-            )
-            triangle = m**3 * (1 + 128 / m)
-            flops = {name: 2.0 * m**3 if name == "cuBLAS" else triangle for name in times}
-            speeds = {
-                f"{name}, TFLOP/s": flops[name] / statistics.median(times[name]) / 1e9 for name in times
-            }
-            yield {"m": m, "dtype": str(dtype).removeprefix("torch."), **speeds}
+    for m, dtype, count in itertools.product(sizes, (torch.bfloat16, torch.float16), busy):
+        inputs = inputs_like(torch.empty(1, m, m, dtype=dtype), device)
+        times = milliseconds(runs, inputs, seconds, device, busy=count)
+        triangle = m**3 * (1 + 128 / m)
+        flops = {name: 2.0 * m**3 if name == "cuBLAS" else triangle for name in times}
+        speeds = {f"{name}, TFLOP/s": flops[name] / statistics.median(times[name]) / 1e9 for name in times}
+        yield {"m": m, "dtype": str(dtype).removeprefix("torch."), "busy": count, **speeds}
 
 
 def page(tables: dict[str, list[Row]], device: torch.device) -> list[str]:
@@ -308,6 +338,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=None)
     parser.add_argument("--shapes", nargs="+", type=shape, help="of the iteration, such as 2048x5504")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="of sym_gemm")
+    parser.add_argument("--busy", nargs="+", type=int, default=[0], help="multiprocessors, of sym_gemm")
     parser.add_argument("--numel", type=int, help="of the flat passes")
     arguments = parser.parse_args()
     device, seconds = torch.device(arguments.device), arguments.seconds
@@ -327,7 +358,7 @@ def main() -> None:
             for row in flat_rows(device, numel, seconds):
                 add("flat", {"threads": threads, **row})
         if "sym_gemm" in only:
-            for row in sym_gemm_rows(device, arguments.sizes, seconds):
+            for row in sym_gemm_rows(device, arguments.sizes, seconds, arguments.busy):
                 add("sym_gemm", {"threads": threads, **row})
         if "iteration" in only:
             shapes = arguments.shapes or SHAPES[device.type]

@@ -326,16 +326,18 @@ def timings(out: Path, environment: tuple[tuple[str, str], ...]) -> list[Step]:
     """Return the steps of the part ``time``: flat passes, iteration, products, a rank of many."""
     common = python("benchmarks/newton_schulz.py", "--threads", "1")
     tiny = ["--seconds", "0.05", "--shapes", "32x64", "--sizes", "64", "--numel", "4096"]
-    shapes = ["--shapes", "1024x2816", "2048x5504", "4096x4096"]
+    shapes = ["1024x1024", "1024x2816", "2048x2048", "2048x5504", "4096x4096", "4096x11008"]
+    busy = ["--sizes", "2048", "4096", "--busy", "0", "8", "16", "24"]
     steps = []
-    for name, part, seconds, options in (
-        ("flat passes", "flat", 60, ["--seconds", "0.5"]),
-        ("iteration at three shapes", "iteration", 240, ["--seconds", "0.5", *shapes]),
-        ("symmetric products", "sym_gemm", 120, ["--seconds", "0.5"]),
+    for name, part, result, seconds, options in (
+        ("flat passes", "flat", "flat", 60, ["0.5"]),
+        ("iteration at six shapes", "iteration", "iteration", 480, ["0.5", "--shapes", *shapes]),
+        ("symmetric products", "sym_gemm", "sym_gemm", 120, ["0.5"]),
+        ("symmetric products beside a busy kernel", "sym_gemm", "sym_gemm-busy", 300, ["2", *busy]),
     ):
-        command = [*common, "--only", part, "--out", str(out / part)]
-        cuda = [*command, "--device", "cuda", *options]
-        steps.append(Step(name, cuda, seconds, environment, dry=command + tiny, result=part))
+        command = [*common, "--only", part, "--out", str(out / result)]
+        cuda = [*command, "--device", "cuda", "--seconds", *options]
+        steps.append(Step(name, cuda, seconds, environment, dry=command + tiny, result=result))
     share = python("benchmarks/step_launches.py", "--out", str(out / "share"), "--world")
     cuda = [*share, "8", "64", "512", "--device", "cuda", "--model", "llama-7b"]
     dry = [*share, "8", "--rank", "3", "--model", "tiny", "--seconds", "0.1"]
@@ -632,10 +634,15 @@ def page_of(state: dict[str, Any], logs: Path) -> list[str]:
             "sym_gemm",
             "Symmetric products, TFLOP/s. Only the lower triangle counts, for cuBLAS the full product.",
         ),
+        (
+            "sym_gemm-busy",
+            "Symmetric products, TFLOP/s, while another kernel occupies so many multiprocessors.",
+        ),
         ("iteration", "Newton-Schulz: milliseconds of ours, and how many times as long each peer takes."),
         ("share", "What a rank of many computes in a step of llama-7b at ZeRO 3, without the network."),
     ):
-        if rows := results.get(name, {}).get(name) or results.get(name, {}).get("rows"):
+        result = results.get(name, {})
+        if rows := result.get(name.partition("-")[0]) or result.get("rows"):
             lines += [title, "", *support.table_of(rows), ""]
     lines += losses_of(results)
     failed = [row for row in outcomes if row[4] and not row[2].startswith("ok")]

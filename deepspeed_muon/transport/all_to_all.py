@@ -191,7 +191,7 @@ class ChunkExchange:
                 )
                 for owner in sorted(updates_of)
             ]
-        return joined.works if joins else works
+        return works if joined is None else joined.works
 
     def wait(self, exchange: Exchange, flight: InFlight) -> None:
         """Wait for the messages of a chunk; on a GPU the current stream waits, not the process."""
