@@ -101,7 +101,7 @@ def _assert_same_losses(actual: Metrics, expected: Metrics, *, rel: float) -> No
             assert actual[name][step] == pytest.approx(loss, rel=rel), (name, step)
 
 
-@pytest.mark.full  # the core starts DeepSpeed's launcher in test_switch.py
+@pytest.mark.full  # CI starts DeepSpeed's launcher in `make readme` and `make wheel-check`
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
 def test_launchers_agree(launcher, folder, uninterrupted):
     metrics = _train(folder, config="zero3.json", launcher=launcher)

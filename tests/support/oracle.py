@@ -127,7 +127,7 @@ class Oracle(ReferenceMuon):
         if errors := rounding.current():
             momentum, u = errors.rounded(momentum, times=2), errors.rounded(u, times=2)
             if errors.arithmetic.momentum == torch.int8:
-                momentum = momentum + momentum.abs().max() / 254 * errors.random(momentum)
+                momentum = momentum + errors.random(momentum, float(momentum.abs().max()) / 254)
             else:
                 momentum = errors.rounded(momentum, errors.arithmetic.momentum)
         self.state[key] = self.store_momentum(name, momentum)

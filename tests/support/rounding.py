@@ -130,29 +130,30 @@ class Errors:
             param.data = master
         self.masters.clear()
 
-    def random(self, x: Tensor) -> Tensor:
-        """Return uniform random numbers in [-1, 1] of the shape of ``x``."""
-        return torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+    def random(self, x: Tensor, largest: float) -> Tensor:
+        """Return uniform random numbers between ``-largest`` and ``largest`` of the shape of ``x``."""
+        return torch.empty(x.shape, dtype=torch.float64).uniform_(-largest, largest, generator=self.generator)
 
     def rounded(self, x: Tensor, dtype: torch.dtype = torch.float32, times: int = 1) -> Tensor:
         """Return values as after ``times`` independent roundings to ``dtype``."""
         # Below the normal numbers of fp16 the distance between neighbours no longer shrinks.
         size = x.abs().clamp_min(2.0**-14) if dtype == torch.float16 else x
-        return x + size * (UNIT[dtype] * math.sqrt(times)) * self.random(x)
+        return torch.addcmul(x, size, self.random(x, UNIT[dtype] * math.sqrt(times)))
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of two matrices of the iteration, with its error."""
-        exact, size = a @ b, a.abs() @ b.abs()
+        exact = a @ b
         if self.arithmetic.products == torch.float64:
             return exact
-        error = UNIT[torch.float32] * math.sqrt(a.shape[1]) * size * self.random(exact)
+        size = a.abs() @ b.abs()
+        error = size.mul_(self.random(exact, UNIT[torch.float32] * math.sqrt(a.shape[1])))
         if self.arithmetic.products != torch.float32:
             # Half formats are added up in fp32, and the result is rounded.
-            error = error + UNIT[self.arithmetic.products] * exact.abs() * self.random(exact)
+            error.addcmul_(exact, self.random(exact, UNIT[self.arithmetic.products]))
         if torch.equal(exact, exact.mT):
             # Of X X^T a kernel computes both halves in one order of terms.
             error = error.triu() + error.triu(1).mT
-        return exact + error
+        return exact.add_(error)
 
     def newton_schulz(self, u: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
         """Return :func:`deepspeed_muon.reference.newton_schulz` from a kernel that rounds every product and result."""
@@ -209,7 +210,7 @@ def making(errors: Errors) -> Iterator[None]:
 
     def blur(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point() and output.ndim:
-            return output * (1 + factor * errors.random(output)).to(output.dtype)
+            return output * (1 + errors.random(output, factor)).to(output.dtype)
         return output
 
     hooks = [torch.nn.modules.module.register_module_forward_hook(blur)] if factor else []
@@ -273,9 +274,14 @@ def _raise(limits: dict[str, float], name: str, error: float) -> None:
     limits[name] = min(LARGEST, max(limits.get(name, 0.0), SPARE * error))
 
 
+def _distances(actual: Tensor, expected: Tensor, scale: Tensor) -> Tensor:
+    """Return the distance of each row relative to the norm of that row of ``scale``."""
+    difference, norms = (x.double().flatten(1).norm(dim=1) for x in (actual - expected, scale))
+    return torch.where(norms > 0, difference / norms, 0.0)
+
+
 def _distance(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
-    norm = float(scale.double().norm())
-    return float((actual.double() - expected.double()).norm()) / norm if norm else 0.0
+    return float(_distances(actual.reshape(1, -1), expected.reshape(1, -1), scale.reshape(1, -1)))
 
 
 def limits(
@@ -318,15 +324,12 @@ def measured_limits(
         for name, expected in end.items():
             path = expected - start[name]
             _raise(result.paths, name, _distance(perturbed[name], expected, path))
-            rows = (
-                [_distance(*row) for row in zip(perturbed[name], expected, path, strict=True)]
-                if path.ndim
-                else []
-            )
-            before = result.rows.get(name, [0.0] * len(rows))
-            result.rows[name] = [
-                min(LARGEST, max(old, SPARE * new)) for old, new in zip(before, rows, strict=True)
-            ]
+            if path.ndim:
+                rows = SPARE * _distances(
+                    *(x.reshape(len(path), -1) for x in (perturbed[name], expected, path))
+                )
+                before = torch.tensor(result.rows.get(name, 0.0), dtype=torch.float64)
+                result.rows[name] = torch.maximum(rows, before).clamp_max(LARGEST).tolist()
         ratios = (
             abs(actual / norm - 1)
             for actual, norm in zip(perturbed_norms, norms, strict=True)

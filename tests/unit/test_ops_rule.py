@@ -161,6 +161,7 @@ def test_the_report_names_the_kernels() -> None:
     assert entry["calls"] == 3 and entry["ran"] == "torch gram" and "1x24x64" in entry["problem"]
 
 
+@pytest.mark.full
 def test_two_runs_have_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     """Kernels were timed: a busy moment chose others, and the next run rounded differently."""
     program = """

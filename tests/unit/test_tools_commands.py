@@ -22,10 +22,9 @@ from tests.support.checkpoints import write_set
 from tests.support.native_ops import REPOSITORY
 
 
-def program(*arguments: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    variables = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "importtime", "-m", "deepspeed_muon", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=variables)
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
 
 
 @pytest.mark.parametrize(
@@ -47,26 +46,24 @@ def test_help_and_errors_of_usage_import_neither_torch_nor_deepspeed(
     assert "argparse" in modules and modules.isdisjoint(("torch", "deepspeed", "pydantic", "numpy"))
 
 
-def test_the_console_script_imports_models_from_the_current_folder(tmp_path: Path) -> None:
-    """Only ``python -m`` did: the first folder of a script's path is its own."""
+def test_the_console_script_imports_models_from_the_current_folder_and_prints_only_json(
+    tmp_path: Path,
+) -> None:
+    """Only ``python -m`` did: the first folder of a script's path is its own.
+
+    DeepSpeed's warning of a machine without a GPU, or a model's prints, came before the JSON.
+    """
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/script.py").write_text(
+    (tmp_path / "bin/deepspeed-muon").write_text(
         "from deepspeed_muon.__main__ import run\nraise SystemExit(run())"
     )
-    (tmp_path / "models.py").write_text("from torch import nn\ndef build(): return nn.Linear(8, 4)")
-    command = [sys.executable, "bin/script.py", "routes", "models:build"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_only_json_is_printed(tmp_path: Path) -> None:
-    """DeepSpeed's warning of a machine without a GPU, or a model's prints, came first."""
-    (tmp_path / "printing.py").write_text(
-        "from torch import nn\nprint('hello')\ndef build(): return nn.Linear(4, 4)"
+    (tmp_path / "models.py").write_text(
+        "from torch import nn\nprint('hello')\ndef build(): return nn.Linear(8, 4)"
     )
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = program("routes", "printing:build", "--json", DS_ACCELERATOR=None, PYTHONPATH=path)
-    assert json.loads(done.stdout)["tensors"] == 2, done.stderr
+    command = [sys.executable, "bin/deepspeed-muon", "routes", "models:build", "--json"]
+    variables = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables)
+    assert done.returncode == 0 and json.loads(done.stdout)["tensors"] == 2, done.stderr
     assert "hello" in done.stderr
 
 
