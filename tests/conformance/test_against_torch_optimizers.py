@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from deepspeed_muon import Muon
 from tests.support.comparisons import close, relative, within
 from tests.support.rounding import iteration_limit
+from tests.support.thinning import each_value
 
 STEPS = 4
 SHAPES = {"wide.weight": (5, 12), "tall.weight": (12, 5), "square.weight": (8, 8), "narrow.weight": (2, 6)}
@@ -36,10 +38,11 @@ torch_muon = pytest.mark.skipif(
 
 
 @torch_muon
-@pytest.mark.parametrize("method", ["gram", "standard"])
-@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_in_fp32(monkeypatch: pytest.MonkeyPatch, method: str, rule: str, nesterov: bool) -> None:
+@pytest.mark.parametrize(
+    ("nesterov", "rule", "method"),
+    each_value(product((True, False), ("original", "match_rms_adamw"), ("gram", "standard"))),
+)
+def test_muon_in_fp32(monkeypatch: pytest.MonkeyPatch, nesterov: bool, rule: str, method: str) -> None:
     """Torch iterates in bf16 only; with that rounding taken out, the two are the same function."""
     settings: dict[str, Any] = {"lr": 0.03, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.2}
     settings["adjust_lr_fn"] = rule

@@ -42,10 +42,10 @@ CORE = [
 # A block that neither side cuts keeps its codes and its scale; those at a cut are quantised again.
 INT8 = [
     (1, 2, ROUND, 3, 3, SMALL),
-    (2, 2, OFFLOAD, 2, 4, {}),
+    full(2, 2, OFFLOAD, 2, 4, {}),
     full(3, 4, SMALL, 1, 1, {}),
     full(3, 2, {}, 0, 2, {}),
-    (0, 1, {}, 3, 4, {}),
+    full(0, 1, {}, 3, 4, {}),
     full(1, 3, {}, 2, 2, OFFLOAD),
     full(1, 4, ROUND, 1, 2, OFFLOAD),
     full(2, 3, ROUND, 3, 4, OFFLOAD),
@@ -65,11 +65,10 @@ HALF = usual(
     compat=HALF_CORE,
 )
 MODELS = [
-    (3, 4, {}, 1, 2, {}, {"params": NORMUON, "kind": "mixed"}),
+    full(3, 4, {}, 1, 2, {}, {"params": NORMUON, "kind": "mixed"}),
     pytest.param(0, 2, {}, 3, 4, {}, {"params": NORMUON, "kind": "mixed"}, marks=pytest.mark.compat),
     full(2, 2, {}, 0, 1, {}, {"params": NORMUON, "kind": "mixed"}),
-    (3, 4, {}, 2, 3, {}, {"kind": "wide"}),
-    *(full(3, 4, {}, 2, 3, {}, {"kind": kind}) for kind in ("single", "unused")),
+    *(full(3, 4, {}, 2, 3, {}, {"kind": kind}) for kind in ("wide", "single", "unused")),
 ]
 
 
@@ -120,7 +119,9 @@ def test_all_changes_of_stage_and_size(ranks: Any, tmp_path: Path, stage: int, s
             assert_equal(saved, loaded)
 
 
-@pytest.mark.parametrize(("before", "after"), [({}, CODES), (CODES, {}), (CODES, {"momentum_dtype": "bf16"})])
+@pytest.mark.parametrize(
+    ("before", "after"), [({}, CODES), (CODES, {}), full(CODES, {"momentum_dtype": "bf16"})]
+)
 def test_momentum_of_another_dtype(ranks: Any, tmp_path: Path, before: Any, after: Any) -> None:
     saved = ranks(2).run(save, folder=str(tmp_path), stage=1, params=before)[0]
     loaded = ranks(3).run(load, folder=str(tmp_path), stage=3, params=after)[0]

@@ -32,20 +32,25 @@ SCALE = {"initial_scale_power": 33, "loss_scale_window": 2, "hysteresis": 1}
 
 
 def resumed(rank: int, world_size: int, *, stage: int, folder: str, phase: str, **settings: Any) -> Any:
-    """Train 18 steps and save after 10 (``whole``), or load in a new engine and train the last 8 (``rest``)."""
+    """Train and save in the middle (``whole``), or load in a new engine and train the remaining steps (``rest``)."""
     engine = engine_for(stage, seed=0 if phase == "whole" else 7, **settings)
     if phase == "rest":
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
     scales, rates, losses = [], [], []
-    for step in range(18) if phase == "whole" else range(10, 18):
+    # An fp16 scale takes ten steps to come down to gradients that do not overflow.
+    saved_after, steps = (10, 18) if (settings["extra"] or {}).get("fp16") == SCALE else (3, 6)
+    for step in range(steps) if phase == "whole" else range(saved_after, steps):
         losses.append(training.run_step(engine, step, rank, world_size, 1))
         scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))
         rates.append([float(group["lr"]) for group in engine.basic_optimizer.param_groups])
-        if phase == "whole" and step == 9:
+        if phase == "whole" and step == saved_after - 1:
             engine.save_checkpoint(folder)
     result = report(engine)
-    result.update(scales=scales[-8:], all_rates=rates[-8:], losses=losses[-8:], skipped=engine.skipped_steps)
+    rest = slice(saved_after - steps, None)
+    result.update(
+        scales=scales[rest], all_rates=rates[rest], losses=losses[rest], skipped=engine.skipped_steps
+    )
     return result
 
 

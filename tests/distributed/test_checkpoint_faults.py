@@ -379,7 +379,7 @@ def interrupt_every_line(rank: int, world_size: int, *, folder: str, cleaned: in
     def save() -> None:
         sys.settrace(lambda frame, *_: trace_lines if frame.f_code.co_filename in sources else None)
         try:
-            consolidate(engine, folder, shard_bytes=4000)
+            consolidate(engine, folder, shard_bytes=24_000)
         finally:
             sys.settrace(None)
 
@@ -393,7 +393,7 @@ def interrupt_every_line(rank: int, world_size: int, *, folder: str, cleaned: in
         before, saved = saved, verify_folder(folder).progress.global_steps
         assert saved in (before, engine.global_steps), target
         if number % cleaned == 0:
-            consolidate(engine, folder, shard_bytes=4000)
+            consolidate(engine, folder, shard_bytes=24_000)
             saved = engine.global_steps
             assert {path.name for path in location.iterdir()} == {INDEX, *load_index(location).files}, target
     return len(lines)

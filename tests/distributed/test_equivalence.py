@@ -173,7 +173,7 @@ def test_bf16_wrappers(ranks: Any, stage: int, accumulation_dtype: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "world", "kind", "variant", "mode"),
     [
-        (0, 2, "toy", "muon", "independent"),
+        full(0, 2, "toy", "muon", "independent"),
         (1, 2, "toy", "muon", "cautious"),
         full(3, 2, "toy", "muon", "independent"),
         full(0, 2, "mixed", "normuon", "cautious"),

@@ -252,7 +252,7 @@ def test_sub_groups_of_another_size_are_refused(ranks: Any, tmp_path: Path) -> N
         assert "sub_group_size" in result["refused"] and result["unchanged"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, full(1), 3])
 def test_replaced_settings_are_named_once(ranks: Any, tmp_path: Path, stage: int) -> None:
     """``load_checkpoint`` keeps what was saved, and said nothing."""
     folder, constant = str(tmp_path), {"scheduler": {}}

@@ -155,7 +155,7 @@ def compare(results: list[Any], family: str, listed: bool, trained: str = "") ->
 
 # Mixtral's stacks are Qwen's, and AutoEP trains it in test_experts.py.
 CORE = [
-    ("deepseek_v3", True, 3, 2, "none"),
+    ("qwen3_moe", True, 3, 2, "none"),
     ("qwen3_moe", False, 1, 2, "marked"),
 ]
 CASES = usual(product(FAMILIES, (True, False), (3, 2, 1), (2, 4), ("none", "marked")), CORE)

@@ -108,7 +108,7 @@ def test_equals_a_program_that_writes_momentum(ranks: Any, case: dict[str, Any])
 @pytest.mark.parametrize(
     ("stage", "world", "how"),
     [
-        *((3, 2, "deepspeed"), (1, 4, "progress")),
+        *((1, 4, "progress"), full(3, 2, "deepspeed")),
         *(full(0, 2, "state"), full(2, 3, "state"), full(3, 4, "progress"), full(2, 4, "universal")),
     ],
 )

@@ -177,7 +177,7 @@ def moved_away(
         *(full(stage, "fp32", None) for stage in (2, 3)),
         full(2, "bf16", "bf16"),
         (3, "bf16", "bf16"),
-        (2, "bf16", "int8"),
+        full(2, "bf16", "int8"),
     ],
 )
 def test_offload_states_changes_nothing(ranks: Any, stage: int, precision: str, momentum: str | None) -> None:

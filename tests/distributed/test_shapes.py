@@ -23,7 +23,7 @@ WITHOUT_HEADS = {"matrices": FUSED_SPLITS}
     [
         full(0, 2, {}),
         full(1, 3, {}),
-        (2, 4, {"round_robin_gradients": True}),
+        full(2, 4, {"round_robin_gradients": True}),
         pytest.param(3, 2, {"sub_group_size": 400}, marks=pytest.mark.compat),
         full(3, 4, {}),
         full(1, 2, training.OFFLOAD),

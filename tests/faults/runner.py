@@ -302,8 +302,12 @@ def trimmed(cases: Sequence[Case]) -> list[Case]:
     """Choose few cases: around the commit, and one for each other kind of call."""
     chosen: list[Case] = []
     seen: set[Any] = set()
-    # A stride that shares no factor with the number of cases: neighbours differ in call, way and action.
-    order = sorted(range(len(cases)), key=lambda number: number * 37 % len(cases))
+    # Those of the command line first, which train nothing; then a stride without a common factor with the number of
+    # cases, so that neighbours differ in call, way and action.
+    order = sorted(
+        range(len(cases)),
+        key=lambda number: (cases[number].saver != "command line", number * 37 % len(cases)),
+    )
     for case in (cases[number] for number in order):
         assert case.fault is not None
         call = (case.call_name, case.fault.rank, case.fault.action)

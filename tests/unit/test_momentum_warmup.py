@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.kernels import forced_dtype
 from tests.support.models import MATRICES, build
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import limits
+from tests.support.thinning import each_value
 
 WARMUP = {"from": 0.5, "steps": 4}
 RISING = [0.5, 0.6, 0.7, 0.8, 0.9, 0.9]
@@ -104,9 +106,8 @@ SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, 
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_matches_the_reference(nesterov: bool, variant: str) -> None:
+@pytest.mark.parametrize(("variant", "nesterov"), each_value(product(VARIANTS, (True, False))))
+def test_matches_the_reference(variant: str, nesterov: bool) -> None:
     """With ``update_scale``, too."""
     ours = build("toy")
     given: dict[str, Any] = {**SETTINGS, "variant": variant, "nesterov": nesterov, "update_scale": 0.3}

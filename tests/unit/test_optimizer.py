@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from decimal import Decimal
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,17 @@ from tests.support.kernels import forced_dtype
 from tests.support.models import MATRICES, batch, build, train_alone
 from tests.support.oracle import Oracle, matrices_of
 from tests.support.rounding import limits
+from tests.support.thinning import each_value
 
 SETTINGS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8, "ns_dtype": forced_dtype()}
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("rule", ["original", "match_rms_adamw", "unit_rms_norm"])
-def test_matches_the_reference(nesterov: bool, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "nesterov"),
+    each_value(product(("original", "match_rms_adamw", "unit_rms_norm"), (True, False))),
+)
+def test_matches_the_reference(rule: str, nesterov: bool) -> None:
     ours = build("toy")
     optimizer = Muon(ours, nesterov=nesterov, adjust_lr_fn=rule, **SETTINGS)  # type: ignore[arg-type]
     for step in range(5):
