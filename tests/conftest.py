@@ -70,13 +70,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker("full")]
-    # Files with the longest tests first, then those with the most: no process is left alone with a long one at the end.
-    # Needs pytest-xdist's --no-loadscope-reorder.
+    # Files with the longest tests first, unit tests last, and otherwise those with the most tests first: no process is
+    # left alone with a long one at the end. Needs pytest-xdist's --no-loadscope-reorder.
     limits: dict[Path, float] = {}
     numbers: Counter[Path] = Counter(item.path for item in items)
     for item in items:
         limits[item.path] = max(limits.get(item.path, 0.0), time_limit(item))
-    items.sort(key=lambda item: (-limits[item.path], -numbers[item.path], item.path))
+    items.sort(
+        key=lambda item: (-limits[item.path], item.path.parent.name == "unit", -numbers[item.path], item.path)
+    )
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 

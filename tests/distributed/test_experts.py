@@ -305,7 +305,6 @@ def test_settings(ranks: Any, name: str) -> None:
     compare(results, "autoep", 8, 0.5)
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("stage", "ep_size", "last"),
     usual(product((3, 2, 1), (4, 2, 1), ("idle", "rare")), {(3, 4, "idle"), (1, 2, "rare")}),
