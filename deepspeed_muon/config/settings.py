@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from deepspeed_muon.config import values as v
 from deepspeed_muon.config.keywords import MuonKeywords
@@ -32,7 +32,6 @@ from deepspeed_muon.config.values import (
     MomentumWarmupConfig,
     QkClipConfig,
     RestoreConfig,
-    readable,
     shown,
 )
 from deepspeed_muon.errors import ConfigError
@@ -118,7 +117,7 @@ class MuonConfig(_VariantSettings):
         description="`decoupled` (multiplied by the learning rate), `independent` (not), `cautious` (decoupled, only "
         "where the update has the weight's sign).",
     )
-    betas: Annotated[tuple[v.Fraction, v.SecondBeta], BeforeValidator(v.pair)] = Field(
+    betas: tuple[v.Fraction, v.SecondBeta] = Field(
         default=(0.9, 0.95), description="AdamW's betas; the second must be above 0."
     )
     eps: v.Eps = Field(default=1e-10, description="AdamW's epsilon.")
@@ -182,7 +181,7 @@ class MuonConfig(_VariantSettings):
         description="Communication dtype, in which momentum directions and updates are sent. `auto`: bf16 for bf16 and "
         "fp16 models, else fp32.",
     )
-    matrices: Annotated[dict[str, MatricesConfig], BeforeValidator(v.by_pattern)] = Field(
+    matrices: dict[str, MatricesConfig] = Field(
         default_factory=dict,
         description="Which matrices a weight is made of, by name pattern: "
         '`{"*.qkv.weight": {"split": "qkv", "heads": "config"}}` '
@@ -210,8 +209,8 @@ class MuonConfig(_VariantSettings):
         description="Overlap communication with Newton-Schulz. `false` gives bit-identical results with a third of the "
         "buffers ([measured.md](measured.md#overlap-of-communication-and-computation)).",
     )
-    health: Annotated[int, BeforeValidator(v.steps_between_samples), Field(ge=0, le=1_000_000)] = Field(
-        default=v.HEALTH_EVERY,
+    health: Annotated[v.Integer, Field(ge=0, le=1_000_000)] = Field(
+        default=100,
         description="Number of steps between two samples for DeepSpeed's monitor. Besides, every orthogonalised matrix "
         "is checked in every step; `false` turns both off ([health.md](health.md)).",
     )
@@ -235,8 +234,8 @@ class MuonConfig(_VariantSettings):
             where: The name of the section in error messages.
 
         Raises:
-            ConfigError: With one line per bad key, naming the key, the value and what is allowed; or if ``ns_schedule``
-                cannot run for ``ns_steps``.
+            ConfigError: With a line for each bad key, and for each type that it can have, naming the key, the value and
+                what is allowed; or if ``ns_schedule`` cannot run for ``ns_steps``.
         """
         if not isinstance(params, (Mapping, type(None))):
             raise ConfigError(f"{where}: must be an object, got {shown(params)}")
@@ -254,10 +253,15 @@ class MuonConfig(_VariantSettings):
     @classmethod
     def of_values(cls, values: Mapping[str, object], where: str) -> MuonConfig:
         """Return :meth:`from_params` of known keys, without :meth:`check_iteration`."""
+        given = {key: v.plain(value) for key, value in values.items() if value is not None}  # null is the default
         try:
-            config = cls.model_validate({**values})
+            config = cls.model_validate(given)
         except ValidationError as error:
-            raise ConfigError(readable(error, values, where)) from None
+            lines = (
+                f"{where}.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {shown(e['input'])})"
+                for e in error.errors()
+            )
+            raise ConfigError("\n".join(lines)) from None
         config.check_combinations()
         return config
 
@@ -289,12 +293,6 @@ class MuonConfig(_VariantSettings):
                 f"{self.momentum:g} (in optimizer.params or a param group): a warm-up rises to it. To lower momentum, "
                 f"write it into the param groups during the run"
             )
-        for key in ("weight_decay", "muon_weight_decay", "adam_weight_decay"):
-            if self.weight_decay_mode == "independent" and (getattr(self, key) or 0.0) > 1.0:
-                raise ConfigError(
-                    f"optimizer.params.{key}: must be at most 1 with weight_decay_mode 'independent', where it is the "
-                    f"fraction that each step subtracts from a weight (got {getattr(self, key)!r})"
-                )
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ConfigError``."""

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import difflib
-import numbers
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,13 +18,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_serializer,
     model_validator,
 )
 from torch import Tensor
-
-from deepspeed_muon.math.coefficients import NsScheduleName
 
 TORCH_OPTIONS = {
     "maximize": "negate the loss instead",
@@ -58,25 +54,6 @@ RENAMED = {
 }
 """Arguments of the Muon of DeepSpeed, Dion, Megatron-LM (Emerging-Optimizers) and Keller Jordan, with the keys here."""
 
-# Keys whose value may have one of several types. Pydantic reports an error for each type; these texts replace them.
-_ALLOWED = {
-    "ns_schedule": "must be one of {} or a list of triples [a, b, c]".format(
-        ", ".join(map(repr, get_args(NsScheduleName)))
-    ),
-    "split": "must be 'qkv', 'gate_up' or a list of whole sizes",
-    "heads": "must be 'config', a whole number of at least 1, or a list of those",
-    "include": "must be a list of name patterns",
-    "exclude": "must be a list of name patterns",
-}
-
-# Type of pydantic's error to the words for it and the name of the bound in the error's context.
-_BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("above", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("below", "lt"),
-}
-
 
 def unknown_key_message(key: str, valid_keys: Iterable[str], where: str = "") -> str:
     """Return the message of an error about an unknown key, which suggests what to write instead.
@@ -97,108 +74,27 @@ def unknown_key_message(key: str, valid_keys: Iterable[str], where: str = "") ->
     return f"{where}unknown key {key!r}; {hint}"
 
 
-def readable(error: ValidationError, params: Mapping[str, object], where: str) -> str:
-    """Turn pydantic's errors about ``params``, the section ``where``, into one line per key."""
-    lines: dict[str, str] = {}
-    for item in error.errors():
-        location, value, message = item["loc"], item["input"], str(item["msg"])
-        context = item.get("ctx", {})
-        if item["type"] in _BOUNDS:
-            word, name = _BOUNDS[item["type"]]
-            message = f"must be {word} {context[name]:g}"
-        elif isinstance(context.get("error"), ValueError):
-            message = str(context["error"])
-        # The location of a key is (key, ...). In "matrices" it begins with the section and a name pattern:
-        # ("matrices", "*.qkv.weight", "heads", 0).
-        end = 3 if location[0] == "matrices" else 1
-        if len(location) >= end and location[end - 1] in _ALLOWED:
-            location, message = location[:end], _ALLOWED[str(location[end - 1])]
-            nested: Any = params
-            for step in location:
-                nested = nested[step]
-            value = nested
-        # ('matrices', '*.qkv.weight', 'heads') is shown as matrices['*.qkv.weight'].heads.
-        key = str(location[0])
-        for position, step in enumerate(location[1:], start=1):
-            is_bracketed = isinstance(step, int) or (position, location[0]) == (1, "matrices")
-            key += f"[{step!r}]" if is_bracketed else f".{step}"
-        # The first error of a key is shown: a union has one for each of its types.
-        lines.setdefault(key, f"{where}.{key}: {message} (got {shown(value)})")
-    return "\n".join(lines.values())
-
-
 def shown(value: object) -> str:
     """Return the repr of a value, shortened to one line."""
     return " ".join(reprlib.repr(value).split())
 
 
-HEALTH_EVERY = 100
-"""Default of ``health``: steps between two samples."""
-
-
 def plain(value: Any) -> Any:
-    """Return the number in a tensor or array of one element, and any other value as it is."""
+    """Return the number in a tensor or array of one element, or of numpy, and any other value as it is."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.item()
-    return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
 
 
-def _number(value: object) -> float:
-    """Accept numbers, also of numpy and in one-element tensors; raise with a hint for anything else."""
-    value = plain(value)
-    if isinstance(value, str):
-        if value == "auto":
-            raise ValueError(
-                "is 'auto', which only the Hugging Face integrations fill in (for lr, betas, eps and weight_decay); "
-                "write a number"
-            )
-        try:
-            number = float(value)
-        except ValueError:
-            raise ValueError("must be a number") from None
-        raise ValueError(
-            f"must be a number, not a text: write {number:.12g} without quotes (YAML wants a point, as in 1.0e-4)"
-        )
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise ValueError("must be a number")
-    # Numbers of numpy become Python's, which JSON can hold.
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+def _whole(value: object) -> object:
+    """Return the whole number that JSON writes as 1e8, 0 for False (``health``), and any other value as it is."""
+    return int(value) if value is False or (isinstance(value, float) and value.is_integer()) else value
 
 
-def _flag(value: object) -> bool:
-    if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise ValueError("must be true or false")
-
-
-def pair(value: object) -> object:
-    """Raise for anything but two values, which pydantic checks then."""
-    if isinstance(value, str):
-        return _number(value)  # raises, with the remedy for a string
-    if not hasattr(value, "__len__") or len(value) != 2:
-        raise ValueError("must be two numbers, as in [0.9, 0.95]")
-    return value
-
-
-def steps_between_samples(value: object) -> float:
-    """Return the steps between two samples of health: 0 for ``False``, the default for ``True`` and ``None``."""
-    if isinstance(value, Mapping):
-        raise ValueError("must be the steps between two samples, or true or false")
-    if value is None or value is True:
-        return HEALTH_EVERY
-    return 0 if value is False else _number(value)
-
-
-def by_pattern(value: object) -> object:
-    """Return an empty object for ``None``; raise for anything else that is not an object."""
-    if not isinstance(value, (Mapping, type(None))):
-        raise ValueError("must be an object: name pattern to an object with split, heads or transposed")
-    return value or {}
-
-
-Number = Annotated[float, BeforeValidator(_number)]
-Integer = Annotated[int, BeforeValidator(_number)]
-Flag = Annotated[bool, BeforeValidator(_flag)]
+# Strict: to pydantic True and "1" would be numbers.
+Number = Annotated[float, Field(strict=True)]
+Integer = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
+Flag = Annotated[bool, Field(strict=True)]
 # A larger rate or decay is a mistake: the bound is far above useful values and far below the largest fp32.
 Rate = Annotated[Number, Field(ge=0, le=1e4)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
@@ -208,7 +104,7 @@ SecondBeta = Annotated[Number, Field(gt=0, lt=1)]
 Eps = Annotated[Number, Field(ge=1e-30, le=100)]
 Positive = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
 ChunkNumel = Annotated[Integer, Field(ge=1, le=1 << 40)]
-Size = Annotated[Integer, Field(ge=1, strict=True)]
+Size = Annotated[int, Field(strict=True, ge=1)]
 Sizes = Annotated[list[Size], Field(min_length=1)]
 
 
@@ -216,24 +112,6 @@ class _Section(BaseModel):
     """A setting that is an object. Unknown keys in it are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @classmethod
-    def _expand(cls, value: object) -> object:
-        """Return the object that a short form means, and any other value as it is."""
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_keys(cls, value: object) -> object:
-        value = cls._expand(value)
-        keys = [field.alias or name for name, field in cls.model_fields.items()]
-        if not isinstance(value, (Mapping, cls)):
-            *first, last = keys
-            raise ValueError(f"must be an object with {', '.join(first)} or {last}")
-        unknown = [str(key) for key in value if key not in keys] if isinstance(value, Mapping) else []
-        if unknown:
-            raise ValueError("; ".join(unknown_key_message(key, keys) for key in unknown))
-        return value
 
 
 class MatricesConfig(_Section):
@@ -285,15 +163,10 @@ class RestoreConfig(_Section):
         "correction and `momentum_warmup`.",
     )
 
+    @model_validator(mode="before")
     @classmethod
-    def _expand(cls, value: object) -> object:
-        if isinstance(value, str):
-            value = {"path": value}
-        if isinstance(value, Mapping) and "\0" in str(value.get("path", "")):
-            raise ValueError("holds a NUL character, which no path can")
-        if not isinstance(value, (Mapping, cls)):
-            raise ValueError("must be a path, or an object with path and progress")
-        return value
+    def _from_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)

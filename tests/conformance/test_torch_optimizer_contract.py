@@ -36,7 +36,7 @@ INPUTS: dict[str, dict[str, Any] | tuple[dict[str, Any], str]] = {
     "fused": ({"fused": True}, "'fused' is an option of torch's"),
     "capturable": ({"capturable": True}, "'capturable' is an option of torch's"),
     "differentiable": ({"differentiable": True}, "'differentiable' is an option of torch's"),
-    "negative lr": ({"lr": -1.0}, "lr: must be at least 0"),
+    "negative lr": ({"lr": -1.0}, "lr: Input should be greater than or equal to 0"),
 }
 
 
