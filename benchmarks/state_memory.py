@@ -28,8 +28,7 @@ from benchmarks import step_ranks, support
 from benchmarks.optimizer_step import RETURN_MEMORY
 from benchmarks.support import Row
 from deepspeed_muon.engine.offload import master_dtype
-from deepspeed_muon.tools.plan import forecast
-from deepspeed_muon.tools.predict import PlanSettings
+from deepspeed_muon.tools.plan import PlanSettings, forecast
 
 MIB = 1 << 20
 ROLES = ("master_weights", "gradients", "gradient_copy", "momentum", "moments", "exchange_buffers")

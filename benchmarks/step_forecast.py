@@ -10,7 +10,7 @@ import torch
 from benchmarks.step_ranks import members_of
 from benchmarks.support import Row
 from deepspeed_muon.routing.rules import route_parameters
-from deepspeed_muon.tools.predict import PlanSettings, exchange_of, zero_bytes
+from deepspeed_muon.tools.plan import PlanSettings, exchange_of, zero_bytes
 
 # Whether an optimizer sends directions and updates. The plan does not know how much of that is hidden.
 _EXCHANGES = {"ours": True, "ours, no overlap": True, "DeepSpeed AdamW": False}

@@ -35,8 +35,7 @@ from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.step import gradient_flags
 from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.step_set import StepContext
-from deepspeed_muon.tools.plan import forecast
-from deepspeed_muon.tools.predict import PlanSettings
+from deepspeed_muon.tools.plan import PlanSettings, forecast
 from deepspeed_muon.transport.all_to_all import (
     ChunkExchange,
     ExchangeBuffers,

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import variants  # the path is set above
 from benchmarks.variants import OPTIMIZERS, Row, Run, loss, read_rows, rounded
-from deepspeed_muon.tools import size_laws
+from deepspeed_muon.tools.rates import factor
 
 RAW = variants.RAW.with_name("transfer.jsonl")
 REPEATED = variants.RAW.with_name("transfer_repeated.jsonl")
@@ -115,7 +115,8 @@ def printed_factor(rule: str, cell: Cell) -> float:
     before, after = (
         {"width": run.dim, "tokens": run.steps * run.tokens, "batch": run.tokens} for run in (BASE, cell)
     )
-    return size_laws.factor(before, after, OPTIMIZERS[rule].get("adjust_lr_fn", "original"))
+    ratios = {size: after[size] / before[size] for size in before}
+    return factor(ratios, OPTIMIZERS[rule].get("adjust_lr_fn", "original"))
 
 
 def seven_rates(rule: str, cell: Cell) -> list[float]:

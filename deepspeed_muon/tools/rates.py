@@ -1,16 +1,17 @@
 """``python -m deepspeed_muon rates CONFIG``: the ``optimizer`` section of Muon for a run of another size.
 
 Reads a DeepSpeed configuration of AdamW or of Muon. Under ``match_rms_adamw`` AdamW's rate serves Muon too. With
-``--from`` and ``--to`` Muon's rate is carried from the run on which it was tuned to one of another
-size (:mod:`.size_laws`).
+``--from`` and ``--to`` Muon's rate is carried from the run on which it was tuned to one of another size, by a published
+law, because it cost little in the runs here, which are of other models than those that it was fitted on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,35 +19,48 @@ from typing import Any
 import hjson
 
 from deepspeed_muon.config.settings import OUR_TYPE, MuonConfig
-from deepspeed_muon.config.values import shown, unknown_key_message
+from deepspeed_muon.config.values import shown
 from deepspeed_muon.errors import ConfigError
-from deepspeed_muon.math.updates import WIDTH_EXPONENT
-from deepspeed_muon.tools.command_line import Output
+from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName
+from deepspeed_muon.tools.command_line import SIZES, Output
 from deepspeed_muon.tools.model_shapes import read_object
-from deepspeed_muon.tools.size_laws import (
-    MEASURED,
-    ROOT_OF_WIDTH,
-    Sizes,
-    factor,
-    measured_name,
-    powers,
-    read_sizes,
-)
 
 _PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 """Keys of ``scheduler.params`` with the number that a group with ``lr`` (without it: with ``muon_lr``) gets."""
 
-_ADAMW_ONLY = (
+_ADAMW_ONLY = {
     "torch_adam",
-    "adam_w_mode",
     "bias_correction",
     "amsgrad",
     "set_grad_none",
     "foreach",
     "fused",
     "fp32_optimizer_states",
-)
+}
 """Options of AdamW in DeepSpeed that say how it computes."""
+
+Sizes = Mapping[str, float]
+"""The sizes of a run that are known, by their names in :data:`SIZES`."""
+
+MEASURED = ("original", "match_rms_adamw", "spectral", "normuon")
+"""The scale rules of plain Muon, and the variant under the rule ``original``, whose rates the runs here measured."""
+
+_ROOT_OF_WIDTH = ("match_rms_adamw", "spectral")
+"""The scale rules that contain the root of the width."""
+
+_EXPONENTS = {"width": WIDTH_EXPONENT["original"], "tokens": -0.395, "batch": 0.5}
+"""The law that is followed (marin-community/marin#5951), for updates that grow with the width as under ``original``."""
+
+
+def _powers(rule: AdjustLrName) -> Sizes:
+    """Return the exponents of the law under a scale rule, whose root of the width is divided out."""
+    return {**_EXPONENTS, "width": _EXPONENTS["width"] - 0.5 * (rule in _ROOT_OF_WIDTH)}
+
+
+def factor(ratios: Sizes, rule: AdjustLrName) -> float:
+    """Return by what the rate changes where the sizes of a run change by these factors."""
+    exponents = _powers(rule)
+    return math.prod(float(ratio ** exponents[size]) for size, ratio in ratios.items())
 
 
 @dataclass(slots=True)
@@ -82,7 +96,7 @@ class Proposal:
 def run(arguments: argparse.Namespace) -> Output:
     """Run the command ``rates``."""
     proposal = propose(read_object(Path(arguments.config), hjson.loads))
-    before, after = read_sizes("--from", arguments.before), read_sizes("--to", arguments.after)
+    before, after = _read_sizes("--from", arguments.before), _read_sizes("--to", arguments.after)
     if bool(arguments.before) > bool(after) or (after and not before):
         given, absent = ("--to", "--from") if after else ("--from", "--to")
         raise ConfigError(
@@ -132,13 +146,10 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
     params = section.get("params") or {}
     if not isinstance(params, Mapping):
         raise ConfigError(f"optimizer.params: must be an object, got {shown(params)}")
-    # 1. What DeepSpeed's AdamW alone has is left out. Any other key that is not ours is a mistake.
+    # 1. What DeepSpeed's AdamW alone has is left out.
     given = {key: value for key, value in params.items() if value is not None}  # null is the default
-    proposal = Proposal({key: value for key, value in given.items() if key in MuonConfig.model_fields})
-    for key in sorted(given.keys() - proposal.params.keys()):
-        if key not in _ADAMW_ONLY:
-            known = [*MuonConfig.model_fields, *_ADAMW_ONLY]
-            raise ConfigError(unknown_key_message(key, known, "optimizer.params"))
+    proposal = Proposal({key: value for key, value in given.items() if key not in _ADAMW_ONLY})
+    for key in sorted(given.keys() & _ADAMW_ONLY):
         proposal.notes.append(f"left out: {key}, an option of DeepSpeed's AdamW without a counterpart here")
     # 2. AdamW's defaults are others here.
     if name in ("adam", "adamw"):
@@ -169,8 +180,10 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
         after: The sizes of the run to train.
     """
     config, params, rate_key = proposal.config(), proposal.params, proposal.rate_key
-    rule = config.adjust_lr_fn
-    exponents, name = powers(rule), measured_name(config.variant, rule)
+    rule, variant = config.adjust_lr_fn, config.variant
+    exponents = _powers(rule)
+    # As in MEASURED; another text if it was not measured.
+    name = rule if variant == "muon" else variant if rule == "original" else f"{variant} with {rule}"
     ratios = {size: after[size] / before[size] for size in exponents if size in before and size in after}
     if set(ratios.values()) <= {1.0} or rate_key is None:
         return
@@ -178,7 +191,7 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
         proposal.notes.append(f"the rate is not carried: how it follows a size under {rule} was not measured")
         return
     # 1. The rate.
-    times = factor(before, after, rule)
+    times = factor(ratios, rule)
     source = "which the runs here agree with" if name in MEASURED else f"which was not measured under {name}"
     formula = " ".join(f"{ratio:.4g}^{exponents[size]:g} ({size})" for size, ratio in ratios.items())
     rate = params[rate_key]
@@ -204,13 +217,32 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
     if rate_key == "lr" and config.adam_lr is None and rate != "auto":
         proposal.reasons["lr"] = (
             "AdamW's rate, as tuned; in the measured runs it was the same at all widths"
-            + ("" if rule in ROOT_OF_WIDTH else "; this one was Muon's, too: choose adam_lr")
+            + ("" if rule in _ROOT_OF_WIDTH else "; this one was Muon's, too: choose adam_lr")
         )
     if proposal.peak is not None and "lr" not in params:
         key, value = proposal.peak
         proposal.notes.append(
             f"scheduler.params.{key}, {shown(value)}, stands for muon_lr: multiply it by {times:.3g}"
         )
+
+
+def _read_sizes(option: str, values: Sequence[str]) -> Sizes:
+    """Return the sizes of an option, given as ``["width=512", "tokens=10e9"]``."""
+    sizes: dict[str, float] = {}
+    for value in values:
+        name, _, text = value.partition("=")
+        try:
+            size = float(text)
+        except ValueError:
+            size = math.nan
+        if name not in SIZES or not 1 <= size < math.inf:
+            accepted = ", ".join(f"{key} ({meaning})" for key, meaning in SIZES.items())
+            raise ConfigError(
+                f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {accepted} and a number of at "
+                f"least 1, got {value!r}"
+            )
+        sizes[name] = size
+    return sizes
 
 
 def three_digits(value: float) -> float:

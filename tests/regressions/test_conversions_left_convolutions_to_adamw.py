@@ -11,8 +11,7 @@ import torch
 
 from deepspeed_muon import __main__ as cli
 from deepspeed_muon.checkpoint import load_index, restore
-from deepspeed_muon.tools.deepspeed_reader import settings_to_repeat
-from deepspeed_muon.tools.saved_routes import convolution_kind, route_saved
+from deepspeed_muon.tools.deepspeed_reader import convolution_kind, route_saved, settings_to_repeat
 from tests.support import training
 from tests.support.checkpoints import save_foreign
 from tests.support.models import MATRICES, build

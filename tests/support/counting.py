@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed_muon
-from deepspeed_muon.tools.plan import forecast
-from deepspeed_muon.tools.predict import PlanSettings, exchange_of, zero_bytes
+from deepspeed_muon.tools.plan import PlanSettings, exchange_of, forecast, zero_bytes
 from tests.support import training
 from tests.support.collectives import groups_in, tensors_in
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import rates, transfer, transfer_report
 from benchmarks.variants import RAW, Results, read_rows
 from deepspeed_muon.math.updates import WIDTH_EXPONENT
-from deepspeed_muon.tools.size_laws import MEASURED
+from deepspeed_muon.tools.rates import MEASURED
 
 RESULTS = Results(RAW)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measured.md"

@@ -17,7 +17,7 @@ from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsMethod, NsSettings, orthogonalize
 from deepspeed_muon.routing.route import Route
-from deepspeed_muon.tools.predict import PlanSettings, exchange_of, iteration_numel
+from deepspeed_muon.tools.plan import PlanSettings, exchange_of, iteration_numel
 
 pytest.importorskip("transformers")
 

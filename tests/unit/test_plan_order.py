@@ -13,7 +13,7 @@ from deepspeed_muon.plan.owners import balanced_order
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model, with_separate_experts
-from deepspeed_muon.tools.predict import PlanSettings, exchange_of
+from deepspeed_muon.tools.plan import PlanSettings, exchange_of
 from tests.support.thinning import full
 
 pytest.importorskip("transformers")

@@ -32,7 +32,7 @@ from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.check import ResultCheck
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
-from deepspeed_muon.tools.predict import PlanSettings, parameter_bytes, step_sets
+from deepspeed_muon.tools.plan import PlanSettings, parameter_bytes, step_sets
 from deepspeed_muon.transport.all_to_all import ChunkExchange, ExchangeBuffers, SentCounts
 from deepspeed_muon.variants import VARIANTS
 

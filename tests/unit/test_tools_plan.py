@@ -20,8 +20,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize, orthogo
 from deepspeed_muon.routing.evidence import NamedParameter
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model
-from deepspeed_muon.tools.plan import report
-from deepspeed_muon.tools.predict import PlanSettings
+from deepspeed_muon.tools.plan import PlanSettings, report
 from tests.support.native_ops import REPOSITORY
 
 pytest.importorskip("transformers")
