@@ -17,8 +17,8 @@ if sys.argv[:1] in (["-m"], _program := sys.orig_argv[-len(sys.argv) :][:1]) and
 
 from deepspeed_muon.checkpoint import consolidate, restore
 from deepspeed_muon.config.settings import MuonConfig
-from deepspeed_muon.engine import health, is_active, muon_optimizer, plan_report, routes
-from deepspeed_muon.engine.hooks import is_registered, register, unregister
+from deepspeed_muon.engine import health, is_active, muon_optimizer, routes
+from deepspeed_muon.engine.hooks import register, unregister
 from deepspeed_muon.errors import (
     BindingError,
     CheckpointError,
@@ -57,11 +57,9 @@ __all__ = [
     "consolidate",
     "health",
     "is_active",
-    "is_registered",
     "muon_optimizer",
     "orthogonalize",
     "orthogonalize_sharded",
-    "plan_report",
     "register",
     "restore",
     "routes",

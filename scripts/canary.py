@@ -133,13 +133,11 @@ def facts() -> dict[str, Any]:
         import deepspeed_muon  # noqa: F401
     except Exception as error:  # then its modules are there, but not the package
         guard = f"{type(error).__name__}: {error}"
-    modules = ("hooks", "fingerprints", "views")
-    hooks, fingerprints, views = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in modules)
-    if hooks is None or fingerprints is None or views is None:
+    modules = ("hooks", "patching", "views")
+    hooks, patching, views = (sys.modules.get(f"deepspeed_muon.engine.{name}") for name in modules)
+    if hooks is None or patching is None or views is None:
         raise SystemExit(guard)
-    texts = {
-        fingerprints.name_of(*each): fingerprints.source_of(*each) for each in hooks.followed_functions()
-    }
+    texts = {patching.name_of(*each): patching.source_of(*each) for each in hooks.followed_functions()}
     for wrapper, view in views.WRAPPERS.items():
         classes = (each for each in wrapper.__mro__ if each.__module__.startswith("deepspeed."))
         code = "".join(map(inspect.getsource, classes))

@@ -87,12 +87,12 @@ def facts() -> dict[str, Any]:
     """Return the release of the DeepSpeed that is imported, and the digests of its functions."""
     import deepspeed
 
-    from deepspeed_muon.engine import fingerprints, hooks
+    from deepspeed_muon.engine import hooks, patching
 
     functions = hooks.followed_functions()
     return {
         "release": Version(deepspeed.__version__).base_version,
-        "functions": {fingerprints.name_of(*pair): fingerprints.digest_of(*pair) for pair in functions},
+        "functions": {patching.name_of(*pair): patching.digest_of(*pair) for pair in functions},
     }
 
 

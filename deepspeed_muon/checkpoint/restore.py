@@ -187,6 +187,7 @@ def restore_from_source(
 def _compare_parameters(state: LiveState, source: ConsolidatedSource, with_state: bool) -> list[str]:
     """Return in words how the parameters of this rank differ from the checkpoint's."""
     records = source.parameters
+    is_foreign = source.index.source.get("optimizer") != OURS
     problems: list[str] = []
     unmatched = [name for name in records if name not in state.parameters]
     for name, parameter in state.parameters.items():
@@ -207,11 +208,13 @@ def _compare_parameters(state: LiveState, source: ConsolidatedSource, with_state
             problems.append(
                 f"parameter {name} has shape {list(live.shape)}, in the checkpoint {list(saved.shape)} ({file})"
             )
-        elif with_state and saved.algorithm != live.algorithm:
+        # Another optimizer's AdamW state becomes Muon's: its first moment is a moving average of the gradient, too.
+        elif (
+            with_state and saved.algorithm != live.algorithm and (live.algorithm == "adamw" or not is_foreign)
+        ):
             problems.append(
                 f"parameter {name} goes to {live.algorithm} ({parameter.route_reason}), in the checkpoint to "
-                f"{saved.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did, or "
-                f"convert it again with --include / --exclude"
+                f"{saved.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did"
             )
         elif with_state and saved.rows and parameter.row_fragments:
             rows = parameter.slice_of(saved.row_keys[0]).length
@@ -746,8 +749,10 @@ def _write_state(plan: _RestorePlan) -> None:
 def _write_partitions(plan: _RestorePlan) -> None:
     for parameter, key, flat in plan.writes:
         for fragment in parameter.local_fragments(key):
-            if key in plan.source.parameters[parameter.name].tensor_keys:
-                read_fragment(plan.source, parameter.slice_of(key), key, fragment, flat)
+            saved = plan.source.parameters[parameter.name]
+            saved_key = "exp_avg" if key == "momentum_buffer" and saved.algorithm == "adamw" else key
+            if saved_key in saved.tensor_keys:
+                read_fragment(plan.source, parameter.slice_of(key), saved_key, fragment, flat)
             else:
                 # State that the saved run did not have, such as that of another variant.
                 flat.narrow(0, fragment.partition_offset, fragment.numel).zero_()

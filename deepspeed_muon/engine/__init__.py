@@ -1,4 +1,4 @@
-"""What a program may ask of an engine: its optimizer, its routes, its plan, its health.
+"""What a program may ask of an engine: its optimizer, its routes, its health.
 
 All that replaces or reads parts of DeepSpeed is in this layer:
 
@@ -12,24 +12,21 @@ All that replaces or reads parts of DeepSpeed is in this layer:
 * :mod:`.views`: the only module that reads attributes of ZeRO's wrappers.
 * :mod:`.workarounds`: defects of DeepSpeed that concern every optimizer; gradients of several backward passes are among
   them.
-* :mod:`.patching` and :mod:`.fingerprints`: how functions are replaced, and how a changed DeepSpeed is noticed.
+* :mod:`.patching`: how functions are replaced, and how a changed DeepSpeed is noticed.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.owners import sent_by_rank
 from deepspeed_muon.routing.param_groups import build_groups
-from deepspeed_muon.routing.route import Route, rows_of
+from deepspeed_muon.routing.route import Route
 
 
 def muon_of(engine: object) -> Muon | None:
@@ -76,45 +73,6 @@ def routes(trained: DeepSpeedEngine | Muon | nn.Module) -> list[Route]:
     if isinstance(trained, nn.Module) and not isinstance(trained, DeepSpeedEngine):
         return build_groups(trained, MuonConfig()).routes
     return (trained if isinstance(trained, Muon) else muon_optimizer(trained)).routes
-
-
-def plan_report(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Return routes, owners, work and bytes of every rank of an engine, from its exchange plans, as plain data.
-
-    ``python -m deepspeed_muon plan`` predicts the same without an engine, with memory and times. The ranks of a step
-    set are those among which its plan is made: all, or those that hold the same experts. ``own_bytes_per_step`` are
-    those that this rank sends; ``exchange_buffer_bytes`` those of its buffers.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` made with this optimizer.
-    """
-    optimizer = muon_optimizer(engine)
-    sets = []
-    for runner in optimizer.runners:
-        plan, group = runner.plan, runner.step_set.group
-        flops = np.zeros(plan.world_size)
-        np.add.at(flops, np.asarray(plan.owners, dtype=np.int64), runner.assignment.work)
-        gather, scatter = sent_by_rank(plan.matrices, plan.owners, plan.world_size)
-        sets.append(
-            {
-                "world_size": plan.world_size,
-                "ranks": [0] if group is None else dist.get_process_group_ranks(group),
-                "chunks": len(plan.chunks),
-                "matrices": [
-                    {"name": matrix.name, "owner": owner}
-                    for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
-                ],
-                "flops_per_rank": flops.tolist(),
-                "sent_bytes_per_rank": ((gather + scatter) * runner.context.comm_dtype.itemsize).tolist(),
-                "max_over_mean": float(flops.max() / flops.mean()) if flops.any() else 1.0,
-            }
-        )
-    return {
-        "routes": rows_of(optimizer.routes, per_parameter=True),
-        "step_sets": sets,
-        "own_bytes_per_step": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
-        "exchange_buffer_bytes": optimizer.exchange_buffers.reserved_bytes,
-    }
 
 
 def health(trained: DeepSpeedEngine | Muon) -> dict[str, Any]:

@@ -10,13 +10,12 @@ hook themselves.
 
 Changed elsewhere: where there is no wrapper yet, for the length of one call only, or in what a wrapper refers to:
 
-- the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, the classes that ZeRO's modules
-  compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``, and the functions by which stage 3 moves the
-  latter's state: :mod:`deepspeed_muon.engine.offload`;
+- the engine's ``zero_force_ds_cpu_optimizer``, the classes that ZeRO's modules compare an optimizer with,
+  ``DeepSpeedCPUAdam`` and ``FusedAdam``, and the functions by which stage 3 moves the latter's state:
+  :mod:`deepspeed_muon.engine.offload`;
 - how ZeRO 3 divides scalars (``Init._zero_init_param``): :mod:`deepspeed_muon.engine.configure`;
 - which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.load_tag`;
-- the swapper of NVMe offload: :mod:`deepspeed_muon.engine.nvme`; the ``GradScaler``:
-  :mod:`deepspeed_muon.engine.views`;
+- the swapper of NVMe offload: :mod:`deepspeed_muon.engine.nvme`; a ``GradScaler``: :mod:`deepspeed_muon.engine.views`;
 - inputs of leaf modules without a gradient: :func:`deepspeed_muon.engine.workarounds.experts.prepare_inputs`.
 """
 
@@ -50,7 +49,6 @@ from deepspeed_muon.config.settings import OUR_TYPE
 from deepspeed_muon.engine import (
     checkpointing,
     configure,
-    fingerprints,
     muon_of,
     nvme,
     offload,
@@ -58,7 +56,16 @@ from deepspeed_muon.engine import (
     step,
     workarounds,
 )
-from deepspeed_muon.engine.patching import Hook, Original, replace_method
+from deepspeed_muon.engine.patching import (
+    INSTALLED,
+    Followed,
+    Hook,
+    Original,
+    name_of,
+    replace_method,
+    table,
+    warn_of_unknown,
+)
 from deepspeed_muon.engine.views import (
     WRAPPERS,
     Bf16View,
@@ -81,7 +88,7 @@ def _configure_optimizer(
     """Make and bind the optimizer of an engine, then replace what a bound one needs."""
     result = configure.configure_optimizer(original, engine, client_optimizer, *args, **kwargs)
     if muon_of(engine) is not None:
-        fingerprints.warn_of_unknown(followed_functions)
+        warn_of_unknown(followed_functions)
         hook_engine(engine)
     elif (
         "_deepspeed_muon_switch" in sys.modules
@@ -188,11 +195,6 @@ _INSTALLED: dict[Hook, tuple[Any, Any]] = {}
 """Each hook that is in place, with the original and its replacement."""
 
 
-def is_registered() -> bool:
-    """Return whether the config type ``Muon`` means this project's optimizer."""
-    return bool(_INSTALLED)
-
-
 def register() -> None:
     """Let ``"optimizer": {"type": "Muon"}`` mean this project's optimizer in every engine made from now on.
 
@@ -204,7 +206,7 @@ def register() -> None:
     """
     if _INSTALLED:
         return
-    if Version(deepspeed.__version__) < Version(OLDEST):
+    if Version(OLDEST) > INSTALLED:
         raise InstallationError(
             f"DeepSpeed {deepspeed.__version__} is not supported: with current torch, releases before {OLDEST} lose "
             f"gradients at ZeRO 2 with accumulation or fail in their all-gather, whatever the optimizer; "
@@ -213,7 +215,7 @@ def register() -> None:
     if missing := missing_functions():
         raise InstallationError(
             f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}. Tested are "
-            f"{', '.join(fingerprints.table()['releases'])}: install one of them, or a newer deepspeed_muon"
+            f"{', '.join(table()['releases'])}: install one of them, or a newer deepspeed_muon"
         )
     for hook in HOOKS:
         original = getattr(hook.owner, hook.attribute)
@@ -252,7 +254,7 @@ def unregister() -> None:
         DEEPSPEED_OPTIMIZERS.remove(OUR_TYPE)
 
 
-def followed_functions() -> list[fingerprints.Followed]:
+def followed_functions() -> list[Followed]:
     """Return the functions of DeepSpeed whose bodies matter: replaced, called or relied on, those that exist."""
     followed = [*_needed_functions(), *_pairs(_RELIED_ON)]
     followed += _pairs((wrapper, sorted(read_by(view))) for wrapper, view in WRAPPERS.items())
@@ -261,10 +263,10 @@ def followed_functions() -> list[fingerprints.Followed]:
 
 def missing_functions() -> list[str]:
     """Return the functions that are replaced or called, and that this DeepSpeed does not have."""
-    return [fingerprints.name_of(*pair) for pair in _needed_functions() if not hasattr(*pair)]
+    return [name_of(*pair) for pair in _needed_functions() if not hasattr(*pair)]
 
 
-def _needed_functions() -> list[fingerprints.Followed]:
+def _needed_functions() -> list[Followed]:
     """Return the functions that some engine replaces, and those that are called."""
     replaced = [(owner, hook.attribute) for hook in ENGINE_HOOKS for owner in hook.classes()]
     return list(
@@ -272,7 +274,7 @@ def _needed_functions() -> list[fingerprints.Followed]:
     )
 
 
-def _pairs(rows: Iterable[tuple[Any, Iterable[str]]]) -> list[fingerprints.Followed]:
+def _pairs(rows: Iterable[tuple[Any, Iterable[str]]]) -> list[Followed]:
     return [(owner, name) for owner, names in rows for name in names]
 
 

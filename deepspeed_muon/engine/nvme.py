@@ -182,16 +182,14 @@ def check_copy(
             f"{tag_folder}: with offload to NVMe engine.load_checkpoint continues what deepspeed_muon saved, with the "
             f"optimizer's state: load weights alone into the model, before deepspeed.initialize"
         )
-    if not copy.is_dir():
-        raise CheckpointError(
-            f"{tag_folder}: has no {copy.relative_to(tag_folder)}: the run that saved it did not offload to NVMe, or a "
-            f"save was killed. Load it with zero_optimization.offload_optimizer.device cpu, or load another tag"
-        )
     with refusing(str(copy)):
         listed = json.loads((copy / _LIST).read_text()) if (copy / _LIST).exists() else {}
         files, sizes = listed.get("files", {}), _swap_files(copy)
     if listed.get("save") != save_id or any(sizes.get(name) != size for name, size in files.items()):
-        raise CheckpointError(f"{copy}: cut short, or of another save: a save was killed; load another tag")
+        raise CheckpointError(
+            f"{copy}: not there, cut short, or of another save: a save was killed, or its run did not offload to NVMe. "
+            f"Load another tag, or without offload to NVMe (zero_optimization.offload_optimizer.device cpu)"
+        )
     before = saved.record.get("optimizer", {}).get("momentum_dtype")
     now = optimizer_of(engine).config.momentum_dtype
     if before != now:

@@ -85,8 +85,6 @@ def _add_checkpoint(commands: Any, json_option: argparse.ArgumentParser) -> None
     reading = argparse.ArgumentParser(add_help=False)
     text = "unpickle anything in DeepSpeed's files: can run any code"
     reading.add_argument("--trust-pickles", action="store_true", help=text)
-    reading.add_argument("--include", action="append", default=[], help="from AdamW: names that go to Muon")
-    reading.add_argument("--exclude", action="append", default=[], help="from AdamW: names that go to AdamW")
     tag, set_help, out_help = "a tag's folder of save_checkpoint", "a consolidated set", "folder to write"
 
     text = "DeepSpeed's saved files, also of its own Muon or AdamW -> one safetensors set"

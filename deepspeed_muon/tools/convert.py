@@ -75,7 +75,7 @@ def consolidate_files(
         folder: A tag's folder, or the folder with ``latest``: ours, DeepSpeed's own Muon's, or AdamW's.
         out_dir: The folder to write; made if needed.
         shard_bytes: Size of a file, in bytes.
-        **reading: ``trust``, ``include``, ``exclude`` of :class:`DeepSpeedFiles`.
+        **reading: ``trust`` of :class:`DeepSpeedFiles`.
 
     Returns:
         The index that was written.
@@ -135,7 +135,7 @@ def convert_to_universal(
     Args:
         input_folder: The tag's folder: ours, DeepSpeed's own Muon's, or AdamW's, of stages 0 to 3.
         output_folder: The folder to write; must be new or empty. ``latest_universal`` beside it will name it.
-        **reading: ``trust``, ``include``, ``exclude`` of :class:`DeepSpeedFiles`.
+        **reading: ``trust`` of :class:`DeepSpeedFiles`.
 
     Returns:
         Sentences about what was lost or made up.
@@ -247,7 +247,7 @@ def run(arguments: argparse.Namespace) -> Output:
 
 
 def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"trust": arguments.trust_pickles, "include": arguments.include, "exclude": arguments.exclude}
+    return {"trust": arguments.trust_pickles}
 
 
 def _consolidate(arguments: argparse.Namespace) -> Output:

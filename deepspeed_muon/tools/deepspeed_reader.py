@@ -6,20 +6,19 @@ list of DeepSpeed's own classes allowed. They are memory-mapped, so that memory 
 Every rank writes files of its own, so the files of several saves can be mixed in one folder. Ours carry a random id of
 their save, which is compared; for other optimizers the counts of steps are. Our files also have a record of the layout
 (:mod:`~deepspeed_muon.checkpoint.layout_record`). For those of AdamW and of DeepSpeed's Muon the layout is derived as
-ZeRO makes it, and :func:`route_saved` guesses the routes; every guess is reported.
+ZeRO makes it. An AdamW's set has both moments of every parameter: a restore, which knows the routes of the run, makes
+the momentum of them.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -52,17 +51,9 @@ from deepspeed_muon.checkpoint.index import (
 )
 from deepspeed_muon.checkpoint.layout_record import RECORD_KEY, read_records, save_of
 from deepspeed_muon.checkpoint.parameters import PartitionedParameter, Transfer, full_slice, slices_by_name
-from deepspeed_muon.config.settings import MuonConfig
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.plan.placement import Placement, flat_placement, sharded_placement
-from deepspeed_muon.routing.algorithm import Structure, claims_of_model
-from deepspeed_muon.routing.evidence import Layer, NamedParameter
-from deepspeed_muon.routing.route import Route, Rule
-from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.int8 import SCALE_KEY, Int8Blocks
-
-# The largest kernel. A larger last dimension is more likely the input width of stacked matrices.
-_MAX_KERNEL = 64
 
 
 class DeepSpeedFiles:
@@ -91,8 +82,6 @@ class DeepSpeedFiles:
         *,
         trust: bool = False,
         verify: bool = True,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
     ) -> None:
         """Find the files, map them into memory and work out where every parameter is.
 
@@ -100,8 +89,6 @@ class DeepSpeedFiles:
             folder: The tag's folder, or the folder with ``latest``.
             trust: See :func:`~deepspeed_muon.checkpoint.files.load_pickle`.
             verify: Compare every file with the CRC-32 in it, before anything of it is used.
-            include: For AdamW checkpoints: patterns of names that go to Muon.
-            exclude: For AdamW checkpoints: patterns of names that go to AdamW.
 
         Raises:
             CheckpointError: Naming the file and, if one is to blame, the parameter.
@@ -121,11 +108,6 @@ class DeepSpeedFiles:
             self._weight_keys: Mapping[str, str] = {}
             settings: Mapping[str, Any] = {}
             lossy: list[str] = []
-            if self.kind != "AdamW" and (include or exclude):
-                raise CheckpointError(
-                    f"{self.folder}: saved by {self.kind}, with its routes: leave out --include and --exclude, "
-                    f"which are for AdamW's"
-                )
             if self.kind == OURS:
                 contents = [optimizer.get(RECORD_KEY) for optimizer in self.optimizers]
                 settings, parameters, self._weight_keys = read_records(contents, str(self.files[0]))
@@ -134,7 +116,7 @@ class DeepSpeedFiles:
                         f"{self.files[0]}: its layout record is not one of ZeRO stage {self.stage}"
                     )
             else:
-                parameters, lossy = derive_layout(self, include, exclude)
+                parameters, lossy = derive_layout(self)
                 self._full_momentum_offsets = _full_momentum_offsets(self, parameters)
             # 3. Group the slices by full tensor, with the step count and the state that the files have.
             self.slices = slices_by_name(map(self._with_state, parameters), self.files)
@@ -228,12 +210,7 @@ class DeepSpeedFiles:
             name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
             raise CheckpointError(f"{self.folder / name}: missing; the checkpoint was {saved}")
         # A save on more ranks into the same tag leaves the files of the ranks that this one did not have.
-        for ranks in sorted(files):
-            if ranks[0] not in model_ranks or ranks[1] not in data_ranks:
-                raise CheckpointError(
-                    f"{files[ranks]}: left of another checkpoint; this one was {saved} ({self.model_file.name})"
-                )
-        return [files[ranks] for ranks in sorted(files)]
+        return [files[ranks] for ranks in product(model_ranks, data_ranks)]
 
     def _load_weights(self, optimizer_file: Path) -> dict[str, Any]:
         """Return the model's weights of stage 0 beside an optimizer's file; experts have files of their own."""
@@ -331,14 +308,8 @@ class DeepSpeedFiles:
         """
         file = parameter.members[member]
         state = self.state_of(parameter.partition, file)
-        # AdamW's first moment is a moving average of the gradient too, and becomes the momentum.
-        from_adam = self.kind != OURS and key == "momentum_buffer" and key not in state
         try:
-            saved = (
-                self._master(file, parameter.partition, parameter.name)
-                if key == "fp32"
-                else state["exp_avg" if from_adam else key]
-            )
+            saved = self._master(file, parameter.partition, parameter.name) if key == "fp32" else state[key]
         except (KeyError, IndexError) as error:
             remedy = "" if self.stage else ": consolidate it with the engine, or save at ZeRO stage 1"
             raise CheckpointError(
@@ -419,18 +390,11 @@ def _verify_crc(folder: Path) -> None:
             )
 
 
-def derive_layout(
-    saved: DeepSpeedFiles, include: Sequence[str], exclude: Sequence[str]
-) -> tuple[list[PartitionedParameter], list[str]]:
-    """Work out where the parameters of another optimizer are, as ZeRO lays them out, and route those of AdamW.
-
-    Args:
-        saved: The files.
-        include: For AdamW: patterns of names that go to Muon.
-        exclude: For AdamW: patterns of names that go to AdamW.
+def derive_layout(saved: DeepSpeedFiles) -> tuple[list[PartitionedParameter], list[str]]:
+    """Work out where the parameters of another optimizer are, as ZeRO lays them out.
 
     Returns:
-        The parameters before any step, and sentences about what is lost or made up by the conversion.
+        The parameters before any step, and sentences about what a conversion loses.
 
     Raises:
         CheckpointError: Naming the file, if they cannot be read without an engine.
@@ -444,30 +408,22 @@ def derive_layout(
             raise CheckpointError(f"{files[0]}: {kind} checkpoints of {saved.kind} cannot be read")
     # 2. Lay the parameters out. Names identify them from here on, so each must be unique.
     layout = list(_layout_of_partitions(saved) if saved.stage else _layout_of_stage_0(saved))
-    shapes = {name: shape for _, name, shape, _ in layout}
-    if len(shapes) < len(layout):
-        ((duplicate, _),) = Counter(name for _, name, *_ in layout).most_common(1)
-        raise CheckpointError(f"{saved.model_file}: two parameters are called {duplicate}")
-    # 3. Route them, and make their records. Step counts and state are added by the caller.
-    patterns = {"include": include, "exclude": exclude} if saved.kind == "AdamW" else {}
-    routes = route_saved(shapes, _aliases(saved), **patterns)
+    for name, count in Counter(name for _, name, *_ in layout).items():
+        if count > 1:
+            raise CheckpointError(f"{saved.model_file}: two parameters are called {name}")
+    # 3. Make their records. Step counts and state are added by the caller.
     groups = saved.optimizers[0]["param_groups"]
     group_of = {index: number for number, group in enumerate(groups) for index in group["params"]}
     members = tuple(range(len(saved.files)))
     parameters = []
     for partition, name, shape, placement in layout:
-        algorithm: Any = routes[name].algorithm
-        if saved.kind != "AdamW":  # the state of DeepSpeed's Muon shows which are its matrices
-            algorithm = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
+        # The state of DeepSpeed's Muon shows which are its matrices.
+        algorithm: Any = "muon" if "momentum_buffer" in saved.state_of(partition) else "adamw"
         record = ParameterRecord(shape=shape, algorithm=algorithm, group=group_of.get(partition, 0))
         parameters.append(
             PartitionedParameter(record, full_slice(name, shape), placement, (), members, partition)
         )
-    algorithms = {parameter.name: parameter.record.algorithm for parameter in parameters}
-    return parameters, [
-        *settings_to_repeat(algorithms, routes, **patterns),
-        *_losses(saved, parameters),
-    ]
+    return parameters, list(_losses(saved, parameters))
 
 
 def _layout_of_partitions(
@@ -509,7 +465,12 @@ def _layout_of_stage_0(
     """Match the state of stage 0 to names by order, which is right for ``model.parameters()`` and checked by shape."""
     # The module's state dict has buffers and every name of a shared parameter; the optimizer has neither.
     left_out = set(saved.model.get("buffer_names") or ())
-    left_out.update(name for names in _aliases(saved).values() for name in names)
+    # Shared parameters share their storage in the file, and so their address in its mapping.
+    names: dict[tuple[int, tuple[int, ...]], str] = {}
+    for name, tensor in saved.model["module"].items():
+        is_filled = isinstance(tensor, Tensor) and tensor.numel()
+        if is_filled and names.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name) != name:
+            left_out.add(name)
     shapes = [(n, tuple(t.shape)) for n, t in saved.model["module"].items() if n not in left_out]
     groups, states = saved.optimizers[0]["param_groups"], saved.optimizers[0]["state"]
     order = [index for group in groups for index in group["params"]]  # the model's order, with one group
@@ -523,23 +484,6 @@ def _layout_of_stage_0(
         )
     for number, (name, shape) in enumerate(shapes):
         yield number, name, shape, sharded_placement(0, math.prod(shape), math.prod(shape))
-
-
-def _aliases(saved: DeepSpeedFiles) -> dict[str, list[str]]:
-    """Return the further names of parameters that several modules share, by their first name."""
-    aliases: dict[str, list[str]] = {}
-    if saved.stage:
-        for name, first_name in dict(saved.model.get("shared_params") or {}).items():
-            aliases.setdefault(str(first_name), []).append(str(name))
-        return aliases
-    # Shared parameters share their storage in the file, and so their address in its mapping.
-    name_of: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in saved.model["module"].items():
-        if isinstance(tensor, Tensor) and tensor.numel():
-            first_name = name_of.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-            if first_name != name:
-                aliases.setdefault(first_name, []).append(name)
-    return aliases
 
 
 def _full_momentum_offsets(
@@ -566,136 +510,23 @@ def _full_momentum_offsets(
     return offsets
 
 
-def convolution_kind(name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Guess the kind of convolution that a parameter belongs to; ``None`` if it does not look like filters.
-
-    Args:
-        name: Dotted name.
-        shape: Its shape.
-        shapes: Name to shape of all parameters, among them the bias beside it.
-
-    Returns:
-        A kind of :class:`~deepspeed_muon.routing.evidence.Layer`. By its shape a convolution with several wide
-        groups looks like one without groups, and a grouped convolution like one with a single input channel.
-    """
-    *path, last = name.split(".")
-    if len(shape) not in (3, 4, 5) or last != "weight" or "experts" in path or shape[-1] > _MAX_KERNEL:
-        return None
-    # The bias has an element for each output: dimension 0 of a convolution, 1 of a transposed one (in, out, *kernel).
-    bias = shapes.get(".".join((*path, "bias")))
-    if bias is not None and tuple(bias) == (shape[1],) != (shape[0],):
-        return "transposed convolution"
-    # (channels, 1, *kernel) are the filters of a depthwise convolution
-    return "grouped convolution" if shape[1] == 1 < shape[0] else "convolution"
-
-
-def route_saved(
-    shapes: Mapping[str, Sequence[int]],
-    aliases: Mapping[str, Iterable[str]],
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> dict[str, Route]:
-    """Route the parameters of a checkpoint as training would, as far as its files allow.
-
-    Training routes parameters by names, shapes and types of modules. Files contain no modules, so the filters of
-    convolutions are recognised by their shapes and biases.
-
-    Args:
-        shapes: Name of every trained parameter to its shape, in order.
-        aliases: Name to further names of the same parameter.
-        include: Patterns of names for Muon: filters among them count as those of ordinary convolutions, stacks as
-            experts.
-        exclude: Patterns of names for AdamW.
-
-    Raises:
-        RoutingError: If a pattern matches nothing, or an included parameter is not a matrix.
-    """
-    kinds = {name: convolution_kind(name, shape, shapes) for name, shape in shapes.items()}
-    members = [
-        NamedParameter(
-            (name, *aliases.get(name, ())),
-            torch.nn.Parameter(torch.empty(tuple(shape), dtype=torch.float32, device="meta")),
-            Layer("convolution") if kinds[name] else Layer("experts") if len(shape) == 3 else None,
-        )
-        for name, shape in shapes.items()
-    ]
-    claims = claims_of_model(members, Structure())
-    members = [replace(member, claims=tuple(claims.get(id(member.param), ()))) for member in members]
-    route_of = {}
-    for route in route_parameters(members, MuonConfig(include=tuple(include), exclude=tuple(exclude))):
-        kind = kinds[route.name]
-        # Correct the routes that no pattern of the caller decided.
-        if route.rule == "hidden" and route.kind == "convolution" and kind != "convolution":
-            # An ordinary convolution can have a single input channel, too.
-            rule: Rule = "unsure" if kind == "grouped convolution" else "shape"
-            route = Route(route.name, route.shape, "adamw", f"filters of a {kind}", rule=rule, certain=False)
-        elif route.rule == "hidden" and route.kind == "experts" and "experts" not in route.name.split("."):
-            reason = "3-dimensional, no experts by name"
-            route = Route(route.name, route.shape, "adamw", reason, rule="unsure", certain=False)
-        route_of[route.name] = route
-    return route_of
-
-
-def settings_to_repeat(
-    algorithms: Mapping[str, str],
-    routes: Mapping[str, Route],
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> list[str]:
-    """Return what ``optimizer.params`` of the continuing run needs so that its routes are the checkpoint's, in words.
-
-    Args:
-        algorithms: Algorithm of every parameter in the checkpoint, by name.
-        routes: What :func:`route_saved` returned with the same patterns.
-        include: The patterns for Muon that were used.
-        exclude: The patterns for AdamW that were used.
-
-    Returns:
-        Sentences; none if there is nothing to say.
-    """
-    # Names that the checkpoint has under Muon and the rules would send elsewhere, and the other way round.
-    included = [name for name, kind in algorithms.items() if kind == "muon" != routes[name].algorithm]
-    # The files leave some routes open ("unsure"); training, which sees the modules, may decide for Muon.
-    may_be_muon = {
-        name for name, route in routes.items() if route.algorithm == "muon" or route.rule == "unsure"
-    }
-    excluded = [name for name, kind in algorithms.items() if kind == "adamw" and name in may_be_muon]
-    sentences = []
-    settings = {"include": [*include, *included], "exclude": [*exclude, *excluded]}
-    if any(settings.values()):
-        text = ", ".join(
-            f"{json.dumps(key)}: {json.dumps(names)}" for key, names in settings.items() if names
-        )
-        sentences.append(f"the run that goes on from here needs in optimizer.params: {text}")
-    filters = [
-        name
-        for name, route in routes.items()
-        if route.rule == "hidden" and route.kind == "convolution" and name not in excluded
-    ]
-    if filters:
-        sentences.append(
-            f"taken for filters of plain convolutions, by their shapes: {', '.join(filters)}; if the run finds a "
-            f"grouped or transposed one among them, convert again with --exclude and its name"
-        )
-    return sentences
-
-
 def _losses(saved: DeepSpeedFiles, parameters: Sequence[PartitionedParameter]) -> Iterator[str]:
     """Yield sentences about what the conversion of another optimizer's state loses."""
-    matrices = [p for p in parameters if p.record.algorithm == "muon" and saved.step_of(p.partition)]
-    if not matrices:
+    stepped = [p for p in parameters if saved.step_of(p.partition)]
+    if not stepped:
         return
     yield "rates, decay, betas, eps and adjust_lr_fn are not carried over: those of the run's optimizer.params hold"
     if saved.kind == "AdamW":
-        betas = saved.optimizers[0]["param_groups"][matrices[0].record.group].get("betas", ["?"])
+        betas = saved.optimizers[0]["param_groups"][stepped[0].record.group].get("betas", ["?"])
         yield (
-            f"AdamW's exp_avg became the momentum of {len(matrices)} matrices: the same moving average of the "
-            f"gradient, with its decay {betas[0]}; exp_avg_sq of these matrices was dropped"
+            f"AdamW's exp_avg becomes the momentum of the run's matrices: the same moving average of the gradient, "
+            f"with its decay {betas[0]}; exp_avg_sq of these matrices is dropped"
         )
         return
     yield "DeepSpeed's Muon counts no steps; global_steps - skipped_steps was taken"
-    buffer = saved.state_of(matrices[0].partition)["momentum_buffer"]
-    if buffer.dtype != torch.float32:
-        yield f"the momentum had been stored in {buffer.dtype} and is exactly that, converted to fp32"
+    buffers = (
+        saved.state_of(p.partition)["momentum_buffer"] for p in stepped if p.record.algorithm == "muon"
+    )
+    dtype = next((buffer.dtype for buffer in buffers), torch.float32)
+    if dtype != torch.float32:
+        yield f"the momentum had been stored in {dtype} and is exactly that, converted to fp32"

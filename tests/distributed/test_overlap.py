@@ -60,7 +60,7 @@ def buffer_bytes(rank: int, world_size: int, *, overlap: bool) -> dict[str, int]
     reserved = []
     for step in range(3):
         training.run_step(engine, step, rank, world_size, 1)
-        reserved.append(deepspeed_muon.plan_report(engine)["exchange_buffer_bytes"])
+        reserved.append(deepspeed_muon.muon_optimizer(engine).exchange_buffers.reserved_bytes)
     runners = deepspeed_muon.muon_optimizer(engine).runners
     return {"reserved": reserved, "chunks": max(len(runner.plan.chunks) for runner in runners)}
 

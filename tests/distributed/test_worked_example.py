@@ -53,11 +53,13 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
     with mock.patch.object(dist, "all_to_all_single", recorded):
         engine.step()
     weights = {name: engine.module[name].weight for name in SHAPES}
-    report = deepspeed_muon.plan_report(engine)
+    runners = deepspeed_muon.muon_optimizer(engine).runners
     with deepspeed.zero.GatheredParameters(list(weights.values())):
         after = {name: weight.detach().clone() for name, weight in weights.items()}
-    owners = {row["name"][0]: row["owner"] for row in report["step_sets"][0]["matrices"]}
-    return {"messages": messages, "weights": after, "owners": owners, "bytes": report["own_bytes_per_step"]}
+    plan = runners[0].plan
+    owners = {matrix.name[0]: owner for matrix, owner in zip(plan.matrices, plan.owners, strict=True)}
+    sent = sum(runner.wire_bytes_per_step for runner in runners)
+    return {"messages": messages, "weights": after, "owners": owners, "bytes": sent}
 
 
 def test_the_page_shows_the_step_of_two_ranks(ranks: Any) -> None:

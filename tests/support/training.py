@@ -263,7 +263,7 @@ def train(
         "norms": norms,
         "losses": losses,
         "bytes_sent": optimizer.stats.bytes_sent,
-        "planned_bytes": deepspeed_muon.plan_report(engine)["own_bytes_per_step"],
+        "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "skipped": engine.skipped_steps,
         "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),

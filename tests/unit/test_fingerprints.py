@@ -10,7 +10,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 
-from deepspeed_muon.engine import fingerprints, hooks
+from deepspeed_muon.engine import hooks, patching
 from deepspeed_muon.engine.hooks import ENGINE_HOOKS, HOOKS
 from tests.support import training
 from tests.support.harness import run_ranks
@@ -20,14 +20,14 @@ from tests.support.native_ops import REPOSITORY
 @pytest.mark.compat
 def test_the_table_has_every_function_of_the_installed_release() -> None:
     followed = hooks.followed_functions()
-    assert fingerprints.unknown(followed) == []
-    table = fingerprints.table()
+    assert patching.unknown(followed) == []
+    table = patching.table()
     release = table["releases"].index(deepspeed.__version__.partition("+")[0])
     for owner, name in followed:
-        row = table["functions"][fingerprints.name_of(owner, name)]
+        row = table["functions"][patching.name_of(owner, name)]
         digests = [digest for first, digest in row.items() if table["releases"].index(first) <= release]
-        assert fingerprints.digest_of(owner, name) in digests, name
-    names = {fingerprints.name_of(*function) for function in followed}
+        assert patching.digest_of(owner, name) in digests, name
+    names = {patching.name_of(*function) for function in followed}
     for hook in (*HOOKS, *ENGINE_HOOKS):
         owners = [hook.owner] if hook in HOOKS else hook.classes()
         assert {f"{owner.__name__}.{hook.attribute}" for owner in owners} <= names
@@ -40,15 +40,15 @@ def test_the_releases_of_the_table_were_tested() -> None:
         for key, result in results.items()
         if result["as expected"] and result["outcome"] != "refused"
     }
-    assert set(fingerprints.table()["releases"]) <= trained
+    assert set(patching.table()["releases"]) <= trained
 
 
 def test_all_that_is_called_is_followed() -> None:
     """A name in the lists that no tested release has would be followed by nobody."""
-    rows = fingerprints.table()["functions"]
+    rows = patching.table()["functions"]
     for owner, names in hooks._RELIED_ON:
         for name in names:
-            assert fingerprints.name_of(owner, name) in rows
+            assert patching.name_of(owner, name) in rows
 
 
 def start_two_engines(rank: int, world_size: int) -> list[str]:
@@ -80,4 +80,4 @@ def test_changed_functions_are_named_once(tmp_path: Path) -> None:
         "DeepSpeedZeroOptimizer.reset_cpu_buffers",
     }
     assert f"DeepSpeed {deepspeed.__version__} was not tested" in message
-    assert all(release in message for release in json.loads(fingerprints.TABLE.read_text())["releases"])
+    assert all(release in message for release in json.loads(patching.TABLE.read_text())["releases"])

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import groups
 
 import deepspeed_muon
-from deepspeed_muon.engine.hooks import HOOKS
+from deepspeed_muon.engine.hooks import _INSTALLED, HOOKS
 from deepspeed_muon.engine.patching import Hook
 
 
@@ -31,7 +31,7 @@ def test_every_row_is_undone() -> None:
     assert deepspeed_muon.Muon in ZERO_SUPPORTED_OPTIMIZERS
     deepspeed_muon.unregister()
     assert installed() == {hook: function.__wrapped__ for hook, function in ours.items()}
-    assert deepspeed_muon.Muon not in ZERO_SUPPORTED_OPTIMIZERS and not deepspeed_muon.is_registered()
+    assert deepspeed_muon.Muon not in ZERO_SUPPORTED_OPTIMIZERS and not _INSTALLED
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=str)
@@ -70,5 +70,5 @@ def test_a_deepspeed_without_a_function_is_refused_before_anything_is_replaced(
     message = str(raised.value)
     missing = "DeepSpeedEngine._configure_expert_parallel, deepspeed.utils.groups._get_expert_parallel_group"
     assert f"has no {missing}. Tested are" in message and "install one of them" in message
-    assert vars(DeepSpeedEngine)["_configure_optimizer"] is before and not deepspeed_muon.is_registered()
+    assert vars(DeepSpeedEngine)["_configure_optimizer"] is before and not _INSTALLED
     monkeypatch.undo()

@@ -6,9 +6,8 @@ import pytest
 from packaging.version import Version
 
 from deepspeed_muon.engine import patching
-from deepspeed_muon.engine.fingerprints import table
 from deepspeed_muon.engine.hooks import ENGINE_HOOKS
-from deepspeed_muon.engine.patching import Workaround
+from deepspeed_muon.engine.patching import Workaround, table
 from deepspeed_muon.engine.workarounds import LOOKED_AT, WORKAROUNDS
 from tests.support.native_ops import REPOSITORY
 
