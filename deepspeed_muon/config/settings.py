@@ -253,7 +253,8 @@ class MuonConfig(_VariantSettings):
     @classmethod
     def of_values(cls, values: Mapping[str, object], where: str) -> MuonConfig:
         """Return :meth:`from_params` of known keys, without :meth:`check_iteration`."""
-        given = {key: v.plain(value) for key, value in values.items() if value is not None}  # null is the default
+        # null is the default
+        given = {key: v.plain(value) for key, value in values.items() if value is not None}
         try:
             config = cls.model_validate(given)
         except ValidationError as error:
