@@ -57,7 +57,6 @@ from deepspeed_muon.engine import (
     workarounds,
 )
 from deepspeed_muon.engine.patching import (
-    INSTALLED,
     Followed,
     Hook,
     Original,
@@ -206,7 +205,7 @@ def register() -> None:
     """
     if _INSTALLED:
         return
-    if Version(OLDEST) > INSTALLED:
+    if Version(deepspeed.__version__) < Version(OLDEST):
         raise InstallationError(
             f"DeepSpeed {deepspeed.__version__} is not supported: with current torch, releases before {OLDEST} lose "
             f"gradients at ZeRO 2 with accumulation or fail in their all-gather, whatever the optimizer; "
