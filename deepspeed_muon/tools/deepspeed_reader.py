@@ -210,7 +210,12 @@ class DeepSpeedFiles:
             name = re.sub(r"mp_rank_\d+", f"mp_rank_{missing[0]:02d}", name)
             raise CheckpointError(f"{self.folder / name}: missing; the checkpoint was {saved}")
         # A save on more ranks into the same tag leaves the files of the ranks that this one did not have.
-        return [files[ranks] for ranks in product(model_ranks, data_ranks)]
+        for ranks in sorted(files):
+            if ranks[0] not in model_ranks or ranks[1] not in data_ranks:
+                raise CheckpointError(
+                    f"{files[ranks]}: left of another checkpoint; this one was {saved} ({self.model_file.name})"
+                )
+        return [files[ranks] for ranks in sorted(files)]
 
     def _load_weights(self, optimizer_file: Path) -> dict[str, Any]:
         """Return the model's weights of stage 0 beside an optimizer's file; experts have files of their own."""
