@@ -696,27 +696,19 @@ class FolderWriter:
 
 
 def remove_stale(folder: Path, is_stale: Callable[[str], bool]) -> None:
-    """Remove stale shards and temporary files of saves, with a warning for those that cannot be removed.
+    """Remove stale shards and temporary files of saves, with a warning if one cannot be removed.
 
     Args:
         folder: A consolidated set.
         is_stale: Whether no index names a file. Only asked about files of saves; others are never removed.
     """
-    errors: list[OSError] = []
-    names: list[str] = []
     try:
-        names = [name for name in os.listdir(folder) if _FILES_OF_SAVES.fullmatch(name) and is_stale(name)]
+        for name in os.listdir(folder):
+            if _FILES_OF_SAVES.fullmatch(name) and is_stale(name):
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
-        errors.append(error)
-    for name in names:
-        try:
-            (folder / name).unlink(missing_ok=True)
-        except OSError as error:
-            errors.append(error)
-    if errors:
         logger.warning(
-            "deepspeed_muon: %s: %d files that no index names could not be removed; the next save tries again: %s",
+            "deepspeed_muon: %s: not all files that no index names could be removed; the next save tries again: %s",
             folder,
-            len(errors),
-            errors[0],
+            error,
         )

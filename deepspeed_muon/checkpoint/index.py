@@ -30,7 +30,7 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
-from typing_extensions import Self, TypedDict
+from typing_extensions import TypedDict
 
 from deepspeed_muon.checkpoint.files import (
     MAX_BYTES,
@@ -57,7 +57,7 @@ SHARD_PATTERN = re.compile(r"muon-[0-9a-f]{12}-[0-9]{5,}\.safetensors")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Counters of an engine."""
 
-VERSION: Literal[2] = 2
+VERSION: Literal[3] = 3
 """Version of the format."""
 _CHECKSUM = "sha256"
 _BEFORE_CHECKSUM = b',\n "sha256": "'
@@ -80,7 +80,6 @@ _MAX_NUMEL = 1 << 50
 Dimension = Annotated[int, Field(ge=1, le=_MAX_NUMEL, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1 << 53, strict=True)]
 Steps = Annotated[int, Field(ge=0, le=1 << 40, strict=True)]
-Blocks = Annotated[tuple[Dimension, ...], Field(max_length=1 << 16)]
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shapes by name of tensor, in the order in which a file stores the tensors."""
@@ -94,8 +93,6 @@ class ParameterRecord(BaseModel):
     Attributes:
         shape: The shape of the full tensor.
         algorithm: Which optimizer updates it.
-        heads: How many blocks (attention heads, experts, parts of fused projections) are orthogonalised separately.
-        grid: Rows and columns of the blocks, unless they are ``heads`` equal blocks of rows.
         transposed: Whether the weight is stored as input x output.
         group: Index of its param group.
         rows: Length of its per-row state; 0 without such state.
@@ -108,20 +105,12 @@ class ParameterRecord(BaseModel):
 
     shape: Annotated[tuple[Dimension, ...], Field(max_length=64)]
     algorithm: Literal["muon", "adamw"]
-    heads: Dimension = 1
-    grid: tuple[Blocks, Blocks] | None = None
     transposed: Annotated[bool, Field(strict=True)] = False
     group: Count
     rows: Annotated[int, Field(ge=0, le=_MAX_NUMEL, strict=True)] = 0
     row_keys: Annotated[tuple[str, ...], Field(max_length=len(ROW_STATE))] = ()
     step: Steps = 0
     tensors: dict[str, str] = {}
-
-    @classmethod
-    def of(cls, route: object, **fields: object) -> Self:
-        """Return a record with the shape and the algorithm of a route or of another record, and further fields."""
-        copied = ("shape", "algorithm", "heads", "grid", "transposed")
-        return cls(**{**{name: getattr(route, name) for name in copied}, **fields})
 
     @property
     def numel(self) -> int:
@@ -144,8 +133,6 @@ class ParameterRecord(BaseModel):
         numel, row_keys = self.numel, ROW_KEYS[self.algorithm]
         if numel > _MAX_NUMEL:
             raise ValueError(f"shape {list(self.shape)} is absurd")
-        if self.heads > numel:
-            raise ValueError(f"{self.heads} heads do not fit shape {list(self.shape)}")
         if self.rows > numel or (self.rows and not row_keys):
             raise ValueError(
                 f"{self.rows} rows of moments do not fit {self.algorithm} and shape {list(self.shape)}"
@@ -225,7 +212,7 @@ class CheckpointIndex(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["deepspeed_muon.consolidated"]
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     sha256: str = ""
     versions: dict[str, str]
     source: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -26,69 +26,26 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from deepspeed_muon.checkpoint.files import refusing
-from deepspeed_muon.checkpoint.index import Count, ParameterRecord, checked
+from deepspeed_muon.checkpoint.index import Count, checked
 from deepspeed_muon.checkpoint.parameters import (
-    LiveParameter,
     LiveState,
     PartitionedParameter,
-    TensorSlice,
     collect,
-    full_slice,
     host_of,
 )
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.plan.placement import Fragment, Placement
+from deepspeed_muon.plan.placement import Placement
 from deepspeed_muon.transport.agreement import Scope
 
 RECORD_KEY = "deepspeed_muon_layout"
-RECORD_VERSION: Literal[4] = 4
+RECORD_VERSION: Literal[5] = 5
 SAVE_KEY = "deepspeed_muon_save"
 """Key of the save's id in a file with a model; in the state of an optimizer the id is in the record."""
 
 
 # ---- the schema --------------------------------------------------------------------------------------------
-
-
-class _Entry(ParameterRecord):
-    """One parameter of the record: the full tensor, the slice of it that the ranks hold, and the slice's placement.
-
-    Attributes:
-        name: Dotted name of the full tensor.
-        partition: Index of the flat partition in every rank's file.
-        spread: The numbers of its :attr:`placement`.
-        cut: The slice, as dimension and ranges of a :class:`.TensorSlice`; ``None`` for
-            the full tensor.
-        row_fragments: The numbers of :attr:`.PartitionedParameter.row_fragments`.
-        weight_key: Key of its weights in the model's ``state_dict()`` if that is not its name. Only at stage 0
-            in fp32, whose files have the weights nowhere else.
-    """
-
-    name: str
-    partition: Count
-    # The fields of a Placement.
-    spread: Annotated[tuple[Count, ...], Field(min_length=7, max_length=7)]
-    cut: tuple[Count, Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]] | None = None
-    row_fragments: tuple[tuple[Count, Count, Count, Count], ...] = ()
-    weight_key: str | None = None
-
-    @property
-    def placement(self) -> Placement:
-        """Where its elements are; raises a ValueError if that is impossible."""
-        return Placement(*self.spread)
-
-    @property
-    def tensor_slice(self) -> TensorSlice:
-        """Which slice of the full tensor it is; raises a ValueError if it is none."""
-        if self.cut is None:
-            return full_slice(self.name, self.shape)
-        return TensorSlice(self.name, self.shape, *self.cut)
-
-    @property
-    def rows_by_owner(self) -> tuple[Fragment, ...]:
-        """Where its per-row state is stored; raises a ValueError if that is impossible."""
-        return tuple(Fragment(*numbers) for numbers in self.row_fragments)
 
 
 class _Group(BaseModel):
@@ -98,7 +55,8 @@ class _Group(BaseModel):
         name: The name of the group, equal in the files of all its ranks.
         rank: The rank inside the group whose file it is.
         world_size: Ranks of the group.
-        parameters: All parameters, in the file of the group's first rank, and in every file if each rank has all.
+        parameters: All parameters, without state, in the file of the group's first rank, and in every file if each rank
+            has all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -106,19 +64,19 @@ class _Group(BaseModel):
     name: str
     rank: Count
     world_size: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
-    parameters: tuple[_Entry, ...]
+    parameters: tuple[PartitionedParameter, ...]
 
     @model_validator(mode="after")
     def _validate(self) -> _Group:
         """Raise if two parameters share a name or elements of a partition, or if a placement is impossible."""
         names: set[str] = set()
         placements_in: dict[int, list[tuple[str, Placement]]] = {}
-        for entry in self.parameters:
-            if entry.name in names:
-                raise ValueError(f"two parameters are called {entry.name}")
-            names.add(entry.name)
-            _require_fit(entry, self.world_size)
-            placements_in.setdefault(entry.partition, []).append((entry.name, entry.placement))
+        for parameter in self.parameters:
+            if parameter.name in names:
+                raise ValueError(f"two parameters are called {parameter.name}")
+            names.add(parameter.name)
+            _require_fit(parameter, self.world_size)
+            placements_in.setdefault(parameter.partition, []).append((parameter.name, parameter.placement))
         for partition, placements in placements_in.items():
             _refuse_overlaps(partition, placements)
         return self
@@ -135,32 +93,41 @@ class LayoutRecord(BaseModel):
         precision: See :func:`precision_of`.
         optimizer: The settings of the optimizer.
         groups: The data-parallel groups of the rank.
+        weight_keys: By name of a parameter, the key of its weights in the model's ``state_dict()`` if that is not its
+            name. Only at stage 0 in fp32, whose files have the weights nowhere else.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[4] = RECORD_VERSION
+    version: Literal[5] = RECORD_VERSION
     save: str
     order: str
     row_order: str
     precision: str
     optimizer: dict[str, Any]
     groups: tuple[_Group, ...]
+    weight_keys: dict[str, str] = {}
 
 
-def _require_fit(entry: _Entry, world_size: int) -> None:
+def _require_fit(parameter: PartitionedParameter, world_size: int) -> None:
     """Raise unless a placement has all elements of its parameter, on ranks that exist."""
-    where, placement = f"parameter {entry.name}: ", entry.placement
-    numel = math.prod(entry.tensor_slice.local_shape)
-    if placement.numel != numel:
-        raise ValueError(f"{where}its placement has {placement.numel} of {numel} elements")
+    where, placement, tensor_slice = (
+        f"parameter {parameter.name}: ",
+        parameter.placement,
+        parameter.tensor_slice,
+    )
+    if tensor_slice.shape != parameter.record.shape:
+        raise ValueError(f"{where}{tensor_slice} is no slice of shape {list(parameter.record.shape)}")
+    numel = math.prod(tensor_slice.local_shape)
+    if placement.numel != numel or parameter.partition < 0:
+        raise ValueError(f"{where}partition {parameter.partition} has {placement.numel} of {numel} elements")
     if placement.ranks.stop > world_size or placement.replicas not in (0, world_size):
         raise ValueError(f"{where}ranks {placement.ranks} are not those of {world_size}")
-    if entry.step or entry.rows or entry.tensors:
+    if parameter.record.step or parameter.record.rows or parameter.record.tensors:
         raise ValueError(f"{where}a layout has no state")
     end = 0
     # Fragments of row state follow each other without gaps.
-    for rows in entry.rows_by_owner:
+    for rows in parameter.row_fragments:
         if rows.matrix_offset != end or rows.rank >= world_size:
             raise ValueError(f"{where}its row state is not {rows}")
         end += rows.numel
@@ -251,18 +218,14 @@ def read_records(
             files = tuple(ranks[rank][0] for rank in sorted(ranks))
             _, first = ranks[min(ranks)]
             # At stage 0 every rank has everything, so the first file is enough.
-            if first.parameters and all(entry.placement.replicated for entry in first.parameters):
+            if first.parameters and all(parameter.placement.replicated for parameter in first.parameters):
                 files = files[:1]
             elif sorted(ranks) != list(range(first.world_size)):
                 raise ValueError(f"of group {name} there are files of ranks {sorted(ranks)}")
-            for entry in first.parameters:
-                layout = ParameterRecord.of(entry, group=entry.group)  # before any step
-                where_it_is = entry.tensor_slice, entry.placement, entry.rows_by_owner
-                parameters.append(PartitionedParameter(layout, *where_it_is, files, entry.partition))
+            parameters += [replace(parameter, members=files) for parameter in first.parameters]
     if not parameters:
         raise CheckpointError(f"{refusal}: no parameters")
-    entries = (entry for record in records for group in record.groups for entry in group.parameters)
-    weight_keys = {entry.name: entry.weight_key for entry in entries if entry.weight_key is not None}
+    weight_keys = {name: key for record in records for name, key in record.weight_keys.items()}
     return records[0].optimizer, parameters, weight_keys
 
 
@@ -339,7 +302,6 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
     """Return what this rank's record says of the parameters."""
     if state.host.save_id is None:
         raise CheckpointError("engine.save_checkpoint did not write it")
-    weight_keys = _weight_keys(state)
     # In the order of the model, which is the same on every rank.
     position = {name: number for number, name in enumerate(state.host.parameters)}
     groups = []
@@ -351,28 +313,16 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
             world_size=len(members),
             # One description is enough where a placement says what every rank has. At stage 0 any file may be read
             # alone.
+            # The members grow with the ranks, and the reader counts files.
             parameters=tuple(
-                _entry(parameter, weight_keys.get(parameter.name))
+                replace(parameter.metadata().with_state({}, 0), members=())
                 for parameter in sorted(parameters, key=lambda p: position[p.local_name])
                 if group_rank == 0 or parameter.placement.replicated
             ),
         )
         groups.append(group.model_dump(mode="json", exclude_defaults=True))
-    return {"optimizer": state.optimizer.config.model_dump(mode="json"), "groups": groups}
-
-
-def _entry(parameter: LiveParameter, weight_key: str | None) -> _Entry:
-    tensor_slice = parameter.tensor_slice
-    return _Entry.of(
-        parameter.record,
-        group=parameter.record.group,
-        name=parameter.name,
-        partition=parameter.partition,
-        spread=parameter.placement.numbers(),
-        cut=None if tensor_slice.is_full else (tensor_slice.dim, tensor_slice.ranges),
-        row_fragments=tuple(map(astuple, parameter.row_fragments)),
-        weight_key=weight_key,
-    )
+    settings = state.optimizer.config.model_dump(mode="json")
+    return {"optimizer": settings, "groups": groups, "weight_keys": _weight_keys(state)}
 
 
 def _weight_keys(state: LiveState) -> dict[str, str]:

@@ -311,10 +311,8 @@ class PartitionedParameter:
         if step and self.row_fragments:
             row_keys = tuple(key for key in ROW_KEYS[self.record.algorithm] if key in state)
         rows = self.slice_of(row_keys[0]).length if row_keys else 0
-        record = ParameterRecord.of(
-            self.record, group=self.record.group, step=step, rows=rows, row_keys=row_keys
-        )
-        return replace(self, record=record)
+        record = {**dict(self.record), "step": step, "rows": rows, "row_keys": row_keys}
+        return replace(self, record=ParameterRecord(**record))
 
 
 @dataclass(frozen=True, slots=True)
@@ -627,8 +625,10 @@ def describe_parameters(
             infos[route.name] = tensor_slice
         elif route.algorithm != "frozen":
             # The index of the param group is known once ZeRO has made its groups; collect() sets it.
-            full = replace(route, name=tensor_slice.name, shape=tensor_slice.shape)
-            infos[route.name] = ParameterInfo(ParameterRecord.of(full, group=0), tensor_slice, route.reason)
+            record = ParameterRecord(
+                shape=tensor_slice.shape, algorithm=route.algorithm, transposed=route.transposed, group=0
+            )
+            infos[route.name] = ParameterInfo(record, tensor_slice, route.reason)
     return infos
 
 

@@ -366,25 +366,19 @@ def _row_keys(state: LiveState) -> tuple[str, ...]:
 
 def _warn_of_another_variant(state: LiveState, source: ConsolidatedSource) -> None:
     """Warn if per-row state is reset or dropped because the saved run had another variant."""
-    pairs = [(parameter, source.parameters[parameter.name]) for parameter in state.parameters.values()]
-    changes = []
-    for key, row_state in ROW_STATE.items():
-        is_used = key in _row_keys(state)
-        without = [
-            parameter.name
-            for parameter, saved in pairs
-            if is_used and parameter.row_fragments and saved.step and key not in saved.tensor_keys
-        ]
-        if without:
-            changes.append(f"{row_state.label} start anew for {len(without)} matrices ({without[0]}, ...)")
-        if not is_used and any(key in saved.row_keys for _, saved in pairs):
-            changes.append(f"{row_state.label} are dropped")
+    keys, changes = set(_row_keys(state)), set()
+    for parameter in state.parameters.values():
+        saved = source.parameters[parameter.name]
+        saved_keys = set(saved.row_keys)
+        if parameter.row_fragments and saved.step:
+            changes |= {f"{ROW_STATE[key].label} start anew" for key in keys - saved_keys}
+        changes |= {f"{ROW_STATE[key].label} are dropped" for key in saved_keys - keys}
     if changes:
         warn(
             "deepspeed_muon: %s was saved with another variant than %r: %s",
             source.where,
             state.optimizer.config.variant,
-            "; ".join(changes),
+            "; ".join(sorted(changes)),
         )
 
 
@@ -586,9 +580,7 @@ def _schedule_problem(scheduler: Any, saved: Mapping[str, Any], take_rates: bool
 
 def _json_type(value: object) -> str:
     """Return the type of a value as JSON distinguishes types, by which saved and live values are compared."""
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return "number"
     return "list" if isinstance(value, tuple) else type(value).__name__
 
@@ -772,24 +764,21 @@ def read_fragment(
         fragment: Which elements of the slice the rank holds.
         flat: The rank's flat partition. Mutated.
     """
-    target = flat.narrow(0, fragment.partition_offset, fragment.numel)
-    fragment_stop = fragment.matrix_offset + fragment.numel
+    target, offset = flat.narrow(0, fragment.partition_offset, fragment.numel), fragment.matrix_offset
     # 1. The range of the full tensor around the fragment; with a slice of columns it includes other slices.
-    ranges = list(tensor_slice.strided_ranges(fragment.matrix_offset, fragment_stop))
-    full_start = min(strided.full_offset for strided in ranges)
-    full_stop = max(
-        strided.full_offset + (strided.count - 1) * strided.full_stride + strided.numel for strided in ranges
+    full_start, full_last = (
+        next(tensor_slice.strided_ranges(element, element + 1)).full_offset
+        for element in (offset, offset + fragment.numel - 1)
     )
     # 2. Read it in windows, and copy the fragment's elements out of each.
-    for window_start in range(full_start, full_stop, WINDOW_NUMEL):
-        window_stop = min(window_start + WINDOW_NUMEL, full_stop)
+    for window_start in range(full_start, full_last + 1, WINDOW_NUMEL):
+        window_stop = min(window_start + WINDOW_NUMEL, full_last + 1)
         # The elements of the fragment inside this window of the full tensor.
-        start = max(tensor_slice.local_elements_before(window_start), fragment.matrix_offset)
+        start = max(tensor_slice.local_elements_before(window_start), offset)
         stop = tensor_slice.local_elements_before(window_stop)
         if start < stop:
             # (window_stop - window_start,) fp32
             window = source.read(tensor_slice.name, key, window_start, window_stop - window_start)
-            offset = fragment.matrix_offset
             for elements, values in tensor_slice.views(start, stop, target, offset, window, window_start):
                 elements.copy_(values)
 

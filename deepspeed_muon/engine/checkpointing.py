@@ -11,6 +11,7 @@ import secrets
 import shlex
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -42,6 +43,7 @@ from deepspeed_muon.engine.nvme import check_copy, load_the_rest, prepare_save
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.views import View, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError
+from deepspeed_muon.plan.placement import Placement
 from deepspeed_muon.step.loading import settings_to_load
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.ranks import Ranks
@@ -360,16 +362,16 @@ def _difference(engine: DeepSpeedEngine, saved: SavedTag) -> _Difference:
     except CheckpointError:  # of some parameter it is unknown which slice it is: only the order is compared
         return set(), set(), set(), moved
     groups = saved.record.get("groups", ())
-    entries = {entry["name"]: entry for group in groups for entry in group["parameters"]}
+    entries = {entry["tensor_slice"]["name"]: entry for group in groups for entry in group["parameters"]}
     rerouted = set()
     for name in entries.keys() & live.keys():
         entry, parameter = entries[name], live[name]
-        if entry["algorithm"] != parameter.record.algorithm:
+        if (algorithm := entry["record"]["algorithm"]) != parameter.record.algorithm:
             rerouted.add(
-                f"{name} went to {entry['algorithm']}, and goes to {parameter.record.algorithm} now "
+                f"{name} went to {algorithm}, and goes to {parameter.record.algorithm} now "
                 f"({parameter.route_reason})"
             )
-        # Where a parameter is replicated, the last number, that of the ranks, does not matter.
-        numbers = entry["partition"], *entry["spread"][:-1]
-        moved = moved or numbers != (parameter.partition, *parameter.placement.numbers()[:-1])
+        # Where a parameter is replicated, the number of ranks does not matter.
+        then, now = Placement(**{**entry["placement"], "replicas": 0}), replace(parameter.placement, replicas=0)
+        moved = moved or (entry["partition"], then) != (parameter.partition, now)
     return set(entries), set(live) if entries else set(), rerouted, moved

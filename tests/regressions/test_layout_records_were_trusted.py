@@ -51,12 +51,33 @@ def changed(folder: Path, target: Path, change: Callable[[dict[str, Any]], Any])
 
 def matrix(record: dict[str, Any]) -> dict[str, Any]:
     """Return a matrix that lies on one rank, or on every one at stage 0."""
-    return next(entry for entry in record["parameters"] if len(entry["shape"]) == 2)
+    return next(entry for entry in record["parameters"] if len(entry["record"]["shape"]) == 2)
 
 
 def of_matrix(**values: Any) -> Callable[[dict[str, Any]], None]:
-    """Set keys of a matrix in the record."""
-    return lambda record: matrix(record).update(values)
+    """Set keys of a matrix in the record; ``shape`` of its slice too."""
+
+    def change(record: dict[str, Any]) -> None:
+        entry = matrix(record)
+        for key, value in values.items():
+            target = entry["record"] if key in ("shape", "algorithm", "group", "rows", "heads") else entry
+            target = entry["tensor_slice"] if key == "name" else target
+            target[key] = value
+        if "shape" in values:
+            reshape(entry, values["shape"])
+
+    return change
+
+
+def reshape(entry: dict[str, Any], shape: list[int]) -> None:
+    """Set the shape of a parameter, of which the ranks have all."""
+    entry["record"]["shape"] = shape
+    entry["tensor_slice"].update(shape=shape, dim=0, ranges=[[0, shape[0]]])
+
+
+def placement(*numbers: int) -> dict[str, int]:
+    keys = ("numel", "first", "head", "head_offset", "body", "body_offset", "replicas")
+    return dict(zip(keys, numbers, strict=True))
 
 
 def of_record(**values: Any) -> Callable[[dict[str, Any]], None]:
@@ -64,21 +85,26 @@ def of_record(**values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda record: record.update(values)
 
 
+def rows(*numbers: int) -> dict[str, int]:
+    return dict(zip(("rank", "matrix_offset", "partition_offset", "numel"), numbers, strict=True))
+
+
 def shortened(record: dict[str, Any]) -> None:
-    matrix(record)["spread"][0] -= 1
-    matrix(record)["spread"][2] -= 1
+    matrix(record)["placement"]["numel"] -= 1
+    matrix(record)["placement"]["head"] -= 1
 
 
 def twice(record: dict[str, Any]) -> None:
-    record["parameters"][1]["name"] = record["parameters"][0]["name"]
+    first, second = (entry["tensor_slice"] for entry in record["parameters"][:2])
+    second["name"] = first["name"]
 
 
 def overlapping(record: dict[str, Any]) -> None:
     first, second = record["parameters"][:2]
     second["partition"] = first["partition"]
     for entry in (first, second):
-        numel = math.prod(entry["shape"])
-        entry["spread"] = [numel, 0, numel, 0, 1, 0, 0]
+        numel = math.prod(entry["record"]["shape"])
+        entry["placement"] = placement(numel, 0, numel, 0, 1, 0, 0)
 
 
 def overlapping_in_the_middle(record: dict[str, Any]) -> None:
@@ -86,7 +112,8 @@ def overlapping_in_the_middle(record: dict[str, Any]) -> None:
     record["world_size"] = 3
     spreads = ([3, 0, 1, 0, 1, 5, 0], [2, 0, 1, 1, 1, 5, 0])
     for entry, spread in zip(record["parameters"][:2], spreads, strict=True):
-        entry.update(shape=[spread[0]], partition=0, spread=spread)
+        reshape(entry, [spread[0]])
+        entry.update(partition=0, placement=placement(*spread))
 
 
 CHANGES = {
@@ -103,18 +130,18 @@ CHANGES = {
     "negative shape": of_matrix(shape=[-4, -3]),
     "too many heads": of_matrix(heads=1 << 60),
     "name is a number": of_matrix(name=3),
-    "huge everywhere": of_matrix(shape=[1 << 31], spread=[1 << 31, 0, 1 << 31, 0, 1, 0, 0]),
+    "huge everywhere": of_matrix(shape=[1 << 31], placement=placement(1 << 31, 0, 1 << 31, 0, 1, 0, 0)),
     # A large parameter of a small run that is read again and again.
-    "repeated": of_matrix(shape=[1 << 10], spread=[1 << 10, 0, 4, 0, 4, 0, 0]),
+    "repeated": of_matrix(shape=[1 << 10], placement=placement(1 << 10, 0, 4, 0, 4, 0, 0)),
     "shortened": shortened,
     "overlapping": overlapping,
     "overlapping in the middle": overlapping_in_the_middle,
     "rows without fragments": of_matrix(rows=5),
-    "rows with a gap": of_matrix(row_fragments=[[0, 0, 0, 2], [0, 3, 2, 1]]),
-    "more rows than elements": of_matrix(row_fragments=[[0, 0, 0, 1 << 40]]),
-    "rows of no rank": of_matrix(row_fragments=[[9, 0, 0, 2]]),
-    "spread is a text": of_matrix(spread="abc"),
-    "spread of another start": of_matrix(spread=[12, 7, 12, 0, 1, 0, 0]),
+    "rows with a gap": of_matrix(row_fragments=[rows(0, 0, 0, 2), rows(0, 3, 2, 1)]),
+    "more rows than elements": of_matrix(row_fragments=[rows(0, 0, 0, 1 << 40)]),
+    "rows of no rank": of_matrix(row_fragments=[rows(9, 0, 0, 2)]),
+    "placement is a text": of_matrix(placement="abc"),
+    "placement of another start": of_matrix(placement=placement(12, 7, 12, 0, 1, 0, 0)),
     "negative rows": of_matrix(rows=-1),
 }
 
@@ -131,7 +158,7 @@ def test_a_record_that_cannot_be(saved: Any, tmp_path: Path, stage: int, name: s
 
 def test_a_record_of_another_format(saved: Any, tmp_path: Path) -> None:
     folder = changed(saved[2], tmp_path / "in", of_record(version=1))
-    said = r"not of version 4.*with the version of deepspeed_muon that saved it"
+    said = r"not of version 5.*with the version of deepspeed_muon that saved it"
     with pytest.raises(CheckpointError, match=said):
         consolidate_files(folder, tmp_path / "out")
 
@@ -143,10 +170,10 @@ def load_it(rank: int, world_size: int, *, folder: str) -> str:
 
 def test_an_engine_names_the_command_for_another_format(ranks: Any, saved: Any, tmp_path: Path) -> None:
     """Of a checkpoint of the version before, which stored row state and int8 momentum in another order."""
-    folder = changed(saved[2], tmp_path / "in", of_record(version=2))
+    folder = changed(saved[2], tmp_path / "in", of_record(version=4))
     command = f"python -m deepspeed_muon checkpoint consolidate {folder / 't'} "
     for message in ranks(2).run(load_it, folder=str(folder)):
-        assert "layout record 2, this version has 4" in message
+        assert "layout record 4, this version has 5" in message
         assert f"with that version run '{command}" in message
 
 

@@ -196,8 +196,8 @@ def test_a_missing_checksum_is_refused(folder: Path) -> None:
     checksum = content.pop("sha256")
     path.write_text(json.dumps(content))
     refused(folder, "checksum is missing")
-    path.write_text(json.dumps({**content, "sha256": checksum, "version": 1}))
-    refused(folder, "version 1; this release reads version 2")
+    path.write_text(json.dumps({**content, "sha256": checksum, "version": 2}))
+    refused(folder, "version 2; this release reads version 3")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_missing_checksum_is_refused(folder: Path) -> None:
         (b'"lr": 0.1', b'"lr": 1e999', "1e999 is not a finite number"),
         (b'"lr": 0.1', b'"lr": 0.2, "lr": 0.1', "the key 'lr' is there 2 times"),
         (b'"w": {', b'"w": {}, "w": {', "the key 'w' is there 2 times"),
-        (b'"version": 2', b'"version": 2, "version": 2', "the key 'version' is there 2 times"),
+        (b'"version": 3', b'"version": 3, "version": 3', "the key 'version' is there 2 times"),
     ],
 )
 def test_json_that_no_checkpoint_may_have(folder: Path, old: bytes, new: bytes, said: str) -> None:
@@ -267,7 +267,7 @@ def test_indexes(tmp_path: Path, kind: str) -> None:
         path.touch()
         os.truncate(path, 1 << 30)
     else:
-        path.write_text(f'{{"format":"{FORMAT}","version":2,"versions":{{}},"groups":[],' + HOSTILE[kind]())
+        path.write_text(f'{{"format":"{FORMAT}","version":3,"versions":{{}},"groups":[],' + HOSTILE[kind]())
     said = outcome(tmp_path)
     assert said.startswith("refused") and ("larger than" in said or kind != "a gigabyte"), said
 
