@@ -422,8 +422,8 @@ class Muon(torch.optim.Optimizer):
         """Bind the optimizer to the tensors that ``step()`` will update; nothing is sent.
 
         Makes the exchange plans and chooses kernels. Called once the ZeRO wrapper exists (without DeepSpeed in the
-        first step), and again when a parameter was unfrozen or converted. The engine compares :meth:`_plan_facts`
-        between the ranks. Exchange and iteration run on ``device``; ``ranks`` are those of the engine.
+        first step), and again when a parameter was unfrozen or converted. Exchange and iteration run on ``device``;
+        ``ranks`` are those of the engine, which compares their :meth:`_plan_facts`.
 
         Raises:
             InstallationError: If ``ns_backend`` is ``ops`` and the native library can be neither loaded nor built.
@@ -469,14 +469,10 @@ class Muon(torch.optim.Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state dict, all of it or, with an error, nothing.
+        """Load a state dict, all of it or, with an error, nothing; it is not mutated.
 
-        It may be of this optimizer, of ``torch.optim.Muon``, of Keller Jordan's Muon or, for groups of AdamW, of AdamW.
-        A parameter without state begins anew, and a setting that is missing keeps its value
+        It may be of this optimizer, of ``torch.optim.Muon``, of Keller Jordan's Muon or, for groups of AdamW, of AdamW
         (:mod:`deepspeed_muon.step.loading`). Momentum and moments are converted to the dtypes of this optimizer.
-
-        Args:
-            state_dict: From :meth:`state_dict`. Not mutated.
 
         Raises:
             CheckpointError: If the state is not what these optimizers save, or belongs to other parameters.

@@ -20,7 +20,7 @@ import functools
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -420,14 +420,19 @@ def balanced_order(
                 heapq.heappop(idle)
 
     # 3. partitions with too much and with too little in turn, so that cuts are near their ends
-    fullest = deque(sorted(content, key=lambda rank: (free_numel[rank], rank)))
+    ranks = _full_and_free_in_turn({rank: free_numel[rank] for rank in free})
+    return stacks + [index for rank in ranks for index in content[rank]]
+
+
+def _full_and_free_in_turn(free_numel: Mapping[int, int]) -> Iterator[int]:
+    """Yield ranks, given how many elements of their partitions are free (or too many, if negative)."""
+    fullest = deque(sorted(free_numel, key=lambda rank: (free_numel[rank], rank)))
     # excess: by how many elements the matrices placed so far exceed the partitions that they were chosen for. The next
     # partition is the one that brings it closer to zero: after one with 5 elements too many, one with 5 too few.
-    order, excess = stacks, 0
+    excess = 0
     while fullest:
         first, last = fullest[0], fullest[-1]
         take_fullest = abs(excess - free_numel[first]) < abs(excess - free_numel[last])
         rank = fullest.popleft() if take_fullest else fullest.pop()
         excess -= free_numel[rank]
-        order += content[rank]
-    return order
+        yield rank

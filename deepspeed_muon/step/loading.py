@@ -63,12 +63,8 @@ def read_state_dict(
     """Check a state dict, and return the new settings of each group and state of each parameter that has one.
 
     Nothing is mutated. The state is on the devices and in the dtypes of this optimizer. ``names`` maps
-    ``id(parameter)`` to its name; it is ``None`` if the tensors in the groups are ZeRO's partitions.
-
-    Raises:
-        CheckpointError: If the state is that of a different kind of optimizer, or of other shapes.
-        ConfigError: If a setting of a group is unknown, out of range, or contradicts the optimizer's.
-        RoutingError: If the number, sizes or algorithms of the groups are not those of this optimizer.
+    ``id(parameter)`` to its name; it is ``None`` if the tensors in the groups are ZeRO's partitions. Raises the errors
+    of :meth:`.Muon.load_state_dict`.
     """
     sizes = [len(group["params"]) for group in param_groups]
     saved_groups, saved_state = _checked_form(state_dict, sizes)

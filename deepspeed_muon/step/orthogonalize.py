@@ -89,11 +89,11 @@ class LocalOrthogonalizer:
         self.newton_schulz: Callable[..., Tensor] = context.orthogonalizer
         self.check = check
         # Almost always a chunk has the same active matrices in every step.
-        self._batches = functools.lru_cache(maxsize=64)(self._planned)
+        self._batch_plans = functools.lru_cache(maxsize=64)(self._make_batch_plans)
 
     def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
         """Yield indices and updates of active owned matrices, each once; the iterator must be exhausted."""
-        for batch in self._batches(tuple(owned)):
+        for batch in self._batch_plans(tuple(owned)):
             self.context.counts.matrices_orthogonalized += batch.counted
             stored = [directions_of(indices) for indices in batch.groups]
             # (matrices, rows, cols) in the communication dtype; a view unless transposes are joined
@@ -105,13 +105,13 @@ class LocalOrthogonalizer:
 
     def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
         """Yield empty tensors, on the meta device, like those that :meth:`orthogonalized` returns the updates of."""
-        for batch in self._batches(tuple(owned)):
+        for batch in self._batch_plans(tuple(owned)):
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
                 directions = torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
                 yield _iteration_inputs(self.context.variant, directions, self.matrices[members[0][0]])
 
-    def _planned(self, owned: Sequence[PlanIndex]) -> list[_BatchPlan]:
+    def _make_batch_plans(self, owned: Sequence[PlanIndex]) -> list[_BatchPlan]:
         # 1. matrices of equal blocks, as many as run together
         planned = []
         for indices in batches(self.matrices, self.context, owned):

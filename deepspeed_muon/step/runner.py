@@ -39,7 +39,7 @@ from deepspeed_muon.step.row_state import OwnedRows, RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepContext
 from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
-from deepspeed_muon.step.tensor_parallel import OverTensorGroup
+from deepspeed_muon.step.tensor_parallel import TensorParallelOrthogonalizer
 from deepspeed_muon.transport.all_to_all import ChunkExchange, InFlight
 
 
@@ -89,7 +89,7 @@ class StepRunner:
         )
         local = LocalOrthogonalizer(matrices, context, self.check)
         group = step_set.tensor_group
-        self._strategy = local if group is None else OverTensorGroup(local, group)
+        self._orthogonalizer = local if group is None else TensorParallelOrthogonalizer(local, group)
         # 3. what reads and writes the partitions
         self._muon = [partition for partition in step_set.partitions if partition.muon]
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
@@ -124,7 +124,7 @@ class StepRunner:
     def inputs(self) -> Iterator[Tensor]:
         """Yield empty tensors like those that this rank orthogonalises in a step with a gradient of every matrix."""
         for chunk in self.plan.chunks:
-            yield from self._strategy.inputs(chunk.owned)
+            yield from self._orthogonalizer.inputs(chunk.owned)
 
     @property
     def wire_bytes_per_step(self) -> int:
@@ -264,7 +264,7 @@ class StepRunner:
         """Turn the directions of a chunk's owned matrices into updates, which overwrite them where they are stored."""
         table, owned = self._tables[flight.number], step.active(flight.chunk.owned)
         directions_of = functools.partial(self._directions, flight)
-        for indices, result in self._strategy.orthogonalized(owned, directions_of, step):
+        for indices, result in self._orthogonalizer.orthogonalized(owned, directions_of, step):
             updates = result.contiguous().view(-1)  # (matrices * rows * cols,)
             segments = table.segments_of(indices)
             # Each segment is a strided copy: (matrices, fragments, elements).

@@ -30,7 +30,7 @@ from deepspeed_muon.step.tables import Step
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 
 
-class OverTensorGroup:
+class TensorParallelOrthogonalizer:
     """Turns the directions of matrices that a tensor-parallel group shards or replicates into updates."""
 
     def __init__(self, local: LocalOrthogonalizer, group: dist.ProcessGroup) -> None:

@@ -52,7 +52,7 @@ def train_scaled(
     engine = tensor_parallel.make_engine("megatron", 2, config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     for runner in optimizer.runners:
-        local = runner._strategy._local
+        local = runner._orthogonalizer._local
         local.newton_schulz = spoiling(local.newton_schulz)
     group = optimizer.runners[0].step_set.tensor_group
     masters = [tensor_parallel.assembled(engine, None, group)]

@@ -144,7 +144,7 @@ def updated(monkeypatch: pytest.MonkeyPatch, bound: int) -> tuple[torch.Tensor, 
     optimizer = Muon([("layers.0.experts.up", weight)], muon_lr=1.0, ns_dtype="fp32", ns_backend="torch")
     weight.grad = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(3))
     optimizer._bind_to_parameters()
-    strategy = optimizer.runners[0]._strategy
+    strategy = optimizer.runners[0]._orthogonalizer
     original, shapes = strategy.newton_schulz, []
 
     def noting(x: torch.Tensor, **settings: Any) -> torch.Tensor:
