@@ -92,10 +92,7 @@ def resolve_schedule(
 ) -> tuple[Coefficients, ...]:
     """Turn the ``ns_schedule`` and ``ns_steps`` of the configuration into one coefficient triple per step.
 
-    Args:
-        schedule: A name, or a table of ``(a, b, c)`` triples.
-        steps: Number of iterations, at least 1. ``None`` means the length of the table, or 5 for a schedule of any
-            length.
+    ``steps`` are at least 1; ``None`` means the length of the table, or 5 for a schedule of any length.
 
     Raises:
         ConfigError: If the table is not valid for ``steps``, or a caller's own table does not map singular values

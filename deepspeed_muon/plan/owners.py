@@ -49,7 +49,6 @@ class Assignment:
 
     Attributes:
         matrices: The layouts; those of one matrix follow each other.
-        owners: The rank that each layout goes to.
         origin: For each layout, the index of its matrix in the step set.
         work: Newton-Schulz operations that each layout costs its owner.
     """
@@ -146,10 +145,8 @@ def assign_owners(
 ) -> list[int]:
     """Return the owner of every matrix. Nothing loops over the ranks that hold a matrix.
 
-    Args:
-        costs: Floating-point operations of each matrix.
-        placements: The placement of each matrix; ``None`` if any rank may own it at equal cost.
-        load: What each rank has to do already. Mutated: the new matrices are added.
+    ``costs`` and ``load`` are floating-point operations, of each matrix and of what each rank has to do already; the
+    new ones are added. The placement is ``None`` of a matrix that any rank may own at equal cost.
     """
     # 1. matrices that are complete on a rank remain there
     owners = [-1] * len(costs)

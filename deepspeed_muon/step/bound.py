@@ -34,7 +34,6 @@ class BoundSteps:
     """The runners of an optimizer's step sets, in an order that all ranks share.
 
     Attributes:
-        runners: The runner of each step set.
         gradient_flags: The gradient flags of each runner's step set.
         process_groups: The process groups over which the step sets communicate, without duplicates.
         refusal: Why this rank refuses the step; all ranks raise when they exchange their flags.

@@ -40,7 +40,7 @@ class GradientReport:
     """What all ranks of a group know about this step's gradients.
 
     Attributes:
-        active: Whether any rank has a non-zero gradient of each parameter, matrices first.
+        active: Whether any rank has a non-zero gradient, for each parameter, matrices first.
         nonfinite: Names of the parameters whose gradient holds an infinity or NaN on some rank.
         failed: Names of the matrices that got no update in the previous step, because it was wrong in fp32 too.
     """

@@ -22,11 +22,10 @@ BatchIndex = NewType("BatchIndex", int)
 """Of a matrix among those that are orthogonalised together."""
 
 DirectionsOf = Callable[[tuple[PlanIndex, ...]], Tensor]
-"""Indices of matrices of one shape to their directions, or to those of this rank's shards: ``(matrices, rows, cols)``
-in the communication dtype."""
+"""Matrices of one shape to their directions (of this rank's shards), ``(matrices, rows, cols)`` in ``comm_dtype``."""
 
 Updates = Iterator[tuple[tuple[PlanIndex, ...], Tensor]]
-"""Indices of matrices of one shape, and their checked updates or those of this rank's shards: ``(matrices, elements)``.
+"""Matrices of one shape, and their checked updates (of this rank's shards), ``(matrices, elements)``.
 Whoever stores or sends them rounds them to the communication dtype."""
 
 
@@ -35,8 +34,7 @@ def batches(
 ) -> list[list[PlanIndex]]:
     """Group matrices of equal blocks into batches of bounded size; those stored alike follow each other.
 
-    Blocks that do not run in batches (:attr:`.StepContext.batch_below`: on a CPU all but small ones) make their matrix
-    a batch of its own.
+    Blocks that do not run in batches (:attr:`.StepContext.batch_below`) make their matrix a batch of its own.
     """
     # 1. which may run together: the polar factor of a transpose is the transpose, unless a variant looks at the rows
     members_of: dict[object, list[PlanIndex]] = {}

@@ -177,11 +177,7 @@ class AdamW:
         state: State,
         flat: Mapping[PartitionIndex, Tensor],
     ) -> None:
-        """Update all parameters that have a gradient; nothing is sent.
-
-        ``active`` says for each of the set's layouts whether any rank has a gradient of it. Gradients, param groups and
-        this rank's flat weights are by partition index. State and weights are mutated.
-        """
+        """Update all active parameters; the arguments are those of :meth:`.StepRunner.run`, and the flat weights."""
         # 1. partitions, or what is active of them, with equal settings: one call updates all
         batches: dict[AdamStep, list[AdamTensors]] = {}
         for partition, local in self._local:

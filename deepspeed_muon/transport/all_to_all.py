@@ -129,8 +129,8 @@ class ChunkExchange:
     ) -> None:
         """Reserve the buffers; nothing is allocated or sent.
 
-        The counters are mutated. ``number`` is that of the step set, for errors. Without overlap the rank waits for
-        every exchange immediately, and needs a third of the memory.
+        ``number`` is that of the step set, for errors. Without overlap the rank waits for every exchange immediately,
+        and needs a third of the memory.
         """
         self._plan, self._buffers, self._counts, self._group = plan, buffers, counts, group
         self._dtype, self._number, self._overlap = dtype, number, overlap
@@ -221,8 +221,7 @@ def start_all_to_all(
 ) -> dist.Work:
     """Start an all-to-all of flat tensors as bytes, because gloo does not support every half-precision dtype.
 
-    Must be called by all ranks of ``group``. The elements for and from each rank follow each other in the order of the
-    ranks; the splits are their numbers.
+    Must be called by all ranks of ``group``. The splits are the elements for and from each rank.
     """
     size = sent.element_size()
     work: dist.Work = dist.all_to_all_single(

@@ -142,14 +142,10 @@ class Ranks:
         return dict(sorted(item_of.items()))
 
     def barrier(self) -> None:
-        """Wait until every rank has called this; must be called by all of them.
+        """Wait until every rank has called this; raise RankDisagreementError after the default group's time-out.
 
         It uses the key-value store and no collective, because a rank whose engine has another optimizer does not call
-        this and must not be disturbed. The wait ends with the time-out that the program gave to ``init_distributed``
-        or ``init_process_group``.
-
-        Raises:
-            RankDisagreementError: After the time-out, with the missing ranks.
+        this and must not be disturbed.
         """
         if self.groups and self.are_all:
             _barrier(list(range(dist.get_world_size())))
