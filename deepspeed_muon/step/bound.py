@@ -71,9 +71,9 @@ class BoundSteps:
         for runner in self.runners:
             runner.connect()
             # Each tensor-parallel rank may send to each other one.
-            if (group := runner.step_set.tensor_group) is not None:
-                size = dist.get_world_size(group)
-                exchange_tensors([[flag]] * size, [[1]] * size, like=flag, group=group, purpose=purpose)
+            if (tensor_group := runner.step_set.tensor_group) is not None:
+                size = dist.get_world_size(tensor_group)
+                exchange_tensors([[flag]] * size, [[1]] * size, like=flag, group=tensor_group, purpose=purpose)
             runner.context.counts.reset()
 
     def current(

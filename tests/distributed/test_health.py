@@ -177,7 +177,7 @@ def broken(
     garbage = {"nan": float("nan"), "zero": 0.0, "large": 10.0}[how]
     for runner in optimizer.runners:
         shapes = {m.block_shapes[0] for m in runner.plan.matrices if m.name in names}
-        placement = runner._strategy
+        placement = runner._orthogonalizer
         original = placement.newton_schulz
         runner.check.is_deferred = is_deferred
 
