@@ -73,7 +73,9 @@ class BoundSteps:
             # Each tensor-parallel rank may send to each other one.
             if (tensor_group := runner.step_set.tensor_group) is not None:
                 size = dist.get_world_size(tensor_group)
-                exchange_tensors([[flag]] * size, [[1]] * size, like=flag, group=tensor_group, purpose=purpose)
+                exchange_tensors(
+                    [[flag]] * size, [[1]] * size, like=flag, group=tensor_group, purpose=purpose
+                )
             runner.context.counts.reset()
 
     def current(
