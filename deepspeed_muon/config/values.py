@@ -86,14 +86,14 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
 
 
-def _whole(value: object) -> object:
+def _as_integer(value: object) -> object:
     """Return the whole number that JSON writes as 1e8, 0 for False (``health``), and any other value as it is."""
     return int(value) if value is False or (isinstance(value, float) and value.is_integer()) else value
 
 
 # Strict: to pydantic True and "1" would be numbers.
 Number = Annotated[float, Field(strict=True)]
-Integer = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
+Integer = Annotated[int, Field(strict=True), BeforeValidator(_as_integer)]
 Flag = Annotated[bool, Field(strict=True)]
 # A larger rate or decay is a mistake: the bound is far above useful values and far below the largest fp32.
 Rate = Annotated[Number, Field(ge=0, le=1e4)]
