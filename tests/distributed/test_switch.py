@@ -1,8 +1,7 @@
-"""``DEEPSPEED_MUON=1``: a script that knows nothing of this project."""
+"""``DEEPSPEED_MUON=1 deepspeed script.py``: a script that knows nothing of this project."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from tests.support.harness import free_port, run_command
@@ -37,10 +36,6 @@ print(f"RESULT {kind.__module__}.{kind.__name__} {engine.basic_optimizer.param_g
 def test_script_that_cannot_be_edited(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    # As a rank of a launcher, which hands its environment on.
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = run_command(
-        [sys.executable, str(script), "--rate", "0.03"], env={**rank, **address, "DEEPSPEED_MUON": "1"}
-    )
+    launcher = ["deepspeed", "--num_accelerators", "1", "--master_port", str(free_port())]
+    done = run_command([*launcher, str(script), "--rate", "0.03"], env={"DEEPSPEED_MUON": "1"})
     assert "RESULT deepspeed_muon.optimizer.Muon 0.03" in done.stdout, done.stdout
