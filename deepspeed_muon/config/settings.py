@@ -258,11 +258,7 @@ class MuonConfig(_VariantSettings):
         try:
             config = cls.model_validate(given)
         except ValidationError as error:
-            lines = (
-                f"{where}.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {shown(e['input'])})"
-                for e in error.errors()
-            )
-            raise ConfigError("\n".join(lines)) from None
+            raise ConfigError("\n".join(v.readable(e, where) for e in error.errors())) from None
         config.check_combinations()
         return config
 

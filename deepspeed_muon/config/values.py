@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import reprlib
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 from torch import Tensor
 
 TORCH_OPTIONS = {
@@ -77,6 +79,22 @@ def unknown_key_message(key: str, valid_keys: Iterable[str], where: str = "") ->
 def shown(value: object) -> str:
     """Return the repr of a value, shortened to one line."""
     return " ".join(reprlib.repr(value).split())
+
+
+def readable(error: ErrorDetails, where: str) -> str:
+    """Return an error of pydantic about the section ``where`` as a line, with a remedy where one can be guessed."""
+    *sections, key = (where, *map(str, error["loc"]))
+    message, value = error["msg"], error["input"]
+    if error["type"] == "extra_forbidden":
+        model = SECTIONS[sections[1]]
+        known = [field.alias or name for name, field in model.model_fields.items()]
+        return unknown_key_message(key, known, ".".join(sections))
+    if error["type"] in ("float_type", "int_type") and value == "auto":
+        message += ", and only the Hugging Face integrations fill in 'auto' (lr, betas, eps, weight_decay)"
+    elif error["type"] in ("float_type", "int_type") and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            message += f": {float(value):.12g} without quotes (YAML wants a point, as in 1.0e-4)"
+    return f"{'.'.join(sections)}.{key}: {message} (got {shown(value)})"
 
 
 def plain(value: Any) -> Any:
@@ -167,6 +185,15 @@ class RestoreConfig(_Section):
     @classmethod
     def _from_path(cls, value: object) -> object:
         return {"path": value} if isinstance(value, str) else value
+
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    "matrices": MatricesConfig,
+    "momentum_warmup": MomentumWarmupConfig,
+    "qk_clip": QkClipConfig,
+    "restore_from": RestoreConfig,
+}
+"""The settings that are objects."""
 
 
 @dataclass(frozen=True, slots=True)

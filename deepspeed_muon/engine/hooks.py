@@ -10,9 +10,9 @@ hook themselves.
 
 Changed elsewhere: where there is no wrapper yet, for the length of one call only, or in what a wrapper refers to:
 
-- the engine's ``zero_force_ds_cpu_optimizer``, the classes that ZeRO's modules compare an optimizer with,
-  ``DeepSpeedCPUAdam`` and ``FusedAdam``, and the functions by which stage 3 moves the latter's state:
-  :mod:`deepspeed_muon.engine.offload`;
+- the engine's ``zero_force_ds_cpu_optimizer``, the wrapper's ``backup_optimizer``, the classes that ZeRO's modules
+  compare an optimizer with, ``DeepSpeedCPUAdam`` and ``FusedAdam``, and the functions by which stage 3 moves the
+  latter's state: :mod:`deepspeed_muon.engine.offload`;
 - how ZeRO 3 divides scalars (``Init._zero_init_param``): :mod:`deepspeed_muon.engine.configure`;
 - which tag ZeRO 3 loads weights from: :func:`deepspeed_muon.engine.workarounds.checkpoints.load_tag`;
 - the swapper of NVMe offload: :mod:`deepspeed_muon.engine.nvme`; a ``GradScaler``: :mod:`deepspeed_muon.engine.views`;

@@ -1,8 +1,9 @@
 """Offload to the CPU, and master weights in half precision.
 
-ZeRO's wrappers accept DeepSpeed's own optimizers only. ``bf16_master_weights_and_grads`` needs one that updates
-partitions on the CPU and in half precision. Ours does, but the wrappers compare its class with ``DeepSpeedCPUAdam``.
-AdamW on the CPU is DeepSpeed's native operator. Offload to NVMe is :mod:`deepspeed_muon.engine.nvme`.
+ZeRO's wrappers accept DeepSpeed's own optimizers only. Twin-flow (``ratio``) and ``bf16_master_weights_and_grads`` need
+an optimizer that updates partitions on the CPU and in half precision. Ours does, but the wrappers compare its class
+with ``DeepSpeedCPUAdam``. AdamW on the CPU is DeepSpeed's native operator. Offload to NVMe is
+:mod:`deepspeed_muon.engine.nvme`.
 """
 
 from __future__ import annotations
@@ -63,9 +64,33 @@ def adopt(engine: DeepSpeedEngine, optimizer: Muon, wrapping: contextlib.ExitSta
     engine.zero_force_ds_cpu_optimizer = lambda: False
     if engine.bf16_optimizer_states():
         optimizer.state_policy = StatePolicy(optimizer.config.momentum_dtype, half_states=True)
-    if offload_device(engine) != "none" and master_dtype(engine) != torch.float32:
+    if offload_device(engine) == "none":
+        return
+    is_twin_flow = engine._config.zero_config.offload_optimizer.ratio < 1.0
+    if is_twin_flow:
+        # The wrapper's AdamW adds keys to our groups, so what they had is recorded now.
+        wrapping.callback(
+            _take_all, engine, optimizer, [(group, frozenset(group)) for group in optimizer.param_groups]
+        )
+        for group in optimizer.param_groups:
+            group.setdefault("amsgrad", False)
+    if is_twin_flow or master_dtype(engine) != torch.float32:
         for module in (stage3, stage_1_and_2):
             wrapping.enter_context(mock.patch.object(module, "DeepSpeedCPUAdam", type(optimizer)))
+
+
+def _take_all(
+    engine: DeepSpeedEngine, optimizer: Muon, group_keys: Sequence[tuple[dict[str, Any], frozenset[str]]]
+) -> None:
+    """Give our optimizer the sub-groups that twin-flow leaves on the device.
+
+    The wrapper makes a ``torch.optim.AdamW`` of our groups for them, which adds keys.
+    """
+    if engine.optimizer is not None:
+        engine.optimizer.backup_optimizer = optimizer
+    for group, keys in group_keys:
+        for extra in [key for key in group if key not in keys]:
+            del group[extra]
 
 
 def offload_states(original: Original, view: View, *args: object, **kwargs: object) -> object:

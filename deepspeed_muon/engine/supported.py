@@ -90,6 +90,10 @@ def _has_sparse_gradients(engine: DeepSpeedEngine, _: MuonConfig) -> bool:
     return any(module.sparse and module.weight.requires_grad for module in modules)
 
 
+def _is_norm(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
 def _shares_sequences(engine: DeepSpeedEngine) -> bool:
     return int(engine.sequence_parallel_size) > 1
 
@@ -118,16 +122,21 @@ _DIVIDED_ATTENTION = (
 )
 
 _REFUSED: dict[str, _Row] = {
+    "a gradient_clipping that is no number of at least 0": (
+        lambda engine, _: not _is_norm(engine.gradient_clipping()),
+        "DeepSpeed compares it with norms. Write a number (0 for no clipping), or leave the key out for DeepSpeed's "
+        "default",
+    ),
     # Offload
     "zero_optimization.offload_optimizer.device nvme at stages 1 and 2": (
         lambda engine, config: _on_nvme(engine, config) and engine.zero_optimization_stage() < 3,
         "DeepSpeed keeps the state in memory there. Use stage 3, or device cpu",
     ),
-    "zero_optimization.offload_optimizer.ratio below 1 (twin-flow)": (
-        lambda engine, _: (
-            offload_device(engine) != "none" and engine._config.zero_config.offload_optimizer.ratio < 1
+    "zero_optimization.offload_optimizer.ratio with device nvme": (
+        lambda engine, config: (
+            _on_nvme(engine, config) and engine._config.zero_config.offload_optimizer.ratio < 1
         ),
-        "the wrapper would train some sub-groups with an AdamW of torch. Remove ratio",
+        "no result was compared with the reference. Remove ratio, or use device cpu",
     ),
     "zero_optimization.offload_optimizer.device nvme with expert_parallel (AutoEP)": (
         lambda engine, config: _on_nvme(engine, config) and expert_parallel(engine),
@@ -152,11 +161,6 @@ _REFUSED: dict[str, _Row] = {
         _lacks_masters,
         "there are no fp32 master weights, so that most of an update is rounded away. Set bf16.enabled (or "
         "fp16.enabled), use stage 1 to 3, or pass the model in fp32",
-    ),
-    "torch_autocast.dtype float16": (
-        lambda engine, _: engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16,
-        "its GradScaler unscales gradients after DeepSpeed has measured and clipped them, and once their norm is not "
-        "finite every later step is skipped. Set fp16.enabled, or dtype bfloat16",
     ),
     "torch.nn.Embedding(sparse=True)": (
         _has_sparse_gradients,

@@ -296,7 +296,12 @@ def _slice_of_shard(
     if not full.is_full:
         raise ValueError("a stack of experts is cut by tensor parallelism too")
     sharding = read_sharding(param)
-    dim = sharding.dim % len(shapes[rank])
+    dimensions = len(shapes[rank])
+    if not -dimensions <= sharding.dim < dimensions:
+        raise ValueError(
+            f"it is marked as cut along dimension {sharding.dim} of {dimensions} (partition_dim)"
+        )
+    dim = sharding.dim % dimensions
     lengths = [shape[dim] for shape in shapes]
     # Within each sub-parameter, the first index of every rank's shard; then the first index of each sub-parameter.
     starts = [list(accumulate(of_ranks, initial=0)) for of_ranks in sharding.shard_lengths(lengths)]

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -291,10 +292,6 @@ class ZeroView(View):
 
     is_one_call = False
 
-    def prepare(self) -> None:
-        # DeepSpeed makes one by a flag of the process, which an engine of another optimizer may have set.
-        self.wrapper.torch_autocast_gradscaler = None
-
     @property
     def in_last_micro_step(self) -> bool:
         """Whether the last micro-step of an accumulation is running."""
@@ -387,6 +384,27 @@ class ZeroView(View):
     def dynamic_scaler(self) -> Any:
         return self.wrapper.loss_scaler if self.wrapper.dynamic_loss_scale else None
 
+    def replace_grad_scaler(self, *, autocast: bool) -> None:
+        """Replace a ``GradScaler`` by a dynamic loss scale with the same start, growth and backoff.
+
+        Args:
+            autocast: Whether the engine uses ``torch_autocast``. Otherwise the scaler is left over from another engine
+                of the process, and the loss scale remains the engine's own.
+        """
+        scaler, self.wrapper.torch_autocast_gradscaler = self.wrapper.torch_autocast_gradscaler, None
+        if scaler is None or not autocast:
+            return
+        self.wrapper.dynamic_loss_scale = True
+        self.wrapper.loss_scaler = DynamicLossScaler(
+            init_scale=scaler.get_scale(),
+            scale_window=scaler.get_growth_interval(),
+            min_scale=1.0,
+            delayed_shift=1,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=torch.float16,
+        )
+
 
 class Zero12View(FlatView, ZeroView):
     """ZeRO 1 and 2."""
@@ -407,7 +425,6 @@ class Zero12View(FlatView, ZeroView):
         self.wrapper.averaged_gradients = dict.fromkeys(self.wrapper.averaged_gradients)
 
     def prepare(self) -> None:
-        super().prepare()
         # In bf16 ZeRO 1 and 2 would look for no gradients that are not finite, and update some partitions of a step.
         self.wrapper.check_grad_overflow = True
 

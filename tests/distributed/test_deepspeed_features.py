@@ -273,10 +273,11 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
         (1, {"compile": {"deepcompile": True}}, "compile.deepcompile is not supported"),
         (1, {"elasticity": {"enabled": True}}, "lastic"),
         (0, {"in bf16": True}, "Set bf16.enabled"),
-        (1, {"torch_autocast": {"enabled": True, "dtype": "float16"}}, "Set fp16.enabled, or dtype bfloat16"),
         (0, {"sparse": True}, "sparse=False"),
         (3, {"sparse": True}, "sparse=False"),
         (2, {"sparse_gradients": True}, "sparse_gradients"),
+        (0, {"gradient_clipping": None}, "gradient_clipping that is no number of at least 0 is not supported"),
+        (2, {"gradient_clipping": "1.0"}, "Write a number (0 for no clipping)"),
     ],
 )  # fmt: skip
 def test_refused_by_initialize(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:

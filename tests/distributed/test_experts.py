@@ -349,8 +349,37 @@ def test_with_autotp(ranks: Any, ep_size: int, clipping: float) -> None:
     compare(results, "autoep", 2, clipping, FP32_MODEL)
 
 
+def overflowing(rank: int, world_size: int) -> list[float]:
+    """Take three steps, where an expert of rank 0 overflows in the second; return the loss scale after each of them."""
+    autocast = {
+        "enabled": True,
+        "dtype": "float16",
+        "lower_precision_safe_modules": ["tests.support.models.Linear"],
+    }
+    engine = make_engine("moe", 2, rank, 0, extra={"torch_autocast": autocast})
+    scales = []
+    for step in range(3):
+        if rank == 0 and step == 1:
+            hook = first_expert(engine).register_hook(lambda grad: grad * float("inf"))
+        training.run_step(engine, step, rank, world_size, 1)
+        if rank == 0 and step == 1:
+            hook.remove()
+        scales.append(engine.torch_autocast_z0_gradscaler.get_scale())
+    assert deepspeed_muon.muon_optimizer(engine).skipped_steps == engine.skipped_steps == 1
+    return scales
+
+
 def first_expert(engine: Any) -> torch.nn.Parameter:
     return next(p for name, p in engine.module.named_parameters() if "experts" in name and p.ndim > 1)
+
+
+def test_all_ranks_lower_the_loss_scale(ranks: Any) -> None:
+    """Each rank had a ``GradScaler`` of its own, and gradients of different scales were averaged after an overflow.
+
+    All ranks skipped the step, but those without the expert that overflowed kept their scale.
+    """
+    for scales in ranks(2).run(overflowing):
+        assert scales == [2.0**16, 2.0**15, 2.0**15]
 
 
 def poisoned(rank: int, world_size: int, *, kind: str, stage: int, mode: str) -> Any:

@@ -81,6 +81,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "zero_init": True,
         "zero": {"offload_optimizer": PINNED, "offload_param": PINNED, "sub_group_size": 150},
     },
+    "3-twin-flow": {"stage": 3, "zero": {"sub_group_size": 150, "offload_optimizer": {**CPU, "ratio": 0.5}}},
     "3-bf16": {"stage": 3, "precision": "bf16"},
     "3-bf16-offload": {"stage": 3, "precision": "bf16", "zero": OFFLOAD},
     "3-fp16": {"stage": 3, "precision": "fp16"},

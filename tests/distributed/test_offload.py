@@ -1,4 +1,4 @@
-"""Offload: where the state lies, which AdamW runs there, and NVMe; and what is refused."""
+"""Offload: where the state lies, which AdamW runs there, twin-flow and NVMe; and what is refused."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def offloaded(
     *,
     stage: int,
     zero: dict[str, Any],
+    device_sub_groups: int = 0,
     client: bool = False,
 ) -> dict[str, Any]:
     """Train, with or without offload, and report what ran and where the state lies."""
@@ -38,6 +39,9 @@ def offloaded(
         optimizer = deepspeed_muon.Muon(model, **config.pop("optimizer")["params"])
     engine = training.initialize(model, config, optimizer=optimizer)
     optimizer = deepspeed_muon.muon_optimizer(engine)
+    for number in range(device_sub_groups):
+        # On a CPU "cpu" is also the name of the device; so the way of a GPU's sub-groups is taken by another name.
+        engine.optimizer.subgroup_to_device[number] = "device"
     norms = training.train_steps(engine, STEPS, rank, world_size)
     values = [value for state in optimizer.state.values() for value in state.values()]
     return {
@@ -47,6 +51,8 @@ def offloaded(
         "kernels": sorted({entry["kernel"] for entry in optimizer.adam_report() if entry["calls"]}),
         "reasons": sorted({entry["reason"] for entry in optimizer.adam_report()}),
         "devices": sorted({str(value.device) for value in values if torch.is_tensor(value)}),
+        "group_keys": sorted({key for group in optimizer.param_groups for key in group}),
+        "sub_groups": len(getattr(engine.optimizer, "fp16_groups", [])),
     }
 
 
@@ -68,6 +74,17 @@ def test_the_native_adam_runs_where_state_is_offloaded(
     compare(results, "toy", 2, 0.5)
 
 
+def test_twin_flow_matches_the_reference(ranks: Any) -> None:
+    """``ratio`` leaves some sub-groups on the device: ours runs on both kinds, and its groups stay as they were."""
+    zero = {"sub_group_size": 150, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    plain = ranks(2).run(offloaded, stage=3, zero={**CPU, "sub_group_size": 150})
+    for device_sub_groups in (0, 2):
+        results = ranks(2).run(offloaded, stage=3, zero=zero, device_sub_groups=device_sub_groups)
+        compare(results, "toy", 2, 0.5)
+        assert results[0]["group_keys"] == plain[0]["group_keys"]
+        assert results[0]["sub_groups"] > 2
+
+
 HALF = {"enabled": True, "bf16_master_weights_and_grads": True}
 
 
@@ -84,7 +101,7 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
         (zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), ["super_offload", "remove it"]),
         (zero(2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}), ["zenflow", "remove it"]),
         (zero(2, offload_optimizer=NVME), ["nvme", "Use stage 3"]),
-        (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), ["ratio below 1", "Remove ratio"]),
+        (zero(3, offload_optimizer={**NVME, "ratio": 0.5}), ["ratio", "Remove ratio"]),
         (
             {**zero(1), "bf16": {**HALF, "bf16_optimizer_states": True}, **training.FP32_SUMS},
             ["BF16_Optimizer", "stage 2"],

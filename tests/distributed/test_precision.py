@@ -271,33 +271,52 @@ def test_static_loss_scale(ranks: Any, stage: int) -> None:
     check_close(result, FP16_MODEL)
 
 
-AUTOCAST = {"enabled": True, "lower_precision_safe_modules": ["tests.support.models.Linear"]}
+AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-@pytest.mark.parametrize("stage", [0, 1, full(2), 3])
-def test_torch_autocast(ranks: Any, stage: int) -> None:
-    result = ranks(2).run(run, stage=stage, exact=False, extra={"torch_autocast": AUTOCAST})[0]
+def autocast(dtype: str) -> dict[str, Any]:
+    modules = ["tests.support.models.Linear"]
+    return {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": modules}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        *((0, "float16"), (1, "float16"), (2, "bfloat16"), (3, "float16")),
+        *(full(*case) for case in [(0, "bfloat16"), (1, "bfloat16"), (2, "float16"), (3, "bfloat16")]),
+    ],
+)
+def test_torch_autocast(ranks: Any, stage: int, dtype: str) -> None:
+    """Norms and clipping are of the unscaled gradient, also in fp16."""
+    result = ranks(2).run(run, stage=stage, exact=False, extra=autocast(dtype))[0]
     assert result["masters"] == ["torch.float32"]
-    check_close(result, replace(HALF_MODEL["bf16"], start=torch.float32))
+    check_close(result, replace(HALF_MODEL[AUTOCAST[dtype]], start=torch.float32))
+
+
+@pytest.mark.parametrize(("stage", "mode"), [(1, "error"), full(1, "skip"), full(3, "skip")])
+def test_autocast_recovers_from_an_overflow(ranks: Any, stage: int, mode: str) -> None:
+    """A scale that is too large is lowered until steps succeed; the skipped ones change nothing and are no error."""
+    settings = {"exact": False, "extra": autocast("float16"), "start_scale": 2.0**20}
+    result = ranks(2).run(run, stage=stage, steps=5, params={"nonfinite_grad": mode}, **settings)[0]
+    skipped = result["unchanged"].count(True)
+    assert result["unchanged"] == [True] * skipped + [False] * (5 - skipped) and 0 < skipped < 5
+    assert result["scales"][-1] == 2.0 ** (20 - skipped)
 
 
 def fp16_after_autocast(rank: int, world_size: int, *, stage: int) -> list[float]:
-    """Report the loss scales of an fp16 engine after one step, made before and after an AdamW's with autocast."""
+    """Report the loss scales of an fp16 engine after one step, made before and after an engine with autocast."""
 
-    def loss_scale(optimizer: str, **settings: Any) -> float:
-        config = training.ds_config(stage, **settings)
-        if optimizer == "AdamW":
-            config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-        engine = training.make_engine(config)
+    def loss_scale(**settings: Any) -> float:
+        engine = training.make_engine(training.ds_config(stage, **settings))
         training.run_step(engine, 0, rank, world_size, 1)
         scale = float(engine.optimizer.loss_scale)
         engine.destroy()
         return scale
 
     fp16 = {"precision": "fp16", "extra": {"fp16": {"initial_scale_power": 3}}}
-    before = loss_scale("Muon", **fp16)
-    loss_scale("AdamW", extra={"torch_autocast": {**AUTOCAST, "dtype": "float16"}})
-    return [before, loss_scale("Muon", **fp16)]
+    before = loss_scale(**fp16)
+    loss_scale(extra=autocast("float16"))
+    return [before, loss_scale(**fp16)]
 
 
 @pytest.mark.parametrize("stage", [full(1), 3])

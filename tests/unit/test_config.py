@@ -211,6 +211,8 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ),
     *(({key: True}, f"{key}: Input should be a valid ") for key in NUMBERS),
     *(({key: "1e-4"}, f"{key}: Input should be a valid ") for key in NUMBERS),
+    ({"lr": "1e-4"}, "lr: Input should be a valid number: 0.0001 without quotes (YAML wants a point"),
+    ({"lr": "auto"}, "lr: Input should be a valid number, and only the Hugging Face integrations fill in"),
     *(
         ({key: value}, f"{key}: Input should be a valid boolean (got {value!r})")
         for key in FLAGS
@@ -244,7 +246,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"momentum_warmup": {"from": 0.85, "steps": 9, "start": 1}},
-        "momentum_warmup.start: Extra inputs are not permitted",
+        "momentum_warmup: unknown key 'start'; known keys: from, steps",
     ),
     ({"health": -1}, "health: Input should be greater than or equal to 0"),
     ({"health": 1e9}, "health: Input should be less than or equal to 1000000"),
@@ -253,7 +255,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
         for value in (True, "5", {"check": "no"})
     ),
     ({"qk_clip": {"threshold": True}}, "qk_clip.threshold: Input should be a valid number"),
-    ({"qk_clip": {"treshold": 3}}, "qk_clip.treshold: Extra inputs are not permitted (got 3)"),
+    ({"qk_clip": {"treshold": 3}}, "qk_clip: unknown key 'treshold'; did you mean 'threshold'?"),
     ({"qk_clip": True}, "qk_clip: Input should be a valid dictionary or instance of QkClipConfig (got True)"),
     ({"include": "*.weight"}, "include: Input should be a valid tuple (got '*.weight')"),
     ({"exchange_chunk_numel": 1e15}, "exchange_chunk_numel: Input should be less than or equal to"),
@@ -265,14 +267,14 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
         {"matrices": {"a.*": {"transposed": "a"}}},
         f"{MATRICES_OF}.transposed: Input should be a valid boolean",
     ),
-    ({"matrices": {"a.*": {"transpose": True}}}, f"{MATRICES_OF}.transpose: Extra inputs are not permitted"),
+    ({"matrices": {"a.*": {"transpose": True}}}, f"{MATRICES_OF}: unknown key 'transpose'; did you mean"),
     *(({"ns_schedule": value}, SCHEDULES) for value in ("quintuple", [[1, 2]], [["3.4", -4.7, 2.0]])),
     *(({"restore_from": value}, "restore_from.path") for value in ("", {}, {"path": 3})),
     *(({"restore_from": value}, "restore_from: Input should be a valid dictionary") for value in (3, ["a"])),
     ({"restore_from": {"path": "a", "progress": "no"}}, "restore_from.progress"),
     (
         {"restore_from": {"path": "a", "progres": False}},
-        "restore_from.progres: Extra inputs are not permitted",
+        "restore_from: unknown key 'progres'; did you mean 'progress'?",
     ),
 ]
 # The same with a text that does not begin with the key.
