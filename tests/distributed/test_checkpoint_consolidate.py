@@ -103,6 +103,22 @@ def test_restored_exactly_on_another_topology(
     assert saved["rates"][0] > 0
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_changes_of_stage_and_size(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
+    """From one topology into all sixteen, with another layout of the same stage on either side."""
+    zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
+    zero_after = {0: {}, 1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
+    saved = ranks(size).run(save, folder=str(tmp_path), stage=stage, zero=zero[stage])[0]
+    for to_stage in range(4):
+        for to_size in range(1, 5):
+            loaded = ranks(to_size).run(
+                load, folder=str(tmp_path), stage=to_stage, zero=zero_after[to_stage]
+            )[0]
+            assert_equal(saved, loaded)
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [({}, CODES), (CODES, {}), full(CODES, {"momentum_dtype": "bf16"})]
 )

@@ -117,6 +117,22 @@ def test_universal_and_offline_consolidation(
             assert report["loss"] == reports[0]["loss"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_universal_changes(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
+    zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
+    restored_zero = {1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
+    saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero[stage])[0]
+    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
+    for to_stage in (1, 2, 3):
+        for to_size in range(1, 5):
+            loaded = ranks(to_size).run(
+                load_universal, folder=str(tmp_path), stage=to_stage, zero=restored_zero[to_stage]
+            )
+            assert_equal(saved, loaded[0])
+
+
 def test_deepspeeds_converter_names_our_command(ours: Any, tmp_path: Path) -> None:
     """``ds_to_universal.main`` of a process that imported this package names the command for our checkpoints."""
     from deepspeed.checkpoint import ds_to_universal

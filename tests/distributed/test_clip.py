@@ -223,6 +223,13 @@ def test_tensor_parallelism(ranks: Any, stage: int) -> None:
     check(ranks(4), "tests.support.tensor_parallel:train", "even", 2, stage=stage)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "extra"), [(0, {}), (1, FP32_SUMS), (1, {})])
+def test_tensor_parallelism_in_bf16(ranks: Any, stage: int, extra: dict[str, Any]) -> None:
+    arguments = {"stage": stage, "precision": "bf16", "extra": extra, "paths": False}
+    check(ranks(2), "tests.support.tensor_parallel:train", "even", 1, HALF_MODEL["bf16"], **arguments)
+
+
 MOE = [
     *product((0,), ("fp32", "fp16"), ("",)),
     *product((1, 2), ("fp32",), ("", "offload")),
@@ -248,6 +255,21 @@ def test_experts(ranks: Any, stage: int, precision: str, setting: str) -> None:
         zero=OFFLOAD if setting == "offload" else {},
         extra=FP32_SUMS if setting == "fp32-sums" else {},
     )
+
+
+AUTOEP = list(product((1, 2, 3), ("", "offload")))
+
+
+@pytest.mark.parametrize(("stage", "setting"), usual(AUTOEP, {}))
+def test_autoep(ranks: Any, stage: int, setting: str) -> None:
+    arguments = {"kind": "autoep", "stage": stage, "ep_size": 2, "zero": OFFLOAD if setting else {}}
+    check(ranks(4), "tests.distributed.test_experts:train", "autoep", 4, FP32_GATE, steps=4, **arguments)
+
+
+@pytest.mark.full
+def test_nvme(ranks: Any, tmp_path: Path) -> None:
+    """Sub-groups whose masters are on the disk between steps; the norms of their gradients are not."""
+    check(ranks(2), "tests.distributed.test_nvme:train", "toy", 2, clipping=0.5, folder=str(tmp_path))
 
 
 def overflowing(rank: int, world_size: int, *, stage: int) -> dict[str, Any]:
