@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -27,7 +27,6 @@ from deepspeed_muon.routing.evidence import Claim, NamedParameter
 from deepspeed_muon.routing.experts import numbers_of_experts, router
 from deepspeed_muon.routing.layers import call_quietly, direct_parameters
 from deepspeed_muon.routing.names import (
-    Meaning,
     bare_name,
     holder_path,
     in_block,
@@ -41,8 +40,6 @@ from deepspeed_muon.routing.shapes import true_shape
 # Images, latents and audio have at most this many channels; hidden layers have more.
 _MAX_DATA_CHANNELS = 4
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Tables of positions and of token types, which no layer has an output for.
-_NO_VOCABULARY = re.compile(r".*(pos|type|segment).*|wpe", re.IGNORECASE)
 # The precedence of the claims on a parameter. ``hidden`` applies if no rule before it does.
 _ORDER: tuple[Rule, ...] = (
     *("norm", "embedding", "head", "tied", "bias", "no_product", "router", "input", "adapter", "hidden"),
@@ -119,7 +116,7 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
     for member in matrices:
         if (claim := router(member, experts, stacks)) is not None:
             claims[member.key].append(claim)
-    outside = _outside_blocks(matrices, structure) if structure.is_ordered else {}
+    outside = _outside_blocks(matrices, structure) if structure.is_ordered else set()
     for key, claim in (*_heads(matrices, structure, outside), *_first_layers(matrices, structure, outside)):
         claims[key].append(claim)
     return claims
@@ -168,7 +165,7 @@ def _embedding(member: NamedParameter, structure: Structure) -> Iterator[Claim]:
 
 
 def _first_layers(
-    matrices: Sequence[NamedParameter], structure: Structure, outside: Mapping[int, bool]
+    matrices: Sequence[NamedParameter], structure: Structure, outside: set[int]
 ) -> Iterator[tuple[int, Claim]]:
     """Yield ``id`` and claim of the layers that read images, latents, audio or patches of them."""
     outputs: set[int] = set()  # of the layers before
@@ -182,10 +179,10 @@ def _first_layers(
             # A convolution of one pixel may read what a layer before it squeezed into few channels; 3 are an image.
             is_data = math.prod(shape[2:]) > 1 or shape[1] == 3 or shape[1] not in outputs
             # Tacotron's location layer reads the channels of attention weights.
-            is_square = math.prod(shape) == shape[1] ** 2  # beside a codebook
-            if shape[1] <= _MAX_DATA_CHANNELS and (is_data or is_square) and not _in_attention(components):
-                reason = "convolution of data or latents" if is_square else "first convolution"
-                yield member.key, Claim("input", f"{reason}: reads {shape[1]} channel{'s' * (shape[1] > 1)}")
+            is_data |= math.prod(shape) == shape[1] ** 2  # beside a codebook
+            if shape[1] <= _MAX_DATA_CHANNELS and is_data and not _in_attention(components):
+                reason = f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}"
+                yield member.key, Claim("input", reason)
             elif shape[0] == 3:
                 yield member.key, Claim("head", "output head: makes 3 channels", certain=False)
             elif structure.is_ordered and member is matrices[0]:
@@ -216,24 +213,19 @@ def _first_layers(
 
 
 def _heads(
-    matrices: Sequence[NamedParameter], structure: Structure, outside: Mapping[int, bool]
+    matrices: Sequence[NamedParameter], structure: Structure, outside: set[int]
 ) -> Iterator[tuple[int, Claim]]:
     """Yield ``id`` and claim of the output heads."""
     heads = {key: Claim("head", "output head of the model") for key in structure.heads}
     named = _heads_by_name(matrices)
-    if structure.is_ordered:
-        heads = {**_vocabulary_heads(matrices, outside), **heads}
-        # The last layer counts where no other head is certain, a tied embedding among them.
-        claims = [*heads.items(), *((key, claim) for key, (claim, _) in named.items())]
-        certain = {key for key, claim in claims if claim.certain}
-        certain |= {member.key for member in matrices if member.kind == "embedding" and len(member.names) > 1}
-        heads = {**_last_layers(matrices, outside, certain), **heads}
-    # 3. Names such as "fc" count only where no head is certain.
-    has_certain = any(claim.certain for claim in (*heads.values(), *(claim for claim, _ in named.values())))
-    for key, (claim, meaning) in named.items():
-        if meaning != "only head" or not has_certain:
-            is_new = key not in heads or heads[key].rule == "hidden"
-            heads[key] = claim if is_new or claim.certain else heads[key]
+    heads = {**_vocabulary_heads(matrices, outside), **heads}
+    # The last layer counts where no other head is certain, a tied embedding among them.
+    certain = {key for key, claim in (*heads.items(), *named.items()) if claim.certain}
+    certain |= {member.key for member in matrices if member.kind == "embedding" and len(member.names) > 1}
+    heads = {**_last_layers(matrices, outside, certain), **heads}
+    for key, claim in named.items():
+        if key not in heads or heads[key].rule == "hidden" or claim.certain:
+            heads[key] = claim
     # What adapts the layer of a head makes outputs, too: "lm_head.lora_B.default.weight".
     paths = {holder_path(member.name): heads[member.key] for member in matrices if member.key in heads}
     for member in matrices:
@@ -241,35 +233,34 @@ def _heads(
             yield member.key, head
 
 
-def _outside_blocks(matrices: Sequence[NamedParameter], structure: Structure) -> dict[int, bool]:
+def _outside_blocks(matrices: Sequence[NamedParameter], structure: Structure) -> set[int]:
     """Return ``id`` of the layers that may be output heads: outside of blocks, and no adapters or recurrent weights.
 
     A block is a module of several layers in a list that makes as many features as it reads, so that another one may
-    follow; a layer of an ``nn.Sequential`` is in none. ``False`` marks the layers of other modules of several layers in
-    a list, which another one follows: graph networks, the towers of detectors.
+    follow; a layer of an ``nn.Sequential`` is in none.
     """
     layers_of: dict[str, list[NamedParameter]] = defaultdict(list)  # by path of a module in a list
-    last_in: dict[str, str] = {}  # path of a list to that of its last module
     for member in matrices:
-        for path in _modules_in_lists(member, structure) if member.is_layer else ():
-            last_in[path.rpartition(".")[0]] = path
-            if member.kind != "grouped convolution":
+        if member.is_layer and member.kind != "grouped convolution":
+            for path in _modules_in_lists(member, structure):
                 layers_of[path].append(member)
-    several = {path: layers for path, layers in layers_of.items() if len(layers) > 1}
-    blocks = {path for path, layers in several.items() if _inputs(layers[0]) == layers[-1].sides[0]}
-    followed = several.keys() - last_in.values()
-    outside: dict[int, bool] = {}
+    blocks = {
+        path
+        for path, layers in layers_of.items()
+        if len(layers) > 1 and _inputs(layers[0]) == layers[-1].sides[0]
+    }
+    outside: set[int] = set()
     for member in matrices:
-        components, modules = _components(member), set(_modules_in_lists(member, structure))
+        components = _components(member)
         is_weight = member.kind in ("linear", "convolution", "weight") and bare_name(member.name) == "weight"
-        is_bare_layer = (
-            member.kind in ("weight", "bare") and member.has_product and len(member.full_shape) == 2
-        )
         is_adapter = _is_lora_b(member) or any(claim.rule == "adapter" for claim in _name_claims(member))
-        if (is_weight or is_bare_layer) and not (
-            modules & blocks or is_adapter or "experts" in components or _in_attention(components)
+        if is_weight and not (
+            blocks.intersection(_modules_in_lists(member, structure))
+            or is_adapter
+            or "experts" in components
+            or _in_attention(components)
         ):
-            outside[member.key] = modules.isdisjoint(followed)
+            outside.add(member.key)
     return outside
 
 
@@ -284,14 +275,12 @@ def _modules_in_lists(member: NamedParameter, structure: Structure) -> list[str]
     ]
 
 
-def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: Mapping[int, bool]) -> dict[int, Claim]:
+def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: set[int]) -> dict[int, Claim]:
     """Return the layers with an output for each row of an embedding that is no table of positions."""
     rows = {
         member.full_shape[0]
         for member in matrices
-        if member.kind == "embedding"
-        and member.name.endswith("weight")
-        and not any(map(_NO_VOCABULARY.fullmatch, _components(member)))
+        if member.kind == "embedding" and member.name.endswith("weight")
     }
     # A number of features that layers read is the width of hidden layers.
     widths = {_inputs(member) for member in matrices if member.kind != "embedding"}
@@ -300,22 +289,14 @@ def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: Mapping[int, 
     return {
         member.key: Claim("head", reason, member.sides[0] not in widths)
         for member in matrices
-        if outside.get(member.key) and member.sides[0] in rows
+        if member.key in outside and member.sides[0] in rows
         if member.sides[0] not in widths or member is matrices[-1]
     }
 
 
-def _last_layers(
-    matrices: Sequence[NamedParameter], outside: Mapping[int, bool], heads: set[int]
-) -> dict[int, Claim]:
+def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: set[int]) -> dict[int, Claim]:
     """Return the last layer, those in parallel with it or with ``heads``, and guesses for the other ends."""
     layers = [member for member in matrices if member.is_layer]
-    if not layers or (len(layers) == 1 and layers[0].key in heads):
-        return {}
-    # by the number of features that a layer reads
-    readers: dict[int, list[NamedParameter]] = defaultdict(list)
-    for member in layers:
-        readers[_inputs(member)].append(member)
     ends = _ends(matrices, layers, outside)
     # 1. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
@@ -324,103 +305,80 @@ def _last_layers(
         narrow = [member for member in ends.values() if member.sides[0] < member.sides[1]]
         last = narrow[:1] or [member for member in ends.values() if member is layers[-1]]
         for member in last:
-            outputs = member.sides[0]
             # What other layers make and read is the width of hidden layers.
-            is_hidden = _MAX_DATA_CHANNELS < outputs in readers and any(
-                other.sides[0] == outputs for other in layers if other is not member
+            others = [layer.sides for layer in layers if layer is not member]
+            is_hidden = all(member.sides[0] in sizes for sizes in zip(*others, strict=True))
+            claims[member.key] = Claim(
+                "head", "output head: the last layer", member is layers[-1] and not is_hidden
             )
-            is_wide = not narrow and (member.kind != "linear" or outputs in readers)
-            is_certain = member is layers[-1] and outside[member.key] and not is_hidden and not is_wide
-            claims[member.key] = Claim("head", "output head: the last layer", is_certain)
-    # 2. Those in parallel: beside it, with as many outputs, or at its position in a module beside its own ("actor.2",
-    # "critic.2"). Every other end is perhaps a head, and so is the last layer where no other makes several outputs.
-    final = next((layer for layer in reversed(layers) if layer.sides[0] > 1), layers[-1])
-    is_open = all(
-        (head.sides[0] == 1 and _parent(head) != _parent(final))
-        or (head.key in claims and not claims[head.key].certain)
-        for head in last
+    # 2. Those in parallel: with as many outputs, or beside it. Every other end is perhaps a head, and so is the last
+    # layer where no other makes several outputs.
+    final = next((layer for layer in reversed(layers) if layer.sides[0] > 1), None)
+    is_certain = all(claim.certain for claim in claims.values())
+    is_open = final is not None and (
+        not is_certain or all(head.sides[0] == 1 and _parent(head) != _parent(final) for head in last)
     )
     last_below = {_parent(member): member.key for member in layers}
-    perhaps: list[NamedParameter] = []
-    others = outside.keys() - heads - claims.keys()
-    for member in (layer for layer in reversed(layers) if layer.key in others):
+    readers: dict[int, set[str]] = defaultdict(set)  # number of features to the modules that read so many
+    for member in layers:
+        readers[_inputs(member)].add(_parent(member))
+    towers = set(map(_starred, last))
+    for member in (layer for layer in reversed(layers) if layer.key in outside - heads - claims.keys()):
         outputs, inputs = member.sides
-        of_kind = [head for head in last if head.kind == member.kind]
-        beside = [head for head in of_kind if _inputs(head) == inputs and _parent(head) == _parent(member)]
-        is_last_below = last_below[_parent(member)] == member.key
-        twins = [head for head in (*of_kind, *perhaps) if is_last_below and _is_twin(member, head)]
-        alike = [head for head in last if head.sides[0] == outputs]
-        is_twin = any(_inputs(head) == inputs for head in twins if head in of_kind)
-        parallel = alike or (outputs < inputs and (beside or is_twin))
-        if member.key in ends and parallel:
-            is_certain = any(head.key in heads or claims[head.key].certain for head in alike + beside)
+        beside = member.kind, inputs, _parent(member)
+        if member.key in ends and any(
+            head.sides[0] == outputs
+            or (outputs < inputs and beside == (head.kind, _inputs(head), _parent(head)))
+            for head in last
+        ):
             claims[member.key] = Claim("head", "output head: in parallel with the last layer", is_certain)
             continue
         # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
         # has no bias.
         is_biased = member.layer is not None and member.layer.is_biased
-        is_unread = outside[member.key] and outputs % inputs != 0 and is_biased
-        # The outputs of a generator are read by the first layer of a discriminator alone.
-        only = readers[outputs] if member.kind == "linear" and outputs > inputs else []
-        is_generated = is_last_below and len(only) == 1 and _parent(only[0]) != _parent(member)
-        if (
-            (member.key in ends and (is_unread or beside or twins))
-            or (twins and outputs == inputs)
-            or (is_generated and outputs % inputs != 0)
-            or (member is final and is_open and outside[member.key] and (ends or len(layers) > 1))
-        ):
+        # The outputs of a generator are read by a discriminator alone.
+        is_wide = member.kind == "linear" and outputs > inputs
+        is_generated = is_wide and len(readers[outputs]) == 1 and _parent(member) not in readers[outputs]
+        is_unread = (member.key in ends or is_generated) and outputs % inputs != 0 and is_biased
+        # The last layers of parallel towers may be square.
+        is_last_below = last_below[_parent(member)] == member.key
+        is_twin = outputs == inputs and is_last_below and _starred(member) in towers
+        if is_unread or is_twin or (member is final and is_open and (ends or len(layers) > 1)):
             claims[member.key] = Claim("hidden", PERHAPS_HEAD, certain=False)
-            perhaps.append(member)
+            towers.add(_starred(member))
     return claims
 
 
 def _ends(
-    matrices: Sequence[NamedParameter], layers: Sequence[NamedParameter], outside: Mapping[int, bool]
+    matrices: Sequence[NamedParameter], layers: Sequence[NamedParameter], outside: set[int]
 ) -> dict[int, NamedParameter]:
     """Return the layers whose outputs no later layer and none inside a block reads, by ``id``, the last one first."""
-    inputs_of_all = set(map(_inputs, layers))
     read = {_inputs(member) for member in layers if member.key not in outside}
     read |= {member.full_shape[1] for member in matrices if member.kind == "embedding"}
     for member in matrices:
         # A bare matrix (prototypes) is perhaps multiplied by; what has one row is added.
         if member.kind == "bare" and not member.is_layer and len(member.full_shape) == 2:
             read |= set(member.full_shape) if 1 not in member.full_shape else set()
-    flattened: set[int] = set()  # inputs of later linear layers
     ends: dict[int, NamedParameter] = {}
     for member in reversed(layers):
         outputs, inputs = member.sides
-        # In a list of modules that differ, the next one may read the outputs.
-        readers = read if outside.get(member.key) else inputs_of_all | read
-        # A linear layer may read all positions of a convolution.
-        is_read = outputs in readers or (
-            member.kind == "convolution" and outputs > 1 and any(width % outputs == 0 for width in flattened)
-        )
-        if member.key in outside and outputs != inputs and not is_read:
+        if member.key in outside and outputs != inputs and outputs not in read:
             ends[member.key] = member
         read.add(inputs)
-        if member.kind == "linear":
-            flattened.add(inputs)
     return ends
 
 
-def _is_twin(member: NamedParameter, head: NamedParameter) -> bool:
-    """Return whether the paths differ in one name, or in the numbers of modules ("cv2.0.2", "cv3.1.2")."""
-    components, components_of_head = _components(member), _components(head)
-    if len(components) != len(components_of_head) or components[-1] != components_of_head[-1]:
-        return False
-    first, *rest = [a for a, b in zip(components, components_of_head, strict=True) if a != b] or ["."]
-    # Square layers of one list that differ in shape follow each other.
-    return all(name.isdigit() for name in rest) and (
-        not first.isdigit() or member.sides == head.sides or member.sides[0] < member.sides[1]
-    )
+def _starred(member: NamedParameter) -> str:
+    """Return the path of a layer without its numbers: those of parallel towers are equal ("cv2.0.2", "cv3.1.2")."""
+    return re.sub(r"\d+", "*", holder_path(member.name))
 
 
 # 3. Names
 
 
-def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim, Meaning]]:
+def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
     """Return the layers that are named like output heads, or stand last below a module that is."""
-    claims: dict[int, tuple[Claim, Meaning]] = {}
+    claims: dict[int, Claim] = {}
     # A tied embedding is multiplied by last.
     later = {member.sides[1] for member in matrices if len(member.names) > 1}
     layers = [member for member in matrices if member.is_layer]
@@ -437,11 +395,11 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
                     (None, position),
                 )
                 if entry is None and not in_block(components[:position]):
-                    entry = match_name(components[position], "top-level head", "only head")
+                    entry = match_name(components[position], "top-level head", "layer")
                 if entry is None or named_below(components, end) > 1:
                     continue
                 is_direct = named_below(components, end) == 0
-                if entry.meaning == "only head" and not is_direct:
+                if entry.meaning == "layer" and not is_direct:
                     continue  # a decoder of several modules is no projection
                 # A layer whose outputs a later one reads is hidden, and so is a square one ("lm_head.dense") but the
                 # last one of the model, or one whose full name is certain.
@@ -450,12 +408,10 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, tuple[Claim,
                 is_output = is_last or is_named if outputs == inputs else outputs not in later
                 if is_output:
                     claim = Claim("head", f"output head by name ({components[end]})", entry.certain)
-                    claims.setdefault(member.key, (claim, entry.meaning))
+                    claims.setdefault(member.key, claim)
                 elif member.kind == "linear" and end == len(components) - 1:
                     # Such a layer may make outputs that a later layer refines (a postnet).
-                    claims.setdefault(
-                        member.key, (Claim("hidden", PERHAPS_HEAD, certain=False), entry.meaning)
-                    )
+                    claims.setdefault(member.key, Claim("hidden", PERHAPS_HEAD, certain=False))
         later.add(_inputs(member))
     return claims
 

@@ -96,14 +96,10 @@ class NamedParameter:
         return id(self.param)
 
     @property
-    def has_product(self) -> bool:
-        """Whether attributes or a bias show which side of a weight are its outputs."""
-        return self.layer is not None and bool(self.layer.product)
-
-    @property
     def is_layer(self) -> bool:
-        """Whether its module multiplies activations by it, for a matrix."""
-        return self.kind not in ("embedding", "norm", "bare") or self.has_product
+        """Whether its module multiplies activations by it, for a matrix; by attributes or a bias for a bare one."""
+        is_bare = self.layer is not None and self.layer.kind == "bare" and not self.layer.product
+        return self.kind not in ("embedding", "norm") and not is_bare
 
     @property
     def kind(self) -> LayerKind | None:

@@ -145,11 +145,7 @@ def _stack(module: nn.Module, shape: tuple[int, ...]) -> int:
 def _side_of_bias(name: str, shape: tuple[int, ...], vectors: dict[str, int]) -> int | None:
     """Return the dimension of a matrix whose size is that of the bias beside it; ``None`` without such a bias."""
     # weight and bias, attn_weight and attn_bias, kernel and bias, w1 and b1, W_in and b_in
-    bias_names = {
-        name.replace("weight", "bias"),
-        name.replace("kernel", "bias"),
-        re.sub(r"^w", "b", re.sub(r"^W", "b", name)),
-    }
+    bias_names = {re.sub("weight|kernel", "bias", name), re.sub(r"^[wW]", "b", name)}
     sizes = {vectors[bias] for bias in bias_names - {name} if bias in vectors}
     # The bias of a square matrix does not show which side are the outputs.
     if len(sizes) != 1 or len(shape) != 2 or shape[0] == shape[1]:

@@ -20,7 +20,7 @@ Meaning = Literal[
     "input",  # the first layer behind an input that is not tokens
     "head",  # an output head wherever it is in the model
     "top-level head",  # an output head outside blocks only
-    "only head",  # the same, if no other head is certain
+    "layer",  # the same, of one layer
     "block",  # a component inside which only a "head" is a head
     "router",
     "router beside experts",
@@ -68,21 +68,14 @@ TABLE: tuple[NameEntry, ...] = (
     NameEntry("top-level head", r"score|qa_outputs|predictions|seq_relationship", "transformers"),
     NameEntry("top-level head", r"(?!pre).*classifiers?|classification_heads?", "transformers"),
     NameEntry("top-level head", r"output_projection|output_layer", "fairseq, ChatGLM, Megatron"),
-    NameEntry("only head", r"generator|decoder|last_linear", "PyTorch's tutorials", certain=False),
+    NameEntry("layer", r"generator|decoder|last_linear", "PyTorch's tutorials", certain=False),
     NameEntry("top-level head", r".*(bbox|class)_embed", "Deformable DETR and its successors"),
-    NameEntry("top-level head", r"heads?", "timm", certain=False),
-    NameEntry("only head", r"output|fc|ff_out", "Llama, torchvision, OLMo", certain=False),
-    NameEntry("only head", r"proj_out|conv_out", "diffusers", certain=False),
+    NameEntry("layer", r"output|fc|ff_out", "Llama, torchvision, OLMo", certain=False),
+    NameEntry("layer", r"proj_out|conv_out", "diffusers", certain=False),
     NameEntry(
         "top-level head",
-        r"predict_\w+|feat_out|prob_out|decoder_dict",
-        "DecisionTransformer, SpeechT5, LXMERT",
-        certain=False,
-    ),
-    NameEntry(
-        "top-level head",
-        r"(?!pre|.*multi_?head).*(_heads?|_predictors?|_outputs|_score|_pred)",
-        "transformers, torchvision",
+        r"heads?|predict_\w+|(feat|prob)_out|decoder_dict|(?!pre|.*multi_?head).*_(heads?|predictors?|outputs|score|pred)",
+        "timm, DecisionTransformer, SpeechT5, LXMERT, transformers, torchvision",
         certain=False,
     ),
     NameEntry("block", r".*attn.*|.*attention.*|.*multi_?head.*|.*mlp|.*feed_?forward.*|.*block.*", "all"),

@@ -85,11 +85,6 @@ class CallerGroup:
     settings: GroupSettings
     members: list[NamedParameter] = field(default_factory=list)
 
-    @property
-    def where(self) -> str:
-        """The group's name in messages."""
-        return f"param group {self.number}"
-
 
 @dataclass(frozen=True, slots=True)
 class RoutedGroups:
@@ -595,15 +590,16 @@ def _make_group(
 
 def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
     """Return the configuration with the settings of a caller's group, checked by its rules."""
+    where = f"param group {group.number}"
     # Nothing reads these in a group, so another value than the optimizer's would have no effect.
     for key, value in group.settings.items():
         if key in MuonConfig.model_fields and key not in GROUP_KEYS and value != getattr(config, key):
             raise ConfigError(
-                f"{group.where}: {key!r} applies to the whole optimizer, where it is {getattr(config, key)!r}: set it "
+                f"{where}: {key!r} applies to the whole optimizer, where it is {getattr(config, key)!r}: set it "
                 f"in optimizer.params, or as an argument of Muon, and not in a group"
             )
         if key in RENAMED:
-            raise ConfigError(unknown_key_message(key, GROUP_KEYS, group.where))
-    refuse_misspelt_keys(group.settings, group.where, GROUP_KEYS)
+            raise ConfigError(unknown_key_message(key, GROUP_KEYS, where))
+    refuse_misspelt_keys(group.settings, where, GROUP_KEYS)
     settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
-    return MuonConfig.from_params({**config.model_dump(), **settings}, where=group.where)
+    return MuonConfig.from_params({**config.model_dump(), **settings}, where=where)

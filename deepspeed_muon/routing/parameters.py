@@ -13,7 +13,7 @@ from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.algorithm import Structure, claims_of_model
 from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter
-from deepspeed_muon.routing.layers import call_quietly, read_layers
+from deepspeed_muon.routing.layers import read_layers
 from deepspeed_muon.routing.shapes import AttentionShape, attention_shape, true_shape
 
 # What Megatron and DeepSpeed's AutoTP set on the shards of tensor parallelism, also where one rank has all of a weight.
@@ -53,7 +53,7 @@ def model_parameters_by_name(
             if id(param) not in layers or layer.kind == "embedding":
                 layers[id(param)] = layer
             claims[id(param)].extend(layer_claims)
-        for param, claim in (*_adapters(module), *_undecayed(module)):
+        for param, claim in _adapters(module):
             claims[id(param)].append(claim)
             if claim.reason == _EXPERTS_LORA:
                 layers[id(param)] = Layer("LoRA of experts")
@@ -99,15 +99,6 @@ def _adapters(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
         if isinstance(adapters, nn.Module) and (of_experts or not half):
             reason = _EXPERTS_LORA if half else "an adapter other than LoRA"
             yield from ((param, Claim("adapter", reason)) for param in adapters.parameters())
-
-
-def _undecayed(module: nn.Module) -> Iterator[tuple[nn.Parameter, Claim]]:
-    """Yield the bare parameters that ``no_weight_decay()`` of a timm model lists."""
-    names = call_quietly(module, "no_weight_decay")
-    if isinstance(names, (set, frozenset, list, tuple)):
-        for name, param in module.named_parameters():
-            if name in names and not name.endswith(".weight"):
-                yield param, Claim("no_product", "the model's no_weight_decay() names it")
 
 
 def is_pipeline(model: nn.Module) -> bool:

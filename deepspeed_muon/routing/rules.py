@@ -393,12 +393,4 @@ def _decide(
         return "adamw", Claim("exclude", f"exclude pattern {pattern!r}")
     if (pattern := _chosen(member, config, "include")) is not None:
         return "muon", Claim("include", f"include pattern {pattern!r}")
-    # A stack that is not called experts is read as "experts" only where a setting asks for it (_matrix_kind).
-    if (
-        kind == "experts"
-        and len(member.full_shape) > 2
-        and not _is_experts(member)
-        and 1 not in member.full_shape
-    ):
-        return "muon", Claim("include", "a pattern of matrices says so")
     return decide(member, kind)

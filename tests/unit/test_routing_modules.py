@@ -245,6 +245,12 @@ def test_a_layer_that_may_be_a_head_is_a_guess_for_muon_and_warned_of(
     assert f"{name}weight" in warning and "to Muon" in warning
 
 
+def test_the_largest_guess_is_named_first(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "deepspeed_muon"):
+        routes(Tree(small=parameter(256, 256), large=parameter(512, 256), fc=Linear(64, 64)))
+    assert caplog.text.index("large [512, 256] to AdamW") < caplog.text.index("small [256, 256] to AdamW")
+
+
 def test_guesses_are_counted_and_marked() -> None:
     optimizer = Muon(Tree(prompt=parameter(6, 64), mix=Linear(64, 64)))
     assert summarize_routes(optimizer.routes).endswith("; 1 of these routes rests on a guess")
