@@ -40,6 +40,8 @@ from deepspeed_muon.routing.shapes import true_shape
 # Images, latents and audio have at most this many channels; hidden layers have more.
 _MAX_DATA_CHANNELS = 4
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Tables of positions and of token types, which no layer has an output for.
+_NO_VOCABULARY = re.compile(r".*(pos|type|segment).*|wpe", re.IGNORECASE)
 # The precedence of the claims on a parameter. ``hidden`` applies if no rule before it does.
 _ORDER: tuple[Rule, ...] = (
     *("norm", "embedding", "head", "tied", "bias", "no_product", "router", "input", "adapter", "hidden"),
@@ -141,6 +143,12 @@ def _components(member: NamedParameter) -> list[str]:
 def _parent(member: NamedParameter) -> str:
     """Return the path of the module around a layer."""
     return holder_path(member.name).rpartition(".")[0]
+
+
+def _beside(member: NamedParameter) -> tuple[str, str]:
+    """Return the path around the module that a layer is in, and the layer's name: equal for "actor.2", "critic.2"."""
+    around, _, _ = _parent(member).rpartition(".")
+    return around, _components(member)[-1]
 
 
 def _in_attention(components: Sequence[str]) -> bool:
@@ -280,7 +288,9 @@ def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: set[int]) -> 
     rows = {
         member.full_shape[0]
         for member in matrices
-        if member.kind == "embedding" and member.name.endswith("weight")
+        if member.kind == "embedding"
+        and member.name.endswith("weight")
+        and not any(map(_NO_VOCABULARY.fullmatch, _components(member)))
     }
     # A number of features that layers read is the width of hidden layers.
     widths = {_inputs(member) for member in matrices if member.kind != "embedding"}
@@ -311,8 +321,8 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
             claims[member.key] = Claim(
                 "head", "output head: the last layer", member is layers[-1] and not is_hidden
             )
-    # 2. Those in parallel: with as many outputs, or beside it. Every other end is perhaps a head, and so is the last
-    # layer where no other makes several outputs.
+    # 2. Those in parallel: with as many outputs, beside it, or at its position in a module beside its own ("actor.2",
+    # "critic.2"). Every other end is perhaps a head, and so is the last layer where no other makes several outputs.
     final = next((layer for layer in reversed(layers) if layer.sides[0] > 1), None)
     is_certain = all(claim.certain for claim in claims.values())
     is_open = final is not None and (
@@ -325,13 +335,14 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
     towers = set(map(_starred, last))
     for member in (layer for layer in reversed(layers) if layer.key in outside - heads - claims.keys()):
         outputs, inputs = member.sides
-        beside = member.kind, inputs, _parent(member)
-        if member.key in ends and any(
-            head.sides[0] == outputs
-            or (outputs < inputs and beside == (head.kind, _inputs(head), _parent(head)))
-            for head in last
+        alike = [head for head in last if head.sides[0] == outputs]
+        narrow_as = [head for head in last if outputs < inputs == _inputs(head) and head.kind == member.kind]
+        beside = [head for head in narrow_as if _parent(head) == _parent(member)]
+        if member.key in ends and (
+            alike or beside or any(_beside(head) == _beside(member) for head in narrow_as)
         ):
-            claims[member.key] = Claim("head", "output head: in parallel with the last layer", is_certain)
+            is_sure = is_certain and bool(alike or beside)
+            claims[member.key] = Claim("head", "output head: in parallel with the last layer", is_sure)
             continue
         # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
         # has no bias.
