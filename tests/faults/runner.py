@@ -7,13 +7,14 @@ verified and restored, and power cuts at every moment of the save are laid out o
 
 Further cases kill ``engine.save_checkpoint`` with ``consolidate_on_save``: at every call below its folder, and at
 moments that no call marks, in the middle of what torch writes. The folder holds a whole checkpoint: of the step before,
-for a save at a new tag, or of another run at the same step and tag.
+for a save at a new tag, or of another run at the same step and tag. Last, one rank or both are killed within loads.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -462,6 +463,40 @@ def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], l
     return cases, said
 
 
+def killed_loads(work: Path, stages: Sequence[int], kills: int) -> list[dict[str, Any]]:
+    """Kill rank 0, rank 1 and both, at moments spread over a restore; return what was wrong with each."""
+    results = []
+    for stage in stages:
+        folder = work / "loads" / str(stage)
+
+        def load(
+            rank: int, faults: Sequence[Fault] = (), *, stage: int = stage, folder: Path = folder
+        ) -> float:
+            engine = trained_for(rank, 2, stage, 1)
+            for fault in faults:
+                Injector(folder, rank, folder / "log.jsonl", fault).install()
+            start = time.monotonic()
+            restore(engine, work / "new2")
+            return time.monotonic() - start
+
+        seconds = max(said["result"] for said in fork_ranks(2, folder / "none", load))
+        for number in range(kills):
+            dying = ((0,), (1,), (0, 1))[number % 3]
+            after = seconds * (number + 0.5) / kills
+            faults = [Fault(rank, -1, False, "kill", after=after) for rank in dying]
+            said = fork_ranks(2, folder / str(number), functools.partial(load, faults=faults))
+            wrong = [f"rank {rank} hangs" for rank, outcome in enumerate(said) if "hangs" in outcome]
+            # A survivor is told, or had finished before.
+            errors = {outcome.get("error", "RankMissingError") for outcome in said}
+            wrong += sorted(errors - {"RankMissingError", "CheckpointError"})
+            wrong += [f"rank {rank} died" for rank in {0, 1}.difference(dying) if "died" in said[rank]]
+            if verify_folder(work / "new2").progress.global_steps != 2:
+                wrong.append("the set has changed")
+            died = [rank for rank, outcome in enumerate(said) if "died" in outcome]
+            results.append({"stage": stage, "after": after, "died": died, "ranks": said, "wrong": wrong})
+    return results
+
+
 def leftovers(folder: Path) -> set[str]:
     """Return the files that the index does not name."""
     return {path.name for path in folder.iterdir()} - {INDEX, *load_index(folder).files}
@@ -482,6 +517,7 @@ def main() -> None:
         if case.saver in TAGS:
             killed, outcome = kill_in_time(work, case, KILLS if arguments.full else 2)
             chosen, said = [*chosen, *killed], [*said, *outcome]
+    loads = killed_loads(work, range(4), KILLS // 2) if arguments.full else killed_loads(work, [3], 3)
     start_alone(work)
     judge = Judge(work)
     without = {}
@@ -497,7 +533,9 @@ def main() -> None:
             "at the end": last,
         }
     outcomes = [judge.after(case, ranks) for case, ranks in zip(chosen, said, strict=True)]
-    (work / "results.json").write_text(json.dumps({"without a fault": without, "cases": outcomes}))
+    (work / "results.json").write_text(
+        json.dumps({"without a fault": without, "cases": outcomes, "loads": loads})
+    )
 
 
 def start_alone(work: Path) -> None:

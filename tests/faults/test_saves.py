@@ -1,4 +1,7 @@
-"""At every instant of a save, whatever fails or dies, the folder holds the old set or the new one, whole."""
+"""At every instant of a save, whatever fails or dies, the folder holds the old set or the new one, whole.
+
+A rank that is killed within a load leaves no other rank waiting, and the set as it was.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def run(work: Path, *options: str, timeout: float) -> dict[str, Any]:
 
 
 def check(results: dict[str, Any]) -> None:
-    wrong = [case for case in results["cases"] if case["wrong"]]
+    wrong = [case for case in (*results["cases"], *results["loads"]) if case["wrong"]]
     assert not wrong, json.dumps(wrong, indent=1)
     for saver, outcome in results["without a fault"].items():
         # Power cuts after the save has returned cannot bring back the old set.
@@ -49,6 +52,7 @@ def test_failed_calls_leave_a_set(results: dict[str, Any]) -> None:
     check(results)
     assert len({case["call"] for case in results["cases"]}) >= 14
     assert {case["left"] for case in results["cases"]} >= {"old", "new"}
+    assert any(load["died"] for load in results["loads"])
 
 
 @pytest.mark.full
@@ -58,6 +62,7 @@ def test_every_failed_call_leaves_a_set(tmp_path: Path) -> None:
     results = run(tmp_path, "--full", timeout=2300)
     check(results)
     assert len(results["cases"]) > 300
+    assert sum(bool(load["died"]) for load in results["loads"]) > 20
 
 
 def worst(work: Path, log: list[dict[str, Any]], base: Path) -> list[str]:
