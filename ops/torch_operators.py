@@ -57,7 +57,7 @@ def frobenius_norms(x: Tensor) -> Tensor:
 
 
 _MAX_NUMEL = 1 << 24
-"""Elements that a pass processes at a time, which bounds its temporary memory."""
+"""Elements that a pass processes at a time, or one fragment if it is larger: this bounds its temporary memory."""
 
 
 def momentum_pack_(

@@ -305,7 +305,7 @@ class MuonConfig(_VariantSettings):
         """
         coefficients = self.coefficients()
         dtype = resolve_ns_dtype(self.ns_dtype, device)
-        # An explicit ns_dtype was checked by check_combinations.
+        # An explicit ns_dtype was checked by check_iteration.
         if self.ns_dtype == "auto" and not tolerates_rounding(coefficients, dtype):
             dtype = torch.float32
         method = self.ns_method

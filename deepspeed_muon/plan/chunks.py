@@ -29,6 +29,7 @@ _LEAST_NUMEL_PER_RANK = 1 << 18
 
 # NCCL copies 16 bytes at a time only from and to multiples of 16. So what a peer sends or receives is padded to eight
 # elements where it is long enough for that to matter, and to cost nothing: ZeRO 3 on 24 or 96 ranks cuts odd lengths.
+# A short one is not padded and may shift those after it; sender and receiver must decide alike, by its length alone.
 _ALIGNED_FROM, _ALIGNMENT = 1 << 10, 8
 
 ChunkKind = Literal["all_to_all", "broadcast", "local"]

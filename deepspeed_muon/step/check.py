@@ -113,7 +113,8 @@ class ResultCheck:
         self.left_out: list[LeftOut] = []
         self.is_deferred = device.type != "cpu"
         self._fp32_only: set[SetIndex] = set()
-        self._rows_restart: frozenset[SetIndex] = frozenset()
+        self._rows_restart: set[SetIndex] = set()
+        self._restarted: set[SetIndex] = set()  # in the current step
         self._matrices = matrices
         self.origin = origin
         self._first = recorder.reserve(len(matrices))
@@ -154,7 +155,9 @@ class ResultCheck:
                     self.recorder.failed += 1
                     self._warn(index, "its norm is outside of its bounds", _IN_FP32_FROM_NOW_ON)
         self._fp32_only.update(set_indices)
-        self._rows_restart = frozenset(set_indices)
+        # A matrix without a gradient in this step restarts in a later one.
+        self._rows_restart = (self._rows_restart - self._restarted).union(set_indices)
+        self._restarted = set()
         return failed
 
     def failed(self, set_indices: Collection[SetIndex]) -> list[str]:
@@ -194,6 +197,7 @@ class ResultCheck:
             if self.origin[index] in self._fp32_only:
                 # It replaces the entry of the batch, which ran as configured.
                 # Row state, which may be the cause, restarts once.
+                self._restarted.add(self.origin[index])
                 update = self._in_fp32(result, entry, anew=self.origin[index] in self._rows_restart)
                 self._replace(result, entry, update, None)
         # 1. the norms of updates and inputs, (blocks,) fp32
@@ -277,7 +281,7 @@ class ResultCheck:
             result.updates[entry].zero_()
             if result.row_state is not None and result.new_rows is not None:
                 result.new_rows[entry].copy_(result.row_state.stored([result.members[entry]])[0])
-            self.recorder.failed += 1
+            self.recorder.failed += not self.is_deferred  # read_verdicts counts those that are deferred
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
 
     def _warn(self, index: PlanIndex, why: str, consequence: str) -> None:

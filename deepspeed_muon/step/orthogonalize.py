@@ -87,7 +87,7 @@ class LocalOrthogonalizer:
         self.newton_schulz: Callable[..., Tensor] = context.orthogonalizer
         self.check = check
         # Almost always a chunk has the same active matrices in every step.
-        self._batch_plans = functools.lru_cache(maxsize=64)(self._make_batch_plans)
+        self._batch_plans = functools.lru_cache(maxsize=1024)(self._make_batch_plans)
 
     def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
         """Yield indices and updates of active owned matrices, each once; the iterator must be exhausted."""

@@ -40,7 +40,7 @@ class TensorParallelOrthogonalizer:
         self._rank = dist.get_rank(group)
         self._ranks = range(dist.get_world_size(group))
         # Made at bind by :meth:`inputs`, and once more for each set of active matrices that a step meets.
-        self._work_plan = functools.lru_cache(maxsize=64)(self._make_work_plan)
+        self._work_plan = functools.lru_cache(maxsize=1024)(self._make_work_plan)
 
     def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
         """Yield indices and updates of this rank's shards and replicas, as :class:`.LocalOrthogonalizer` does.

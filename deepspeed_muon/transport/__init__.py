@@ -1,4 +1,4 @@
-"""The two all-to-alls of every chunk of a Muon step, and the checks by which ranks agree before anything is sent.
+"""The exchange of the chunks of a Muon step, and the checks by which ranks agree before anything is sent.
 
 * :mod:`.all_to_all`: gather and scatter of a chunk, and their buffers;
 * :mod:`.ranks`: the ranks of an engine, small collectives with time-outs, and the barrier at start;

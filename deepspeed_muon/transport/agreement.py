@@ -110,7 +110,7 @@ def agree(
         if error is not None:
             raise error
         lines = [f"rank {rank}: {text}" for rank, text in failures.items() if text is not None]
-        raise kind("another rank could not start, so this one stops too:\n" + "\n".join(lines))
+        raise kind("another rank failed, so this one stops too:\n" + "\n".join(lines))
     # 3. the facts differ: gather them, and say which
     if not any(sums):
         return

@@ -22,7 +22,7 @@ SLOTS = 3
 
 Exchange = Literal["gather", "scatter"]
 
-# Overlap needs up to three times the buffers. It is left out where they would take more than this.
+# Overlap needs up to three times the buffers. It is left out where the largest matrix alone would make them larger.
 _OVERLAP_BYTES = 1 << 30
 
 

@@ -199,6 +199,8 @@ def _barrier(ranks: Sequence[int]) -> None:
     while not store.check([complete]):
         if time.monotonic() > deadline:
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+            if not missing:  # the last one came just now
+                continue
             # Undo it, so that a program that catches the error can try again. This rank's own key remains, so that
             # ranks whose time ends a little later do not report it as missing.
             store.add(f"{key}/count", -1)

@@ -277,6 +277,26 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
     assert caplog.text.count("layer.weight") == 1 and "the state of its rows was reset" in caplog.text
 
 
+def test_bad_moments_start_anew_after_a_step_without_a_gradient() -> None:
+    """On an accelerator the verdict is read in the next step, in which the matrix may have no gradient."""
+    weights = [nn.Parameter(torch.zeros(12, 20)) for _ in range(2)]
+    optimizer = Muon(
+        zip(("idle.weight", "other.weight"), weights, strict=True), variant="normuon", muon_lr=1.0
+    )
+    optimizer._bind_to_parameters()
+    optimizer.runners[0].check.is_deferred = True
+    for step in range(4):
+        before = weights[0].detach().clone()
+        for weight in weights if step != 2 else weights[1:]:
+            weight.grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(3))
+        if step == 1:
+            optimizer.state[weights[0]][MOMENTS][3] = math.inf
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(weights[0], before) == (step in (1, 2)), step
+    assert optimizer.state[weights[0]][MOMENTS].isfinite().all()
+
+
 def test_a_matrix_without_an_update_keeps_its_moments() -> None:
     """An element beyond fp16's range is an infinity on an fp16 wire."""
     weight, optimizer = one_matrix(wire_dtype="fp16")
