@@ -86,7 +86,8 @@ def restore(
     """Continue from a consolidated checkpoint, at any ZeRO stage and on any number of ranks.
 
     Must be called by all ranks, before or between steps. Masters, momentum and moments become exactly what was saved,
-    and the weights of the forward pass their rounding. Everything is checked before anything is changed.
+    and the weights of the forward pass their rounding; from a set of AdamW, Muon's momentum becomes AdamW's first
+    moment. Everything is checked before anything is changed.
 
     Args:
         engine: A ``DeepSpeedEngine`` with our optimizer. Mutated.
@@ -214,7 +215,7 @@ def _compare_parameters(state: LiveState, source: ConsolidatedSource, with_state
         ):
             problems.append(
                 f"parameter {name} goes to {live.algorithm} ({parameter.route_reason}), in the checkpoint to "
-                f"{saved.algorithm} ({file}); set include / exclude in optimizer.params as the saved run did"
+                f"{saved.algorithm} ({file}); set include / exclude in optimizer.params so that it goes there"
             )
         elif with_state and saved.rows and parameter.row_fragments:
             rows = parameter.slice_of(saved.row_keys[0]).length

@@ -290,6 +290,12 @@ class MuonConfig(_VariantSettings):
                 f"{self.momentum:g} (in optimizer.params or a param group): a warm-up rises to it. To lower momentum, "
                 f"write it into the param groups during the run"
             )
+        for key in ("weight_decay", "muon_weight_decay", "adam_weight_decay"):
+            if self.weight_decay_mode == "independent" and (getattr(self, key) or 0.0) > 1.0:
+                raise ConfigError(
+                    f"optimizer.params.{key}: must be at most 1 with weight_decay_mode 'independent', where it is the "
+                    f"fraction that each step subtracts from a weight (got {getattr(self, key)!r})"
+                )
 
     def coefficients(self) -> tuple[Coefficients, ...]:
         """Return the ``(a, b, c)`` of every Newton-Schulz step, or raise ``ConfigError``."""
@@ -415,7 +421,7 @@ def checked_group_settings(
         config: The settings with which they have to be compatible; ``None`` for the defaults.
 
     Raises:
-        ConfigError: With one line per bad key, naming the key, the value and what is allowed.
+        ConfigError: With a line for each bad key, and for each type that it can have, naming the key and the value.
     """
     # 1. None, which stands for a default in optimizer.params, and rates that are no settings.
     values = {key: group[key] for key in sorted(group.keys() & GROUP_SETTINGS - _GROUP_RATES.keys())}

@@ -89,9 +89,10 @@ def readable(error: ErrorDetails, where: str) -> str:
         model = SECTIONS[sections[1]]
         known = [field.alias or name for name, field in model.model_fields.items()]
         return unknown_key_message(key, known, ".".join(sections))
-    if error["type"] in ("float_type", "int_type") and value == "auto":
+    is_number = error["type"] in ("float_type", "int_type", "tuple_type")  # betas are two of them
+    if is_number and isinstance(value, str) and value == "auto":
         message += ", and only the Hugging Face integrations fill in 'auto' (lr, betas, eps, weight_decay)"
-    elif error["type"] in ("float_type", "int_type") and isinstance(value, str):
+    elif is_number and isinstance(value, str):
         with contextlib.suppress(ValueError):
             message += f": {float(value):.12g} without quotes (YAML wants a point, as in 1.0e-4)"
     return f"{'.'.join(sections)}.{key}: {message} (got {shown(value)})"

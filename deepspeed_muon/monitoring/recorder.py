@@ -86,7 +86,8 @@ class StepRecorder:
         self._sampled: frozenset[int] = frozenset()  # numbers of the matrices to measure
         self._sample: Sample | None = None
         self._sums_by_name: dict[str, list[MeasuredBlocks]] = {}
-        self._weights: dict[str, tuple[float, float]] = {}  # by matrix: RMS of weights, and learning rate
+        # By matrix: the sum of the squared weights, their number, and the learning rate.
+        self._weights: dict[str, tuple[float, int, float]] = {}
         # Steps since the last sample: the norm of the gradients, and the norm to which they are clipped.
         self._clippings: deque[tuple[Any, float]] = deque(maxlen=_MOST_CLIPPINGS if every else 0)
         # Steps in a row below _STALLED_COEFFICIENT: the last ones, and the most.
@@ -145,9 +146,10 @@ class StepRecorder:
             sample.matrices = {name: combine(sums) for name, sums in self._sums_by_name.items()}
             sample.redone, sample.failed = self.redone, self.failed
             sample.clip_coefficient = self._read_clippings()
-            for matrix in self._weights.keys() & sample.matrices.keys():
-                (rms, rate), measured = self._weights[matrix], sample.matrices[matrix]
-                measured |= {"weight_rms": rms, "update_over_weight": rate * measured["update_rms"] / rms}
+            for matrix, (squares, numel, rate) in self._weights.items():
+                if squares > 0 and (measured := sample.matrices.get(matrix)) is not None:
+                    rms = math.sqrt(squares / numel)
+                    measured |= {"weight_rms": rms, "update_over_weight": rate * measured["update_rms"] / rms}
         finally:
             self._sample = None
             self._sums_by_name.clear()
@@ -221,9 +223,9 @@ class StepRecorder:
         self._sums_by_name.setdefault(name, []).append(sums)
 
     def keep_weights(self, name: str, weights: torch.Tensor, rate: float) -> None:
-        """Record weights of a matrix that are not all zero, any shape, and its learning rate."""
-        if (rms := float(weights.float().norm()) / math.sqrt(weights.numel())) > 0:
-            self._weights[name] = rms, rate
+        """Record weights of a matrix, or of some slices of it, any shape, and its learning rate."""
+        squares, numel, _ = self._weights.get(name, (0.0, 0, rate))
+        self._weights[name] = (squares + float(weights.float().norm()) ** 2, numel + weights.numel(), rate)
 
     @contextmanager
     def span(self, name: SpanName) -> Iterator[None]:

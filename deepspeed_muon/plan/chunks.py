@@ -145,7 +145,7 @@ class Chunk:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends in gather and scatter."""
+        """Elements that this rank sends in gather and scatter, without padding."""
         gathered = self.fragment_buffer.remote_numel if self.kind == "all_to_all" else 0
         return gathered + self.owner_buffer.remote_numel
 
@@ -169,7 +169,7 @@ class ExchangePlan:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends to other ranks per step."""
+        """Elements that this rank sends to other ranks per step, without padding."""
         return sum(chunk.sent_elements for chunk in self.chunks)
 
     def digest(self) -> str:

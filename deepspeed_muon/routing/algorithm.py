@@ -261,8 +261,9 @@ def _outside_blocks(matrices: Sequence[NamedParameter], structure: Structure) ->
     for member in matrices:
         components = _components(member)
         is_weight = member.kind in ("linear", "convolution", "weight") and bare_name(member.name) == "weight"
+        is_bare_layer = member.kind == "bare" and member.is_layer and len(member.full_shape) == 2
         is_adapter = _is_lora_b(member) or any(claim.rule == "adapter" for claim in _name_claims(member))
-        if is_weight and not (
+        if (is_weight or is_bare_layer) and not (
             blocks.intersection(_modules_in_lists(member, structure))
             or is_adapter
             or "experts" in components
@@ -414,7 +415,7 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
                     continue  # a decoder of several modules is no projection
                 # A layer whose outputs a later one reads is hidden, and so is a square one ("lm_head.dense") but the
                 # last one of the model, or one whose full name is certain.
-                is_last = is_direct and member is layers[-1] and len(layers) > 1
+                is_last = is_direct and len(layers) > 1 and member is layers[-1]
                 is_named = entry.certain and end == len(components) - 1
                 is_output = is_last or is_named if outputs == inputs else outputs not in later
                 if is_output:

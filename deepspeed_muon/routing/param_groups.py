@@ -601,5 +601,7 @@ def _checked_settings(group: CallerGroup, config: MuonConfig) -> MuonConfig:
         if key in RENAMED:
             raise ConfigError(unknown_key_message(key, GROUP_KEYS, where))
     refuse_misspelt_keys(group.settings, where, GROUP_KEYS)
-    settings = {key: value for key, value in group.settings.items() if key in GROUP_KEYS}
+    settings = {
+        key: value for key, value in group.settings.items() if key in GROUP_KEYS and value is not None
+    }
     return MuonConfig.from_params({**config.model_dump(), **settings}, where=where)

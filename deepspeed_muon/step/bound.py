@@ -65,7 +65,7 @@ class BoundSteps:
         step 1, beside activations. Must be called by all ranks of the engine, once their plans agree.
         """
         purpose = "first exchange"
-        for group in self.process_groups:
+        for group in (group for group in self.process_groups if dist.get_world_size(group) > 1):
             flag = torch.zeros(1, dtype=torch.uint8, device=self.runners[0].context.device)
             all_reduce_tensor(flag, group, purpose=purpose, how="max")
         for runner in self.runners:

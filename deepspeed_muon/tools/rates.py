@@ -105,6 +105,7 @@ def run(arguments: argparse.Namespace) -> Output:
     if after and not before.keys() & after.keys():
         raise ConfigError(f"--from {', '.join(before)} and --to {', '.join(after)}: have no size in common")
     carry(proposal, before, after)
+    proposal.config()  # refuses what a run would refuse
     # What changed and why, and the section to paste.
     lines = []
     for key, reason in proposal.reasons.items():

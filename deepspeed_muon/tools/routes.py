@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_muon.checkpoint.index import INDEX_NAME, load_index
-from deepspeed_muon.errors import ConfigError
+from deepspeed_muon.errors import CheckpointError, ConfigError
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.command_line import Output
@@ -43,10 +43,15 @@ def run(arguments: argparse.Namespace) -> Output:
 
 
 def _routes_of_set(folder: str) -> list[Route]:
-    """Return the routes of a consolidated set, which records the algorithms."""
+    """Return the routes of a consolidated set, which records the algorithms; one from AdamW gets those of the run."""
+    index = load_index(folder)
+    if index.source.get("optimizer") == "AdamW":
+        raise CheckpointError(
+            f"{folder}: a set from AdamW has no routes: the run that restores it chooses them; name the model"
+        )
     return [
         Route(name, record.shape, record.algorithm, "recorded in the set")
-        for name, record in load_index(folder).parameters.items()
+        for name, record in index.parameters.items()
     ]
 
 

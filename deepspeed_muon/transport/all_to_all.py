@@ -22,6 +22,9 @@ SLOTS = 3
 
 Exchange = Literal["gather", "scatter"]
 
+# Backends that join broadcasts: NCCL sends them by one kernel, torch's "fake" sends nothing.
+_JOINING = ("nccl", "fake")
+
 # Overlap needs up to three times the buffers. It is left out where the largest matrix alone would make them larger.
 _OVERLAP_BYTES = 1 << 30
 
@@ -31,7 +34,7 @@ class SentCounts:
     """What this rank did since the last reset of these counters.
 
     Attributes:
-        bytes_sent: Bytes that this rank sent to others in :attr:`exchanges`.
+        bytes_sent: Bytes that this rank sent to others in :attr:`exchanges`, without padding.
         matrices_orthogonalized: Matrices that this rank orthogonalised. A stack with several owners counts once, at the
             owner of its first blocks.
         exchanges: All-to-alls that this rank took part in, chunks that were broadcast, and all-reduces of row state.
@@ -182,8 +185,7 @@ class ChunkExchange:
         updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
         if send.numel():
             updates_of[plan.rank] = send
-        # NCCL sends them by one kernel; gloo cannot join them.
-        joins = self._group is not None and self._group._get_backend(out.device).name() != "gloo"
+        joins = self._group is not None and self._group._get_backend(out.device).name() in _JOINING
         with c10d._coalescing_manager(self._group, out.device, True) if joins else nullcontext() as joined:
             works = [
                 dist.broadcast(

@@ -228,6 +228,8 @@ def test_convert_from_adamw(
     printed = capsys.readouterr().out
     assert "exp_avg becomes the momentum of the run's matrices" in printed and "decay 0.8" in printed
     assert_converted(tmp_path / "out", saved, set())
+    assert cli.main(["routes", str(tmp_path / "out")]) == 2
+    assert "the run that restores it chooses them" in capsys.readouterr().err
     arguments = {"folder": str(tmp_path / "out"), "kind": kind, "params": {"exclude": exclude}}
     loaded = ranks(2).run(continued, **arguments)[0]
     assert loaded["steps"] == [2]

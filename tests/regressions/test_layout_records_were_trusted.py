@@ -128,7 +128,7 @@ CHANGES = {
     "another group": of_matrix(group=99),
     "unknown algorithm": of_matrix(algorithm="sgd"),
     "negative shape": of_matrix(shape=[-4, -3]),
-    "too many heads": of_matrix(heads=1 << 60),
+    "unknown key": of_matrix(heads=1 << 60),
     "name is a number": of_matrix(name=3),
     "huge everywhere": of_matrix(shape=[1 << 31], placement=placement(1 << 31, 0, 1 << 31, 0, 1, 0, 0)),
     # A large parameter of a small run that is read again and again.

@@ -212,6 +212,12 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     *(({key: True}, f"{key}: Input should be a valid ") for key in NUMBERS),
     *(({key: "1e-4"}, f"{key}: Input should be a valid ") for key in NUMBERS),
     ({"lr": "1e-4"}, "lr: Input should be a valid number: 0.0001 without quotes (YAML wants a point"),
+    (
+        {"betas": "auto"},
+        "betas: Input should be a valid tuple, and only the Hugging Face integrations fill in",
+    ),
+    ({"momentum": np.array([0.1, 0.2])}, "momentum: Input should be a valid number (got array("),
+    ({"weight_decay": 3, "weight_decay_mode": "independent"}, "weight_decay: must be at most 1 with"),
     ({"lr": "auto"}, "lr: Input should be a valid number, and only the Hugging Face integrations fill in"),
     *(
         ({key: value}, f"{key}: Input should be a valid boolean (got {value!r})")

@@ -324,6 +324,12 @@ def test_groups_are_split_and_keep_their_settings() -> None:
     assert caller_groups == [0, 0, 1, 1], "a state dict cannot change it"
 
 
+def test_none_in_a_group_is_the_setting_of_the_optimizer() -> None:
+    groups = [{"params": list(nn.Linear(4, 4).parameters()), "momentum": None, "betas": None}]
+    for group in Muon(groups, momentum=0.8, betas=(0.7, 0.8)).param_groups:
+        assert group.get("momentum", 0.8) == 0.8 and group.get("betas", (0.7, 0.8)) == (0.7, 0.8)
+
+
 def test_a_group_of_convolutions_names_the_remedy() -> None:
     """The groups of Keller Jordan's README have no model, which alone tells what a convolution is."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 4))

@@ -75,6 +75,12 @@ def test_a_bare_parameter_is_a_weight_by_its_bias() -> None:
     assert routes(Tree(bare=bare), include=["bare.table"])["bare.table"].algorithm == "muon"
 
 
+def test_a_last_layer_of_bare_parameters_is_a_head() -> None:
+    model = Tree(fc=Linear(32, 64), mlp=Tree(w_out=parameter(64, 7), b_out=parameter(7)))
+    route = routes(model)["mlp.w_out"]
+    assert (route.algorithm, route.reason) == ("adamw", "output head: the last layer")
+
+
 @pytest.mark.parametrize(
     "name", ["scale_shift_table", "r_k", "A_imag", "memory_tokens", "spatial_pos", "ctx", "cls"]
 )
