@@ -9,4 +9,9 @@ in every chunk             :mod:`.tables` (what the elementwise passes read and 
 only with some settings    :mod:`.tensor_parallel`, :mod:`.row_state` (of a variant), :mod:`.int8` (``momentum_dtype``)
 the optimizer state        :mod:`.state`, with AdamW
 =========================  ===========================================================================================
+
+Who holds whom: an engine's :class:`.Muon` has one :class:`.BoundSteps`, which has a :class:`.StepRunner` and a
+:class:`.GradientFlags` for each :class:`.StepSet`. A runner has the :class:`.StepContext` (settings, kernels,
+counters), the exchange plan, a :class:`.ChunkTable` for each chunk, the :class:`.ResultCheck`, and a :class:`.Step` for
+the length of one step.
 """

@@ -128,23 +128,23 @@ class BoundSteps:
         # 1. Over the ranks that update a parameter together.
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[GradientFlags]] = {}
         for runner in self.runners if runners is None else runners:
-            exchange = self.gradient_flags[runner]
-            by_groups.setdefault(exchange.groups, []).append(exchange)
+            flags_of_set = self.gradient_flags[runner]
+            by_groups.setdefault(flags_of_set.groups, []).append(flags_of_set)
         flags_of: dict[GradientFlags, Tensor] = {}
-        for exchanges in by_groups.values():
-            flags_of |= GradientFlags.reduce(exchanges, grads, refused=self.refusal is not None)
+        for members in by_groups.values():
+            flags_of |= GradientFlags.reduce(members, grads, refused=self.refusal is not None)
         # 2. Over the ranks that must skip the same steps; none with data parallelism alone.
         wider_of = self._reduce_further(flags_of)
         # 3. To the CPU.
         on_cpu = iter(read_together([*norms, *flags_of.values(), *wider_of.values()]))
         norms = [next(on_cpu) for _ in norms]
         refused = False
-        for exchange in flags_of:
-            exchange.flags = next(on_cpu)
-            refused |= REFUSED in exchange.flags[0].tolist()
-        for exchange in wider_of:
+        for flags_of_set in flags_of:
+            flags_of_set.flags = next(on_cpu)
+            refused |= REFUSED in flags_of_set.flags[0].tolist()
+        for flags_of_set in wider_of:
             largest, failed = next(on_cpu).tolist()
-            exchange.wider_flags = largest == NOT_FINITE, bool(failed)
+            flags_of_set.wider_flags = largest == NOT_FINITE, bool(failed)
             refused |= largest == REFUSED
         if refused:
             refusal, self.refusal = self.refusal, None
@@ -159,19 +159,19 @@ class BoundSteps:
         Returns :meth:`.GradientFlags.any_wrong` for each step set that has such ranks.
         """
         wider_of = {
-            exchange: exchange.any_wrong(flags)
-            for exchange, flags in flags_of.items()
-            if exchange.wider_group is not None or exchange.stage_group is not None
+            flags_of_set: flags_of_set.any_wrong(flags)
+            for flags_of_set, flags in flags_of.items()
+            if flags_of_set.wider_group is not None or flags_of_set.stage_group is not None
         }
         # Over other experts: in one message the step sets of one group.
-        for group in dict.fromkeys(exchange.wider_group for exchange in wider_of):
+        for group in dict.fromkeys(flags_of_set.wider_group for flags_of_set in wider_of):
             if group is not None:
-                members = [exchange for exchange in wider_of if exchange.wider_group is group]
-                flags = torch.cat([wider_of[exchange] for exchange in members])
+                members = [flags_of_set for flags_of_set in wider_of if flags_of_set.wider_group is group]
+                flags = torch.cat([wider_of[flags_of_set] for flags_of_set in members])
                 flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
                 wider_of.update(zip(members, flags.view(-1, 2), strict=True))
         # Over the stages, which may have different step sets: two flags of all sets.
-        for stage_group in {exchange.stage_group for exchange in wider_of} - {None}:
+        for stage_group in {flags_of_set.stage_group for flags_of_set in wider_of} - {None}:
             flags = torch.stack(list(wider_of.values())).amax(0)
             flags = all_reduce_tensor(flags, stage_group, purpose=FLAGS_PURPOSE, how="max")
             wider_of = dict.fromkeys(wider_of, flags)

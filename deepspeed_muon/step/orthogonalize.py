@@ -40,7 +40,7 @@ def batches(
     members_of: dict[object, list[PlanIndex]] = {}
     for index in indices:
         matrix = matrices[index]
-        joins = not context.variant.reads_rows and len(matrix.block_shapes) == 1
+        joins = not context.variant.transpose_changes_update and len(matrix.block_shapes) == 1
         key = tuple(sorted(matrix.logical_shape)) if joins else matrix.batch_key
         members_of.setdefault(key, []).append(index)
     # 2. as many as a batch may have

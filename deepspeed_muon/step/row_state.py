@@ -120,9 +120,9 @@ class OwnedRows:
             state = torch.zeros_like(state)
         settings = {
             setting.name: _on_device(
-                tuple(self.settings[index][number] for index, _ in members), blocks.device
+                tuple(self.settings[index][position] for index, _ in members), blocks.device
             )
-            for number, setting in enumerate(self.variant.settings)
+            for position, setting in enumerate(self.variant.settings)
         }
         # 2. a factor for each row, (blocks, outputs), of blocks that have a row for each output
         first = self.matrices[members[0][0]]

@@ -100,6 +100,6 @@ class Variant:
             )
 
     @property
-    def reads_rows(self) -> bool:
+    def transpose_changes_update(self) -> bool:
         """Whether the transpose of a matrix has another update than the transpose of the update."""
         return self.before_iteration is not None or self.row_factors is not None

@@ -97,7 +97,7 @@ def test_shapes_of_a_step_were_prepared_when_the_optimizer_was_bound(variant: An
     optimizer.step()
     # Variants that look at rows do not join a transpose.
     assert [entry["calls"] for entry in optimizer.kernel_report()] == [1] * (
-        2 if VARIANTS[variant].reads_rows else 1
+        2 if VARIANTS[variant].transpose_changes_update else 1
     )
 
 
