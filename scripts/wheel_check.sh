@@ -56,7 +56,7 @@ pip install "${hold[@]}" --extra-index-url "file://$work/index" "deepspeed-muon[
 "$python" -c 'import deepspeed_muon, deepspeed_muon.ops; print(deepspeed_muon.__version__, deepspeed_muon.ops.__file__)'
 "$python" -c 'import accelerate, transformers; print("transformers", transformers.__version__, "accelerate", accelerate.__version__)'
 "$work/env/bin/deepspeed-muon" --help
-DEEPSPEED_MUON=1 "$python" -c 'import deepspeed, sys; assert sys.modules["deepspeed_muon.engine.hooks"]._INSTALLED'
+DEEPSPEED_MUON=1 "$python" -c 'import deepspeed, sys; from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS; assert sys.modules["deepspeed_muon"].Muon in ZERO_SUPPORTED_OPTIMIZERS'
 
 # train NAME PATH LINE: run the README's script on two ranks with programs from PATH; its output must have LINE.
 train() {

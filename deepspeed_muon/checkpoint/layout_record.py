@@ -111,11 +111,8 @@ class LayoutRecord(BaseModel):
 
 def _require_fit(parameter: PartitionedParameter, world_size: int) -> None:
     """Raise unless a placement has all elements of its parameter, on ranks that exist."""
-    where, placement, tensor_slice = (
-        f"parameter {parameter.name}: ",
-        parameter.placement,
-        parameter.tensor_slice,
-    )
+    where, placement = f"parameter {parameter.name}: ", parameter.placement
+    tensor_slice = parameter.tensor_slice
     if tensor_slice.shape != parameter.record.shape:
         raise ValueError(f"{where}{tensor_slice} is no slice of shape {list(parameter.record.shape)}")
     numel = math.prod(tensor_slice.local_shape)
@@ -312,8 +309,7 @@ def record_of(state: LiveState) -> Mapping[str, Any]:
             rank=group_rank,
             world_size=len(members),
             # One description is enough where a placement says what every rank has. At stage 0 any file may be read
-            # alone.
-            # The members grow with the ranks, and the reader counts files.
+            # alone. Members would grow with the ranks; the reader counts the files.
             parameters=tuple(
                 replace(parameter.metadata().with_state({}, 0), members=())
                 for parameter in sorted(parameters, key=lambda p: position[p.local_name])

@@ -337,13 +337,15 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
     for member in (layer for layer in reversed(layers) if layer.key in outside - heads - claims.keys()):
         outputs, inputs = member.sides
         alike = [head for head in last if head.sides[0] == outputs]
-        narrow_as = [head for head in last if outputs < inputs == _inputs(head) and head.kind == member.kind]
-        beside = [head for head in narrow_as if _parent(head) == _parent(member)]
+        of_same_inputs = [
+            head for head in last if outputs < inputs == _inputs(head) and head.kind == member.kind
+        ]
+        beside = [head for head in of_same_inputs if _parent(head) == _parent(member)]
         if member.key in ends and (
-            alike or beside or any(_beside(head) == _beside(member) for head in narrow_as)
+            alike or beside or any(_beside(head) == _beside(member) for head in of_same_inputs)
         ):
-            is_sure = is_certain and bool(alike or beside)
-            claims[member.key] = Claim("head", "output head: in parallel with the last layer", is_sure)
+            reason = "output head: in parallel with the last layer"
+            claims[member.key] = Claim("head", reason, is_certain and bool(alike or beside))
             continue
         # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
         # has no bias.

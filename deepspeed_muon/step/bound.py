@@ -64,10 +64,13 @@ class BoundSteps:
         The first message to a rank takes GPU memory that torch's allocator does not free for it: better now than in
         step 1, beside activations. Must be called by all ranks of the engine, once their plans agree.
         """
+        if not self.runners:
+            return
         purpose = "first exchange"
-        for group in (group for group in self.process_groups if dist.get_world_size(group) > 1):
-            flag = torch.zeros(1, dtype=torch.uint8, device=self.runners[0].context.device)
-            all_reduce_tensor(flag, group, purpose=purpose, how="max")
+        flag = torch.zeros(1, dtype=torch.uint8, device=self.runners[0].context.device)
+        for group in self.process_groups:
+            if dist.get_world_size(group) > 1:
+                all_reduce_tensor(flag, group, purpose=purpose, how="max")
         for runner in self.runners:
             runner.connect()
             # Each tensor-parallel rank may send to each other one.
@@ -187,7 +190,7 @@ class BoundSteps:
         set_groups = {runner.step_set.group for runner in self.runners} - {group}
         if any(ranks_of(set_group) != ranks_of(group) for set_group in set_groups):
             return None  # the flags say less, or more, than what the caller asks for
-        all_flags = [exchange.flags for exchange in self.gradient_flags.values()]
+        all_flags = [flags_of_set.flags for flags_of_set in self.gradient_flags.values()]
         if any(flags is None for flags in all_flags):
             return None
         return any(bool((flags[0].numpy() == NOT_FINITE).any()) for flags in all_flags if flags is not None)
@@ -199,9 +202,9 @@ class BoundSteps:
         step follows that would report them.
         """
         left_out = {
-            runner: flagged(exchange.flags[1].tolist())
-            for runner, exchange in self.gradient_flags.items()
-            if exchange.flags is not None
+            runner: flagged(flags_of_set.flags[1].tolist())
+            for runner, flags_of_set in self.gradient_flags.items()
+            if flags_of_set.flags is not None
         }
         failed = [name for runner, positions in left_out.items() for name in runner.check.failed(positions)]
         for runner, positions in left_out.items() if failed else ():
@@ -210,8 +213,8 @@ class BoundSteps:
 
     def forget_flags(self) -> None:
         """Drop the flags of :meth:`exchange_flags`, at the end of a step."""
-        for exchange in self.gradient_flags.values():
-            exchange.flags, exchange.wider_flags = None, (False, False)
+        for flags_of_set in self.gradient_flags.values():
+            flags_of_set.flags, flags_of_set.wider_flags = None, (False, False)
 
     def facts(self) -> RankFacts:
         """Return the facts about the plans that must be equal on all ranks."""

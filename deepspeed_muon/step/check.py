@@ -281,7 +281,8 @@ class ResultCheck:
             result.updates[entry].zero_()
             if result.row_state is not None and result.new_rows is not None:
                 result.new_rows[entry].copy_(result.row_state.stored([result.members[entry]])[0])
-            self.recorder.failed += not self.is_deferred  # read_verdicts counts those that are deferred
+            if not self.is_deferred:  # else read_verdicts counts it
+                self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
 
     def _warn(self, index: PlanIndex, why: str, consequence: str) -> None:

@@ -91,7 +91,8 @@ class OwnedRows:
     """A variant's ``row_factors`` with the row state of the matrices, or shards of matrices, that this rank owns.
 
     Attributes:
-        matrices: All matrices of the exchange plan, with :attr:`.Rates.settings` of the variant.
+        matrices: All matrices of the exchange plan.
+        settings: The variant's settings for each matrix; see :attr:`.Rates.settings`.
         rows: Index of the matrix to one number for each row, one-dimensional fp32. :meth:`write` mutates them.
     """
 

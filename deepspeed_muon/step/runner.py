@@ -126,12 +126,6 @@ class StepRunner:
         for chunk in self.plan.chunks:
             yield from self._orthogonalizer.inputs(chunk.owned)
 
-    @property
-    def wire_bytes_per_step(self) -> int:
-        """Bytes of directions, updates and row state that this rank sends in a step with a gradient of every matrix."""
-        rows = 0 if self._row_storage is None else self._row_storage.sent_bytes
-        return self.plan.sent_elements * self.context.comm_dtype.itemsize + rows
-
     def connect(self) -> None:
         """Exchange every chunk once, whatever its buffers hold; see :meth:`.BoundSteps.connect`."""
         for number, chunk in enumerate(self.plan.chunks):

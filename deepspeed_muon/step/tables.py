@@ -114,9 +114,8 @@ class ChunkTable:
         sent_table = self._table(sent, FRAGMENT_BUFFER, sent_offsets)
         self.pack_table = sent_table if is_gathered else self._table(local, LOCAL_BUFFER, offsets)
         self.apply_table = torch.cat((self._table(owned, LOCAL_BUFFER, offsets[: len(owned)]), sent_table))
-        starts = (
-            self.pack_table[:, :2].tolist() if int8_blocks else []
-        )  # position of the partition, offset in it
+        # (fragments, 2): position of the partition, and offset in it
+        starts = self.pack_table[:, :2].tolist() if int8_blocks else []
         rows = [int8_blocks[position].row(start) for position, start in starts]
         self.int8_blocks = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2)
         # The active matrices of a chunk are almost always the same, or one of a few subsets.

@@ -50,7 +50,7 @@ def train_in_order(
         "params": training.full_masters(engine),
         "places": locations(engine),
         "sent": optimizer.stats.bytes_sent,
-        "planned": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
+        "planned": training.planned_bytes(optimizer),
         "busiest": float(work.max() / work.mean()),
         "routes": [route.name for route in optimizer.routes],
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed_muon
 from deepspeed_muon.reference import ReferenceMuon
+from tests.support import training
 from tests.support.native_ops import REPOSITORY
 
 SHAPES = {"q": (4, 4), "k": (3, 3), "v": (5, 4)}
@@ -53,12 +54,12 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
     with mock.patch.object(dist, "all_to_all_single", recorded):
         engine.step()
     weights = {name: engine.module[name].weight for name in SHAPES}
-    runners = deepspeed_muon.muon_optimizer(engine).runners
+    optimizer = deepspeed_muon.muon_optimizer(engine)
     with deepspeed.zero.GatheredParameters(list(weights.values())):
         after = {name: weight.detach().clone() for name, weight in weights.items()}
-    plan = runners[0].plan
+    plan = optimizer.runners[0].plan
     owners = {matrix.name[0]: owner for matrix, owner in zip(plan.matrices, plan.owners, strict=True)}
-    sent = sum(runner.wire_bytes_per_step for runner in runners)
+    sent = training.planned_bytes(optimizer)
     return {"messages": messages, "weights": after, "owners": owners, "bytes": sent}
 
 

@@ -463,37 +463,38 @@ def kill_in_time(work: Path, faultless: Case, kills: int) -> tuple[list[Case], l
     return cases, said
 
 
-def killed_loads(work: Path, stages: Sequence[int], kills: int) -> list[dict[str, Any]]:
-    """Kill rank 0, rank 1 and both, at moments spread over a restore; return what was wrong with each."""
+def killed_loads(work: Path, stages: Sequence[int], stride: int) -> list[dict[str, Any]]:
+    """Kill rank 0, rank 1 or both in collectives of a restore, of which ``stride`` skips some; judge each case."""
     results = []
     for stage in stages:
         folder = work / "loads" / str(stage)
+        log = folder / "log.jsonl"
 
-        def load(
-            rank: int, faults: Sequence[Fault] = (), *, stage: int = stage, folder: Path = folder
-        ) -> float:
+        def load(rank: int, faults: Sequence[Fault] = (), *, stage: int = stage, log: Path = log) -> None:
             engine = trained_for(rank, 2, stage, 1)
-            for fault in faults:
-                Injector(folder, rank, folder / "log.jsonl", fault).install()
-            start = time.monotonic()
+            for fault in faults or [None]:
+                if fault is None or fault.rank == rank:
+                    Injector(log.parent, rank, log, fault).install()
             restore(engine, work / "new2")
-            return time.monotonic() - start
 
-        seconds = max(said["result"] for said in fork_ranks(2, folder / "none", load))
-        for number in range(kills):
+        folder.mkdir(parents=True)
+        said = fork_ranks(2, folder / "without a fault", load)
+        assert all("result" in outcome for outcome in said), said
+        entries = [json.loads(line) for line in log.read_text().splitlines()]
+        collectives = [entry["number"] for entry in entries if entry["rank"] == 0 and not entry["path"]]
+        for number in collectives[::stride]:
             dying = ((0,), (1,), (0, 1))[number % 3]
-            after = seconds * (number + 0.5) / kills
-            faults = [Fault(rank, -1, False, "kill", after=after) for rank in dying]
+            faults = [Fault(rank, number, True, "kill") for rank in dying]
             said = fork_ranks(2, folder / str(number), functools.partial(load, faults=faults))
             wrong = [f"rank {rank} hangs" for rank, outcome in enumerate(said) if "hangs" in outcome]
+            if tuple(rank for rank, outcome in enumerate(said) if "died" in outcome) != dying:
+                wrong.append(f"not only {dying} died")
             # A survivor is told, or had finished before.
             errors = {outcome.get("error", "RankMissingError") for outcome in said}
             wrong += sorted(errors - {"RankMissingError", "CheckpointError"})
-            wrong += [f"rank {rank} died" for rank in {0, 1}.difference(dying) if "died" in said[rank]]
             if verify_folder(work / "new2").progress.global_steps != 2:
                 wrong.append("the set has changed")
-            died = [rank for rank, outcome in enumerate(said) if "died" in outcome]
-            results.append({"stage": stage, "after": after, "died": died, "ranks": said, "wrong": wrong})
+            results.append({"stage": stage, "number": number, "ranks": said, "wrong": wrong})
     return results
 
 
@@ -517,7 +518,7 @@ def main() -> None:
         if case.saver in TAGS:
             killed, outcome = kill_in_time(work, case, KILLS if arguments.full else 2)
             chosen, said = [*chosen, *killed], [*said, *outcome]
-    loads = killed_loads(work, range(4), KILLS // 2) if arguments.full else killed_loads(work, [3], 3)
+    loads = killed_loads(work, range(4), 1) if arguments.full else killed_loads(work, [3], 4)
     start_alone(work)
     judge = Judge(work)
     without = {}

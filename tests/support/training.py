@@ -109,6 +109,15 @@ def train_steps(engine: Any, steps: int, rank: int, world_size: int, accumulatio
     return norms
 
 
+def planned_bytes(optimizer: deepspeed_muon.Muon) -> int:
+    """Return the bytes of directions, updates and row state that this rank sends if every matrix has a gradient."""
+    total = 0
+    for runner in optimizer.runners:
+        total += runner.plan.sent_elements * runner.context.comm_dtype.itemsize
+        total += 0 if runner._row_storage is None else runner._row_storage.sent_bytes
+    return total
+
+
 def norm_of(engine: Any) -> Any:
     """Return the norm of the last step's gradients, or ``None`` where DeepSpeed computes none."""
     norm = engine.get_global_grad_norm()
@@ -263,7 +272,7 @@ def train(
         "norms": norms,
         "losses": losses,
         "bytes_sent": optimizer.stats.bytes_sent,
-        "planned_bytes": sum(runner.wire_bytes_per_step for runner in optimizer.runners),
+        "planned_bytes": planned_bytes(optimizer),
         "orthogonalized": optimizer.stats.matrices_orthogonalized,
         "skipped": engine.skipped_steps,
         "shapes": (prepared, shapes_chosen(optimizer, ran=True), shapes_chosen(optimizer, ran=False)),
