@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import pty
+import select
+import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +157,45 @@ def test_a_damaged_set_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["checkpoint", "export", str(tmp_path / "set"), str(tmp_path / "out")]) == 2
     assert "its checksum is not that of the index" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "bars"),
+    [
+        (["consolidate", "step1", "out"], ["convert"]),
+        (["export", "set", "out"], ["verify", "export"]),
+        (["universal", "--input_folder", "step1", "--output_folder", "out"], ["convert"]),
+        (["verify", "set", "--json"], ["verify"]),
+    ],
+)
+def test_progress_bars(
+    words: list[str], bars: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Only on a terminal, never in the output, and not before two seconds."""
+    monkeypatch.chdir(tmp_path)
+    save_as_deepspeed(nn.Linear(4, 3), Path("step1"))
+    write_set(Path("set"))
+    terminal, stderr = pty.openpty()
+    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # no columns, no bar
+
+    def run(delay: float) -> str:
+        monkeypatch.setattr("deepspeed_muon.tools.convert.BAR_DELAY", delay)
+        shutil.rmtree("out", ignore_errors=True)
+        assert main(["checkpoint", *words]) == 0
+        output, errors = capsys.readouterr()
+        assert "%|" not in output and ("--json" not in words or json.loads(output)["ok"])
+        return errors
+
+    assert "%|" not in run(0.0)
+    with open(stderr, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        run(2.0)
+        assert not select.select([terminal], [], [], 0)[0]
+        run(0.0)
+        assert select.select([terminal], [], [], 0)[0]
+        shown = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    assert [bar for bar in ("convert", "verify", "export") if f"{bar}:   0%|" in shown] == bars
 
 
 def test_inspect_and_verify_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
