@@ -4,8 +4,8 @@ A consolidated set is a folder with ``muon_index.json`` and the safetensors file
 tensors by name, which each have a :class:`ParameterRecord` in the index. A save writes the index last, so a folder
 without one holds no set.
 
-The records describe the files completely: :func:`tensors_by_file` says which tensors each file has, in which order, and
-:class:`FileLayout` which bytes. A save writes these, a reader compares the header of a file with that of the layout.
+The records describe the files completely: which tensors each file has, in which order, and by :class:`FileLayout` which
+bytes. A save writes these, a reader compares the header of a file with that of the layout.
 
 The index is untrusted. Its size is bounded, it must fit :class:`CheckpointIndex` exactly, file names cannot lead out of
 the folder, and the sizes of tensors are compared with those of the files. Its last entry is the checksum of the text
@@ -331,15 +331,6 @@ def refuse_float64(dtype: torch.dtype, source: str) -> None:
         )
 
 
-def tensors_by_file(parameters: Mapping[str, ParameterRecord]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of the tensors in every file of a set, in the order in which the file has them."""
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, record in parameters.items():
-        for key in record.tensor_keys:
-            files.setdefault(record.tensors[key], {})[tensor_name(key, name)] = record.shape_of(key)
-    return files
-
-
 @dataclass(frozen=True, slots=True)
 class FileLayout:
     """The bytes of a safetensors file with fp32 tensors.
@@ -396,11 +387,11 @@ class ConsolidatedSource:
         self.where = str(folder)
         self.index = load_index(folder)
         self.parameters = self.index.parameters
-        # A file without tensors is one that nobody reads, but all files are verified.
-        self._shapes_in: dict[str, Shapes] = {
-            **{file: {} for file in self.index.files},
-            **tensors_by_file(self.parameters),
-        }
+        # The tensors of every file, in the order in which the file has them. One without any is verified, too.
+        self._shapes_in: dict[str, dict[str, tuple[int, ...]]] = {file: {} for file in self.index.files}
+        for name, record in self.parameters.items():
+            for key in record.tensor_keys:
+                self._shapes_in[record.tensors[key]][tensor_name(key, name)] = record.shape_of(key)
         self._open_files: dict[str, BinaryIO] = {}  # by name; the one that was used last is last
         self._layouts: dict[str, FileLayout] = {}
         # Inode, size and time of each file when it was first opened, since it may be closed and opened again.

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import inspect
+import json
 import math
 import os
 import resource
@@ -25,7 +26,7 @@ import pytest
 
 from deepspeed_muon.checkpoint import consolidate, load_index, restore
 from deepspeed_muon.checkpoint.files import exclusive
-from deepspeed_muon.checkpoint.index import FileLayout, ParameterRecord, tensors_by_file
+from deepspeed_muon.checkpoint.index import ParameterRecord
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files, verify_folder
 from tests.support import training
@@ -123,8 +124,10 @@ def rewrite_matrix(folder: Path, change: Callable[[bytes, int, ParameterRecord],
     parameters = load_index(folder).parameters
     name = next(name for name, record in parameters.items() if record.algorithm == "muon")
     path = folder / parameters[name].tensors["momentum_buffer"]
-    start = FileLayout.of(tensors_by_file(parameters)[path.name]).offset_of(f"momentum_buffer/{name}")
-    content = change(path.read_bytes(), start, parameters[name])
+    saved = path.read_bytes()
+    start = 8 + int.from_bytes(saved[:8], "little")  # of the tensors, behind the header
+    start += json.loads(saved[8:start])[f"momentum_buffer/{name}"]["data_offsets"][0]
+    content = change(saved, start, parameters[name])
     path.write_bytes(content)
     record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     edit(folder / INDEX, lambda content: content["files"].update({path.name: record}))

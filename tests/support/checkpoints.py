@@ -253,6 +253,17 @@ INDEX = "muon_index.json"
 FILE = shard_name("0123456789ab", 0)
 
 
+def save_as_deepspeed(model: torch.nn.Module, folder: Path) -> None:
+    """Write what DeepSpeed saves of a model at stage 0 after one step of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    folder.mkdir()
+    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+
+
 def write_set(
     folder: Path,
     names: Sequence[str] = ("w",),

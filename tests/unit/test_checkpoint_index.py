@@ -24,7 +24,7 @@ from deepspeed_muon.checkpoint.files import exclusive, load_pickle
 from deepspeed_muon.checkpoint.index import FORMAT, ConsolidatedSource, parse_sealed, sealed_json
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.tools.convert import consolidate_files, convert_to_universal, verify_folder
-from tests.support.checkpoints import FILE, INDEX, edit, write_set
+from tests.support.checkpoints import FILE, INDEX, edit, save_as_deepspeed, write_set
 from tests.support.thinning import each_value
 
 GROUP = {
@@ -417,19 +417,9 @@ def test_of_attributes_only_the_zero_stage_is_read(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- without an engine
 
 
-def saved_by_adamw(folder: Path, model: nn.Module) -> None:
-    """Write what DeepSpeed saves of a model at stage 0 after one step of AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    sum(param.sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    folder.mkdir()
-    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
-    torch.save(content, folder / "mp_rank_00_model_states.pt")
-
-
 def test_only_files_of_ours_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is written that no reader takes: such a save ended well, and its set could not be restored."""
-    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
+    save_as_deepspeed(nn.Linear(4, 3), tmp_path / "step1")
     folder = tmp_path / "set"
     consolidate_files(tmp_path / "step1", folder)
     stay = {"model.safetensors", "muon-notes.safetensors"}
@@ -444,7 +434,7 @@ def test_only_files_of_ours_are_removed(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     """Only folders of conversions to the same place, and only if no living process holds the lock."""
-    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
+    save_as_deepspeed(nn.Linear(4, 3), tmp_path / "step1")
     out = tmp_path / "out" / "universal"
     names = (".universal.0123456789ab.tmp", ".universal2.0123456789ab.tmp")
     killed, of_another = folders = [out.parent / name for name in names]
@@ -462,7 +452,7 @@ def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
 
 def test_a_name_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     """The temporary file of ``latest_universal`` stayed beside it."""
-    saved_by_adamw(tmp_path / "step1", nn.Linear(4, 3))
+    save_as_deepspeed(nn.Linear(4, 3), tmp_path / "step1")
     (tmp_path / "latest_universal").mkdir()
     with pytest.raises(CheckpointError, match="latest_universal"):
         convert_to_universal(tmp_path / "step1", tmp_path / "u")
@@ -472,7 +462,7 @@ def test_a_name_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
 def test_a_set_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     """Each file is read again after all of them were opened."""
     model = nn.ParameterDict({f"p{number:02d}": torch.full((12,), float(number)) for number in range(80)})
-    saved_by_adamw(tmp_path / "step1", model)
+    save_as_deepspeed(model, tmp_path / "step1")
     index = consolidate_files(tmp_path / "step1", tmp_path / "set", shard_bytes=48)
     assert len(index.files) >= 80
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

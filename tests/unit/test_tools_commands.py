@@ -24,7 +24,7 @@ from torch import nn
 from deepspeed_muon.__main__ import main
 from deepspeed_muon.tools.convert import export_weights
 from deepspeed_muon.version import __version__
-from tests.support.checkpoints import write_set
+from tests.support.checkpoints import save_as_deepspeed, write_set
 from tests.support.native_ops import REPOSITORY
 
 
@@ -96,17 +96,6 @@ def test_names_that_the_terminal_cannot_show_are_escaped(
 
 
 # ---- checkpoints ----
-
-
-def save_as_deepspeed(model: nn.Module, folder: Path) -> None:
-    """Write what DeepSpeed saves of a model at stage 0 after one step of AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    folder.mkdir()
-    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
-    torch.save(content, folder / "mp_rank_00_model_states.pt")
 
 
 @pytest.mark.parametrize("tied", [True, False])
