@@ -64,14 +64,14 @@ class Storages:
 def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer: str) -> Row:
     """Train two steps of two micro-batches; return a rank's bytes by role and peak, and what ``plan`` predicts."""
     gc.collect()
-    before = step_ranks.memory_of("cpu")[0]
+    before = support.memory_of("cpu")[0]
     engine = step_ranks.make_engine(optimizer, step_ranks.decoder(model), stage, 2, "cpu")
     inner, wrapper = engine.basic_optimizer, engine.optimizer
     masters = wrapper.fp32_partitioned_groups_flat if stage == 3 else wrapper.single_partition_of_fp32_groups
     batches = step_ranks.batches_of(model, 2, 32)
     step_ranks.one_step(engine, batches)
     gc.collect()
-    step_ranks.reset_peak("cpu")
+    support.reset_peak("cpu")
 
     copies = [0]
     hook = inner.register_step_pre_hook(
@@ -90,7 +90,7 @@ def count_bytes(rank: int, world_size: int, *, model: str, stage: int, optimizer
     tensors = [(key, value) for key, value in entries if isinstance(value, Tensor) and value.numel() > 1]
     found["momentum"] = seen.add(value for key, value in tensors if "momentum" in key)
     found["moments"] = seen.add(value for key, value in tensors if "momentum" not in key)
-    found["peak"] = step_ranks.memory_of("cpu")[1] - before
+    found["peak"] = support.memory_of("cpu")[1] - before
     if isinstance(inner, deepspeed_muon.Muon):
         found["exchange_buffers"] = inner.exchange_buffers.reserved_bytes
         settings = PlanSettings(

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -362,31 +361,14 @@ def measure_memory(
     """
     choose_dtype_by_processor()
     gc.collect()
-    before = memory_of("cpu")[0]
+    before = support.memory_of("cpu")[0]
     engine = make_engine(optimizer, decoder(model), stage, accumulation, "cpu")
     batches = batches_of(model, accumulation, tokens)
     one_step(engine, batches)
     gc.collect()
-    reset_peak("cpu")
+    support.reset_peak("cpu")
     for _ in range(2):
         one_step(engine, batches)
-    peak = memory_of("cpu")[1]
+    peak = support.memory_of("cpu")[1]
     engine.destroy()
     return peak - before
-
-
-def memory_of(device: str) -> tuple[int, int]:
-    if device != "cpu":
-        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    values = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(("VmRSS", "VmHWM")):
-            values[line[:5]] = int(line.split()[1]) * 1024
-    return values["VmRSS"], values["VmHWM"]
-
-
-def reset_peak(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")

@@ -48,15 +48,15 @@ def machine() -> dict[str, Any]:
 
 
 @functools.cache
-def revision() -> str:
+def revision(tree: Path = REPOSITORY) -> str:
     """Return the commit of the sources; if they were changed, or it is unknown, with a digest of them."""
-    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+    git = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
     run = subprocess.run(git, capture_output=True, text=True, check=False)
     commit = run.stdout.strip() or "unknown"
     if commit != "unknown" and not commit.endswith("-dirty"):
         return commit
     digest = hashlib.sha256()
-    for path in sorted(path for name in SOURCES for path in (REPOSITORY / name).rglob("*")):
+    for path in sorted(path for name in SOURCES for path in (tree / name).rglob("*")):
         if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}:
             digest.update(path.read_bytes())
     return f"{commit}-{digest.hexdigest()[:12]}"
@@ -178,6 +178,29 @@ def timed_in_turn(runs: dict[str, Callable[[], object]], seconds: float) -> dict
             runs[name]()
             times[name].append(1e3 * (time.perf_counter() - start))
     return times
+
+
+def memory_of(device: str) -> tuple[int, int]:
+    """Return the bytes of memory of this process that are in use, and the most since :func:`reset_peak`."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    values = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("VmRSS", "VmHWM")):
+            values[line[:5]] = int(line.split()[1]) * 1024
+    return values["VmRSS"], values["VmHWM"]
+
+
+def reset_peak(device: str) -> None:
+    """Let the peak of :func:`memory_of` begin anew."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def median_ratio(own: Iterable[float], other: Iterable[float]) -> float:

@@ -69,16 +69,16 @@ def measure(accumulation: int, steps: list[list[Tensor]], arguments: Namespace) 
     # 1. the first steps, one optimizer after the other
     for name in arguments.optimizers:
         row: Row = {"accumulation": accumulation, "optimizer": name, "losses": [], "ms": []}
-        before = step_ranks.memory_of(device)[0]
+        before = support.memory_of(device)[0]
         with torch.device(device):
             model = step_ranks.decoder(arguments.model)
         settings = {"clipping": arguments.clipping, "weight_decay": 0.0, **OPTIMIZERS[name]}
         engine = step_ranks.make_engine(name, model, arguments.stage, accumulation, device, **settings)
         for micro_batches in steps[:FIRST]:
-            step_ranks.reset_peak(device)
+            support.reset_peak(device)
             step_of(engine, row, micro_batches, device)
         if device != "cpu":
-            row["peak_bytes"] = step_ranks.memory_of(device)[1] - before
+            row["peak_bytes"] = support.memory_of(device)[1] - before
         engines.append(engine)
         rows.append(row)
     # 2. in turns
