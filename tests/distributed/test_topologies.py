@@ -22,7 +22,7 @@ from tests.support.checkpoints import tensors_of
 from tests.support.comparisons import relative, within
 from tests.support.layout_records import inner_state
 from tests.support.thinning import full, usual
-from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, on
+from tests.support.topology_changes import BLOCKS_BY_ADAM, CHANGES, TOPOLOGIES, on
 from tests.support.training import assert_same_bits
 
 CORE: dict[str, Any] = {
@@ -64,12 +64,34 @@ def test_the_same_bits_on_another_topology(ranks: Any, tmp_path: Path, change: s
         assert torch.equal(by_api[f"fp32/{name}"].double(), tensor), name
     assert load_index(sets[0]).parameters.keys() == saved["fp32"].keys()
     results = ranks(to_size).run(topologies.load, folders=list(map(str, sets)), topology=to_topology)
-    for number in range(len(sets)):
-        topologies.assert_same_state(topologies.together([rank[number] for rank in results]), saved)
-    if replicas(size, topology) == replicas(to_size, to_topology):
-        after = topologies.together([rank[-1] for rank in results])["next"]
-        for name, value in saved["next"].items():
-            within(relative(after[name], value, saved["fp32"][name]), NEXT_STEP, f"path of {name}")
+    for loaded in map(topologies.together, zip(*results, strict=True)):
+        topologies.assert_same_state(loaded, saved)
+        if replicas(size, topology) == replicas(to_size, to_topology):
+            for name, value in saved["next"].items():
+                within(
+                    relative(loaded["next"][name], value, saved["fp32"][name]), NEXT_STEP, f"path of {name}"
+                )
+
+
+@pytest.mark.full
+@pytest.mark.time_limit(900)
+@pytest.mark.parametrize("model", TOPOLOGIES)
+def test_all_changes(ranks: Any, tmp_path: Path, model: str) -> None:
+    """The set that any topology saves is at any other the set that this one saves, also after one more step."""
+    (size, first), *_ = TOPOLOGIES[model]
+    folders = [str(tmp_path / "set")]
+    saved = topologies.together(ranks(size).run(topologies.save, folder=str(tmp_path), topology=first))
+    for number, (size, topology) in enumerate(TOPOLOGIES[model][1:]):
+        folders.append(str(tmp_path / str(number)))
+        again = {"folders": folders[:1], "again": folders[-1], "topology": topology}
+        ranks(size).run(topologies.load, **again)
+        assert_same_bits({"set": tensors_of(Path(folders[-1]))}, {"set": tensors_of(Path(folders[0]))})
+    for number, (size, topology) in enumerate(TOPOLOGIES[model]):
+        by_rank = ranks(size).run(topologies.load, folders=folders, topology=topology)
+        loaded = list(map(topologies.together, zip(*by_rank, strict=True)))
+        for state in loaded:
+            topologies.assert_same_state(state, saved)
+            assert_same_bits(state, loaded[number], "next")
 
 
 @pytest.mark.parametrize("change", usual(UNIVERSAL, {"experts over 1 to 4"}))

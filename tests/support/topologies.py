@@ -153,8 +153,19 @@ def save(rank: int, world_size: int, *, folder: str, topology: dict[str, Any], o
     return report
 
 
-def load(rank: int, world_size: int, *, folders: list[str], topology: dict[str, Any], by: str = "api") -> Any:
-    """Restore each set into one engine, one after the other; report what it held after each, and train one step."""
+def load(
+    rank: int,
+    world_size: int,
+    *,
+    folders: list[str],
+    topology: dict[str, Any],
+    by: str = "api",
+    again: str | None = None,
+) -> Any:
+    """Restore each set into one engine, one after the other, and train one step; report both states.
+
+    ``again``: the folder to consolidate into what was restored.
+    """
     topology = {**topology, "disturb": True}
     params, config_extra = dict(topology.get("params", {})), dict(topology.get("extra", {}))
     if by == "config":
@@ -164,19 +175,18 @@ def load(rank: int, world_size: int, *, folders: list[str], topology: dict[str, 
     topology["extra"] = config_extra
     engine = _split_engine(world_size, rank, topology, _config(topology, params))
     reports = []
-    for number, folder in enumerate(folders):
-        if number:
-            with torch.no_grad():
-                for partition in deepspeed_muon.muon_optimizer(engine).state:
-                    partition.add_(1.0)
+    for folder in folders:
         if by == "api":
             restore(engine, folder)
         elif by == "universal":
             path, _ = engine.load_checkpoint(folder)
             assert path is not None
-        reports.append(_report(engine, rank, topology))
-    _step(engine, 2, rank, world_size, topology)
-    reports[-1]["next"] = _full(engine, rank, topology)["fp32"]
+        report = _report(engine, rank, topology)
+        if again is not None:
+            consolidate(engine, again, shard_bytes=2000)
+        _step(engine, 2, rank, world_size, topology)
+        report["next"] = _full(engine, rank, topology)["fp32"]
+        reports.append(report)
     return reports
 
 

@@ -81,3 +81,20 @@ CHANGES = {
     # the stage and the number of ranks alone
     "data 4 to data 3": (on(4, "data", 3, **SMALL), on(3, "data", 1, **ROUND)),
 }
+
+
+def _by_model() -> dict[str, list[tuple[int, dict[str, Any]]]]:
+    """Return by model topologies of ``CHANGES`` that can be converted into each other, one for each way to cut it."""
+    models: dict[str, dict[Any, Any]] = {}
+    for ranks, topology in (side for change in CHANGES.values() for side in change):
+        kind = topology["kind"]
+        is_dense = kind in ("data", "megatron", "autotp")
+        model = "dense" if is_dense else topology.get("model", kind)
+        # The number of ranks alone is changed in test_checkpoint_consolidate.
+        way = (kind, topology["size"], topology.get("mark"), is_dense or ranks)
+        if "params" not in topology:
+            models.setdefault(model, {}).setdefault(way, (ranks, topology))
+    return {model: list(ways.values()) for model, ways in models.items()}
+
+
+TOPOLOGIES = _by_model()
