@@ -38,56 +38,55 @@ ChunkKind = Literal["all_to_all", "broadcast", "local"]
 class Segment(NamedTuple):
     """Equal fragments of a matrix, or of several equal ones, on consecutive ranks: in the matrices and in a buffer.
 
-    Attributes:
-        shape: Matrices, fragments of each of them, elements of a fragment.
-        matrix_offset: Where the first fragment starts in the matrices.
-        matrix_strides: Strides there.
-        buffer_offset: Where it starts in the buffer of this rank.
-        buffer_strides: Strides there.
+    Element ``k`` of fragment ``j`` of matrix ``i`` is at::
+
+        matrix_offset + i * matrix_distance + j * numel             + k   in the matrices
+        buffer_offset + i * buffer_distance + j * fragment_distance + k   in the buffer of this rank
     """
 
-    shape: tuple[int, int, int]
     matrix_offset: int
-    matrix_strides: tuple[int, int, int]
+    numel: int
     buffer_offset: int
-    buffer_strides: tuple[int, int, int]
+    fragments: int = 1
+    fragment_distance: int = 0
+    matrices: int = 1
+    matrix_distance: int = 0
+    buffer_distance: int = 0
 
-    @classmethod
-    def of(
-        cls, matrix_offset: int, numel: int, buffer_offset: int, *, count: int = 1, stride: int = 0
-    ) -> Segment:
-        """Return ``count`` fragments that follow each other in one matrix, and are ``stride`` apart in the buffer."""
-        return cls((1, count, numel), matrix_offset, (0, numel, 1), buffer_offset, (0, stride, 1))
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Matrices, fragments of each of them, elements of a fragment."""
+        return self.matrices, self.fragments, self.numel
 
     def in_matrices(self, flat: Tensor) -> Tensor:
         """Return the fragments in the matrices, flat and contiguous, as a view of :attr:`shape`."""
-        return flat.as_strided(self.shape, self.matrix_strides, flat.storage_offset() + self.matrix_offset)
+        strides = self.matrix_distance, self.numel, 1
+        return flat.as_strided(self.shape, strides, flat.storage_offset() + self.matrix_offset)
 
     def in_buffer(self, buffer: Tensor) -> Tensor:
         """Return the fragments in the buffer, as a view of :attr:`shape`."""
-        return buffer.as_strided(
-            self.shape, self.buffer_strides, buffer.storage_offset() + self.buffer_offset
-        )
+        strides = self.buffer_distance, self.fragment_distance, 1
+        return buffer.as_strided(self.shape, strides, buffer.storage_offset() + self.buffer_offset)
 
-    def joined(self, following: Segment, matrix_numel: int) -> Segment | None:
+    def joined(self, following: Segment, matrix_distance: int) -> Segment | None:
         """Return this segment and that of the next matrix as one; ``None`` if they are not at equal distances.
 
-        ``matrix_numel`` is the number of elements from the start of a matrix to that of the next one.
+        ``matrix_distance`` is the number of elements from the start of a matrix to that of the next one.
         """
-        matrices, gap = self.shape[0], following.buffer_offset - self.buffer_offset
+        gap = following.buffer_offset - self.buffer_offset
         # Two matrices set the distance of all that follow: with buffer offsets 0 and 12, the third one must be at 24.
-        expected_gap = gap if matrices == 1 else self.buffer_strides[0] * matrices
-        if (
-            self.shape[1:] != following.shape[1:]
-            or self.buffer_strides[1:] != following.buffer_strides[1:]
-            or gap <= 0
-            or gap != expected_gap
-            or following.matrix_offset != self.matrix_offset + matrices * matrix_numel
-        ):
+        distance = gap if self.matrices == 1 else self.buffer_distance
+        expected = self._replace(
+            matrix_offset=self.matrix_offset + self.matrices * matrix_distance,
+            buffer_offset=self.buffer_offset + self.matrices * distance,
+            matrices=1,
+            matrix_distance=0,
+            buffer_distance=0,
+        )
+        if gap <= 0 or following != expected:
             return None
         return self._replace(
-            shape=(matrices + 1, *self.shape[1:]),
-            buffer_strides=(gap // matrices, *self.buffer_strides[1:]),
+            matrices=self.matrices + 1, matrix_distance=matrix_distance, buffer_distance=distance
         )
 
 
@@ -286,7 +285,7 @@ def _by_owner(
         start = offset
         for index in owned:
             if (fragment := placements[index].fragment_on(rank)) is not None:
-                segments.append((index, Segment.of(fragment.matrix_offset, fragment.numel, offset)))
+                segments.append((index, Segment(fragment.matrix_offset, fragment.numel, offset)))
                 offset += fragment.numel
         if offset > start:
             remote_numel += (offset - start) * (owner != rank)
@@ -321,9 +320,8 @@ def _by_holder(placements: Sequence[Placement], indices: Sequence[PlanIndex], ra
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             if numel := int(lengths[begin]):  # ranks without elements make no segment
                 offset = int(rank_offsets[begin] + before[begin])
-                segment = Segment.of(
-                    int(starts[begin]), numel, offset, count=end - begin, stride=int(totals[begin])
-                )
+                segment = Segment(int(starts[begin]), numel, offset, fragments=end - begin)
+                segment = segment._replace(fragment_distance=int(totals[begin]))
                 segments.append((index, segment))
     peers = np.flatnonzero(totals)
     remote_numel = int(numels.sum(where=ranks[:-1] != rank))

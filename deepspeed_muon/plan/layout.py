@@ -21,50 +21,6 @@ PlanIndex = NewType("PlanIndex", int)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorShards:
-    """How a matrix is spread over a tensor-parallel group.
-
-    Attributes:
-        dim: The sharded dimension: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers), ``None``
-            if every rank of the group holds a replica.
-        sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for replicas.
-        fused: Lengths along ``dim`` of the fused matrices (query, key and value), each of which is sharded over all
-            ranks; one length if there is one matrix, empty if that is unknown.
-        complete: For a matrix that is orthogonalised in blocks, whether each block of the shard is a complete block of
-            the matrix and not one rank's shard of it; empty for any other matrix.
-    """
-
-    dim: Literal[0, 1] | None
-    sizes: tuple[int, ...]
-    fused: tuple[int, ...] = ()
-    complete: tuple[bool, ...] = ()
-
-    def blocks_of_shard(self, blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
-        """Return the lengths of a shard's blocks, and whether each is a complete one.
-
-        ``blocks`` are the lengths along ``dim`` of those of the full matrix. ``None`` if the ranks' shards do not have
-        equal blocks, so that they cannot be orthogonalised in the same way.
-        """
-        fused, ranks = self.fused or (sum(self.sizes),), len(self.sizes)
-        # 1. each fused matrix must be sharded evenly
-        if any(length % ranks for length in fused):
-            return None
-        # 2. the blocks on each rank, and whether those at one position are complete on all ranks
-        blocks_of = [_blocks_on(rank, ranks, fused, blocks) for rank in range(ranks)]
-        lengths = tuple(length for _, length in blocks_of[0])
-        complete = []
-        for same_position in zip(*blocks_of, strict=False):
-            numbers = {number for number, _ in same_position}
-            complete.append(all(length == blocks[number] for number, length in same_position))
-            if not complete[-1] and len(numbers) > 1:  # shards of different blocks: no iteration has both
-                return None
-        # 3. equal lengths everywhere, and no block of which a rank has two shards (one in each of two fused matrices)
-        cut = [number for (number, _), full in zip(blocks_of[0], complete, strict=False) if not full]
-        are_equal = all(tuple(length for _, length in pairs) == lengths for pairs in blocks_of)
-        return (lengths, tuple(complete)) if are_equal and len(set(cut)) == len(cut) else None
-
-
-@dataclass(frozen=True, slots=True)
 class MatrixLayout:
     """A matrix, or the tensor-parallel shard of one, and which rank holds which of its elements.
 
@@ -182,6 +138,50 @@ class ParameterLayout:
     def numel(self) -> int:
         """The number of elements."""
         return self.placement.numel
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShards:
+    """How a matrix is spread over a tensor-parallel group.
+
+    Attributes:
+        dim: The sharded dimension: 0 for rows (column-parallel layers), 1 for columns (row-parallel layers), ``None``
+            if every rank of the group holds a replica.
+        sizes: Length along ``dim`` of every rank's shard, in the order of the group; empty for replicas.
+        fused: Lengths along ``dim`` of the fused matrices (query, key and value), each of which is sharded over all
+            ranks; one length if there is one matrix, empty if that is unknown.
+        complete: For a matrix that is orthogonalised in blocks, whether each block of the shard is a complete block of
+            the matrix and not one rank's shard of it; empty for any other matrix.
+    """
+
+    dim: Literal[0, 1] | None
+    sizes: tuple[int, ...]
+    fused: tuple[int, ...] = ()
+    complete: tuple[bool, ...] = ()
+
+    def blocks_of_shard(self, blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
+        """Return the lengths of a shard's blocks, and whether each is a complete one.
+
+        ``blocks`` are the lengths along ``dim`` of those of the full matrix. ``None`` if the ranks' shards do not have
+        equal blocks, so that they cannot be orthogonalised in the same way.
+        """
+        fused, ranks = self.fused or (sum(self.sizes),), len(self.sizes)
+        # 1. each fused matrix must be sharded evenly
+        if any(length % ranks for length in fused):
+            return None
+        # 2. the blocks on each rank, and whether those at one position are complete on all ranks
+        blocks_of = [_blocks_on(rank, ranks, fused, blocks) for rank in range(ranks)]
+        lengths = tuple(length for _, length in blocks_of[0])
+        complete = []
+        for same_position in zip(*blocks_of, strict=False):
+            numbers = {number for number, _ in same_position}
+            complete.append(all(length == blocks[number] for number, length in same_position))
+            if not complete[-1] and len(numbers) > 1:  # shards of different blocks: no iteration has both
+                return None
+        # 3. equal lengths everywhere, and no block of which a rank has two shards (one in each of two fused matrices)
+        cut = [number for (number, _), full in zip(blocks_of[0], complete, strict=False) if not full]
+        are_equal = all(tuple(length for _, length in pairs) == lengths for pairs in blocks_of)
+        return (lengths, tuple(complete)) if are_equal and len(set(cut)) == len(cut) else None
 
 
 def _blocks_on(rank: int, ranks: int, fused: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,46 +76,31 @@ class Result:
 
 
 class ResultCheck:
-    """Checks and samples the results of one exchange plan.
+    """Checks and samples the results of one exchange plan, on a CPU; :class:`DeferredCheck` does on an accelerator.
 
-    What happens to a matrix whose update is wrong in step n:
-
-    =====  =================================================  ==========================================================
-    step   on a CPU                                           on an accelerator, where the host must not wait
-    =====  =================================================  ==========================================================
-    n      :meth:`settle` computes it again in fp32; if that  :meth:`settle` makes it zero on the device and records a
-           is wrong too, it is zero and ``left_out`` records  flag in ``left_out``, which the host has not read
-           it
-    n + 1  the ranks exchange ``left_out`` with their         the same; :meth:`read_verdicts` warns, and the matrix is
-           gradient status, and :meth:`read_verdicts` names   one of ``_fp32_only``; its row state restarts in this step
-           it (a single process: :meth:`take_local_failures`  alone (``_rows_restart``)
-           in step n)
-    n + 2  as if nothing had happened                         it remains in fp32; where that was wrong in step n + 1,
-                                                              :meth:`read_verdicts` names it
-    =====  =================================================  ==========================================================
+    A wrong result is computed again in fp32 at once. If that is wrong too, the matrix gets no update, and ``left_out``
+    records it. The ranks exchange ``left_out`` with their gradient status in the next step, where
+    :meth:`read_verdicts` names it; a single process calls :meth:`take_local_failures` at the end of this one.
 
     Attributes:
         left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
-        is_deferred: Whether the second column holds.
         origin: The index of each matrix of the plan in the step set, by which the ranks exchange verdicts.
+        counts_at_once: Whether an update that is left out is counted at once, and not by :meth:`read_verdicts`.
     """
+
+    counts_at_once = True
 
     def __init__(
         self,
         recorder: StepRecorder,
         matrices: Sequence[MatrixLayout],
         *,
-        device: torch.device,
         ns: NsSettings,
         origin: Sequence[SetIndex],
     ) -> None:
         """Reserve numbers for the plan's matrices."""
         self.recorder = recorder
         self.left_out: list[LeftOut] = []
-        self.is_deferred = device.type != "cpu"
-        self._fp32_only: set[SetIndex] = set()
-        self._rows_restart: set[SetIndex] = set()
-        self._restarted: set[SetIndex] = set()  # in the current step
         self._matrices = matrices
         self.origin = origin
         self._first = recorder.reserve(len(matrices))
@@ -127,62 +113,36 @@ class ResultCheck:
         return self.recorder.watches(self._first + index)
 
     def settle(self, result: Result) -> None:
-        """Check a result, replace in place what is wrong, and store its row state; the table above says how."""
-        wrong: Tensor | None = None
-        if self.recorder.check and self.is_deferred:
-            wrong = self._settle_on_device(result)
-        elif self.recorder.check:
-            self._settle_now(result)
+        """Check a result, replace in place what is wrong, and store its row state."""
+        wrong = self._settle_norms(result) if self.recorder.check else None
         if self.recorder.sampling:
             self._sample(result)
         if result.row_state is not None and result.new_rows is not None:
             result.row_state.write(result.members, result.new_rows, wrong)
 
     def read_verdicts(self, set_indices: Collection[SetIndex]) -> list[str]:
-        """Record what some rank left out in the previous step; return the names of those that failed in fp32 too.
+        """Drop this rank's verdicts, and return :meth:`failed` of what some rank left out in the previous step.
 
-        They are computed in fp32 from now on, and their row state, which may be the cause, starts anew. This rank's
-        verdicts are dropped. Must be called by all ranks that have shards of a matrix, with equal indices. The host
-        waits only if there are some.
+        Must be called by all ranks that have shards of a matrix, with equal indices.
         """
-        failed = self.failed(set_indices)
-        left_out, self.left_out = self.left_out, []
-        if not self.is_deferred:
-            return failed
-        for indices, flags in left_out if set_indices else ():
-            for index, flag in zip(indices, flags.tolist(), strict=True):
-                if flag:
-                    self.recorder.failed += 1
-                    self._warn(index, "its norm is outside of its bounds", _IN_FP32_FROM_NOW_ON)
-        self._fp32_only.update(set_indices)
-        # A matrix without a gradient in this step restarts in a later one.
-        self._rows_restart = (self._rows_restart - self._restarted).union(set_indices)
-        self._restarted = set()
-        return failed
+        self.left_out = []
+        return self.failed(set_indices)
 
     def failed(self, set_indices: Collection[SetIndex]) -> list[str]:
-        """Return what :meth:`read_verdicts` will return."""
-        return self._names(self._fp32_only.intersection(set_indices) if self.is_deferred else set_indices)
+        """Return the names of those matrices, of which an update was left out, that were wrong in fp32 too."""
+        return self._names(set_indices)
 
     def failing(self, count: int, device: torch.device) -> Tensor:
         """Return ``(count,)`` uint8 on the device: whether :meth:`failed` would name each parameter if it were flagged.
 
         The host waits for the device only if some matrices are computed in fp32.
         """
-        if not self.is_deferred or not self._fp32_only:
-            return torch.full((count,), int(not self.is_deferred), dtype=torch.uint8, device=device)
-        flags = [set_index in self._fp32_only for set_index in range(count)]
-        return torch.tensor(flags, dtype=torch.uint8, device=device)
+        return torch.ones(count, dtype=torch.uint8, device=device)
 
     def take_local_failures(self) -> list[str]:
-        """Return the names of the matrices whose update this rank left out, and drop the verdicts.
-
-        While verdicts are deferred there are none.
-        """
-        if self.is_deferred:
-            return []
+        """Return the names of the matrices whose update this rank left out, and drop the verdicts."""
         failed = {self.origin[index] for indices, _ in self.left_out for index in indices}
-        self.left_out.clear()
+        self.left_out = []
         return self._names(failed)
 
     def _names(self, set_indices: Collection[SetIndex]) -> list[str]:
@@ -191,41 +151,18 @@ class ResultCheck:
         name_of = {set_index: matrix.name for set_index, matrix in pairs}
         return [name_of[set_index] for set_index in sorted(set_indices)]
 
-    def _settle_on_device(self, result: Result) -> Tensor:
-        """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
-        for entry, (index, _) in enumerate(result.members if self._fp32_only else ()):
-            if self.origin[index] in self._fp32_only:
-                # It replaces the entry of the batch, which ran as configured.
-                # Row state, which may be the cause, restarts once.
-                self._restarted.add(self.origin[index])
-                update = self._in_fp32(result, entry, anew=self.origin[index] in self._rows_restart)
-                self._replace(result, entry, update, None)
-        # 1. the norms of updates and inputs, (blocks,) fp32
-        lowest, highest = self._bounds_of(result)
-        norms, inputs = frobenius_norms(result.updates), frobenius_norms(result.inputs)
-        # 2. which are wrong, (blocks,) bool
-        # The result for zeros (a head without a gradient) is zero, as may be that for smaller inputs than the iteration
-        # normalises: raising its norm to the lower bound leaves only the upper one.
-        norms = torch.where(inputs < SMALLEST_NORM, norms.clamp(min=lowest), norms)
-        wrong = norms.clamp(lowest, highest) != norms  # true for NaN, too
-        result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
-        if result.row_state is not None and self.recorder.sampling:
-            result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
-        # 3. the verdicts, for the exchange of flags in the next step
-        indices = [index for index, _ in result.members]  # several blocks of a matrix repeat its index
-        self.left_out.append((indices, wrong))
-        return wrong
-
-    def _settle_now(self, result: Result) -> None:
-        """Redo the entries whose norm is wrong."""
+    def _settle_norms(self, result: Result) -> Tensor | None:
+        """Redo the entries whose norm is wrong, and return ``None``: their row state is right again."""
         bounds = lowest, highest = self._bounds_of(result)
         norms = frobenius_norms(result.updates).tolist()  # [blocks]
         # The comparison is written so that NaN counts as wrong.
         for entry in [n for n, norm in enumerate(norms) if not lowest <= norm <= highest]:
-            # As on the device: the result for zeros is zero.
+            # The result for zeros (a head without a gradient) is zero, as may be that for smaller inputs than the
+            # iteration normalises.
             small = norms[entry] <= highest and result.inputs[entry].double().norm() < SMALLEST_NORM
             if not small and (why := check_failure(norms[entry], bounds)) is not None:
                 self._redo(result, entry, why)
+        return None
 
     def _bounds_of(self, result: Result) -> tuple[float, float]:
         _, rows, cols = result.blocks.shape
@@ -281,7 +218,7 @@ class ResultCheck:
             result.updates[entry].zero_()
             if result.row_state is not None and result.new_rows is not None:
                 result.new_rows[entry].copy_(result.row_state.stored([result.members[entry]])[0])
-            if not self.is_deferred:  # else read_verdicts counts it
+            if self.counts_at_once:
                 self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
 
@@ -321,3 +258,73 @@ class ResultCheck:
         index, number = result.members[entries[0]]
         scale = result.block_scales[index][number]
         return measure(result.inputs[entries], result.blocks[entries], scale=scale, band=self._band)
+
+
+class DeferredCheck(ResultCheck):
+    """The check on an accelerator, where the host does not wait for a norm.
+
+    A matrix whose update is wrong in step n:
+
+    - In step n its update is made zero on the device, with a flag in ``left_out`` that the host has not read.
+    - In step n + 1 the ranks exchange ``left_out`` with their gradient status, and :meth:`read_verdicts` warns. From
+      now on the matrix is computed in fp32, too; its row state, which may be the cause, restarts once.
+    - In step n + 2 :meth:`read_verdicts` names it, if it was wrong in step n + 1 again.
+    """
+
+    counts_at_once = False
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._fp32_only: set[SetIndex] = set()
+        self._restarted: set[Member] = set()  # blocks whose row state restarted since their last verdict
+
+    def read_verdicts(self, set_indices: Collection[SetIndex]) -> list[str]:
+        """Record the verdicts too, for which the host waits only if there are ``set_indices``."""
+        left_out, failed = self.left_out, super().read_verdicts(set_indices)
+        for indices, flags in left_out if set_indices else ():
+            for index, flag in zip(indices, flags.tolist(), strict=True):
+                if flag:
+                    self.recorder.failed += 1
+                    self._warn(index, "its norm is outside of its bounds", _IN_FP32_FROM_NOW_ON)
+        self._fp32_only.update(set_indices)
+        self._restarted = {member for member in self._restarted if self.origin[member[0]] not in set_indices}
+        return failed
+
+    def failed(self, set_indices: Collection[SetIndex]) -> list[str]:
+        """Return the names of those that are computed in fp32; of the others nothing but half precision is known."""
+        return super().failed(self._fp32_only.intersection(set_indices))
+
+    def failing(self, count: int, device: torch.device) -> Tensor:
+        """Return which are computed in fp32."""
+        if not self._fp32_only:
+            return torch.zeros(count, dtype=torch.uint8, device=device)
+        flags = [set_index in self._fp32_only for set_index in range(count)]
+        return torch.tensor(flags, dtype=torch.uint8, device=device)
+
+    def take_local_failures(self) -> list[str]:
+        """Return nothing: the host has not read the verdicts."""
+        return []
+
+    def _settle_norms(self, result: Result) -> Tensor:
+        """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
+        for entry, member in enumerate(result.members if self._fp32_only else ()):
+            if self.origin[member[0]] in self._fp32_only:
+                # It replaces the entry of the batch, which ran as configured.
+                # Row state, which may be the cause, restarts once.
+                update = self._in_fp32(result, entry, anew=member not in self._restarted)
+                self._restarted.add(member)
+                self._replace(result, entry, update, None)
+        # 1. the norms of updates and inputs, (blocks,) fp32
+        lowest, highest = self._bounds_of(result)
+        norms, inputs = frobenius_norms(result.updates), frobenius_norms(result.inputs)
+        # 2. which are wrong, (blocks,) bool
+        # As on a CPU the result for zeros is zero: raising its norm to the lower bound leaves only the upper one.
+        norms = torch.where(inputs < SMALLEST_NORM, norms.clamp(min=lowest), norms)
+        wrong = norms.clamp(lowest, highest) != norms  # true for NaN, too
+        result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
+        if result.row_state is not None and self.recorder.sampling:
+            result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
+        # 3. the verdicts, for the exchange of flags in the next step
+        indices = [index for index, _ in result.members]  # several blocks of a matrix repeat its index
+        self.left_out.append((indices, wrong))
+        return wrong

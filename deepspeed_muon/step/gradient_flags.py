@@ -83,21 +83,21 @@ class GradientFlags:
 
     @staticmethod
     def reduce(
-        exchanges: Sequence[GradientFlags], grads: Gradients, *, refused: bool = False
+        members: Sequence[GradientFlags], grads: Gradients, *, refused: bool = False
     ) -> dict[GradientFlags, Tensor]:
         """Return the flags ``(2, parameters)`` of step sets of the same groups, reduced in one message.
 
         Must be called by all ranks of the groups. A missing gradient counts as zero. This rank may have ``refused`` the
         step.
         """
-        local = [exchange._local_flags(grads).view(-1) for exchange in exchanges]
+        local = [flags_of_set._local_flags(grads).view(-1) for flags_of_set in members]
         flags = torch.cat(local) if len(local) > 1 else local[0]
         if refused:
             flags.fill_(REFUSED)
-        for group in exchanges[0].groups if flags.numel() else ():
+        for group in members[0].groups if flags.numel() else ():
             flags = all_reduce_tensor(flags, group, purpose=FLAGS_PURPOSE, how="max")
-        pairs = zip(exchanges, flags.split([len(vector) for vector in local]), strict=True)
-        return {exchange: vector.view(2, len(exchange.names)) for exchange, vector in pairs}
+        pairs = zip(members, flags.split([len(vector) for vector in local]), strict=True)
+        return {flags_of_set: vector.view(2, len(flags_of_set.names)) for flags_of_set, vector in pairs}
 
     def any_wrong(self, flags: Tensor) -> Tensor:
         """Return the largest status of a gradient, and whether any matrix was wrong in fp32 too: ``(2,)`` uint8.

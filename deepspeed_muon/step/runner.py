@@ -32,7 +32,7 @@ from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.layout import PartitionIndex, PlanIndex
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
-from deepspeed_muon.step.check import ResultCheck
+from deepspeed_muon.step.check import DeferredCheck, ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, batches
 from deepspeed_muon.step.row_state import OwnedRows, RowStorage
@@ -83,9 +83,10 @@ class StepRunner:
             number=context.number,
             overlap=context.overlap,
         )
-        matrices, device, ns = self.plan.matrices, context.device, context.ns_settings
-        self.check = ResultCheck(
-            context.recorder, matrices, device=device, ns=ns, origin=self.assignment.origin
+        matrices = self.plan.matrices
+        check_type = ResultCheck if context.device.type == "cpu" else DeferredCheck
+        self.check = check_type(
+            context.recorder, matrices, ns=context.ns_settings, origin=self.assignment.origin
         )
         local = LocalOrthogonalizer(matrices, context, self.check)
         group = step_set.tensor_group

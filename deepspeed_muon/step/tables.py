@@ -129,7 +129,7 @@ class ChunkTable:
         for number, index in enumerate(indices):
             start = number * numel  # of this matrix in the batch, (matrices, numel)
             if index in self._local_offset:
-                local.append(Segment.of(start, numel, self._local_offset[index]))
+                local.append(Segment(start, numel, self._local_offset[index]))
             for position, segment in enumerate(self._owner_segments.get(index, ())):
                 if position == len(owner):
                     owner.append([])
@@ -169,7 +169,7 @@ def _join_matrices(segments: Sequence[Segment], distance: int) -> Iterator[Segme
         joined = None if last is None else last.joined(segment, distance)
         if last is not None and joined is None:
             yield last
-        last = joined or segment._replace(matrix_strides=(distance, *segment.matrix_strides[1:]))
+        last = joined or segment
     if last is not None:
         yield last
 

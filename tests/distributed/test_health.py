@@ -16,6 +16,8 @@ from torch import nn
 import deepspeed_muon
 from deepspeed_muon import Muon
 from deepspeed_muon.reference import ReferenceMuon
+from deepspeed_muon.step import runner as step_runner
+from deepspeed_muon.step.check import DeferredCheck, ResultCheck
 from deepspeed_muon.variants.normuon import MOMENTS
 from tests.support import training
 from tests.support.comparisons import close, relative, within
@@ -171,7 +173,8 @@ def broken(
     """Train while the bf16 iteration returns garbage for some matrices: NaN, zeros, or ten times too much."""
     messages = training.heard()
     config = training.ds_config(stage, params={"ns_dtype": "bf16", "health": STEPS, **(params or {})})
-    engine = training.make_engine(config)
+    with mock.patch.object(step_runner, "ResultCheck", DeferredCheck if is_deferred else ResultCheck):
+        engine = training.make_engine(config)
     optimizer = deepspeed_muon.muon_optimizer(engine)
     optimizer.recorder.matrices = 8
     garbage = {"nan": float("nan"), "zero": 0.0, "large": 10.0}[how]
@@ -179,7 +182,6 @@ def broken(
         shapes = {m.block_shapes[0] for m in runner.plan.matrices if m.name in names}
         placement = runner._orthogonalizer
         original = placement.newton_schulz
-        runner.check.is_deferred = is_deferred
 
         def orthogonalize(x: Any, *, settings: Any, original: Any = original, shapes: Any = shapes) -> Any:
             result = original(x, settings=settings)
@@ -277,14 +279,13 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
     assert caplog.text.count("layer.weight") == 1 and "the state of its rows was reset" in caplog.text
 
 
-def test_bad_moments_start_anew_after_a_step_without_a_gradient() -> None:
+def test_bad_moments_start_anew_after_a_step_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator the verdict is read in the next step, in which the matrix may have no gradient."""
     weights = [nn.Parameter(torch.zeros(12, 20)) for _ in range(2)]
     optimizer = Muon(
         zip(("idle.weight", "other.weight"), weights, strict=True), variant="normuon", muon_lr=1.0
     )
-    optimizer._bind_to_parameters()
-    optimizer.runners[0].check.is_deferred = True
+    monkeypatch.setattr(step_runner, "ResultCheck", DeferredCheck)
     for step in range(4):
         before = weights[0].detach().clone()
         for weight in weights if step != 2 else weights[1:]:

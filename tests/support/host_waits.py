@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 import deepspeed_muon
-from deepspeed_muon.step.check import ResultCheck
+from deepspeed_muon.step import runner as step_runner
+from deepspeed_muon.step.check import DeferredCheck
 from tests.support import training
 
 # Functions that read values of the tensors that they are given.
@@ -132,9 +133,7 @@ def count_waits(
     rank: int, world_size: int, *, kind: str = "toy", steps: int = 3, **settings: Any
 ) -> dict[str, int]:
     """Return where the host waits in the last of some steps of an engine, as often as it does."""
-    deferred = mock.patch.object(
-        ResultCheck, "is_deferred", property(lambda _: True, lambda *_: None), create=True
-    )
+    deferred = mock.patch.object(step_runner, "ResultCheck", DeferredCheck)
     with HostWaits() as waits, deferred:
         engine = training.make_engine(training.ds_config(**settings), kind)
         optimizer = deepspeed_muon.muon_optimizer(engine)

@@ -28,7 +28,8 @@ from deepspeed_muon.ops.torch_operators import frobenius_norms
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.reference import newton_schulz
-from deepspeed_muon.step.check import Result, ResultCheck
+from deepspeed_muon.step import runner as step_runner
+from deepspeed_muon.step.check import DeferredCheck, Result, ResultCheck
 from deepspeed_muon.transport.ranks import Ranks, all_ranks
 from tests.support.comparisons import close, within
 from tests.support.models import build, train_alone
@@ -187,11 +188,9 @@ def test_wrong_in_fp32_too(caplog: pytest.LogCaptureFixture, mode: Any) -> None:
     assert bool((weight != 0.25).any()) and counters(optimizer) == (0, 1), "said once"
 
 
-def check_of(*matrices: MatrixLayout, every: int = 0) -> ResultCheck:
+def check_of(*matrices: MatrixLayout, every: int = 0, kind: type[ResultCheck] = ResultCheck) -> ResultCheck:
     recorder = StepRecorder(every=every, check=True)
-    return ResultCheck(
-        recorder, matrices, device=torch.device("cpu"), ns=NsSettings(QUINTIC), origin=range(len(matrices))
-    )
+    return kind(recorder, matrices, ns=NsSettings(QUINTIC), origin=range(len(matrices)))
 
 
 def error_of(weight: Tensor, gradient: Tensor, coefficients: Any = QUINTIC) -> float:
@@ -255,8 +254,8 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A wrong result is left out by the device alone; the host is told in the next step, and then it is redone."""
-    check = check_of(*(MatrixLayout(f"w{i}", 8, 12, 0, sharded_placement(0, 96, 96)) for i in range(3)))
-    check.is_deferred = True
+    matrices = [MatrixLayout(f"w{i}", 8, 12, 0, sharded_placement(0, 96, 96)) for i in range(3)]
+    check = check_of(*matrices, kind=DeferredCheck)
     directions = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(8))
     directions[0] = 0
     right = orthogonalize(directions, settings=NsSettings(QUINTIC))
@@ -292,15 +291,14 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
 
 @pytest.mark.parametrize("mode", ["skip", "error"])
 def test_on_an_accelerator_a_matrix_that_stays_wrong_is_logged_in_the_next_step(
-    mode: Any, caplog: pytest.LogCaptureFixture
+    mode: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left out in the first step, wrong in fp32 in the second, which the third one tells."""
+    monkeypatch.setattr(step_runner, "ResultCheck", DeferredCheck)
     weight = nn.Parameter(torch.zeros(12, 20))
     settings: Any = {"wire_dtype": "fp16", "nonfinite_grad": mode, "weight_decay": 0.5}
     optimizer = Muon([("layer.weight", weight)], muon_lr=1.0, **settings)
     optimizer._bind_to_parameters()
-    (runner,) = optimizer.runners
-    runner.check.is_deferred = True
     weight.data.fill_(1.0)
     for _ in range(2):
         weight.grad = torch.full((12, 20), 1e6)

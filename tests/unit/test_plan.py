@@ -58,12 +58,11 @@ def elements(buffer: BufferPlan, peer: int, world: int, *, broadcast: bool = Fal
     splits = [0] * peer + [buffer.numel] if broadcast else buffer.splits(world)
     content = [(-1, -1)] * buffer.numel
     for index, s in buffer.segments:
-        (_, count, numel), (_, stride, _) = s.shape, s.buffer_strides
-        for number in range(count):
-            for i in range(numel):
-                offset = s.buffer_offset + number * stride + i
+        for number in range(s.fragments):
+            for i in range(s.numel):
+                offset = s.buffer_offset + number * s.fragment_distance + i
                 assert content[offset] == (-1, -1)
-                content[offset] = index, s.matrix_offset + number * numel + i
+                content[offset] = index, s.matrix_offset + number * s.numel + i
     assert sum(splits) == buffer.numel
     of_peer = content[sum(splits[:peer]) :][: splits[peer]]
     # At the end there may be padding.

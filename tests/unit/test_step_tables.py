@@ -91,9 +91,9 @@ def test_equal_pieces_of_a_batch_are_copied_together() -> None:
         copy.in_matrices(matrices).copy_(copy.in_buffer(received))
     expected = torch.full((4, 48), -1.0)
     for index, segment in chunk.owner_buffer.segments:
-        for piece in range(segment.shape[1]):
+        for piece in range(segment.fragments):
             start, position = (
-                segment.buffer_offset + piece * segment.buffer_strides[1],
+                segment.buffer_offset + piece * segment.fragment_distance,
                 segment.matrix_offset + piece * 16,
             )
             expected[index, position : position + 16] = received[start : start + 16]
@@ -108,11 +108,11 @@ def test_equal_pieces_of_a_batch_are_copied_together() -> None:
 
 def test_unequally_spaced_pieces_are_not_joined() -> None:
     def copy(matrix: int, offset: int, numel: int = 4) -> Segment:
-        return Segment.of(8 * matrix, numel, offset)._replace(matrix_strides=(8, numel, 1))
+        return Segment(8 * matrix, numel, offset)
 
     first = copy(0, 0)
     two = first.joined(copy(1, 6), 8)
-    assert two is not None and two.shape == (2, 1, 4) and two.buffer_strides[0] == 6
+    assert two is not None and two.shape == (2, 1, 4) and two.buffer_distance == 6
     assert two.joined(copy(2, 12), 8) is not None
     assert two.joined(copy(2, 13), 8) is None, "another distance in the buffer"
     assert two.joined(copy(3, 12), 8) is None, "a matrix is left out"
