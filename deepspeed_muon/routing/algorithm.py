@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from deepspeed_muon.routing.evidence import Claim, NamedParameter
-from deepspeed_muon.routing.experts import numbers_of_experts, router
 from deepspeed_muon.routing.layers import call_quietly, direct_parameters
 from deepspeed_muon.routing.names import (
     bare_name,
@@ -32,7 +31,9 @@ from deepspeed_muon.routing.names import (
     in_block,
     match_name,
     named_below,
+    numbers_of_experts,
     plain_name,
+    router,
 )
 from deepspeed_muon.routing.route import Algorithm, MatrixKind, Rule
 from deepspeed_muon.routing.shapes import true_shape

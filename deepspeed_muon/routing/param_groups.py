@@ -28,8 +28,9 @@ from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.evidence import NamedParameter
+from deepspeed_muon.routing.flat_order import order_of_matrices
 from deepspeed_muon.routing.parameters import is_divided, model_parameters_by_name
-from deepspeed_muon.routing.route import Algorithm, Route, order_of_matrices
+from deepspeed_muon.routing.route import Algorithm, Route
 from deepspeed_muon.routing.rules import current_route, routes_if_trained
 from deepspeed_muon.routing.shapes import true_shape
 

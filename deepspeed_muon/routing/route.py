@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, TensorShards
-from deepspeed_muon.plan.owners import balanced_order, blocks_flops, grid_blocks
+from deepspeed_muon.plan.owners import grid_blocks
 from deepspeed_muon.plan.placement import Placement
 
 Algorithm = Literal["muon", "adamw", "frozen"]
@@ -193,17 +192,3 @@ def rows_of(routes: Sequence[Route], *, per_parameter: bool = False) -> list[dic
         }
         for (name, shape, algorithm, reason, certain), members in alike.items()
     ]
-
-
-def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings) -> Sequence[int]:
-    """Return the indices of the matrices in the order that balances the work of the ranks; the same on all ranks.
-
-    Args:
-        routes: The routes of the matrices, in the order of the param group.
-        ranks: The number of ranks that partition the group.
-        settings: The iteration, which determines the cost of a matrix.
-    """
-    kinds = [route.kinds_of_blocks() for route in routes]
-    return balanced_order(
-        [route.numel for route in routes], [blocks_flops(kind, settings) for kind in kinds], kinds, ranks
-    )

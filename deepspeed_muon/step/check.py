@@ -273,8 +273,8 @@ class DeferredCheck(ResultCheck):
 
     counts_at_once = False
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._fp32_only: set[SetIndex] = set()
         self._restarted: set[Member] = set()  # blocks whose row state restarted since their last verdict
 

@@ -33,7 +33,6 @@ from deepspeed_muon.plan.owners import (
     assign,
     assign_owners,
     blocks_flops,
-    flat_partition_numel,
     sent_by_rank,
 )
 from deepspeed_muon.plan.placement import (
@@ -43,7 +42,8 @@ from deepspeed_muon.plan.placement import (
     replicated_placement,
     sharded_placement,
 )
-from deepspeed_muon.routing.route import Route, order_of_matrices, rows_of, totals_of
+from deepspeed_muon.routing.flat_order import flat_partition_numel, order_of_matrices
+from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.command_line import Output
 from deepspeed_muon.tools.model_shapes import (

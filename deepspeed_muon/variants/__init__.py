@@ -1,11 +1,13 @@
-"""The variants of Muon, one file each; :mod:`.variant` shows how to add one."""
+"""Muon itself, and its variants, one file each; :mod:`.variant` shows how to add one."""
 
 from __future__ import annotations
 
-from deepspeed_muon.variants import muon, muon_eq, normuon
+from deepspeed_muon.variants import muon_eq, normuon
 from deepspeed_muon.variants.variant import RowState, Setting, Variant
 
-VARIANTS: dict[str, Variant] = {module.VARIANT.name: module.VARIANT for module in (muon, normuon, muon_eq)}
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant for variant in (Variant("muon"), normuon.VARIANT, muon_eq.VARIANT)
+}
 """The variants by their name, the value of ``optimizer.params.variant``."""
 
 SETTINGS: dict[str, Setting] = {

@@ -18,7 +18,6 @@ from deepspeed_muon.plan.chunks import BufferPlan, ExchangePlan, build_exchange_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import (
     assign_owners,
-    balanced_order,
     blocks_flops,
     grid_blocks,
     sent_by_rank,
@@ -33,6 +32,7 @@ from deepspeed_muon.plan.placement import (
     replicated_placement,
     sharded_placement,
 )
+from deepspeed_muon.routing.flat_order import balanced_order
 from deepspeed_muon.step.orthogonalize import batches
 from deepspeed_muon.variants import VARIANTS
 from tests.support.layouts import ITERATION, MAKERS, flat_layouts, fragments_of, matrix_flops, sharded_layouts

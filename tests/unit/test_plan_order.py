@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.plan.owners import balanced_order
+from deepspeed_muon.routing.flat_order import balanced_order
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model, with_separate_experts
