@@ -23,17 +23,21 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from deepspeed_muon.routing.evidence import Claim, NamedParameter
-from deepspeed_muon.routing.layers import call_quietly, direct_parameters
+from deepspeed_muon.routing.evidence import (
+    Claim,
+    NamedParameter,
+    call_quietly,
+    direct_parameters,
+    numbers_of_experts,
+    router,
+)
 from deepspeed_muon.routing.names import (
     bare_name,
     holder_path,
     in_block,
     match_name,
     named_below,
-    numbers_of_experts,
     plain_name,
-    router,
 )
 from deepspeed_muon.routing.route import Algorithm, MatrixKind, Rule
 from deepspeed_muon.routing.shapes import true_shape

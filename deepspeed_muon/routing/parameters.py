@@ -12,8 +12,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_muon.errors import RoutingError
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.algorithm import Structure, claims_of_model
-from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter
-from deepspeed_muon.routing.layers import read_layers
+from deepspeed_muon.routing.evidence import Claim, Layer, NamedParameter, read_layers
 from deepspeed_muon.routing.shapes import AttentionShape, attention_shape, true_shape
 
 # What Megatron and DeepSpeed's AutoTP set on the shards of tensor parallelism, also where one rank has all of a weight.

@@ -85,10 +85,10 @@ class ResultCheck:
     Attributes:
         left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
         origin: The index of each matrix of the plan in the step set, by which the ranks exchange verdicts.
-        counts_at_once: Whether an update that is left out is counted at once, and not by :meth:`read_verdicts`.
+        counts_immediately: Whether an update that is left out is counted at once, and not by :meth:`read_verdicts`.
     """
 
-    counts_at_once = True
+    counts_immediately = True
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class ResultCheck:
             result.updates[entry].zero_()
             if result.row_state is not None and result.new_rows is not None:
                 result.new_rows[entry].copy_(result.row_state.stored([result.members[entry]])[0])
-            if self.counts_at_once:
+            if self.counts_immediately:
                 self.recorder.failed += 1
             self.left_out.append(([index], torch.ones(1, dtype=torch.bool, device="cpu")))
 
@@ -271,7 +271,7 @@ class DeferredCheck(ResultCheck):
     - In step n + 2 :meth:`read_verdicts` names it, if it was wrong in step n + 1 again.
     """
 
-    counts_at_once = False
+    counts_immediately = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
