@@ -14,41 +14,27 @@ from deepspeed_muon.routing.route import Route
 _FLAT_ALIGNMENT = 2
 
 
-def order_of_matrices(routes: Sequence[Route], ranks: int, settings: NsSettings) -> Sequence[int]:
-    """Return the indices of the matrices in the order that balances the work of the ranks; the same on all ranks.
-
-    Args:
-        routes: The routes of the matrices, in the order of the param group.
-        ranks: The number of ranks that partition the group.
-        settings: The iteration, which determines the cost of a matrix.
-    """
-    kinds = [route.kinds_of_blocks() for route in routes]
-    return balanced_order(
-        [route.numel for route in routes], [blocks_flops(kind, settings) for kind in kinds], kinds, ranks
-    )
-
-
 def flat_partition_numel(total: int, world_size: int) -> int:
     """Return the elements of a rank's partition of a flat buffer of ``total`` elements, with ZeRO's padding."""
     alignment = _FLAT_ALIGNMENT * world_size
     return -(-total // alignment) * _FLAT_ALIGNMENT
 
 
-def balanced_order(
-    numels: Sequence[int], costs: Sequence[float], kinds: Sequence[Hashable], world_size: int
-) -> list[int]:
-    """Return the order of the matrices in the flat buffer of ZeRO 1 and 2, as positions in the given order.
+def order_of_matrices(routes: Sequence[Route], world_size: int, iteration: NsSettings) -> Sequence[int]:
+    """Return the order of the matrices of one param group in the flat buffer, as positions in the given order.
 
-    It is cut into equal partitions, and a matrix that crosses a cut has to be sent. What is larger than a partition, a
-    stack of experts, comes first. Each of the ``kinds`` (shapes) is then spread over the other partitions, the
-    costliest kind first: every matrix goes to the partition with the least work, counting what its free elements will
-    cost if later kinds fill them. Matrices of one shape are adjacent inside a partition. Example: two ranks have
-    matrices of 4, 4, 4, 4, 8 and 8 elements, the last two of which cost six times as much. In the given order the first
-    partition of 16 elements would have the four cheap ones. The order 5, 1, 3, 4, 0, 2 gives each partition a large and
-    two small ones.
+    The buffer is cut into a partition for each of ``world_size`` ranks, and a matrix that crosses a cut has to be sent.
+    What is larger than a partition, a stack of experts, comes first. Each kind of matrix, of equal blocks, is then
+    spread over the other partitions, the costliest kind first: every matrix goes to the partition with the least work,
+    counting what its free elements will cost if later kinds fill them. Matrices of one shape are adjacent inside a
+    partition. Example: two ranks have matrices of 4, 4, 4, 4, 8 and 8 elements, the last two of which cost six times as
+    much. In the given order the first partition of 16 elements would have the four cheap ones. The order 5, 1, 3, 4, 0,
+    2 gives each partition a large and two small ones.
     """
+    numels, kinds = [route.numel for route in routes], [route.kinds_of_blocks() for route in routes]
+    costs = [blocks_flops(kind, iteration) for kind in kinds]
     if world_size < 2 or len(numels) < 2:
-        return list(range(len(numels)))
+        return range(len(numels))
     partition = flat_partition_numel(sum(numels), world_size)
     stacks = [index for index, numel in enumerate(numels) if numel >= partition]
     # 1. stacks from the first partition on: the work and the free elements of every partition

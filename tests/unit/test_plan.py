@@ -18,8 +18,6 @@ from deepspeed_muon.plan.chunks import BufferPlan, ExchangePlan, build_exchange_
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import (
     assign_owners,
-    blocks_flops,
-    grid_blocks,
     sent_by_rank,
     split_blocks,
     split_stack,
@@ -32,7 +30,8 @@ from deepspeed_muon.plan.placement import (
     replicated_placement,
     sharded_placement,
 )
-from deepspeed_muon.routing.flat_order import balanced_order
+from deepspeed_muon.routing.flat_order import order_of_matrices
+from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.orthogonalize import batches
 from deepspeed_muon.variants import VARIANTS
 from tests.support.layouts import ITERATION, MAKERS, flat_layouts, fragments_of, matrix_flops, sharded_layouts
@@ -232,9 +231,8 @@ def test_batches_that_are_not_sent_fill_a_gpu(
 ) -> None:
     """At ZeRO 1; a rank also owns one or two matrices that are sent, which run by themselves."""
     dims = ([(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden)]) * layers
-    kinds = [grid_blocks((rows,), (cols,)) for rows, cols in dims]
-    costs = [blocks_flops(kind, ITERATION) for kind in kinds]
-    order = balanced_order([rows * cols for rows, cols in dims], costs, kinds, world)
+    routes = [Route(f"{number}", shape, "muon", "") for number, shape in enumerate(dims)]
+    order = order_of_matrices(routes, world, ITERATION)
     layouts, bound = flat_layouts([dims[index] for index in order], world), 1 << 26
     per_rank = plans(layouts, world, bound)
     for sent, limit in ((False, 1.2), (True, most)):

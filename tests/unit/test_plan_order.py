@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_muon.math.newton_schulz import orthogonalize_flops
-from deepspeed_muon.routing.flat_order import balanced_order
+from deepspeed_muon.routing.flat_order import order_of_matrices
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.model_shapes import PRESETS, from_config, load_model, with_separate_experts
 from deepspeed_muon.tools.plan import PlanSettings, exchange_of
+from tests.support.layouts import ITERATION
 from tests.support.thinning import full
 
 pytest.importorskip("transformers")
@@ -25,11 +25,10 @@ pytest.importorskip("transformers")
     world=st.integers(1, 7),
 )
 def test_a_permutation_that_is_the_same_on_every_rank(dims: list[tuple[int, int]], world: int) -> None:
-    numels = [r * c for r, c in dims]
-    costs = [orthogonalize_flops(r, c) for r, c in dims]
-    order = balanced_order(numels, costs, dims, world)
+    routes = [Route(f"{n}", shape, "muon", "") for n, shape in enumerate(dims)]
+    order = order_of_matrices(routes, world, ITERATION)
     assert sorted(order) == list(range(len(dims)))
-    assert order == balanced_order(numels, costs, dims, world)
+    assert order == order_of_matrices(routes, world, ITERATION)
 
 
 @functools.cache
