@@ -364,10 +364,6 @@ class FileLayout:
         """Bytes of the file."""
         return len(self.header) + self.numel * ITEM_BYTES
 
-    def offset_of(self, name: str) -> int:
-        """Return the byte of the file with which a tensor begins."""
-        return len(self.header) + self.starts[name] * ITEM_BYTES
-
 
 # ---- reading the tensors -----------------------------------------------------------------------------------
 
@@ -443,7 +439,8 @@ class ConsolidatedSource:
         with refusing(f"{self._folder / name}: {parameter} ({key})"):
             file, layout = self._open(name)
             values = torch.empty(numel, dtype=torch.float32, device="cpu")
-            file.seek(layout.offset_of(tensor_name(key, parameter)) + start * ITEM_BYTES)
+            first = layout.starts[tensor_name(key, parameter)] + start  # counted over all tensors of the file
+            file.seek(len(layout.header) + first * ITEM_BYTES)
             # Not memory-mapped: pages of a mapping count towards the memory of the process.
             if file.readinto(memoryview(values.numpy().data).cast("B")) < numel * ITEM_BYTES:  # type: ignore[attr-defined]
                 raise CheckpointError("the file ends early")
