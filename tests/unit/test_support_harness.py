@@ -43,6 +43,17 @@ def one_collective_too_many(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(1), async_op=True)
 
 
+def group_of_one(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.new_group([0])
+
+
+def sum_in_new_group(rank: int, world_size: int) -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    return float(total)
+
+
 def shm_op_is_on(rank: int, world_size: int) -> bool:
     from deepspeed import comm
 
@@ -88,6 +99,11 @@ def test_an_unmatched_collective_fails_the_call_that_issued_it(ranks: Pools) -> 
 
 
 @pytest.mark.compat
+def test_a_group_that_one_rank_makes_alone_does_not_part_the_ranks(ranks: Pools) -> None:
+    ranks(2).run(group_of_one)
+    assert ranks(2).run(sum_in_new_group) == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("on", [full(False), True])
 def test_shm_op_can_be_left_on_and_its_files_are_removed(on: bool) -> None:
     before = shm_files()
