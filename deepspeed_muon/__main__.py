@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MuonError, OSError) as error:
         print(f"deepspeed_muon {parsed.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"deepspeed_muon {parsed.command}: interrupted", file=sys.stderr)
+        return 130  # the shells' status of SIGINT
     text = json.dumps(output.data, indent=1) if as_json else output.text
     if text:
         print(text)

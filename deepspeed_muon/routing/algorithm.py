@@ -130,9 +130,9 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
 
 
 def _is_matrix(member: NamedParameter) -> bool:
-    """Return whether a weight reads several inputs; the magnitudes of weight norm do not."""
+    """Return whether a weight reads several inputs; the magnitudes of weight norm and empty weights do not."""
     shape = member.full_shape
-    return len(shape) > 1 and math.prod(shape[1:]) != 1
+    return len(shape) > 1 and math.prod(shape) > shape[0]
 
 
 def _inputs(member: NamedParameter) -> int:

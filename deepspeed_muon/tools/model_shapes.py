@@ -142,7 +142,7 @@ def model_config(source: str) -> dict[str, Any]:
         *transformers.CONFIG_MAPPING,
         *(name for name in dir(transformers) if name[0].isupper()),
     ]
-    if hint := did_you_mean(source, names):
+    if source not in names and (hint := did_you_mean(source, names)):  # a Trainer is no model
         raise ConfigError(f"{source!r} names no model{hint}")
     raise ConfigError(
         f"{source!r} is none of {MODEL_FORMS}. Nothing is downloaded: for a model on the Hub pass its config.json"
@@ -167,7 +167,7 @@ def _from_function(source: str, device: str) -> nn.Module:
         raise ConfigError(f"{source}: run the command in the folder of {module}, and write {stem}:{function}")
     try:
         model: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-    except Exception as error:  # of any type, because this runs the user's module
+    except (Exception, SystemExit) as error:  # of any type, because this runs the user's module
         raise ConfigError(
             f"{source}: cannot be imported: {_in_one_line(error)}. Run the command in the folder of the module, and "
             f"write MODULE:FUNCTION as in models.gpt:build"
@@ -175,7 +175,7 @@ def _from_function(source: str, device: str) -> nn.Module:
     try:
         with torch.device(device):
             model = model if isinstance(model, nn.Module) else model()
-    except Exception as error:  # of any type, because this runs the user's function
+    except (Exception, SystemExit) as error:  # of any type, because this runs the user's function
         remedy = "It is called without arguments: write a function that needs none and returns the model"
         if device == "meta" and not isinstance(error, TypeError):
             remedy = "On the meta device tensors have no values: if it needs some, build it with --device cpu"
@@ -185,7 +185,7 @@ def _from_function(source: str, device: str) -> nn.Module:
     return model
 
 
-def _in_one_line(error: Exception) -> str:
+def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -267,7 +267,7 @@ def read_object(path: Path, loads: Callable[[str], Any] = json.loads) -> dict[st
         content = loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable JSON: {_in_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object")

@@ -823,7 +823,7 @@ def read_configuration(text: str) -> Mapping[str, Any]:
     if text.lstrip().startswith("{"):
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--params {text!r}: not JSON: {error}") from error
     else:
         content = read_object(Path(text), hjson.loads)  # DeepSpeed's configuration files may have comments

@@ -97,13 +97,10 @@ def run(arguments: argparse.Namespace) -> Output:
     """Run the command ``rates``."""
     proposal = propose(read_object(Path(arguments.config), hjson.loads))
     before, after = _read_sizes("--from", arguments.before), _read_sizes("--to", arguments.after)
-    if bool(arguments.before) > bool(after) or (after and not before):
-        given, absent = ("--to", "--from") if after else ("--from", "--to")
+    if unpaired := ", ".join(sorted(before.keys() ^ after.keys())):
         raise ConfigError(
-            f"{given} needs {absent}: a rate is carried from the run on which it was tuned to another"
+            f"--from and --to both need {unpaired}: a rate is carried from the run on which it was tuned to another"
         )
-    if after and not before.keys() & after.keys():
-        raise ConfigError(f"--from {', '.join(before)} and --to {', '.join(after)}: have no size in common")
     carry(proposal, before, after)
     proposal.config()  # refuses what a run would refuse
     # What changed and why, and the section to paste.
@@ -242,7 +239,8 @@ def _read_sizes(option: str, values: Sequence[str]) -> Sizes:
                 f"{option}: must be NAME=NUMBER, as in width=512 or tokens=10e9, with {accepted} and a number of at "
                 f"least 1, got {value!r}"
             )
-        sizes[name] = size
+        if sizes.setdefault(name, size) != size:
+            raise ConfigError(f"{option}: has two numbers for {name}: leave one out")
     return sizes
 
 

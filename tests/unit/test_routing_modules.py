@@ -251,6 +251,12 @@ def test_a_layer_that_may_be_a_head_is_a_guess_for_muon_and_warned_of(
     assert f"{name}weight" in warning and "to Muon" in warning
 
 
+def test_a_layer_without_inputs_is_no_end() -> None:
+    """Whether outputs are a multiple of the inputs was asked of layers without any: a ZeroDivisionError."""
+    with pytest.warns(UserWarning, match="zero-element"):
+        assert algorithms(Linear(0, 8)) == {"weight": "adamw"}
+
+
 def test_the_largest_guess_is_named_first(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "deepspeed_muon"):
         routes(Tree(small=parameter(256, 256), large=parameter(512, 256), fc=Linear(64, 64)))

@@ -32,6 +32,14 @@ def frozen() -> torch.nn.Module:
     return torch.nn.Linear(4, 4).requires_grad_(False)
 
 
+def ends() -> None:
+    sys.exit(0)
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
 def elements(parameters: list[NamedParameter]) -> int:
     return sum(item.param.numel() for item in parameters)
 
@@ -92,6 +100,8 @@ def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf)
     [
         ("no-such-model", "is none of a preset"),
         ("LlamaForCausallM", "names no model; did you mean 'LlamaForCausalLM'?"),
+        ("Trainer", "'Trainer' is none of a preset"),
+        ("tests.unit.test_tools_plan:ends", "tests.unit.test_tools_plan:ends: SystemExit: 0"),
         ("tests", "'tests': a folder without config.json"),
         ("tests/conftest.py", "name a function in it, conftest:FUNCTION"),
         ("mine/model.py:build", "run the command in the folder of mine/model.py, and write model:build"),
@@ -114,6 +124,11 @@ def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf)
 def test_errors_say_the_remedy(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments.replace("'", '"').split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tests.unit.test_tools_plan:interrupted"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "deepspeed_muon plan: interrupted"
 
 
 @pytest.mark.parametrize("text", ["", "zero_optimization: {stage: 2}", "compute_environment: LOCAL_MACHINE"])

@@ -103,6 +103,12 @@ def test_unreadable_input(content: dict[str, Any], message: str) -> None:
         propose(content)
 
 
+def test_json_that_is_nested_too_deeply_is_no_raw_error(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for option in ("rates", "plan llama-7b --params", "plan"):
+        assert main([*option.split(), str(tmp_path / "deep.json")]) == 2
+
+
 def test_odd_values_are_no_raw_errors() -> None:
     scheduler = {"params": {"warmup_max_lr": 1e-3}}
     for content in (
@@ -235,9 +241,11 @@ def test_the_law_is_followed_over_the_sizes_that_are_given() -> None:
         ("--from heigth=3", "--from: must be NAME=NUMBER, as in width=512"),
         ("--to width=big", "--to: must be NAME=NUMBER, as in width=512"),
         ("--from width=8 tokens=1e-300", "and a number of at least 1, got 'tokens=1e-300'"),
-        ("--from width=1", "--from needs --to"),
-        ("--to width=1", "--to needs --from"),
-        ("--from width=1 --to tokens=2", "--from width and --to tokens: have no size in common"),
+        ("--from width=1", "--from and --to both need width: "),
+        ("--to width=1", "--from and --to both need width: "),
+        ("--from width=1 --to tokens=2", "--from and --to both need tokens, width: "),
+        ("--from width=1 --to width=2 tokens=2", "--from and --to both need tokens: "),
+        ("--from width=1 width=2 --to width=4", "--from: has two numbers for width"),
     ],
 )
 def test_sizes_that_cannot_be_read(
