@@ -246,13 +246,11 @@ def run(arguments: argparse.Namespace) -> Output:
     return commands[arguments.subcommand](arguments)
 
 
-def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"trust": arguments.trust_pickles}
-
-
 def _consolidate(arguments: argparse.Namespace) -> Output:
     shard_bytes = DEFAULT_SHARD_BYTES if arguments.shard_bytes is None else arguments.shard_bytes
-    index = consolidate_files(arguments.dir, arguments.out, shard_bytes=shard_bytes, **_reading(arguments))
+    index = consolidate_files(
+        arguments.dir, arguments.out, shard_bytes=shard_bytes, trust=arguments.trust_pickles
+    )
     contents = f"{counted(index.parameters, 'parameter')} in {counted(index.files, 'file')}"
     return _output(f"{printable(arguments.out)}: {contents}", index.lossy)
 
@@ -265,7 +263,9 @@ def _export(arguments: argparse.Namespace) -> Output:
 
 
 def _universal(arguments: argparse.Namespace) -> Output:
-    lossy = convert_to_universal(arguments.input_folder, arguments.output_folder, **_reading(arguments))
+    lossy = convert_to_universal(
+        arguments.input_folder, arguments.output_folder, trust=arguments.trust_pickles
+    )
     load = '"checkpoint": {"load_universal": true}'
     hint = f"universal checkpoint; to load it, write {load} into the DeepSpeed configuration"
     return _output(f"{printable(arguments.output_folder)}: {hint}", lossy)
@@ -280,7 +280,7 @@ def _inspect(arguments: argparse.Namespace) -> Output:
             f"{counted(index.files, 'file')}, {sum(file.bytes for file in index.files.values())} bytes",
         ]
     else:
-        saved = DeepSpeedFiles(arguments.dir, verify=False, **_reading(arguments))
+        saved = DeepSpeedFiles(arguments.dir, verify=False, trust=arguments.trust_pickles)
         index = CheckpointIndex.model_construct(**saved.index_fields, parameters=saved.parameters)
         head = [f"DeepSpeed checkpoint {printable(str(saved.folder))}"]
     head.append(f"from {_listed(index.source)}")
