@@ -78,12 +78,13 @@ WHEELS = [
 
 PEERS = [
     "gram-newton-schulz==0.1.6",
-    "quack-kernels==0.5.0",
+    "quack-kernels==0.6.5",
     "apache-tvm-ffi>=0.1.6,<0.2",
     "torch-c-dlpack-ext",
-    "nvidia-cutlass-dsl-libs-cu13==4.5.2",  # replaces all of nvidia-cutlass-dsl-libs-base
+    "einops",
+    *(f"nvidia-cutlass-dsl-libs-{name}==4.7.0" for name in ("core", "base", "cu13")),
 ]
-"""quack and gram-newton-schulz, and what they need."""
+"""quack and gram-newton-schulz, whose metadata pins quack 0.5.0, and what they need beside a CUDA build of torch."""
 
 DRY_RUN_FACTOR = 10
 """The seconds of a step are for a machine with a GPU; a CPU that is busy may compile for minutes."""
@@ -386,8 +387,8 @@ def search_path() -> str:
 
 def environment_of(step: Step, site: Path | None) -> dict[str, str]:
     """Return the environment of a step's process."""
-    # quack's compiler is in a folder that a .pth file names, which Python does not read from PYTHONPATH.
-    packages = [str(site), str(site / "nvidia_cutlass_dsl" / "python_packages")] if site else []
+    # quack's compiler is in a folder of its own, which its package of metadata, left out here, would add to the path.
+    packages = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")] if site else []
     paths = [str(ROOT), *packages, os.environ.get("PYTHONPATH", "")]
     return {
         "TORCH_EXTENSIONS_DIR": str(WORK / "extensions"),
