@@ -26,9 +26,9 @@ from deepspeed_muon.config.values import RENAMED, TORCH_OPTIONS, unknown_key_mes
 from deepspeed_muon.errors import ConfigError, RoutingError
 from deepspeed_muon.logs import warn
 from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.plan.flat_order import order_of_matrices
 from deepspeed_muon.plan.layout import TensorShards
 from deepspeed_muon.routing.evidence import NamedParameter
-from deepspeed_muon.routing.flat_order import order_of_matrices
 from deepspeed_muon.routing.parameters import is_divided, model_parameters_by_name
 from deepspeed_muon.routing.route import Algorithm, Route
 from deepspeed_muon.routing.rules import current_route, routes_if_trained
@@ -249,7 +249,12 @@ def order_for_partitions(
     """
     for group in groups:
         if group["algorithm"] == "muon" and not group.get("moe"):
-            order = order_of_matrices([routes[id(param)] for param in group["params"]], ranks, settings)
+            matrices = [routes[id(param)] for param in group["params"]]
+            numels, kinds = (
+                [route.numel for route in matrices],
+                [route.kinds_of_blocks() for route in matrices],
+            )
+            order = order_of_matrices(numels, kinds, ranks, settings)
             group["params"] = [group["params"][position] for position in order]
 
 

@@ -28,6 +28,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.chunks import divide_into_chunks
+from deepspeed_muon.plan.flat_order import flat_partition_numel, order_of_matrices
 from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, TensorShards
 from deepspeed_muon.plan.owners import (
     assign,
@@ -42,7 +43,6 @@ from deepspeed_muon.plan.placement import (
     replicated_placement,
     sharded_placement,
 )
-from deepspeed_muon.routing.flat_order import flat_partition_numel, order_of_matrices
 from deepspeed_muon.routing.route import Route, rows_of, totals_of
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.tools.command_line import Output
@@ -366,7 +366,8 @@ def step_sets(
     ranks = settings.world_size
     order: Sequence[int] = range(len(muon))
     if settings.stage in (1, 2) and settings.reordered:
-        order = order_of_matrices(muon, ranks, settings.iteration)
+        kinds = [route.kinds_of_blocks() for route in muon]
+        order = order_of_matrices([route.numel for route in muon], kinds, ranks, settings.iteration)
     numels = [muon[number].numel for number in order]
     ends = list(accumulate(numels, initial=0))
     # Where ZeRO stores the elements: in one flat buffer cut into partitions (1, 2), on every rank (0), or sharded (3).

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.math.newton_schulz import orthogonalize_flops, runs_gram
 from deepspeed_muon.plan.chunks import BufferPlan, ExchangePlan, build_exchange_plan
+from deepspeed_muon.plan.flat_order import order_of_matrices
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import (
     assign_owners,
@@ -30,8 +31,6 @@ from deepspeed_muon.plan.placement import (
     replicated_placement,
     sharded_placement,
 )
-from deepspeed_muon.routing.flat_order import order_of_matrices
-from deepspeed_muon.routing.route import Route
 from deepspeed_muon.step.orthogonalize import batches
 from deepspeed_muon.variants import VARIANTS
 from tests.support.layouts import ITERATION, MAKERS, flat_layouts, fragments_of, matrix_flops, sharded_layouts
@@ -231,8 +230,9 @@ def test_batches_that_are_not_sent_fill_a_gpu(
 ) -> None:
     """At ZeRO 1; a rank also owns one or two matrices that are sent, which run by themselves."""
     dims = ([(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden)]) * layers
-    routes = [Route(f"{number}", shape, "muon", "") for number, shape in enumerate(dims)]
-    order = order_of_matrices(routes, world, ITERATION)
+    order = order_of_matrices(
+        [rows * cols for rows, cols in dims], [((1, *shape),) for shape in dims], world, ITERATION
+    )
     layouts, bound = flat_layouts([dims[index] for index in order], world), 1 << 26
     per_rank = plans(layouts, world, bound)
     for sent, limit in ((False, 1.2), (True, most)):

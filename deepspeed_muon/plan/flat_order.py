@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.plan.owners import blocks_flops
-from deepspeed_muon.routing.route import Route
 
 # ZeRO 1 and 2 pad the flat buffer to a multiple of this times the ranks (nccl_start_alignment_factor).
 _FLAT_ALIGNMENT = 2
@@ -20,8 +19,15 @@ def flat_partition_numel(total: int, world_size: int) -> int:
     return -(-total // alignment) * _FLAT_ALIGNMENT
 
 
-def order_of_matrices(routes: Sequence[Route], world_size: int, iteration: NsSettings) -> Sequence[int]:
+def order_of_matrices(
+    numels: Sequence[int],
+    kinds: Sequence[tuple[tuple[int, int, int], ...]],
+    world_size: int,
+    iteration: NsSettings,
+) -> Sequence[int]:
     """Return the order of the matrices of one param group in the flat buffer, as positions in the given order.
+
+    ``numels`` are the elements of each matrix, ``kinds`` its blocks as ``grid_blocks`` of plan/owners.py gives them.
 
     The buffer is cut into a partition for each of ``world_size`` ranks, and a matrix that crosses a cut has to be sent.
     What is larger than a partition, a stack of experts, comes first. Each kind of matrix, of equal blocks, is then
@@ -31,7 +37,6 @@ def order_of_matrices(routes: Sequence[Route], world_size: int, iteration: NsSet
     much. In the given order the first partition of 16 elements would have the four cheap ones. The order 5, 1, 3, 4, 0,
     2 gives each partition a large and two small ones.
     """
-    numels, kinds = [route.numel for route in routes], [route.kinds_of_blocks() for route in routes]
     costs = [blocks_flops(kind, iteration) for kind in kinds]
     if world_size < 2 or len(numels) < 2:
         return range(len(numels))
