@@ -39,15 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What models and libraries print is not JSON.
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             output = _COMMANDS[parsed.command](parsed)
+        if text := json.dumps(output.data, indent=1) if as_json else output.text:
+            print(text, flush=True)  # a full disk is an error here, not when the process ends
     except (MuonError, OSError) as error:
         print(f"deepspeed_muon {parsed.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"deepspeed_muon {parsed.command}: interrupted", file=sys.stderr)
         return 130  # the shells' status of SIGINT
-    text = json.dumps(output.data, indent=1) if as_json else output.text
-    if text:
-        print(text)
     return output.status
 
 

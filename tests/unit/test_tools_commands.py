@@ -82,6 +82,9 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
     os.close(writer)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert done.returncode and done.stderr.startswith("deepspeed_muon rates: [Errno 28] No space left")
 
 
 def test_names_that_the_terminal_cannot_show_are_escaped(
