@@ -177,7 +177,7 @@ def _from_function(source: str, device: str) -> nn.Module:
             model = model if isinstance(model, nn.Module) else model()
     except (Exception, SystemExit) as error:  # of any type, because this runs the user's function
         remedy = "It is called without arguments: write a function that needs none and returns the model"
-        if device == "meta" and not isinstance(error, TypeError):
+        if device == "meta" and not isinstance(error, TypeError | SystemExit):
             remedy = "On the meta device tensors have no values: if it needs some, build it with --device cpu"
         raise ConfigError(f"{source}: {_in_one_line(error)}. {remedy}") from error
     if not isinstance(model, nn.Module):
