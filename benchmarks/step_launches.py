@@ -105,7 +105,7 @@ def share(model: str, world: int, rank: int, arguments: Namespace) -> support.Ro
     buffers = [
         buffer for chunk in runner.plan.chunks for buffer in (chunk.fragment_buffer, chunk.owner_buffer)
     ]
-    source = torch.randn(max(buffer.numel for buffer in buffers), device=device).to(context.comm_dtype)
+    source = torch.randn(max(buffer.numel for buffer in buffers), device=device).to(context.wire_dtype)
     with (
         mock.patch.object(ChunkExchange, "_messages", lambda _, *args: receive(source, *args)),
         mock.patch(f"{gradient_flags.__name__}.all_reduce_tensor", lambda tensor, *_, **__: tensor),

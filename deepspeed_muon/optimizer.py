@@ -244,8 +244,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the current param groups in place.
 
-        Under DeepSpeed, ZeRO calls this once for each step set (partition or sub-group). All ranks of the data-parallel
-        group must call it.
+        Under DeepSpeed, ZeRO calls this once for each step set (partition or sub-group). All ranks of the engine must
+        call it.
 
         Args:
             closure: Recomputes the loss; only without DeepSpeed.
@@ -316,7 +316,7 @@ class Muon(torch.optim.Optimizer):
             current, reports = [], []  # nothing is updated
 
         # 4. Muon: momentum, all-to-all to the owners, orthogonalisation, all-to-all back, decay and update.
-        #    AdamW for the other partitions of the set, while the first all-to-all is in flight.
+        #    AdamW for the other partitions of the set.
         for (runner, groups, grads), report in zip(current, reports, strict=True):
             runner.run(report.active, grads, groups, self.state)
         if self.after_step is not None:

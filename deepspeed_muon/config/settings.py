@@ -178,7 +178,7 @@ class MuonConfig(_VariantSettings):
     )
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
-        description="Communication dtype, in which momentum directions and updates are sent. `auto`: bf16 for bf16 and "
+        description="The wire dtype, in which momentum directions and updates are sent. `auto`: bf16 for bf16 and "
         "fp16 models, else fp32.",
     )
     matrices: dict[str, MatricesConfig] = Field(

@@ -1,6 +1,6 @@
 """The numbers in an update of Muon (momentum warm-up, ``adjust_lr_fn``, ``weight_decay_mode``), and AdamW by torch.
 
-The update of Muon itself is :func:`deepspeed_muon.step.tables.apply`.
+What subtracts Muon's update from the weights is :func:`deepspeed_muon.step.tables.apply`.
 
 ``adjust_lr_fn``: the factor of an orthogonalised update, for a matrix of ``rows x cols``. Beware of "spectral": other
 projects call two different rules by that name. ``update_scale`` is one more factor, the same for all shapes.

@@ -34,7 +34,8 @@ class MatrixLayout:
             for one block with all rows.
         col_blocks: The same for columns. With both, every cell of the grid is a block.
         transposed: Whether it is stored as input x output, so that its scale is that of the transposed matrix.
-        tp_shards: How the full matrix is spread over its tensor-parallel group; ``None`` without a group.
+        tp_shards: How the full matrix is spread over its tensor-parallel group; ``None`` if no other rank of it has
+            anything of the matrix.
         first_row: For a slice of blocks with an owner of its own, its first row in the parameter.
     """
 

@@ -1,14 +1,18 @@
 """Which rank orthogonalises which matrix.
 
-A matrix of which one rank holds all elements is orthogonalised there and never sent. Every other matrix, the costliest
-first, goes to the rank that would finish it first. Its time is the work that the rank already has, the work of the
-matrix, and the transfer of the elements that the rank does not hold. Matrices of equal cost that cross one partition
-boundary each, as blocks of a stack do, are decided together: the sum of these times is minimal. One by one, the blocks
-of a long stack would push what does not divide evenly from rank to rank, until some rank has a block too many.
+A matrix of which one rank holds all elements is orthogonalised there and never sent. Of all others, the costliest
+first:
 
-If at least three ranks, and half of all, hold elements of a matrix, any rank may own it. Else, if one rank holds half
-of it or more, only holders may own it, so that balancing sends at most twice what has to be sent. The same layouts give
-the same owners on every rank.
+* One that is replicated, or of which at least three ranks, and half of all, hold elements, goes to the rank with the
+  least work.
+* Every other one goes to the rank that would finish it first. Its time is the work that the rank already has, the work
+  of the matrix, and the transfer of the elements that the rank does not hold. If one rank holds half of it or more,
+  only holders may own it, so that balancing sends at most twice what has to be sent.
+* Matrices of equal cost that cross one partition boundary each, as blocks of a stack do, are decided together: the sum
+  of these times is minimal. One by one, the blocks of a long stack would push what does not divide evenly from rank to
+  rank, until some rank has a block too many.
+
+The same layouts give the same owners on every rank.
 
 A stack of equal blocks (experts, heads) is one parameter. A single owner would receive all of it and let the other
 ranks wait, so it is split into slices of blocks with an owner each (:func:`split_blocks`).
@@ -64,8 +68,8 @@ class Assignment:
         rows of a batch are a view; replicated ones are in the order of the matrices, which no owner changes.
 
         Example: rank 1 owns a 4 x 3 and a 2 x 5 matrix of one partition. Their fragments are ``Fragment(1, 0, 0, 4)``
-        and ``Fragment(1, 0, 4, 2)``. All numbers are in rows: the first one in the matrix, the first one in the vector,
-        and how many.
+        and ``Fragment(1, 0, 4, 2)``. All numbers are in outputs, not elements: the first one in the matrix, the first
+        one in the vector, and how many.
         """
         # 1. the first row of each slice in its matrix: the slices of a matrix follow each other in the plan
         first_rows: list[int] = []
@@ -214,15 +218,15 @@ def _from_rank_to_rank(cost: float, placements: Sequence[Placement], load: Float
     choices: list[tuple[float, int, Any]] = [(0.0, -1, None)]
     for placement in placements:
         # When the work begins on either rank; the more of the matrix a rank holds, the less it waits for.
-        ends = {
+        begins = {
             rank: load[rank] - FLOPS_PER_MOVED_ELEMENT * placement.numel_on(rank) for rank in placement.ranks
         }
         choices = [
             min(
-                ((before[0] + end + cost * (before[1] == rank), rank, before) for before in choices),
+                ((before[0] + begin + cost * (before[1] == rank), rank, before) for before in choices),
                 key=itemgetter(0),
             )
-            for rank, end in ends.items()
+            for rank, begin in begins.items()
         ]
     # Each choice refers to the one before it, so the owners are read from the last matrix to the first.
     owners: list[int] = []

@@ -2,7 +2,7 @@
 
 ZeRO stages 1 to 3, with any sub-groups, padding and offload device, divide a parameter between consecutive ranks, one
 fragment on each; at stage 0 every rank has all of it. A :class:`Placement` says how in a few numbers, however many
-ranks there are, so that plan and transport exist once. All offsets and sizes are in elements, never in bytes.
+ranks there are, so that plan and transport exist once. Offsets and sizes are in elements.
 
 Example: a flat buffer has ten elements on each of two ranks. A 4 x 3 matrix that starts at its element 5 is
 ``flat_placement(5, 12, 10)``: ``Fragment(rank=0, matrix_offset=0, partition_offset=5, numel=5)`` and

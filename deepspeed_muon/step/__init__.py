@@ -12,6 +12,6 @@ the optimizer state        :mod:`.state`, with AdamW
 
 Who holds whom: an engine's :class:`.Muon` has one :class:`.BoundSteps`, which has a :class:`.StepRunner` and a
 :class:`.GradientFlags` for each :class:`.StepSet`. A runner has the :class:`.StepContext` (settings, kernels,
-counters), the exchange plan, a :class:`.ChunkTable` for each chunk, the :class:`.ResultCheck`, and a :class:`.Step` for
-the length of one step.
+counters), the exchange plan, a :class:`.ChunkTable` for each chunk, the :class:`.ResultCheck`, and for the length of
+one step a :class:`.StepTensors`.
 """

@@ -125,8 +125,8 @@ class BoundSteps:
         """Set the flags of the runners' step sets (default: all), and return ``norms`` on the CPU.
 
         Must be called by all ranks of the engine, before the calls of ``step()`` that update the sets. One all-reduce
-        for each process group; the host waits for the device once, for the flags and ``norms``. A missing gradient
-        counts as zero.
+        for each group of each set of process groups; the host waits for the device once, for the flags and ``norms``.
+        A missing gradient counts as zero.
         """
         # 1. Over the ranks that update a parameter together.
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[GradientFlags]] = {}

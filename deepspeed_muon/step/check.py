@@ -50,7 +50,7 @@ class Result:
 
     Attributes:
         members: The block of each entry.
-        inputs: ``(entries, rows, cols)``: the directions.
+        inputs: ``(entries, rows, cols)``: what was orthogonalised, the directions unless the variant changes them.
         blocks: The orthogonalised blocks, of the same shape; in fp32 once an entry was redone.
         block_scales: Factor of the update before the learning rate, for each block of each matrix of the plan.
         row_state: Turns blocks into updates whose Frobenius norms keep the same bounds; ``None`` if they are the

@@ -15,18 +15,18 @@ from deepspeed_muon.ops.dispatch import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex
 from deepspeed_muon.step.check import Member, Result, ResultCheck
 from deepspeed_muon.step.step_set import StepContext
-from deepspeed_muon.step.tables import Step
+from deepspeed_muon.step.tables import StepTensors
 from deepspeed_muon.variants.variant import Variant
 
 BatchIndex = NewType("BatchIndex", int)
 """Of a matrix among those that are orthogonalised together."""
 
 DirectionsOf = Callable[[tuple[PlanIndex, ...]], Tensor]
-"""Matrices of one shape to their directions (of this rank's shards), ``(matrices, rows, cols)`` in ``comm_dtype``."""
+"""Matrices of one shape to their directions (of this rank's shards), ``(matrices, rows, cols)`` in the wire dtype."""
 
 Updates = Iterator[tuple[tuple[PlanIndex, ...], Tensor]]
 """Matrices of one shape, and their checked updates (of this rank's shards), ``(matrices, elements)``.
-Whoever stores or sends them rounds them to the communication dtype."""
+Whoever stores or sends them rounds them to the wire dtype."""
 
 
 def batches(
@@ -89,12 +89,14 @@ class LocalOrthogonalizer:
         # Almost always a chunk has the same active matrices in every step.
         self._batch_plans = functools.lru_cache(maxsize=1024)(self._make_batch_plans)
 
-    def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
+    def orthogonalized(
+        self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: StepTensors
+    ) -> Updates:
         """Yield indices and updates of active owned matrices, each once; the iterator must be exhausted."""
         for batch in self._batch_plans(tuple(owned)):
             self.context.counts.matrices_orthogonalized += batch.counted
             stored = [directions_of(indices) for indices in batch.groups]
-            # (matrices, rows, cols) in the communication dtype; a view unless transposes are joined
+            # (matrices, rows, cols) in the wire dtype; a view unless transposes are joined
             matrices = stored[0] if len(stored) == 1 else torch.cat((stored[0], stored[1].mT))
             run = self._stacks if batch.is_stack else self._grids
             updates = run(batch, matrices, step).view(matrices.shape).split([len(group) for group in stored])
@@ -106,7 +108,7 @@ class LocalOrthogonalizer:
         for batch in self._batch_plans(tuple(owned)):
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
-                directions = torch.empty(shape, dtype=self.context.comm_dtype, device="meta")
+                directions = torch.empty(shape, dtype=self.context.wire_dtype, device="meta")
                 yield _iteration_inputs(self.context.variant, directions, self.matrices[members[0][0]])
 
     def _make_batch_plans(self, owned: Sequence[PlanIndex]) -> list[_BatchPlan]:
@@ -134,7 +136,7 @@ class LocalOrthogonalizer:
             )
         return planned
 
-    def _stacks(self, batch: _BatchPlan, directions: Tensor, step: Step) -> Tensor:
+    def _stacks(self, batch: _BatchPlan, directions: Tensor, step: StepTensors) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)`` whose blocks follow each other in memory."""
         stack = directions.view(-1, *batch.shapes[0])  # (blocks of all matrices, block rows, block cols)
         if len(batch.calls) == 1:  # the usual case needs no copy
@@ -146,7 +148,7 @@ class LocalOrthogonalizer:
             target.copy_(self._checked(members, inputs, step, target.dtype))
         return update
 
-    def _grids(self, batch: _BatchPlan, directions: Tensor, step: Step) -> Tensor:
+    def _grids(self, batch: _BatchPlan, directions: Tensor, step: StepTensors) -> Tensor:
         """Return the updates of ``(matrices, rows, cols)`` that are grids of blocks, which are copied out and back."""
         # Example: a fused 12 x 4 weight split into 8, 2 and 2 rows has three row blocks and one column block. The
         # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.
@@ -167,7 +169,9 @@ class LocalOrthogonalizer:
                 target.copy_(block if relative == 1.0 else block.mul_(relative))
         return update
 
-    def _checked(self, members: list[Member], inputs: Tensor, step: Step, dtype: torch.dtype) -> Tensor:
+    def _checked(
+        self, members: list[Member], inputs: Tensor, step: StepTensors, dtype: torch.dtype
+    ) -> Tensor:
         """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``.
 
         They are in ``dtype`` if row state scales them, else in that of the iteration; in fp32 if one was redone. They

@@ -4,7 +4,7 @@
 (owned by rank 0) and ``B`` (owned by rank 1), each rank with one half of both:
 
 1. ``_pack``: both ranks update the momentum of their halves of ``A`` and ``B`` and write the directions to the
-   fragment buffer, in the communication dtype.
+   fragment buffer, in the wire dtype.
 2. gather: rank 1 sends its half of ``A`` to rank 0 and receives rank 0's half of ``B``.
 3. ``_orthogonalize``: rank 1 assembles ``B``, runs Newton-Schulz on it, has the result checked
    (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its owner buffer.
@@ -38,7 +38,7 @@ from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, batches
 from deepspeed_muon.step.row_state import OwnedRows, RowStorage
 from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
 from deepspeed_muon.step.step_set import StepContext
-from deepspeed_muon.step.tables import ChunkTable, RateTable, Step, apply, pack
+from deepspeed_muon.step.tables import ChunkTable, RateTable, StepTensors, apply, pack
 from deepspeed_muon.step.tensor_parallel import TensorParallelOrthogonalizer
 from deepspeed_muon.transport.all_to_all import ChunkExchange, InFlight
 
@@ -79,7 +79,7 @@ class StepRunner:
             context.buffers,
             context.counts,
             step_set.group,
-            dtype=context.comm_dtype,
+            dtype=context.wire_dtype,
             number=context.number,
             overlap=context.overlap,
         )
@@ -146,9 +146,9 @@ class StepRunner:
     ) -> None:
         """Update all partitions of the set in place.
 
-        Must be called by all ranks of the group with the same ``active``: for each parameter of the set, matrices
-        first, whether any rank has a gradient of it. Flat gradients, and the param groups with the rates, are by
-        partition index. Missing entries of ``state``, the optimizer's, are created.
+        Must be called by all ranks of the data- and the tensor-parallel group with the same ``active``: for each
+        parameter of the set, matrices first, whether any rank has a gradient of it. Flat gradients, and the param
+        groups with the rates, are by partition index. Missing entries of ``state``, the optimizer's, are created.
         """
         with self.step_set.flat_partitions() as flat, self._begin(active, grads, groups, state, flat) as step:
             if self.check.recorder.sampling:
@@ -162,12 +162,12 @@ class StepRunner:
             # is orthogonalised. Without overlap, one turn does all three.
             ahead = int(self.context.overlap)
             # Example with overlap and two exchanged chunks, turn by turn:
-            #   -1: gather 0                 AdamW, first half of the local matrices
+            #   -1: gather 0                 first half of the local matrices
             #    0: gather 1                 orthogonalise 0, scatter 0
             #    1:                          orthogonalise 1, scatter 1, second half; apply 0
             #    2:                          apply 1
-            # AdamW and one half of the local matrices hide the first gather, the other half (a single chunk too) hides
-            # the last scatter. Without overlap, or with nothing exchanged, "half" is all of them.
+            # One half of the local matrices hides the first gather, the other half (a single chunk too) hides the last
+            # scatter. Without overlap, or with nothing exchanged, "half" is all of them.
             half = len(local) // 2 if ahead and exchanged else len(local)
             flights: list[InFlight] = []
             for turn in range(-ahead, max(len(exchanged), 1) + ahead):
@@ -198,7 +198,7 @@ class StepRunner:
         groups: Mapping[PartitionIndex, dict[str, Any]],
         state: State,
         flat: Mapping[PartitionIndex, Tensor],
-    ) -> Iterator[Step]:
+    ) -> Iterator[StepTensors]:
         """Read the rates, momentum and row state of this step; write row state back that was copied to the device."""
         self.convert_momentum(state)
         indices = [partition.index for partition in self._muon]
@@ -230,7 +230,7 @@ class StepRunner:
         if any(active_matrices) and self._row_storage is not None:
             rows = self._row_storage.opened(row_vectors, rates.settings)
         with rows as row_state:
-            yield Step(
+            yield StepTensors(
                 mask,
                 rates,
                 flat=[flat[index] for index in indices],
@@ -241,13 +241,13 @@ class StepRunner:
                 momentum_scales=momentum_scales,
             )
 
-    def _pack(self, flight: InFlight, step: Step) -> None:
+    def _pack(self, flight: InFlight, step: StepTensors) -> None:
         """Update the momentum of a chunk's matrices, and write their directions to the local or fragment buffer."""
         table, context, send = self._tables[flight.number], self.context, flight.fragment_buffer
         # 1. momentum and directions, where the momentum is; the buffers get copies from offloaded partitions
         device = step.momentum[0].device
         # Not written for matrices without a gradient: nothing reads the old content.
-        local = torch.empty(table.local_numel, dtype=context.comm_dtype, device=device)
+        local = torch.empty(table.local_numel, dtype=context.wire_dtype, device=device)
         sent = send if device == send.device else torch.empty_like(send, device=device)
         pack(table, step, local, sent)
         # 2. the buffers, on the device of the exchange
@@ -255,7 +255,7 @@ class StepRunner:
         if sent is not send and flight.chunk.kind == "all_to_all":
             send.copy_(sent)
 
-    def _orthogonalize(self, flight: InFlight, step: Step) -> None:
+    def _orthogonalize(self, flight: InFlight, step: StepTensors) -> None:
         """Turn the directions of a chunk's owned matrices into updates, which overwrite them where they are stored."""
         table, owned = self._tables[flight.number], step.active(flight.chunk.owned)
         directions_of = functools.partial(self._directions, flight)
@@ -280,14 +280,14 @@ class StepRunner:
         if flight.chunk.kind == "all_to_all":
             sources, buffer = segments.owner, flight.owner_buffer
         # 2. as one tensor
-        if segments.in_order:
+        if segments.is_single:
             return sources[0].in_buffer(buffer).contiguous().view(shape)
-        directions = torch.empty(math.prod(shape), dtype=self.context.comm_dtype, device=self.context.device)
+        directions = torch.empty(math.prod(shape), dtype=self.context.wire_dtype, device=self.context.device)
         for segment in sources:
             segment.in_matrices(directions).copy_(segment.in_buffer(buffer))
         return directions.view(shape)
 
-    def _update_weights(self, flight: InFlight, step: Step) -> None:
+    def _update_weights(self, flight: InFlight, step: StepTensors) -> None:
         """Decay and update the weights of a chunk's matrices in this rank's partitions."""
         # The table says for each fragment in which of the two buffers its update is.
         table = step.active_fragments(self._tables[flight.number].apply_table)
@@ -306,7 +306,7 @@ class StepRunner:
                 rate = float(groups[matrix.partition]["lr"])
                 self.check.recorder.keep_weights(matrix.name, weights, rate)
 
-    def _update_local(self, numbers: Sequence[int], step: Step) -> None:
+    def _update_local(self, numbers: Sequence[int], step: StepTensors) -> None:
         """Update the matrices of chunks in which nothing is sent."""
         for number in numbers:
             flight = self._exchange.open(number, None)

@@ -157,8 +157,8 @@ class StepContext:
     overlap: bool
 
     @functools.cached_property
-    def comm_dtype(self) -> torch.dtype:
-        """The communication dtype, of all directions and updates."""
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of all directions and updates."""
         return self.config.resolved_wire_dtype(self.step_set.model_dtype)
 
     @functools.cached_property

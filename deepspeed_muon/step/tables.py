@@ -57,13 +57,13 @@ class BatchSegments:
     Attributes:
         local: Segments of the local buffer; none in an ``all_to_all`` chunk.
         owner: Segments of the owner buffer; none in a ``local`` chunk.
-        in_order: Whether one segment, at an aligned offset, has all directions of the batch in order, so that a view of
-            it replaces the copy.
+        is_single: Whether one segment, at an aligned offset, has all directions of the batch: it is read as a tensor,
+            without a buffer for the batch. Joined segments of shards are strided and are copied then.
     """
 
     local: tuple[Segment, ...]
     owner: tuple[Segment, ...]
-    in_order: bool
+    is_single: bool
 
 
 class ChunkTable:
@@ -138,12 +138,12 @@ class ChunkTable:
         # ZeRO 3 are one copy of (12, ranks, elements of a shard).
         local_joined = tuple(_join_matrices(local, numel))
         owner_joined = tuple(joined for segments in owner for joined in _join_matrices(segments, numel))
-        # 3. whether a single segment is all of the batch: then the buffer itself is read
+        # 3. whether a single segment is all of the batch
         sources = local_joined or owner_joined  # directions are in the owner buffer only after a gather
-        in_order = False  # there is no segment if this rank's shards of the matrices are empty
+        is_single = False
         if sources and math.prod(sources[0].shape) == len(indices) * numel:
-            in_order = sources[0].buffer_offset % _ALIGNMENT == 0
-        return BatchSegments(local_joined, owner_joined, in_order)
+            is_single = sources[0].buffer_offset % _ALIGNMENT == 0
+        return BatchSegments(local_joined, owner_joined, is_single)
 
     def _aligned_offsets(self, indices: Sequence[PlanIndex]) -> tuple[list[int], int]:
         """Return offsets of consecutive fragments at multiples of 32 elements, and the padded numel of all."""
@@ -308,7 +308,7 @@ class RateTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTensors:
     """The tensors and rates of one step of one step set.
 
     The lists have one flat tensor of this rank for each of Muon's partitions.
@@ -342,7 +342,7 @@ class Step:
         return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
 
 
-def pack(table: ChunkTable, step: Step, local_buffer: Tensor, fragment_buffer: Tensor) -> None:
+def pack(table: ChunkTable, step: StepTensors, local_buffer: Tensor, fragment_buffer: Tensor) -> None:
     """Update the momentum of a chunk's active fragments, and write their directions.
 
     In an ``all_to_all`` chunk all go to the fragment buffer, else all to the local one; both are on the device of the
@@ -361,7 +361,7 @@ def pack(table: ChunkTable, step: Step, local_buffer: Tensor, fragment_buffer: T
     )
 
 
-def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
+def apply(table: Tensor, step: StepTensors, updates: Sequence[Tensor]) -> None:
     """Decay the weights of some fragments and subtract their updates, by :func:`.unpack_apply_` or its native twin.
 
     It is :meth:`deepspeed_muon.reference.ReferenceMuon.apply`::
@@ -369,11 +369,11 @@ def apply(table: Tensor, step: Step, updates: Sequence[Tensor]) -> None:
         W <- W (1 - lr wd) - lr scale O
 
     ``W`` and ``O`` are ``(numel,)``, a fragment of a matrix and of its orthogonalised direction. :class:`Rates` has
-    ``lr scale`` and ``1 - lr wd`` of each matrix. Cautious decay shrinks only the elements of ``W`` with the sign of
-    ``O``.
+    ``lr scale`` and the decay factor (``1 - wd`` if independent) of each matrix. Cautious decay shrinks only the
+    elements of ``W`` with the sign of ``O``.
 
     ``table`` has the rows of :attr:`ChunkTable.apply_table` whose matrix is active, and ``updates`` its second tensors:
-    flat, in the communication dtype, on any device.
+    flat, in the wire dtype, on any device.
     """
     if not len(table):
         return

@@ -26,7 +26,7 @@ from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import PlanIndex
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.orthogonalize import DirectionsOf, LocalOrthogonalizer, Updates
-from deepspeed_muon.step.tables import Step
+from deepspeed_muon.step.tables import StepTensors
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 
 
@@ -42,7 +42,9 @@ class TensorParallelOrthogonalizer:
         # Made at bind by :meth:`inputs`, and once more for each set of active matrices that a step meets.
         self._work_plan = functools.lru_cache(maxsize=1024)(self._make_work_plan)
 
-    def orthogonalized(self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: Step) -> Updates:
+    def orthogonalized(
+        self, owned: Sequence[PlanIndex], directions_of: DirectionsOf, step: StepTensors
+    ) -> Updates:
         """Yield indices and updates of this rank's shards and replicas, as :class:`.LocalOrthogonalizer` does.
 
         Must be called by all ranks of the group with the same ``owned``, and be exhausted: every rank then calls the
@@ -100,7 +102,7 @@ class TensorParallelOrthogonalizer:
         return assigned
 
     def _gathered(
-        self, by_rank: Sequence[Sequence[PlanIndex]], directions_of: DirectionsOf, step: Step
+        self, by_rank: Sequence[Sequence[PlanIndex]], directions_of: DirectionsOf, step: StepTensors
     ) -> Updates:
         """Yield updates of this rank's shards or replicas of matrices that are orthogonalised on a single rank each.
 
@@ -108,7 +110,7 @@ class TensorParallelOrthogonalizer:
         """
         # Sharded along rows (0) or columns (1), or replicated (None); the row state is sharded where the outputs are.
         indices = sorted(index for assigned in by_rank for index in assigned)
-        dtype, dims = self._context.comm_dtype, {index: self._shards(index)[0] for index in indices}
+        dtype, dims = self._context.wire_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
         matrices = self._assembled(
             by_rank, {index: directions_of((index,))[0] for index in indices}, dims, dtype

@@ -1,11 +1,11 @@
 """The ranks that train one model together: how each reaches the others, and how long it waits for them.
 
 They need not be all ranks of the program: an ``mpu`` object can give some of them to an engine, and the rest may run
-other engines or none. So nothing in this file uses the default process group unless the engine has all its ranks.
+other engines or none. So an engine uses the default process group only if it has all its ranks.
 
 The exchange runs on DeepSpeed's data-parallel groups. DeepSpeed makes them without a time-out, so they have torch's
 default (30 minutes with gloo), whatever the user gave ``init_process_group``. While a collective of this package runs,
-its group has the time-out of the default group (:func:`phase`); other collectives keep theirs.
+its group has at most the time-out of the default group (:func:`phase`); other collectives keep theirs.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _barrier(ranks: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def phase(purpose: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Run collectives of ``group`` with the time-out of the default process group.
+    """Run collectives of ``group`` with at most the time-out of the default process group.
 
     It costs a few microseconds, and communicates only if a collective fails. Its error becomes a RankMissingError with
     the purpose, which says what the ranks are doing, and the missing ranks.

@@ -20,8 +20,8 @@ setting. This one keeps one number for each row, and shrinks the rows that have 
 
 The norm of an update must stay between that of one singular direction and that of a whole orthogonalised matrix: the
 check of every result leaves out what does not (:func:`deepspeed_muon.monitoring.measure.norm_bounds`). Names of
-settings and keys of state belong to one variant each. The keys of the configuration, the memory plan and checkpoints
-for any number of ranks follow from the declaration; ``scripts/settings_table.py`` writes the settings into the docs.
+settings and keys of state belong to one variant each. The keys of the configuration and checkpoints for any number of
+ranks follow from the declaration; ``scripts/settings_table.py`` writes the settings into the docs.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from torch import Tensor
 BeforeIteration = Callable[[Tensor], Tensor]
 """``directions`` to the matrices that are orthogonalised instead, in a new tensor.
 
-Both are ``(batch, rows, cols)`` with a row for each output of the layer, ``directions`` in the communication dtype.
+Both are ``(batch, rows, cols)`` with a row for each output of the layer, ``directions`` in the wire dtype.
 """
 
 RowFactors = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 """``(blocks, state, settings)`` to the factor of each row, ``(batch, rows)``, and the new state; all new tensors.
 
 The updates are the rows times their factors. ``blocks`` is ``(batch, rows, cols)``: orthogonalised matrices with a row
-for each output of the layer. The state is ``(batch, rows)`` fp32, ``settings`` has ``(batch, 1)`` for each
-name.
+for each output of the layer. The state is ``(batch, rows)`` fp32, ``settings`` has ``(batch, 1)`` for each name.
 """
 
 
@@ -93,11 +92,13 @@ class Variant:
     row_factors: RowFactors | None = None
 
     def __post_init__(self) -> None:
-        """Refuse state and settings that nothing would read."""
+        """Refuse state and settings that nothing would read, and factors without state."""
         if self.row_factors is None and (self.state is not None or self.settings):
             raise ValueError(
                 f"variant {self.name}: only row_factors reads state and settings, and it has none"
             )
+        if self.row_factors is not None and self.state is None:
+            raise ValueError(f"variant {self.name}: row_factors needs state, a number for each row")
 
     @property
     def transpose_changes_update(self) -> bool:

@@ -113,7 +113,7 @@ def planned_bytes(optimizer: deepspeed_muon.Muon) -> int:
     """Return the bytes of directions, updates and row state that this rank sends if every matrix has a gradient."""
     total = 0
     for runner in optimizer.runners:
-        total += runner.plan.sent_elements * runner.context.comm_dtype.itemsize
+        total += runner.plan.sent_elements * runner.context.wire_dtype.itemsize
         total += 0 if runner._row_storage is None else runner._row_storage.sent_bytes
     return total
 

@@ -237,8 +237,8 @@ def test_a_new_variant_with_a_setting_is_a_key_of_the_configuration(tmp_path: Pa
     registry = package / "variants" / "__init__.py"
     registry.write_text(
         registry.read_text()
-        .replace("import muon,", "import peaks, muon,")
-        .replace("in (muon,", "in (peaks, muon,")
+        .replace("import muon_eq,", "import muon_eq, peaks,")
+        .replace("muon_eq.VARIANT)", "muon_eq.VARIANT, peaks.VARIANT)")
     )
     program = "import deepspeed_muon as d; print(d.MuonConfig(variant='peaks', peak_decay=0.5).peak_decay)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
@@ -252,3 +252,5 @@ def test_settings_that_nothing_reads_are_refused() -> None:
     setting = variant.Setting("decay", 0.5, Field(ge=0), "A setting.")
     with pytest.raises(ValueError, match="only row_factors reads state and settings"):
         variant.Variant("idle", settings=(setting,))
+    with pytest.raises(ValueError, match="row_factors needs state"):
+        variant.Variant("stateless", row_factors=lambda *_: torch.ones(1))

@@ -14,7 +14,7 @@ from deepspeed_muon.plan.chunks import ExchangePlan, Segment, build_exchange_pla
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import orthogonalize
-from deepspeed_muon.step.tables import ChunkTable, Rates, Step, apply, pack
+from deepspeed_muon.step.tables import ChunkTable, Rates, StepTensors, apply, pack
 from tests.support.comparisons import close
 
 
@@ -41,11 +41,11 @@ def rates_of(count: int, *, momentum: float, step: float = 1.0) -> Rates:
 
 def step_of(
     momentum: Tensor, grad: Tensor, rates: Rates, *, active: list[bool], param: Tensor | None = None
-) -> Step:
+) -> StepTensors:
     """Return a step on one partition."""
     flat = [momentum if param is None else param]
     mask = None if all(active) else torch.tensor(active)
-    return Step(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"))
+    return StepTensors(mask, rates, flat, [momentum], [grad], None, flat_passes("torch"))
 
 
 def made(rows: int, order: list[int]) -> tuple[ChunkTable, torch.Tensor, torch.Tensor]:
@@ -64,16 +64,16 @@ def test_small_matrices_follow_in_the_order_of_the_batch() -> None:
     order = [2, 0, 1]
     table, directions, grad = made(4, order)
     batch = table.segments_of(tuple(order))
-    assert batch.in_order and torch.equal(directions.view(3, 32), grad.view(3, 32)[order])
+    assert batch.is_single and torch.equal(directions.view(3, 32), grad.view(3, 32)[order])
     assert batch.local[0].in_buffer(directions).is_contiguous() and batch.local[0].buffer_offset == 0
-    assert not table.segments_of((0, 2, 1)).in_order
-    assert table.segments_of((0, 1)).in_order and table.segments_of((0, 1)).local[0].buffer_offset == 32
+    assert not table.segments_of((0, 2, 1)).is_single
+    assert table.segments_of((0, 1)).is_single and table.segments_of((0, 1)).local[0].buffer_offset == 32
 
 
 def test_sizes_that_would_be_misaligned_are_copied_together() -> None:
     table, directions, grad = made(3, [0, 1])
     batch = table.segments_of((0, 1))
-    assert batch.in_order and table.local_numel == 64
+    assert batch.is_single and table.local_numel == 64
     (copy,) = batch.local
     assert torch.equal(copy.in_buffer(directions).reshape(2, 24), grad.view(2, 24))
 
@@ -84,7 +84,7 @@ def test_equal_pieces_of_a_batch_are_copied_together() -> None:
     (chunk,) = plan.chunks
     table = ChunkTable(plan, chunk, [[0, 1, 2, 3]], {0: 0})
     batch = table.segments_of((0, 1, 2, 3))
-    assert not batch.local and len(batch.owner) == 1 and batch.in_order
+    assert not batch.local and len(batch.owner) == 1 and batch.is_single
     received = torch.arange(float(chunk.owner_buffer.numel))
     matrices = torch.full((4 * 48,), -1.0)
     for copy in batch.owner:
