@@ -45,7 +45,7 @@ from deepspeed_muon.engine.topology import (
 )
 from deepspeed_muon.engine.views import Zero12View, view_of
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
-from deepspeed_muon.logs import announce, listed, logger
+from deepspeed_muon.logs import announce, listed, logger, warn
 from deepspeed_muon.ops.builder import loaded
 from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.param_groups import DIVIDED_GROUP, divide_again, order_for_partitions, route_again
@@ -273,8 +273,8 @@ def _regroup(engine: DeepSpeedEngine, optimizer: Muon) -> None:
         # ZeRO 3 does not flatten groups.
         by_dtype=engine.zero_optimization_stage() != 3,
     )
-    if engine.zero_optimization_stage() == 3 and offload_device(engine, "offload_param") == "none":
-        _refuse_several_dtypes(optimizer, [param for _, params in divided for param in params])
+    if engine.zero_optimization_stage() == 3:
+        _check_dtypes(engine, optimizer, [param for _, params in divided for param in params])
     made = engine.client_lr_scheduler is not None and not callable(engine.client_lr_scheduler)
     # Schedulers of torch leave this key in every group, whether the engine gets them or not.
     made = made or any("initial_lr" in group for group in groups)
@@ -291,14 +291,20 @@ def _regroup(engine: DeepSpeedEngine, optimizer: Muon) -> None:
     groups[:] = [group for group, _ in divided]
 
 
-def _refuse_several_dtypes(optimizer: Muon, params: Sequence[Tensor]) -> None:
-    """Raise where ZeRO 3 would assert without a message that all parameters have one dtype."""
+def _check_dtypes(engine: DeepSpeedEngine, optimizer: Muon, params: Sequence[Tensor]) -> None:
+    """Raise where ZeRO 3 would assert without a message that all parameters have one dtype, or warn where it casts."""
     first = {param.dtype: optimizer.routed.by_id[id(param)].name for param in reversed(params)}
     if len(first) > 1:
         shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
-        raise ConfigError(
-            f"ZeRO 3 needs trained parameters of one dtype: {shown}. Enable bf16 or fp16 in the configuration, which "
-            f"casts them, convert the model with model.to(dtype), or train at ZeRO 1 or 2"
+        remedy = "Enable bf16 or fp16 in the configuration, which casts them, convert the model with model.to(dtype)"
+        if offload_device(engine, "offload_param") == "none":
+            raise ConfigError(
+                f"ZeRO 3 needs trained parameters of one dtype: {shown}. {remedy}, or train at ZeRO 1 or 2"
+            )
+        warn(
+            "deepspeed_muon: under offload_param layers of several dtypes compute in one, mostly fp32: %s. %s",
+            shown,
+            remedy,
         )
 
 

@@ -253,6 +253,23 @@ def test_groups_are_divided_by_dtype(ranks: Any, stage: int) -> None:
         assert report == {"message": "", "unchanged": True, "still": []}
 
 
+def bf16_layer_in_fp32(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Return the dtypes in which a bf16 layer of an fp32 model computes under ``offload_param``, and what is logged."""
+    messages, computed = training.heard(), []
+    model = build("toy", exact=False)
+    layer = model.get_submodule("blocks.1.down").to(torch.bfloat16)
+    layer.register_forward_hook(lambda layer, *_: computed.append(str(layer.weight.dtype)))
+    engine = training.initialize(model, training.ds_config(3, zero={"offload_param": {"device": "cpu"}}))
+    engine(*batch(0, rank))
+    return computed, messages
+
+
+def test_a_layer_that_offload_param_casts_is_a_warning(ranks: Any) -> None:
+    computed, messages = ranks(2).run(bf16_layer_in_fp32)[0]
+    assert computed == ["torch.float32"]
+    assert any("compute in one" in text and "blocks.1.down.weight is bfloat16" in text for text in messages)
+
+
 def test_stage_3_refuses_several_dtypes(ranks: Any) -> None:
     for report in ranks(2).run(mixed, stage=3):
         assert report["message"].startswith("ConfigError: ZeRO 3 needs trained parameters of one dtype")
