@@ -42,6 +42,7 @@ COPIED = (
     "ds_configs",
     "examples",
     "scripts/docs_diagrams.js",
+    "scripts/docs_tables.css",
 )
 MERMAID = Path(sys.prefix) / "mermaid" / "package" / "dist" / "mermaid.min.js"  # where `make docs` puts it
 

@@ -176,6 +176,11 @@ def test_lora_of_further_trainers() -> None:
         to_k_lora=Tree(down=Linear(64, 4), up=Linear(4, 64)),
         loha=Tree(hada_w1_a=parameter(64, 4)),
         lokr=Tree(lokr_w1=parameter(8, 8)),
+        ada=Tree(  # as peft's AdaLoRA stores it
+            lora_A=nn.ParameterDict({"default": parameter(4, 64)}),
+            lora_E=nn.ParameterDict({"default": parameter(4, 1)}),
+            lora_B=nn.ParameterDict({"default": parameter(64, 4)}),
+        ),
     )
     assert algorithms(model) == {
         "to_q.lora_down.weight": "adamw",
@@ -184,7 +189,19 @@ def test_lora_of_further_trainers() -> None:
         "to_k_lora.up.weight": "muon",
         "loha.hada_w1_a": "adamw",
         "lokr.lokr_w1": "adamw",
+        "ada.lora_A.default": "adamw",
+        "ada.lora_E.default": "adamw",
+        "ada.lora_B.default": "muon",
     }
+
+
+def test_a_convolution_of_attention_weights_reads_no_data() -> None:
+    """Tacotron 2: two channels, the weights of the last step and their sum."""
+    attention = Tree(location_conv=nn.Conv1d(2, 32, 31, bias=False), location_dense=Linear(32, 128))
+    route = routes(Tree(prenet=Linear(80, 128), attention=attention, out=Linear(128, 80)))[
+        "attention.location_conv.weight"
+    ]
+    assert (route.algorithm, route.certain) == ("muon", True)
 
 
 def test_stacks_by_further_names(caplog: pytest.LogCaptureFixture) -> None:
