@@ -320,9 +320,9 @@ def _by_holder(placements: Sequence[Placement], indices: Sequence[PlanIndex], ra
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             if numel := int(lengths[begin]):  # ranks without elements make no segment
                 offset = int(rank_offsets[begin] + before[begin])
-                segment = Segment(int(starts[begin]), numel, offset, fragments=end - begin)
-                segment = segment._replace(fragment_distance=int(totals[begin]))
-                segments.append((index, segment))
+                segments.append(
+                    (index, Segment(int(starts[begin]), numel, offset, end - begin, int(totals[begin])))
+                )
     peers = np.flatnonzero(totals)
     remote_numel = int(numels.sum(where=ranks[:-1] != rank))
     return BufferPlan(tuple(segments), ranks[peers], totals[peers], int(totals.sum()), remote_numel)

@@ -250,11 +250,8 @@ def order_for_partitions(
     for group in groups:
         if group["algorithm"] == "muon" and not group.get("moe"):
             matrices = [routes[id(param)] for param in group["params"]]
-            numels, kinds = (
-                [route.numel for route in matrices],
-                [route.kinds_of_blocks() for route in matrices],
-            )
-            order = order_of_matrices(numels, kinds, ranks, settings)
+            kinds = [route.kinds_of_blocks() for route in matrices]
+            order = order_of_matrices([route.numel for route in matrices], kinds, ranks, settings)
             group["params"] = [group["params"][position] for position in order]
 
 

@@ -98,12 +98,12 @@ def test_an_unmatched_collective_fails_the_call_that_issued_it(ranks: Pools) -> 
         ranks(2).run(one_collective_too_many, timeout=4.0)
 
 
-@pytest.mark.compat
 def test_a_group_that_one_rank_makes_alone_does_not_part_the_ranks(ranks: Pools) -> None:
     ranks(2).run(group_of_one)
     assert ranks(2).run(sum_in_new_group) == [2.0, 2.0]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("on", [full(False), True])
 def test_shm_op_can_be_left_on_and_its_files_are_removed(on: bool) -> None:
     before = shm_files()
