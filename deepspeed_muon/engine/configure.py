@@ -373,6 +373,7 @@ def _bind(engine: DeepSpeedEngine, optimizer: Muon) -> None:
         step_sets = read_step_sets(engine, optimizer, optimizer.routed.by_id)
         optimizer._bind(step_sets, device=_compute_device(), ranks=ranks)
         agreed.update(optimizer._plan_facts())
+        optimizer.exchange_buffers.allocate()  # here, where the other ranks hear of it if memory does not suffice
     if optimizer.exchange_buffers.device.type != "cpu":  # gloo connects ranks when it makes a group
         optimizer._bound_steps.connect()
     # 2. the routes of all stages of a pipeline

@@ -57,8 +57,7 @@ class SentCounts:
 class ExchangeBuffers:
     """Named buffers on one device. Step sets share them, because their steps run one after the other.
 
-    Every step set reserves at start what it needs. The first use of a name allocates the largest size that was reserved
-    for it; so does the first use after :meth:`release`.
+    Every step set reserves at start what it needs. The first use after :meth:`release` allocates again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,13 +70,18 @@ class ExchangeBuffers:
         """Make sure that the buffer ``name`` will hold at least ``nbytes`` bytes."""
         self._needed[name] = max(nbytes, self._needed.get(name, 0))
 
+    def allocate(self) -> None:
+        """Allocate each buffer that has no memory, with the largest size that was reserved for it."""
+        for name, nbytes in self._needed.items():
+            if name not in self._memory:
+                self._memory[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``numel`` elements of the buffer ``name``; they have their old content."""
         # Every chunk of every step takes a view of the same few sizes.
         view = self._views.get((name, numel, dtype))
         if view is None:
-            if name not in self._memory:
-                self._memory[name] = torch.empty(self._needed[name], dtype=torch.uint8, device=self.device)
+            self.allocate()
             view = self._memory[name].narrow(0, 0, numel * dtype.itemsize).view(dtype)  # (numel,)
             self._views[name, numel, dtype] = view
         return view
@@ -89,7 +93,7 @@ class ExchangeBuffers:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all buffers together, once each of them was used."""
+        """Bytes of all buffers together, once they are allocated."""
         return sum(self._needed.values())
 
 

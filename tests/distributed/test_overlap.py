@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -198,6 +199,25 @@ def test_connecting_ranks_at_start_changes_nothing(
     plain = ranks(world).run(TRAIN[parallel], **settings)
     for rank, connected in enumerate(ranks(world).run(train_connected, parallel=parallel, **settings)):
         training.assert_same_bits(connected, plain[rank], "params", "momentum")
+
+
+def make_engine_without_memory(rank: int, world_size: int) -> str:
+    """Make an engine whose exchange buffers rank 1 cannot allocate, and return the error of this rank."""
+
+    def refuse(buffers: ExchangeBuffers) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    failing = mock.patch.object(ExchangeBuffers, "allocate", refuse) if rank == 1 else nullcontext()
+    with failing, pytest.raises((torch.OutOfMemoryError, deepspeed_muon.RankDisagreementError)) as caught:
+        training.train(rank, world_size, stage=2)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_all_ranks_raise_if_buffers_do_not_fit_on_one(ranks: Any) -> None:
+    """They were allocated in the first exchange, in which the other ranks waited until it timed out."""
+    first, second = ranks(2).run(make_engine_without_memory, timeout=60)
+    assert first.startswith("RankDisagreementError: another rank failed") and "out of memory" in first, first
+    assert second.startswith("OutOfMemoryError: CUDA out of memory"), second
 
 
 def works_of_scatter(rank: int, world_size: int) -> dict[str, list[int]]:
