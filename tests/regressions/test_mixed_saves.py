@@ -30,7 +30,7 @@ from tests.support.thinning import full
 def save_two_steps(rank: int, world_size: int, *, folder: str, stage: int) -> None:
     """Save AdamW's checkpoints, which have no random id of the save."""
     config = training.ds_config(stage)
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     engine = training.make_engine(config, "toy", seed=0)
     for step in range(2):
         training.run_step(engine, step, rank, world_size, 1)
