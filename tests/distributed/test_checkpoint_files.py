@@ -117,22 +117,6 @@ def test_universal_and_offline_consolidation(
             assert report["loss"] == reports[0]["loss"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_all_universal_changes(ranks: Any, tmp_path: Path, stage: int, size: int) -> None:
-    zero = {0: {}, 1: ROUND, 2: OFFLOAD, 3: SMALL}
-    restored_zero = {1: OFFLOAD, 2: ROUND, 3: OFFLOAD}
-    saved = ranks(size).run(save_ours, folder=str(tmp_path / "saved"), stage=stage, zero=zero[stage])[0]
-    convert_to_universal(tmp_path / "saved" / "global_step2", tmp_path / "step2")
-    for to_stage in (1, 2, 3):
-        for to_size in range(1, 5):
-            loaded = ranks(to_size).run(
-                load_universal, folder=str(tmp_path), stage=to_stage, zero=restored_zero[to_stage]
-            )
-            assert_equal(saved, loaded[0])
-
-
 def test_deepspeeds_converter_names_our_command(ours: Any, tmp_path: Path) -> None:
     """``ds_to_universal.main`` of a process that imported this package names the command for our checkpoints."""
     from deepspeed.checkpoint import ds_to_universal
@@ -245,11 +229,16 @@ def test_convert_from_adamw(
             assert torch.equal(value.float().view(-1), values[name].view(-1)), (key, name)
 
 
-@pytest.mark.parametrize(("stage", "size", "zero"), [full(3, 2, {}), (3, 3, SMALL)])
-def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, size: int, zero: Any) -> None:
-    arguments = {"optimizer": "Muon", "stage": stage, "zero": zero}
-    saved = ranks(size).run(save_foreign, folder=str(tmp_path / "in"), **arguments)[0]
-    index = consolidate_files(tmp_path / "in", tmp_path / "out")
+@pytest.fixture(scope="module")
+def muon_of_stage_3(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Files of DeepSpeed's Muon on three ranks, and what DeepSpeed says of weights and state."""
+    folder = tmp_path_factory.mktemp("three")
+    return folder, ranks(3).run(save_foreign, folder=str(folder), optimizer="Muon", stage=3, zero=SMALL)[0]
+
+
+def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, muon_of_stage_3: Any) -> None:
+    folder, saved = muon_of_stage_3
+    index = consolidate_files(folder, tmp_path / "out")
     assert index.source["optimizer"] == "DeepSpeed's Muon"
     muon = {name for name, record in index.parameters.items() if record.algorithm == "muon"}
     assert muon == MATRICES["toy"]
@@ -257,22 +246,15 @@ def test_convert_from_deepspeeds_muon(ranks: Any, tmp_path: Path, stage: int, si
     ranks(3).run(load, folder=str(tmp_path / "out"), stage=1)
 
 
-@pytest.fixture(scope="module")
-def momentum_of_stage_3(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    folder = tmp_path_factory.mktemp("three")
-    result = ranks(3).run(save_foreign, folder=str(folder), optimizer="Muon", stage=3, zero={})[0]
-    return result["momentum"]
-
-
 @pytest.mark.parametrize(("stage", "zero"), each_value([(1, {}), (2, ROUND), (2, OFFLOAD), (2, {})]))
 def test_convert_from_deepspeeds_muon_with_full_matrices(
-    ranks: Any, tmp_path: Path, momentum_of_stage_3: dict[str, torch.Tensor], stage: int, zero: Any
+    ranks: Any, tmp_path: Path, muon_of_stage_3: Any, stage: int, zero: Any
 ) -> None:
     """At stages 1 and 2 it keeps whole matrices on every rank; stage 3 of the same run says what they should be."""
     ranks(3).run(save_foreign, folder=str(tmp_path / "in"), optimizer="Muon", stage=stage, zero=zero)
     consolidate_files(tmp_path / "in", tmp_path / "out")
     tensors = tensors_of(tmp_path / "out")
-    for name, expected in momentum_of_stage_3.items():
+    for name, expected in muon_of_stage_3[1]["momentum"].items():
         tensor = tensors[f"{'momentum_buffer' if name in MATRICES['toy'] else 'exp_avg'}/{name}"]
         # The same numbers but for the order in which gradients are summed.
         atol = 1e-6 + 1e-4 * float(expected.abs().max())

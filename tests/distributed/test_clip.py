@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_muon
 from deepspeed_muon.engine.views import view_of
@@ -21,6 +20,7 @@ from deepspeed_muon.optimizer import Muon
 from tests.support import training
 from tests.support.autoep_models import AUTOEP_MATRICES, STACKS
 from tests.support.autoep_models import build_plain as build_autoep
+from tests.support.calls import Operations
 from tests.support.comparisons import all_within, relative, within
 from tests.support.contract import STEPS, train_reference
 from tests.support.models import GRIDS, MATRICES, Linear, batch, build
@@ -337,16 +337,6 @@ def test_stages_of_different_algorithms(ranks: Any) -> None:
     """ZeRO 1 adds up the norms of groups of one number, which are of two algorithms here."""
     for norm, by_algorithm in ranks(2).run(in_shuffled_orders):
         assert norm > 0 and by_algorithm is None
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations that are no views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view and func.overloadpacket.__name__ != "detach"
-        return func(*args, **(kwargs or {}))
 
 
 def measure_gradients(

@@ -1,9 +1,22 @@
-"""Counts function calls: whether a computation does more with larger numbers, without a clock."""
+"""Counts function calls and operations: whether a computation does more with larger numbers, without a clock."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch that are not views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.overloadpacket.__name__ != "detach"
+        return func(*args, **(kwargs or {}))
 
 
 def calls(run: Callable[[], object]) -> int:

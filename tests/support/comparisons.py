@@ -58,9 +58,7 @@ def all_within(errors: Mapping[str, float], limits: Mapping[str, float] | float,
         raise AssertionError(f"{failure}{''.join(lines)}") from None
 
 
-def close(
-    actual: Tensor, expected: Tensor, *, rtol: float, atol: float, equal_nan: bool = False, name: str = ""
-) -> None:
+def close(actual: Tensor, expected: Tensor, *, rtol: float, atol: float, name: str = "") -> None:
     """Call :func:`torch.testing.assert_close` and record the ratio of the largest error to its limit."""
     import torch
 
@@ -70,7 +68,7 @@ def close(
         ratios = ratios[x != y]  # without equal infinities, and zeros whose limit is zero
         if ratios.numel() and not bool(ratios.isnan().any()):
             within(float(ratios.max()), 1.0, name)
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def relative(actual: Tensor, expected: Tensor, start: Tensor | None = None) -> float:

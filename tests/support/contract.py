@@ -113,8 +113,6 @@ def compare_matrices(
     micro_batches: int,
     clipping: float,
     arithmetic: Arithmetic,
-    *,
-    norms_too: bool = True,
     **variant: str,
 ) -> None:
     """Check only the matrices, and every rank's norms: where a model rounds, tiny gradients of Adam may be anything."""
@@ -123,7 +121,7 @@ def compare_matrices(
     params = results[0]["params"]
     errors = {name: relative(params[name], end[name], start[name]) for name in MATRICES[kind]}
     all_within(errors, allowed.paths, "path of")
-    for result in results if norms_too else ():
+    for result in results:
         compare_norms(result["norms"], norms, allowed.norms)
 
 

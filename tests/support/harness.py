@@ -412,7 +412,6 @@ def run_command(
     timeout: float = CALL_TIMEOUT,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] = REPOSITORY,
-    check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program, such as a launcher, in the environment of the ranks, and clean up after it.
 
@@ -421,13 +420,12 @@ def run_command(
         timeout: Seconds that it may take.
         env: Environment variables on top of ``base_environment()``.
         cwd: Its working folder.
-        check: Raise when it ends with a code other than 0.
 
     Returns:
         The result; ``stdout`` holds stdout and stderr together.
 
     Raises:
-        CommandFailed: With all output, if it took too long, or failed and ``check`` is set.
+        CommandFailed: With all output, if it took too long or failed.
     """
     tag = new_tag()
     before = shm_files()
@@ -456,7 +454,7 @@ def run_command(
         process.wait()
         output.seek(0)
         text = output.read().decode(errors="replace")
-    if code is None or (check and code):
+    if code is None or code:
         ending = f"did not end within {timeout:g} s" if code is None else f"ended with code {code}"
         raise CommandFailed(f"{' '.join(arguments)} {ending}\n----- output -----\n{_shorten(text)}")
     return subprocess.CompletedProcess(arguments, code, stdout=text)

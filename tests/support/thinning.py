@@ -43,11 +43,6 @@ def pairwise(cases: Iterable[Any]) -> list[Any]:
     return _thinned(cases, 2)
 
 
-def triples(cases: Iterable[Any]) -> list[Any]:
-    """Keep cases in which every three values that occur together are there."""
-    return _thinned(cases, 3)
-
-
 def _thinned(cases: Iterable[Any], size: int) -> list[Any]:
     """Return the cases, tuples or ``pytest.param``, as the latter; their marks stay."""
     params = _params(cases)

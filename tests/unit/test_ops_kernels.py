@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_muon.ops import builder, torch_operators
-from tests.support.calls import calls
+from tests.support.calls import Operations, calls
 from tests.support.comparisons import close
 from tests.support.fragments import momentum_pack, one_row, rates, unpack_apply
 from tests.support.matrices import DTYPES
@@ -171,16 +170,6 @@ def test_a_table_of_fragments(
             values.copy_(fp32)
         passes.unpack_apply_(bufs, outs, table, numbers)
         assert all(map(torch.equal, bufs, expected[0])) and all(map(torch.equal, outs, expected[2]))
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations of torch that are not views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("state", "gradient", "out_dtype"), pairwise(TRIPLES))

@@ -16,17 +16,9 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.routing.parameters import model_parameters_by_name
 from deepspeed_muon.routing.route import Route, format_routes, rows_of, summarize_routes
 from deepspeed_muon.routing.rules import route_parameters
+from tests.support.structures import Tree
 
 Linear = nn.Linear
-
-
-class Tree(nn.Module):
-    """A module with the given children and parameters."""
-
-    def __init__(self, **children: Any) -> None:
-        super().__init__()
-        for name, child in children.items():
-            setattr(self, name, child)
 
 
 class RMSNorm(nn.Module):
