@@ -35,7 +35,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.qk_clip.recorder import QkRecorder
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.sharded import orthogonalize_sharded
-from deepspeed_muon.transport.exit import wait_for_gloo
+from deepspeed_muon.transport.ranks import wait_for_gloo
 from deepspeed_muon.version import __version__
 
 __all__ = [

@@ -48,9 +48,8 @@ from deepspeed_muon.routing.param_groups import (
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
 from deepspeed_muon.step.bound import BoundSteps, flat_gradients
-from deepspeed_muon.step.loading import read_state_dict
+from deepspeed_muon.step.loading import converted, read_state_dict
 from deepspeed_muon.step.runner import StepRunner
-from deepspeed_muon.step.state import converted
 from deepspeed_muon.step.step_set import StepContext, StepSet, step_set_of_parameters
 from deepspeed_muon.transport.agreement import RankFacts
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts, overlap_fits
@@ -150,6 +149,118 @@ class Muon(torch.optim.Optimizer):
             params if isinstance(params, nn.Module) else model,
         )
 
+    @torch.no_grad()
+    @_disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter of the current param groups in place.
+
+        Under DeepSpeed, ZeRO calls this once for each step set (partition or sub-group). All ranks of the engine must
+        call it.
+
+        Args:
+            closure: Recomputes the loss; only without DeepSpeed.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound.
+            NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
+                matrix got no update because it was wrong in fp32 too, at the end of this step on the CPU in a single
+                process without DeepSpeed, else on every rank when the next step begins, before it changes anything.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Binds in the first step, and again after parameters were converted or unfrozen.
+        if not self.managed:
+            self._bind_to_parameters()
+        elif self._bound is None:
+            # DeepSpeed's FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
+            return loss
+        # Under DeepSpeed the engine records all calls that make up one of its steps together.
+        recorded = nullcontext() if self.managed else self.recorder.step()
+        with _without_autocast(), recorded:
+            try:
+                with self.recorder.span("step"):
+                    self._step_current_sets()
+            finally:
+                if self.after_step is not None and not self.step_ends_outside:
+                    self.after_step.end_step()
+        return loss
+
+    def _step_current_sets(self) -> None:
+        """Update the step sets of which ZeRO left the partitions in the param groups: all of them without ZeRO."""
+        bound = self._bound_steps
+        # 1. What concerns the whole step. The engine calls the checks once for all calls of a step.
+        if not self.managed:
+            self._check_settings()
+        # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
+        loss_scale: Tensor | None = getattr(self, "grad_scale", None)
+        measured = {} if self.measure_norms is None else self.measure_norms()
+        norms = [norm.to(self.exchange_buffers.device) for norm in measured.values()]
+
+        # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
+        current = [
+            (runner, groups, flat_gradients(runner, loss_scale))
+            for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
+        ]
+        if any(bound.gradient_flags[runner].flags is None for runner, *_ in current):
+            grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
+            norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
+        if measured:
+            # The gradients were measured as they are stored: times the scale.
+            divisor = 1.0 if loss_scale is None else float(loss_scale)
+            unscaled = {key: norm / divisor for key, norm in zip(measured, norms, strict=True)}
+            self._global_grad_norm = float(unscaled.pop("all"))
+            self._record_norms(unscaled)
+        reports = [bound.gradient_flags[runner].report() for runner, *_ in current]
+
+        # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
+        self.overflow = False
+        self._report_failed([name for report in reports for name in report.failed], "in the step before")
+        nonfinite = [name for report in reports for name in report.nonfinite]
+        if nonfinite:
+            self._skip(nonfinite)
+            current, reports = [], []  # nothing is updated
+
+        # 4. Muon: momentum, all-to-all to the owners, orthogonalisation, all-to-all back, and
+        #    W <- W (1 - lr wd) - lr scale O (step/runner.py). AdamW for the other partitions of the set.
+        for (runner, groups, grads), report in zip(current, reports, strict=True):
+            runner.run(report.active, grads, groups, self.state)
+        if self.after_step is not None:
+            self.after_step([runner.step_set for runner, *_ in current])
+
+        # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
+        if not self.managed:
+            failed = [name for runner, *_ in current for name in runner.check.take_local_failures()]
+            self._report_failed(failed, "in this step")
+
+    def _skip(self, nonfinite: Sequence[str]) -> None:
+        """Skip the step, or raise, because gradients of some parameters are not finite. All ranks get here together."""
+        names = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
+        message = f"non-finite gradient in {len(nonfinite)} parameters ({names})"
+        scales_loss = getattr(self, "found_inf", None) is not None  # a GradScaler, which lowers its scale
+        if self.config.nonfinite_grad == "error" and not scales_loss:
+            raise NumericalError(
+                f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"
+            )
+        self.skipped_steps += 1
+        self.overflow = True
+        group = self.runners[0].step_set.group
+        warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)
+
+    def _report_failed(self, names: Sequence[str], when: str) -> None:
+        """Raise ``NumericalError`` for matrices that got no update, if ``nonfinite_grad`` is ``error``."""
+        if names and self.config.nonfinite_grad == "error":
+            raise NumericalError(
+                f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
+                f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
+            )
+
+    # Construction, and what programs read
+
     @classmethod
     def from_config(
         cls,
@@ -236,141 +347,6 @@ class Muon(torch.optim.Optimizer):
     def adam_report(self) -> list[dict[str, Any]]:
         """Return what runs AdamW on this rank, why, and how often it ran: one entry for each step set."""
         return [runner.adam.report() for runner in self.runners]
-
-    # One step
-
-    @torch.no_grad()
-    @_disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter of the current param groups in place.
-
-        Under DeepSpeed, ZeRO calls this once for each step set (partition or sub-group). All ranks of the engine must
-        call it.
-
-        Args:
-            closure: Recomputes the loss; only without DeepSpeed.
-
-        Returns:
-            What ``closure`` returned.
-
-        Raises:
-            BindingError: If ZeRO passes a tensor that was not there when the optimizer was bound.
-            NumericalError: If ``nonfinite_grad`` is ``error``: on every rank, when a gradient is not finite; and when a
-                matrix got no update because it was wrong in fp32 too, at the end of this step on the CPU in a single
-                process without DeepSpeed, else on every rank when the next step begins, before it changes anything.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # Binds in the first step, and again after parameters were converted or unfrozen.
-        if not self.managed:
-            self._bind_to_parameters()
-        elif self._bound is None:
-            # DeepSpeed's FP16 wrappers call step() in their constructor, with zero gradients and nothing bound yet.
-            return loss
-        # Under DeepSpeed the engine records all calls that make up one of its steps together.
-        recorded = nullcontext() if self.managed else self.recorder.step()
-        with _without_autocast(), recorded:
-            try:
-                with self.recorder.span("step"):
-                    self._step_current_sets()
-            finally:
-                if self.after_step is not None and not self.step_ends_outside:
-                    self.after_step.end_step()
-        return loss
-
-    def _step_current_sets(self) -> None:
-        """Update the step sets of which ZeRO left the partitions in the param groups: all of them without ZeRO."""
-        bound = self._bound_steps
-        # 1. What concerns the whole step. The engine calls the checks once for all calls of a step.
-        if not self.managed:
-            self._check_settings()
-        # A GradScaler's. DeepSpeed's wrappers have unscaled the gradients.
-        loss_scale: Tensor | None = getattr(self, "grad_scale", None)
-        measured = {} if self.measure_norms is None else self.measure_norms()
-        norms = [norm.to(self.exchange_buffers.device) for norm in measured.values()]
-
-        # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
-        current = [
-            (runner, groups, flat_gradients(runner, loss_scale))
-            for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
-        ]
-        if any(bound.gradient_flags[runner].flags is None for runner, *_ in current):
-            grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
-            norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
-        if measured:
-            # The gradients were measured as they are stored: times the scale.
-            divisor = 1.0 if loss_scale is None else float(loss_scale)
-            unscaled = {key: norm / divisor for key, norm in zip(measured, norms, strict=True)}
-            self._global_grad_norm = float(unscaled.pop("all"))
-            self._record_norms(unscaled)
-        reports = [bound.gradient_flags[runner].report() for runner, *_ in current]
-
-        # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
-        self.overflow = False
-        self._report_failed([name for report in reports for name in report.failed], "in the step before")
-        nonfinite = [name for report in reports for name in report.nonfinite]
-        if nonfinite:
-            self._skip(nonfinite)
-            current, reports = [], []  # nothing is updated
-
-        # 4. Muon: momentum, all-to-all to the owners, orthogonalisation, all-to-all back, decay and update.
-        #    AdamW for the other partitions of the set.
-        for (runner, groups, grads), report in zip(current, reports, strict=True):
-            runner.run(report.active, grads, groups, self.state)
-        if self.after_step is not None:
-            self.after_step([runner.step_set for runner, *_ in current])
-
-        # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
-        if not self.managed:
-            failed = [name for runner, *_ in current for name in runner.check.take_local_failures()]
-            self._report_failed(failed, "in this step")
-
-    def _skip(self, nonfinite: Sequence[str]) -> None:
-        """Skip the step, or raise, because gradients of some parameters are not finite. All ranks get here together."""
-        names = ", ".join(nonfinite[:5]) + (" ..." if len(nonfinite) > 5 else "")
-        message = f"non-finite gradient in {len(nonfinite)} parameters ({names})"
-        scales_loss = getattr(self, "found_inf", None) is not None  # a GradScaler, which lowers its scale
-        if self.config.nonfinite_grad == "error" and not scales_loss:
-            raise NumericalError(
-                f"{message}; optimizer.params.nonfinite_grad is 'error'. Nothing was updated from it"
-            )
-        self.skipped_steps += 1
-        self.overflow = True
-        group = self.runners[0].step_set.group
-        warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)
-
-    def _record_norms(self, norms: Mapping[str, Tensor]) -> None:
-        """Record the norms of the step's raw gradients by algorithm, unless DeepSpeed mixes the algorithms up."""
-        if self.norms_by_algorithm is not None:
-            self.norms_by_algorithm = dict(norms)
-
-    def _report_failed(self, names: Sequence[str], when: str) -> None:
-        """Raise ``NumericalError`` for matrices that got no update, if ``nonfinite_grad`` is ``error``."""
-        if names and self.config.nonfinite_grad == "error":
-            raise NumericalError(
-                f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
-                f"optimizer.params.nonfinite_grad is 'error'; the log of the owner's rank says more"
-            )
-
-    def _check_settings(self) -> None:
-        """Raise a ConfigError for a setting in the param groups that cannot be used, saved or loaded.
-
-        Warn once if Muon and AdamW train a group of the caller with one rate and were given two.
-        """
-        try:
-            refuse_unusable(self.param_groups, self.config, self._checked_settings)
-        except ConfigError as error:
-            if not self.managed:
-                raise
-            self._bound_steps.refusal = error  # the ranks raise together
-            return
-        if not self._reported_equal_rates and any(float(group["lr"]) for group in self.param_groups):
-            self._reported_equal_rates = warn_of_equal_rates(
-                self.param_groups, reference=self.config.reference_lr, is_first=not self._had_rates
-            )
-            self._had_rates = True
 
     # Binding
 
@@ -528,6 +504,29 @@ class Muon(torch.optim.Optimizer):
         if self._bound is None:
             raise BindingError("the optimizer is not bound to an engine yet")
         return self._bound
+
+    def _check_settings(self) -> None:
+        """Raise a ConfigError for a setting in the param groups that cannot be used, saved or loaded.
+
+        Warn once if Muon and AdamW train a group of the caller with one rate and were given two.
+        """
+        try:
+            refuse_unusable(self.param_groups, self.config, self._checked_settings)
+        except ConfigError as error:
+            if not self.managed:
+                raise
+            self._bound_steps.refusal = error  # the ranks raise together
+            return
+        if not self._reported_equal_rates and any(float(group["lr"]) for group in self.param_groups):
+            self._reported_equal_rates = warn_of_equal_rates(
+                self.param_groups, reference=self.config.reference_lr, is_first=not self._had_rates
+            )
+            self._had_rates = True
+
+    def _record_norms(self, norms: Mapping[str, Tensor]) -> None:
+        """Record the norms of the step's raw gradients by algorithm, unless DeepSpeed mixes the algorithms up."""
+        if self.norms_by_algorithm is not None:
+            self.norms_by_algorithm = dict(norms)
 
     @property
     def fp32_optimizer_states(self) -> bool:

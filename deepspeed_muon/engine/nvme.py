@@ -44,7 +44,7 @@ from deepspeed_muon.engine.patching import Hook, Original
 from deepspeed_muon.engine.views import View, Zero3View, view_of
 from deepspeed_muon.errors import CheckpointError
 from deepspeed_muon.optimizer import Muon
-from deepspeed_muon.step.state import STATE_TENSORS
+from deepspeed_muon.step.loading import STATE_TENSORS
 
 # Lists the swap files of a save, among them.
 _LIST = "deepspeed_muon.json"

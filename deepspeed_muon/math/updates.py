@@ -1,6 +1,6 @@
 """The numbers in an update of Muon (momentum warm-up, ``adjust_lr_fn``, ``weight_decay_mode``), and AdamW by torch.
 
-What subtracts Muon's update from the weights is :func:`deepspeed_muon.step.tables.apply`.
+What subtracts Muon's update from the weights is :func:`deepspeed_muon.step.runner.apply`.
 
 ``adjust_lr_fn``: the factor of an orthogonalised update, for a matrix of ``rows x cols``. Beware of "spectral": other
 projects call two different rules by that name. ``update_scale`` is one more factor, the same for all shapes.
@@ -84,7 +84,7 @@ root of the width, which the best rate has to cancel: -0.5 of the exponent.
 
 
 def shape_scale(rule: AdjustLrName, rows: int, cols: int) -> float:
-    """Return the factor of the update ``lr * update_scale * factor * orthogonalize(u)``, by the table above.
+    """Return the factor in ``W <- W - lr * update_scale * factor * orthogonalize(u)``, by the table above.
 
     The layer has ``rows`` outputs and ``cols`` inputs, however its weight is stored.
     """

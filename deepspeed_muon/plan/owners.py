@@ -24,9 +24,9 @@ import functools
 import heapq
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -35,7 +35,7 @@ import numpy as np
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize_flops
 from deepspeed_muon.plan.layout import MatrixLayout, SetIndex, TensorShards
-from deepspeed_muon.plan.placement import Floats, Fragment, Ints, Placement
+from deepspeed_muon.plan.placement import Floats, Placement
 
 # Floating-point operations that take as long as sending one element back and forth, at 400 TFLOP/s, 100 GB/s and two
 # bytes an element. It weighs moving against waiting, so only its order of magnitude matters.
@@ -59,43 +59,6 @@ class Assignment:
     owners: tuple[int, ...]
     origin: tuple[SetIndex, ...]
     work: tuple[float, ...]
-
-    def row_fragments(self) -> tuple[Fragment, ...]:
-        """Return where the rows of each layout are stored: the numbers that a variant has for each output of a matrix.
-
-        They are stored where they are used, at the owner of the layout; those of replicated matrices on every rank.
-        Each rank has one vector for each partition. In it layouts that run in one batch follow each other, so that the
-        rows of a batch are a view; replicated ones are in the order of the matrices, which no owner changes.
-
-        Example: rank 1 owns a 4 x 3 and a 2 x 5 matrix of one partition. Their fragments are ``Fragment(1, 0, 0, 4)``
-        and ``Fragment(1, 0, 4, 2)``. All numbers are in outputs, not elements: the first one in the matrix, the first
-        one in the vector, and how many.
-        """
-        # 1. the first row of each slice in its matrix: the slices of a matrix follow each other in the plan
-        first_rows: list[int] = []
-        end_of: dict[int, int] = {}
-        for matrix, number in zip(self.matrices, self.origin, strict=True):
-            first_rows.append(end_of.get(number, 0))
-            end_of[number] = first_rows[-1] + matrix.output_count
-        # 2. the order in a vector: by batch, named for the first matrix in it
-        batches: dict[Hashable, int] = {}
-
-        def order(index: int) -> tuple[int, int]:
-            matrix = self.matrices[index]
-            # Matrices that are sent and matrices that are not are never in one chunk.
-            batch = matrix.batch_key, matrix.placement.only_rank is None
-            return (0 if matrix.placement.replicated else batches.setdefault(batch, index)), index
-
-        # 3. the offset in the vector: one for each partition and owner, or for each partition of replicated matrices
-        offsets: dict[tuple[int, int], int] = {}
-        fragments: dict[int, Fragment] = {}
-        for index in sorted(range(len(self.matrices)), key=order):
-            matrix, owner = self.matrices[index], self.owners[index]
-            vector = matrix.partition, -1 if matrix.placement.replicated else owner
-            offset = offsets.get(vector, 0)
-            fragments[index] = Fragment(owner, first_rows[index], offset, matrix.output_count)
-            offsets[vector] = offset + matrix.output_count
-        return tuple(fragments[index] for index in range(len(self.matrices)))
 
 
 def assign(
@@ -265,15 +228,13 @@ def split_blocks(
         first, last = placement.ranks_of(starts), placement.ranks_of(starts + numel - 1)
         # -1 where a block crosses from one rank to another
         holders = np.where(first == last, first, -1).tolist()
-    slices: list[tuple[int, int]] = []
-    for block, holder in enumerate(holders):
-        # A slice grows while its blocks have one holder, without a limit, or while they are sent and few.
-        extends = holder == holders[block - 1] and (holder >= 0 or slices[-1][1] < most) if slices else False
-        if extends or block * numel % divisor:
-            slices[-1] = (slices[-1][0], slices[-1][1] + 1)
-        else:
-            slices.append((block, 1))
-    return slices
+    # A slice ends where the holder changes, and one that is sent also where it is full.
+    first_blocks = [0]
+    for block in range(1, blocks):
+        is_full = holders[block] < 0 and block - first_blocks[-1] >= most
+        if block * numel % divisor == 0 and (is_full or holders[block] != holders[block - 1]):
+            first_blocks.append(block)
+    return [(block, end - block) for block, end in pairwise([*first_blocks, blocks])]
 
 
 def split_stack(matrix: MatrixLayout, *, cost: float, limit: float, divisor: int = 1) -> list[MatrixLayout]:
@@ -316,38 +277,3 @@ def split_shard(matrix: MatrixLayout) -> list[MatrixLayout]:
         layout = matrix.slice_blocks(first_rows[numbers[0]], blocks[numbers[0] : numbers[-1] + 1])
         layouts.append(replace(layout, tp_shards=block_shards))
     return layouts
-
-
-def sent_by_rank(
-    matrices: Sequence[MatrixLayout], owners: Sequence[int], world_size: int
-) -> tuple[Floats, Floats]:
-    """Return the elements that each rank of the group sends in gather and in scatter: ``(world_size,)`` both.
-
-    They are the sums of what the plans of all ranks say, without a plan for each.
-    """
-    # Each of these is (matrices,).
-    rules = [
-        (p.numel, p.first, p.head, p.body, p.replicas) for p in (matrix.placement for matrix in matrices)
-    ]
-    numel, first, head, body, replicas = np.array(rules, dtype=np.int64).reshape(-1, 5).T
-    owner, cut = np.asarray(owners, dtype=np.int64), replicas == 0
-
-    def start(behind: Ints) -> Ints:
-        first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
-        return first_element
-
-    # 1. scatter: the owner sends what it does not hold itself, or, if replicated, everything to every other rank
-    numel_on_owner = start(owner - first + 1) - start(owner - first)
-    scatter = np.zeros(world_size)
-    np.add.at(scatter, owner, np.where(cut, numel - numel_on_owner, numel * (replicas - 1)))
-    # 2. gather: a rank sends all that it holds of matrices that it does not own. The first rank has the head, the last
-    # one what is left, and those between them a body each, which is added as a difference at both ends and summed up.
-    equal = (numel - head) // np.maximum(body, 1)  # ranks with a full body
-    change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
-    np.add.at(change, (first + 1)[cut], body[cut])
-    np.add.at(change, (first + 1 + equal)[cut], -body[cut])
-    np.add.at(ends, first[cut], head[cut])
-    np.add.at(ends, (first + 1 + equal)[cut], (numel - head - equal * body)[cut])
-    gather = (np.cumsum(change) + ends)[:world_size]  # (world_size,)
-    np.add.at(gather, owner[cut], -numel_on_owner[cut])
-    return gather, scatter

@@ -4,10 +4,10 @@
 before the first step      :mod:`.step_set` (what one call of ``step()`` updates), :mod:`.bound` (the runners of all
                            step sets), :mod:`.loading` (checks a state dict)
 once for all step sets     :mod:`.gradient_flags` (which gradients are zero or not finite on some rank)
-in every chunk             :mod:`.tables` (what the elementwise passes read and write), :mod:`.orthogonalize`
-                           (Newton-Schulz in batches), :mod:`.check` (of every result)
+in every step              :mod:`.tensors` (rates, momentum, weights), :mod:`.adamw` (all other parameters)
+in every chunk             :mod:`.tables` (where its elements are), :mod:`.orthogonalize` (Newton-Schulz in batches),
+                           :mod:`.check` (of every result)
 only with some settings    :mod:`.tensor_parallel`, :mod:`.row_state` (of a variant), :mod:`.int8` (``momentum_dtype``)
-the optimizer state        :mod:`.state`, with AdamW
 =========================  ===========================================================================================
 
 Who holds whom: an engine's :class:`.Muon` has one :class:`.BoundSteps`, which has a :class:`.StepRunner` and a

@@ -22,8 +22,7 @@ from torch import Tensor
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.ops.torch_operators import BLOCK, from_codes, quantize
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.step.state import State, check_numel
-from deepspeed_muon.step.step_set import Partition
+from deepspeed_muon.step.step_set import Partition, State
 
 SCALE_KEY = "momentum_scale"
 """The scales in the state of a partition, beside ``momentum_buffer``."""
@@ -90,7 +89,7 @@ def scales_of(entry: dict[str, Any], partition: Partition, count: int) -> Tensor
     if SCALE_KEY not in entry:
         entry[SCALE_KEY] = torch.zeros(count, dtype=torch.float32, device=partition.tensor.device)
     scales: Tensor = entry[SCALE_KEY]
-    check_numel(scales, count, "scales of the momentum", partition)
+    partition.check_numel(scales, count, "scales of the momentum")
     return scales
 
 

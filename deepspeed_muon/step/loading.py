@@ -32,7 +32,6 @@ from deepspeed_muon.config.values import TORCH_OPTIONS, StatePolicy, shown
 from deepspeed_muon.errors import CheckpointError, ConfigError, RoutingError
 from deepspeed_muon.routing.param_groups import CALLER_GROUP
 from deepspeed_muon.step.int8 import SCALE_KEY
-from deepspeed_muon.step.state import STATE_TENSORS, converted
 from deepspeed_muon.variants import ROW_STATE
 
 _FIXED = frozenset(("params", "param_names", "algorithm", "use_muon", CALLER_GROUP, "moe"))
@@ -43,6 +42,9 @@ _SCHEDULER_KEYS = frozenset(("initial_lr", "max_lr", "min_lr", "swa_lr", "base_m
 
 _KERNEL_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options of torch's optimizers that do not change what is computed."""
+
+STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+"""Keys of the state with the shape of a parameter."""
 
 # Keys of a parameter's state, by algorithm.
 _REQUIRED = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}
@@ -83,6 +85,21 @@ def read_state_dict(
                 _check_entry(f"{where}, {label}", entry, group["algorithm"], shape=shape)
                 state[param] = {**converted(entry, param, policy), "step": int(entry.get("step", 0))}
     return settings, state
+
+
+def converted(entry: StateDict, param: Tensor, policy: StatePolicy) -> StateDict:
+    """Return the state of a parameter on its device and in the dtypes of ``policy``.
+
+    To and from int8 the next step converts (:func:`.int8.convert_momentum`), which needs the layout.
+    """
+    state = dict(entry)
+    for key, value in entry.items():
+        if isinstance(value, Tensor):
+            dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
+            if torch.int8 in (dtype, value.dtype):
+                dtype = value.dtype
+            state[key] = value.to(device=param.device, dtype=dtype)
+    return state
 
 
 def _checked_form(

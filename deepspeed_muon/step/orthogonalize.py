@@ -15,7 +15,7 @@ from deepspeed_muon.ops.dispatch import BATCH_NUMEL
 from deepspeed_muon.plan.layout import MatrixLayout, PlanIndex
 from deepspeed_muon.step.check import Member, Result, ResultCheck
 from deepspeed_muon.step.step_set import StepContext
-from deepspeed_muon.step.tables import StepTensors
+from deepspeed_muon.step.tensors import StepTensors
 from deepspeed_muon.variants.variant import Variant
 
 BatchIndex = NewType("BatchIndex", int)
@@ -175,7 +175,7 @@ class LocalOrthogonalizer:
         """Return the checked updates of blocks that run together, ``(blocks, rows, cols)``.
 
         They are in ``dtype`` if row state scales them, else in that of the iteration; in fp32 if one was redone. They
-        are not scaled: the rate that :func:`.tables.apply` multiplies by has the scale.
+        are not scaled: the rate that :func:`.runner.apply` multiplies by has the scale.
         """
         inputs = _iteration_inputs(self.context.variant, inputs, self.matrices[members[0][0]])
         with self.check.recorder.span("newton_schulz"):

@@ -1,7 +1,7 @@
 """The row state of a variant in a step: one number for each output of a matrix, where the matrix is orthogonalised.
 
-The owner of a matrix stores the rows of all of it (:meth:`.Assignment.row_fragments`), so that data-parallel ranks send
-nothing for them. Only replicated matrices have their rows on every rank; one all-reduce copies them from the owners
+The owner of a matrix stores the rows of all of it (:func:`row_fragments`), so that data-parallel ranks send nothing for
+them. Only replicated matrices have their rows on every rank; one all-reduce copies them from the owners
 after a step. The owners of its shards store the rows of a matrix that tensor parallelism cuts, and send them with the
 shards (:mod:`.tensor_parallel`).
 """
@@ -10,18 +10,67 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed_muon.logs import logger
 from deepspeed_muon.plan.chunks import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, PlanIndex
+from deepspeed_muon.plan.owners import Assignment
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.step.step_set import StepContext
+from deepspeed_muon.step.step_set import Partition, StepContext
 from deepspeed_muon.transport.ranks import all_reduce_tensor
+from deepspeed_muon.variants import ROW_STATE
 from deepspeed_muon.variants.variant import Variant
+
+
+def row_fragments(assignment: Assignment) -> tuple[Fragment, ...]:
+    """Return where the rows of each layout are stored: the numbers that a variant has for each output of a matrix.
+
+    They are stored where they are used, at the owner of the layout; those of replicated matrices on every rank. Each
+    rank has one vector for each partition. In it layouts that run in one batch follow each other, so that the rows of a
+    batch are a view; replicated ones are in the order of the matrices, which no owner changes.
+
+    Example: rank 1 owns a 4 x 3 and a 2 x 5 matrix of one partition. Their fragments are ``Fragment(1, 0, 0, 4)`` and
+    ``Fragment(1, 0, 4, 2)``. All numbers are in outputs, not elements: the first one in the matrix, the first one in
+    the vector, and how many.
+    """
+    matrices, owners = assignment.matrices, assignment.owners
+    # 1. the first row of each slice in its matrix: the slices of a matrix follow each other in the plan
+    first_rows: list[int] = []
+    end_of: dict[int, int] = {}
+    for matrix, number in zip(matrices, assignment.origin, strict=True):
+        first_rows.append(end_of.get(number, 0))
+        end_of[number] = first_rows[-1] + matrix.output_count
+    # 2. the order in a vector: by batch, named for the first matrix in it
+    batches: dict[Hashable, int] = {}
+
+    def order(index: int) -> tuple[int, int]:
+        matrix = matrices[index]
+        # Matrices that are sent and matrices that are not are never in one chunk.
+        batch = matrix.batch_key, matrix.placement.only_rank is None
+        return (0 if matrix.placement.replicated else batches.setdefault(batch, index)), index
+
+    # 3. the offset in the vector: one for each partition and owner, or for each partition of replicated matrices
+    offsets: dict[tuple[int, int], int] = {}
+    fragments: dict[int, Fragment] = {}
+    for index in sorted(range(len(matrices)), key=order):
+        matrix, owner = matrices[index], owners[index]
+        vector = matrix.partition, -1 if matrix.placement.replicated else owner
+        offset = offsets.get(vector, 0)
+        fragments[index] = Fragment(owner, first_rows[index], offset, matrix.output_count)
+        offsets[vector] = offset + matrix.output_count
+    return tuple(fragments[index] for index in range(len(matrices)))
+
+
+def remove_unused_rows(entry: dict[str, Any], variant: Variant) -> None:
+    """Remove from the state of a partition the row state of other variants, which a state dict may have brought."""
+    for key in ROW_STATE.keys() - {variant.state and variant.state.key}:
+        entry.pop(key, None)
 
 
 class RowStorage:
@@ -33,7 +82,7 @@ class RowStorage:
     """
 
     def __init__(self, plan: ExchangePlan, fragments: Sequence[Fragment], context: StepContext) -> None:
-        """Find the rows that this rank stores, by :meth:`.Assignment.row_fragments`; nothing is sent."""
+        """Find the rows that this rank stores, by :func:`row_fragments`; nothing is sent."""
         self.counts = {matrix.partition: 0 for matrix in plan.matrices}
         self._matrices, self._context = plan.matrices, context
         self._local: list[tuple[PlanIndex, PartitionIndex, Fragment]] = []  # of each matrix here, its rows
@@ -46,6 +95,29 @@ class RowStorage:
         ranks = context.step_set.world_size
         replicated = sum(f.numel for index, _, f in self._local if plan.matrices[index].placement.replicated)
         self.sent_bytes = replicated * torch.float32.itemsize * 2 * (ranks - 1) // ranks
+
+    def vector_of(self, partition: Partition, entry: dict[str, Any]) -> Tensor:
+        """Return the row state in the state of a partition, ``(rows,)``; create it if it is missing.
+
+        Raises BindingError if it was saved with another layout.
+        """
+        row_state, rows = self._context.variant.state, self.counts.get(partition.index, 0)
+        assert row_state is not None
+        if row_state.key not in entry:
+            # While momentum is zero no matrix has had a gradient, and missing row state is no loss.
+            if entry["step"] > 1 and rows and entry["momentum_buffer"].any():
+                logger.warning(
+                    "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
+                    "variant %r starts it anew",
+                    partition.index,
+                    row_state.key,
+                    entry["step"] - 1,
+                    self._context.variant.name,
+                )
+            entry[row_state.key] = torch.zeros(rows, dtype=torch.float32, device=partition.tensor.device)
+        vector: Tensor = entry[row_state.key]
+        partition.check_numel(vector, rows, row_state.label)
+        return vector
 
     @contextlib.contextmanager
     def opened(

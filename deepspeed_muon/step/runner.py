@@ -9,8 +9,10 @@
 3. ``_orthogonalize``: rank 1 assembles ``B``, runs Newton-Schulz on it, has the result checked
    (:mod:`.orthogonalize`, :mod:`.check`), and writes the update over the directions in its owner buffer.
 4. scatter: rank 1 sends rank 0's half of the update of ``B`` back, and receives its half of the update of ``A``.
-5. ``_update_weights``: both ranks decay and update their halves of the fp32 weights of ``A`` and ``B``
-   (:func:`.tables.apply` has the formula).
+5. ``_apply``: both ranks decay their halves of the fp32 weights of ``A`` and ``B`` and subtract the updates
+   (:func:`apply` has the formula).
+
+An *update* is the orthogonalised direction ``O``: it is sent without its scale, which the rate in step 5 has.
 
 A matrix that is on its owner alone skips 2 and 4. Of replicated matrices (stage 0) the owner broadcasts the update in
 place of 4.
@@ -28,18 +30,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.layout import PartitionIndex, PlanIndex
 from deepspeed_muon.plan.owners import assign
 from deepspeed_muon.plan.placement import Floats, Fragment
+from deepspeed_muon.step.adamw import AdamW
 from deepspeed_muon.step.check import DeferredCheck, ResultCheck
 from deepspeed_muon.step.int8 import Int8Blocks, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, batches
-from deepspeed_muon.step.row_state import OwnedRows, RowStorage
-from deepspeed_muon.step.state import AdamW, State, passes_for, row_state_of, state_of
-from deepspeed_muon.step.step_set import StepContext
-from deepspeed_muon.step.tables import ChunkTable, RateTable, StepTensors, apply, pack
+from deepspeed_muon.step.row_state import OwnedRows, RowStorage, remove_unused_rows, row_fragments
+from deepspeed_muon.step.step_set import State, StepContext
+from deepspeed_muon.step.tables import COLUMNS, ChunkTable
 from deepspeed_muon.step.tensor_parallel import TensorParallelOrthogonalizer
+from deepspeed_muon.step.tensors import RateTable, StepTensors, state_of
 from deepspeed_muon.transport.all_to_all import ChunkExchange, InFlight
 
 
@@ -71,7 +75,7 @@ class StepRunner:
         self.row_fragments: Sequence[Fragment] = ()
         self._row_storage: RowStorage | None = None
         if context.variant.row_factors is not None:
-            self.row_fragments = self.assignment.row_fragments()
+            self.row_fragments = row_fragments(self.assignment)
             self._row_storage = RowStorage(self.plan, self.row_fragments, context)
         # 2. what sends, orthogonalises and checks
         self._exchange = ChunkExchange(
@@ -96,7 +100,7 @@ class StepRunner:
         # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
         list_position = {partition.index: position for position, partition in enumerate(self._muon)}
         self._rates = RateTable(matrices, context.variant, list_position, config.momentum_warmup)
-        self._passes = passes_for(context)
+        self._passes = context.passes
         self.adam = AdamW(context)
         quantized = self._muon if self._policy.quantizes_momentum else []
         int8_blocks = [self.int8_blocks[partition.index] for partition in quantized]
@@ -149,49 +153,51 @@ class StepRunner:
         Must be called by all ranks of the data- and the tensor-parallel group with the same ``active``: for each
         parameter of the set, matrices first, whether any rank has a gradient of it. Flat gradients, and the param
         groups with the rates, are by partition index. Missing entries of ``state``, the optimizer's, are created.
+
+        All ranks start the exchanges in one order. Without overlap, a chunk passes all five steps before the next one.
+        With overlap, chunk 1 is gathered while chunk 0 is orthogonalised and scattered while chunk 2 is. Example of
+        three chunks that are exchanged, a line for each turn of the loop::
+
+            gather 0    AdamW; half of the local chunks
+            gather 1    orthogonalise 0, scatter 0
+            gather 2    orthogonalise 1, scatter 1                                  apply 0
+                        orthogonalise 2, scatter 2; other half of the local chunks; apply 1
+                                                                                    apply 2
+
+        So local chunks, in which nothing is sent, hide the first gather and the last scatter.
         """
-        with self.step_set.flat_partitions() as flat, self._begin(active, grads, groups, state, flat) as step:
+        with (
+            self.step_set.flat_partitions() as flat,
+            self._tensors(active, grads, groups, state, flat) as step,
+        ):
             if self.check.recorder.sampling:
                 self._record_weights(groups, flat)
             # What is active is equal on all ranks, so they skip the same chunks.
             chunks = [(n, chunk) for n, chunk in enumerate(self.plan.chunks) if step.active(chunk.matrices)]
-            exchanged = [number for number, chunk in chunks if chunk.kind != "local"]
             local = [number for number, chunk in chunks if chunk.kind == "local"]
-            # Each exchanged chunk is packed and gathered, orthogonalised and scattered, and applied. With overlap these
-            # happen in three successive turns, so that chunk t + 1 is gathered and chunk t - 1 scattered while chunk t
-            # is orthogonalised. Without overlap, one turn does all three.
-            ahead = int(self.context.overlap)
-            # Example with overlap and two exchanged chunks, turn by turn:
-            #   -1: gather 0                 first half of the local matrices
-            #    0: gather 1                 orthogonalise 0, scatter 0
-            #    1:                          orthogonalise 1, scatter 1, second half; apply 0
-            #    2:                          apply 1
-            # One half of the local matrices hides the first gather, the other half (a single chunk too) hides the last
-            # scatter. Without overlap, or with nothing exchanged, "half" is all of them.
-            half = len(local) // 2 if ahead and exchanged else len(local)
-            flights: list[InFlight] = []
-            for turn in range(-ahead, max(len(exchanged), 1) + ahead):
-                if turn + ahead < len(exchanged):
-                    flights.append(self._exchange.open(exchanged[turn + ahead], turn + ahead))
-                    self._pack(flights[-1], step)
-                    self._exchange.start("gather", flights[-1])  # all-to-all: directions to the owners
-                if turn == -ahead:
-                    self.adam.update_partitions(active, grads, groups, state, flat)
-                    self._update_local(local[:half], step)
-                if 0 <= turn < len(exchanged):
-                    with self.check.recorder.span("gather"):
-                        self._exchange.wait("gather", flights[turn])
-                    self._orthogonalize(flights[turn], step)
-                    self._exchange.start("scatter", flights[turn])  # all-to-all: updates to the partitions
-                if turn == len(exchanged) - 1:
-                    self._update_local(local[half:], step)
-                if 0 <= turn - ahead < len(exchanged):
-                    with self.check.recorder.span("scatter"):
-                        self._exchange.wait("scatter", flights[turn - ahead])
-                    self._update_weights(flights[turn - ahead], step)
+            exchanged = [number for number, chunk in chunks if chunk.kind != "local"]
+            flights = [self._exchange.open(number, slot) for slot, number in enumerate(exchanged)]
+            overlap = self.context.overlap and len(flights) > 0
+            half = len(local) // 2 if overlap else len(local)
+            self._pack_and_gather(flights[0] if flights else None, step)
+            self.adam.step(active, grads, groups, state, flat)
+            self._run_local(local[:half], step)
+            for before, flight, after in zip([None, *flights], flights, [*flights[1:], None], strict=False):
+                if overlap:
+                    self._pack_and_gather(after, step)
+                    self._orthogonalize_and_scatter(flight, step)
+                    if after is None:
+                        self._run_local(local[half:], step)
+                    self._receive_and_apply(before, step)
+                else:
+                    self._orthogonalize_and_scatter(flight, step)
+                    self._receive_and_apply(flight, step)
+                    self._pack_and_gather(after, step)
+            if overlap:
+                self._receive_and_apply(flights[-1], step)
 
     @contextlib.contextmanager
-    def _begin(
+    def _tensors(
         self,
         active: Sequence[bool],
         grads: Mapping[PartitionIndex, Tensor],
@@ -199,47 +205,72 @@ class StepRunner:
         state: State,
         flat: Mapping[PartitionIndex, Tensor],
     ) -> Iterator[StepTensors]:
-        """Read the rates, momentum and row state of this step; write row state back that was copied to the device."""
+        """Collect what the step reads and writes of Muon's partitions; the arguments are those of :meth:`run`.
+
+        Missing state is created, also in a step without gradients: a state dict has all of its entries or none. Row
+        state that was copied to the device is written back in the end.
+        """
         self.convert_momentum(state)
-        indices = [partition.index for partition in self._muon]
-        active_matrices = active[: len(self.step_set.matrices)]
-        mask = None
-        if not all(active_matrices):  # slices of one stack are active together
+        muon = self._muon
+        # 1. the matrices of which any rank has a gradient, (matrices,); slices of one stack are active together
+        active_matrices, mask = active[: len(self.step_set.matrices)], None
+        if not all(active_matrices):
             of_plan = [active[origin] for origin in self.assignment.origin]
-            mask = torch.tensor(of_plan, dtype=torch.bool, device="cpu")  # (matrices,)
-        # The number of this step, from 1, for the momentum's warm-up; state_of increments the counter below.
-        steps = {partition.index: int(state[partition.tensor].get("step", 0)) + 1 for partition in self._muon}
-        rates = self._rates.of({index: groups[index] for index in indices}, steps)
-        states = [state_of(partition, state, self._policy) for partition in self._muon]
-        # Row state and scales are made also in a step without gradients: a state dict has all of its entries or none.
-        variant = self.context.variant
-        row_counts = {} if self._row_storage is None else self._row_storage.counts
-        row_vectors = {
-            partition.index: vector
-            for partition in self._muon
-            if (vector := row_state_of(partition, state, variant, row_counts.get(partition.index, 0)))
-            is not None
-        }
-        momentum_scales = None
-        if self._policy.quantizes_momentum:
-            momentum_scales = [
-                scales_of(partition_state, partition, self.int8_blocks[partition.index].count)
-                for partition_state, partition in zip(states, self._muon, strict=True)
-            ]
+            mask = torch.tensor(of_plan, dtype=torch.bool, device="cpu")
+        # 2. the optimizer state of each partition, and the rates: a warm-up of momentum depends on the step's number
+        entries = [state_of(partition, state, self._policy) for partition in muon]
+        numbers = [int(entry["step"]) for entry in entries]
+        rates = self._rates.of([groups[partition.index] for partition in muon], numbers)
+        # 3. the row state of the variant, and the scales of int8 momentum
+        vectors, scales = dict[PartitionIndex, Tensor](), list[Tensor]()
+        for partition, entry in zip(muon, entries, strict=True):
+            remove_unused_rows(entry, self.context.variant)
+            if self._row_storage is not None:
+                vectors[partition.index] = self._row_storage.vector_of(partition, entry)
+            if self._policy.quantizes_momentum:
+                scales.append(scales_of(entry, partition, self.int8_blocks[partition.index].count))
         rows: contextlib.AbstractContextManager[OwnedRows | None] = contextlib.nullcontext()
-        if any(active_matrices) and self._row_storage is not None:
-            rows = self._row_storage.opened(row_vectors, rates.settings)
+        if self._row_storage is not None and any(active_matrices):
+            rows = self._row_storage.opened(vectors, rates.settings)
         with rows as row_state:
             yield StepTensors(
                 mask,
                 rates,
-                flat=[flat[index] for index in indices],
-                momentum=[partition_state["momentum_buffer"].view(-1) for partition_state in states],
+                flat=[flat[partition.index] for partition in muon],
+                momentum=[entry["momentum_buffer"].view(-1) for entry in entries],
                 grads=self.step_set.gradients_of_muon(grads, flat, active_matrices),
                 row_state=row_state,
                 passes=self._passes,
-                momentum_scales=momentum_scales,
+                momentum_scales=scales if self._policy.quantizes_momentum else None,
             )
+
+    def _pack_and_gather(self, flight: InFlight | None, step: StepTensors) -> None:
+        """Pack a chunk, and start to send its directions to the owners; ``None`` is no chunk."""
+        if flight is not None:
+            self._pack(flight, step)
+            self._exchange.start("gather", flight)
+
+    def _orthogonalize_and_scatter(self, flight: InFlight, step: StepTensors) -> None:
+        """Wait for the directions of a chunk, orthogonalise them, and start to send the updates to the partitions."""
+        with self.check.recorder.span("gather"):
+            self._exchange.wait("gather", flight)
+        self._orthogonalize(flight, step)
+        self._exchange.start("scatter", flight)
+
+    def _receive_and_apply(self, flight: InFlight | None, step: StepTensors) -> None:
+        """Wait for the updates of a chunk, and apply them to the weights; ``None`` is no chunk."""
+        if flight is not None:
+            with self.check.recorder.span("scatter"):
+                self._exchange.wait("scatter", flight)
+            self._apply(flight, step)
+
+    def _run_local(self, numbers: Sequence[int], step: StepTensors) -> None:
+        """Do what is to be done in chunks in which nothing is sent."""
+        for number in numbers:
+            flight = self._exchange.open(number, None)
+            self._pack(flight, step)
+            self._orthogonalize(flight, step)
+            self._apply(flight, step)
 
     def _pack(self, flight: InFlight, step: StepTensors) -> None:
         """Update the momentum of a chunk's matrices, and write their directions to the local or fragment buffer."""
@@ -287,8 +318,8 @@ class StepRunner:
             segment.in_matrices(directions).copy_(segment.in_buffer(buffer))
         return directions.view(shape)
 
-    def _update_weights(self, flight: InFlight, step: StepTensors) -> None:
-        """Decay and update the weights of a chunk's matrices in this rank's partitions."""
+    def _apply(self, flight: InFlight, step: StepTensors) -> None:
+        """Decay the weights of a chunk's matrices in this rank's partitions, and subtract the updates."""
         # The table says for each fragment in which of the two buffers its update is.
         table = step.active_fragments(self._tables[flight.number].apply_table)
         apply(table, step, [flight.local_buffer, flight.fragment_buffer])
@@ -306,10 +337,59 @@ class StepRunner:
                 rate = float(groups[matrix.partition]["lr"])
                 self.check.recorder.keep_weights(matrix.name, weights, rate)
 
-    def _update_local(self, numbers: Sequence[int], step: StepTensors) -> None:
-        """Update the matrices of chunks in which nothing is sent."""
-        for number in numbers:
-            flight = self._exchange.open(number, None)
-            self._pack(flight, step)
-            self._orthogonalize(flight, step)
-            self._update_weights(flight, step)
+
+def pack(table: ChunkTable, step: StepTensors, local_buffer: Tensor, fragment_buffer: Tensor) -> None:
+    """Update the momentum of a chunk's active fragments, and write their directions.
+
+    In an ``all_to_all`` chunk all go to the fragment buffer, else all to the local one; both are on the device of the
+    momentum.
+    """
+    fragments, rates = step.active_fragments(table.pack_table), step.rates.momentum
+    outputs = [local_buffer, fragment_buffer]
+    if step.momentum_scales is None:
+        step.passes.momentum_pack(step.momentum, step.grads, outputs, fragments, rates)
+        return
+    int8_blocks = table.int8_blocks
+    if step.mask is not None:
+        int8_blocks = int8_blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
+    step.passes.momentum_pack_int8(
+        step.momentum, step.momentum_scales, step.grads, outputs, fragments, rates, int8_blocks
+    )
+
+
+def apply(table: Tensor, step: StepTensors, updates: Sequence[Tensor]) -> None:
+    """Decay the weights of some fragments and subtract their updates, by :func:`.unpack_apply_` or its native twin.
+
+    It is :meth:`deepspeed_muon.reference.ReferenceMuon.apply`::
+
+        W <- W (1 - lr wd) - lr scale O
+
+    ``W`` and ``O`` are ``(numel,)``, a fragment of a matrix and of its orthogonalised direction. :class:`.Rates` has
+    ``lr scale`` and the decay factor (``1 - wd`` if independent) of each matrix. Cautious decay shrinks only the
+    elements of ``W`` with the sign of ``O``.
+
+    ``table`` has the rows of :attr:`ChunkTable.apply_table` whose matrix is active, and ``updates`` its second tensors:
+    flat, in the wire dtype, on any device.
+    """
+    if not len(table):
+        return
+    device, rates = step.flat[0].device, step.rates
+    if any(tensor.device != device for tensor in updates):
+        table, updates = _moved(table, updates, device)
+    cautious = None if rates.cautious is None else rates.cautious[table[:, 0]]
+    if cautious is not None:
+        cautious_apply_(step.flat, updates, table[cautious], rates.lr_and_decay)
+        table = table[~cautious]
+    step.passes.unpack_apply(step.flat, updates, table, rates.lr_and_decay)
+
+
+def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+    """Copy the updates of all fragments to a device at once; return the table for the copies, and these."""
+    fragments = [
+        updates[source].narrow(0, offset, numel) for _, _, source, offset, numel, _ in table.tolist()
+    ]
+    moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
+    table = table.clone()
+    table[:, 2] = torch.arange(len(table), dtype=torch.int64, device="cpu")
+    table[:, 3] = 0  # fragment i is the i-th tensor, from its start
+    return table, moved

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.errors import BindingError
 from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.monitoring.recorder import StepRecorder
-from deepspeed_muon.ops.dispatch import Orthogonalizer
+from deepspeed_muon.ops.dispatch import FlatPasses, Orthogonalizer, flat_passes
 from deepspeed_muon.plan.layout import MatrixLayout, ParameterLayout, PartitionIndex, SetIndex
 from deepspeed_muon.plan.placement import Fragment, Placement, replicated_placement
 from deepspeed_muon.routing.route import Route
@@ -25,6 +26,9 @@ from deepspeed_muon.routing.shapes import true_shape
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
 from deepspeed_muon.variants import VARIANTS
 from deepspeed_muon.variants.variant import Variant
+
+State = MutableMapping[Tensor, dict[str, Any]]
+"""``optimizer.state``: the entries of each partition's tensor, by key."""
 
 NativeAdam = Callable[[], Callable[..., None]]
 """Makes a native AdamW; see :attr:`StepSet.native_adam`."""
@@ -44,6 +48,14 @@ class Partition:
     index: PartitionIndex
     tensor: Tensor
     muon: bool
+
+    def check_numel(self, tensor: Tensor, numel: int, label: str) -> None:
+        """Raise ``BindingError`` if a tensor of its state does not have ``numel`` elements."""
+        if tensor.numel() != numel:
+            raise BindingError(
+                f"the optimizer state holds {tensor.numel()} {label} of partition {self.index}, expected {numel}: it "
+                f"was saved with another layout. Restore it from a consolidated checkpoint"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +177,16 @@ class StepContext:
     def ns_settings(self) -> NsSettings:
         """The Newton-Schulz iteration."""
         return self.config.ns_settings(self.device)
+
+    @functools.cached_property
+    def passes(self) -> FlatPasses:
+        """The elementwise passes over Muon's partitions and their momentum."""
+        partitions, policy = self.step_set.partitions, self.policy
+        dtypes = {partition.tensor.dtype for partition in partitions}
+        dtypes |= {policy.dtype("momentum_buffer", dtype) for dtype in dtypes}
+        device = partitions[0].tensor.device if partitions else torch.device("cpu")
+        # The native passes have no float64, which an optimizer without DeepSpeed may have.
+        return flat_passes("torch" if torch.float64 in dtypes else self.config.ns_backend, device)
 
     @property
     def variant(self) -> Variant:

@@ -1,8 +1,8 @@
-"""The tables of a step, the rates beside them, and the two passes over them: :func:`pack` and :func:`apply`.
+"""Where the elements of a chunk are: the tables of the passes over it, and the segments that are copied at once.
 
 A *table* says for each fragment of this rank where its elements are: a row of six integers (:data:`COLUMNS`) names its
 range in a partition, its range in a second tensor, which has its directions or its updates, and its matrix, whose
-learning rate, decay and momentum are a row of :class:`Rates`.
+learning rate, decay and momentum are a row of :class:`.Rates`.
 
 Tables are made once, when the optimizer is bound. A native pass reads one in a single call, and equal segments of a
 batch's matrices are copied by one call, so that what Python does in a step grows with the batches, not the fragments.
@@ -15,26 +15,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepspeed_muon.config.values import MomentumWarmupConfig
-from deepspeed_muon.math.updates import (
-    AdjustLrName,
-    WeightDecayMode,
-    decay_factor,
-    momentum_in_warmup,
-    shape_scale,
-)
-from deepspeed_muon.ops.dispatch import FlatPasses
-from deepspeed_muon.ops.torch_operators import cautious_apply_
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
-from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, PlanIndex
+from deepspeed_muon.plan.layout import PartitionIndex, PlanIndex
 from deepspeed_muon.step.int8 import Int8Blocks
-from deepspeed_muon.step.row_state import OwnedRows
-from deepspeed_muon.variants.variant import Variant
 
 COLUMNS = 6
 """Columns of a table of ops/, one row for each fragment.
@@ -172,228 +159,3 @@ def _join_matrices(segments: Sequence[Segment], distance: int) -> Iterator[Segme
         last = joined or segment
     if last is not None:
         yield last
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Learning rate, decay and momentum of each matrix of a plan in this step.
-
-    Attributes:
-        momentum: ``(matrices, 2)`` float64: ``momentum``, and 1 for Nesterov momentum, else 0.
-        lr_and_decay: ``(matrices, 2)`` float64. Column 0 is the learning rate times the scale of the matrix's first
-            block; the updates of its other blocks have been scaled relative to it. Column 1 is the factor that decays
-            the weights; with cautious decay it is the fraction that the decayed weights lose.
-        cautious: ``(partitions,)`` bool: where only weights decay whose sign is that of their update; ``None`` if there
-            is no such partition.
-        block_scales: ``update_scale`` times the factor of ``adjust_lr_fn``, for each block of each matrix.
-        settings: Values of the variant's settings for each matrix; empty if it has none.
-    """
-
-    momentum: Tensor
-    lr_and_decay: Tensor
-    cautious: Tensor | None
-    block_scales: Sequence[tuple[float, ...]]
-    settings: Sequence[tuple[float, ...]]
-
-
-class GroupRates(NamedTuple):
-    """The values of a param group in one step on which :class:`Rates` depend; ``settings`` are the variant's."""
-
-    lr: float
-    weight_decay: float
-    weight_decay_mode: WeightDecayMode
-    adjust_lr_fn: AdjustLrName
-    update_scale: float
-    momentum: float
-    nesterov: bool
-    settings: tuple[float, ...]
-
-
-class RateTable:
-    """Computes the :class:`Rates` of a plan."""
-
-    def __init__(
-        self,
-        matrices: Sequence[MatrixLayout],
-        variant: Variant,
-        list_position: Mapping[PartitionIndex, int],
-        warmup: MomentumWarmupConfig | None,
-    ) -> None:
-        """``list_position`` is that of :class:`ChunkTable`."""
-        self._matrices = matrices
-        self._warmup = warmup
-        self._keys = [setting.name for setting in variant.settings]
-        self._list_position = list_position
-        self._positions = torch.tensor(
-            [list_position[matrix.partition] for matrix in matrices], dtype=torch.int64, device="cpu"
-        )  # (matrices,)
-        # Rates change with a param group or in a warm-up; a schedule changes them in every step, but not block scales.
-        self._block_scales = functools.lru_cache(maxsize=4)(self._make_block_scales)
-        self._rates_of = functools.lru_cache(maxsize=1)(self._make_rates)
-
-    def of(
-        self, groups: Mapping[PartitionIndex, Mapping[str, Any]], steps: Mapping[PartitionIndex, int]
-    ) -> Rates:
-        """Return the rates of a step; ``steps`` are counted from 1 in the state of each partition."""
-        # A group may own many partitions (sub-groups): it is read once for each step number among them.
-        warmup_steps = 0 if self._warmup is None else self._warmup.steps
-        read: dict[tuple[int, int], GroupRates] = {}
-        of_partitions = []
-        for index in self._list_position:
-            # After the warm-up momentum does not depend on the step, so that rates are not computed again.
-            step = min(steps[index], warmup_steps + 1)
-            key = (id(groups[index]), step)
-            if key not in read:
-                read[key] = self._read(groups[index], step)
-            of_partitions.append(read[key])
-        return self._rates_of(tuple(of_partitions))
-
-    def _read(self, group: Mapping[str, Any], step: int) -> GroupRates:
-        momentum, warmup = float(group["momentum"]), self._warmup
-        if warmup is not None:
-            momentum = momentum_in_warmup(momentum, start=warmup.start, steps=warmup.steps, step=step)
-        return GroupRates(
-            lr=float(group["lr"]),
-            weight_decay=float(group["weight_decay"]),
-            weight_decay_mode=group["weight_decay_mode"],
-            adjust_lr_fn=group["adjust_lr_fn"],
-            update_scale=float(group["update_scale"]),
-            momentum=momentum,
-            nesterov=bool(group["nesterov"]),
-            settings=tuple(float(group[key]) for key in self._keys),
-        )
-
-    def _make_rates(self, of_partitions: Sequence[GroupRates]) -> Rates:
-        block_scales, first = self._block_scales(
-            tuple((r.adjust_lr_fn, r.update_scale) for r in of_partitions)
-        )
-        lr_and_decay, cautious = [], []
-        for rates in of_partitions:
-            # Cautious decay has no common factor: the pass gets the fraction that decayed weights lose.
-            cautious.append(rates.weight_decay_mode == "cautious")
-            decay = rates.lr * rates.weight_decay
-            if not cautious[-1]:
-                decay = decay_factor(rates.weight_decay_mode, lr=rates.lr, weight_decay=rates.weight_decay)
-            lr_and_decay.append((rates.lr, decay))
-        momentum = [(rates.momentum, rates.nesterov) for rates in of_partitions]
-        # (partitions, 2) -> (matrices, 2)
-        of_matrices = torch.tensor(lr_and_decay, dtype=torch.float64, device="cpu").view(-1, 2)[
-            self._positions
-        ]
-        of_matrices[:, 0] *= first
-        return Rates(
-            torch.tensor(momentum, dtype=torch.float64, device="cpu").view(-1, 2)[self._positions],
-            of_matrices,
-            torch.tensor(cautious, dtype=torch.bool, device="cpu") if any(cautious) else None,
-            block_scales,
-            [of_partitions[position].settings for position in self._positions.tolist()] if self._keys else (),
-        )
-
-    def _make_block_scales(
-        self, rules: Sequence[tuple[AdjustLrName, float]]
-    ) -> tuple[list[tuple[float, ...]], Tensor]:
-        """Return the scales of each matrix's blocks, and those of the first blocks.
-
-        ``rules`` are ``adjust_lr_fn`` and ``update_scale`` of each partition.
-        """
-        block_scales: list[tuple[float, ...]] = []
-        for matrix, position in zip(self._matrices, self._positions.tolist(), strict=True):
-            # (outputs, inputs) of each block, however the weight is stored
-            rule, factor = rules[position]
-            shapes = [shape[::-1] if matrix.transposed else shape for shape in matrix.block_shapes]
-            block_scales.append(tuple(factor * shape_scale(rule, *shape) for shape in shapes))
-        return block_scales, torch.tensor(
-            [scales[0] for scales in block_scales], dtype=torch.float64, device="cpu"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The tensors and rates of one step of one step set.
-
-    The lists have one flat tensor of this rank for each of Muon's partitions.
-
-    Attributes:
-        mask: Whether any rank has a gradient, ``(matrices,)`` bool on the CPU; ``None`` if every matrix has one.
-        flat: The weights; mutated.
-        momentum: The momentum, or its int8 codes; mutated.
-        row_state: The variant's ``row_factors`` with the row state of owned matrices; ``None`` if it has none, or no
-            matrix has a gradient.
-        momentum_scales: The scales of int8 momentum, mutated; ``None`` for other dtypes.
-    """
-
-    mask: Tensor | None
-    rates: Rates
-    flat: Sequence[Tensor]
-    momentum: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    row_state: OwnedRows | None
-    passes: FlatPasses
-    momentum_scales: Sequence[Tensor] | None = None
-
-    def active(self, indices: Sequence[PlanIndex]) -> Sequence[PlanIndex]:
-        """Return those of the matrices ``indices`` that are active: any rank has a gradient of them."""
-        if self.mask is None:
-            return indices
-        return [index for index, flag in zip(indices, self.mask[list(indices)].tolist(), strict=True) if flag]
-
-    def active_fragments(self, table: Tensor) -> Tensor:
-        """Return the fragments in a table whose matrix is active, ``(active fragments, 6)``."""
-        return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
-
-
-def pack(table: ChunkTable, step: StepTensors, local_buffer: Tensor, fragment_buffer: Tensor) -> None:
-    """Update the momentum of a chunk's active fragments, and write their directions.
-
-    In an ``all_to_all`` chunk all go to the fragment buffer, else all to the local one; both are on the device of the
-    momentum.
-    """
-    fragments, rates = step.active_fragments(table.pack_table), step.rates.momentum
-    outputs = [local_buffer, fragment_buffer]
-    if step.momentum_scales is None:
-        step.passes.momentum_pack(step.momentum, step.grads, outputs, fragments, rates)
-        return
-    int8_blocks = table.int8_blocks
-    if step.mask is not None:
-        int8_blocks = int8_blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
-    step.passes.momentum_pack_int8(
-        step.momentum, step.momentum_scales, step.grads, outputs, fragments, rates, int8_blocks
-    )
-
-
-def apply(table: Tensor, step: StepTensors, updates: Sequence[Tensor]) -> None:
-    """Decay the weights of some fragments and subtract their updates, by :func:`.unpack_apply_` or its native twin.
-
-    It is :meth:`deepspeed_muon.reference.ReferenceMuon.apply`::
-
-        W <- W (1 - lr wd) - lr scale O
-
-    ``W`` and ``O`` are ``(numel,)``, a fragment of a matrix and of its orthogonalised direction. :class:`Rates` has
-    ``lr scale`` and the decay factor (``1 - wd`` if independent) of each matrix. Cautious decay shrinks only the
-    elements of ``W`` with the sign of ``O``.
-
-    ``table`` has the rows of :attr:`ChunkTable.apply_table` whose matrix is active, and ``updates`` its second tensors:
-    flat, in the wire dtype, on any device.
-    """
-    if not len(table):
-        return
-    device, rates = step.flat[0].device, step.rates
-    if any(tensor.device != device for tensor in updates):
-        table, updates = _moved(table, updates, device)
-    cautious = None if rates.cautious is None else rates.cautious[table[:, 0]]
-    if cautious is not None:
-        cautious_apply_(step.flat, updates, table[cautious], rates.lr_and_decay)
-        table = table[~cautious]
-    step.passes.unpack_apply(step.flat, updates, table, rates.lr_and_decay)
-
-
-def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-    """Copy the updates of all fragments to a device at once; return the table for the copies, and these."""
-    fragments = [
-        updates[source].narrow(0, offset, numel) for _, _, source, offset, numel, _ in table.tolist()
-    ]
-    moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
-    table = table.clone()
-    table[:, 2] = torch.arange(len(table), dtype=torch.int64, device="cpu")
-    table[:, 3] = 0  # fragment i is the i-th tensor, from its start
-    return table, moved

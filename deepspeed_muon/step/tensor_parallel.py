@@ -26,7 +26,7 @@ from deepspeed_muon.math.newton_schulz import orthogonalize_flops
 from deepspeed_muon.plan.layout import PlanIndex
 from deepspeed_muon.plan.owners import assign_owners
 from deepspeed_muon.step.orthogonalize import DirectionsOf, LocalOrthogonalizer, Updates
-from deepspeed_muon.step.tables import StepTensors
+from deepspeed_muon.step.tensors import StepTensors
 from deepspeed_muon.transport.all_to_all import exchange_tensors
 
 

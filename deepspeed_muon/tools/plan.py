@@ -30,12 +30,7 @@ from deepspeed_muon.ops.torch_operators import BLOCK
 from deepspeed_muon.plan.chunks import divide_into_chunks
 from deepspeed_muon.plan.flat_order import flat_partition_numel, order_of_matrices
 from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, TensorShards
-from deepspeed_muon.plan.owners import (
-    assign,
-    assign_owners,
-    blocks_flops,
-    sent_by_rank,
-)
+from deepspeed_muon.plan.owners import assign, assign_owners, blocks_flops
 from deepspeed_muon.plan.placement import (
     Floats,
     Ints,
@@ -348,6 +343,41 @@ def exchange_of(routes: Sequence[Route], settings: PlanSettings) -> Exchange:
     if settings.tensor_parallel > 1:
         _add_tensor_parallel(total, owned, muon, settings)
     return total
+
+
+def sent_by_rank(
+    matrices: Sequence[MatrixLayout], owners: Sequence[int], world_size: int
+) -> tuple[Floats, Floats]:
+    """Return the elements that each rank of the group sends in gather and in scatter: ``(world_size,)`` both.
+
+    They are the sums of what the plans of all ranks say, without a plan for each.
+    """
+    # Each of these is (matrices,).
+    rules = [
+        (p.numel, p.first, p.head, p.body, p.replicas) for p in (matrix.placement for matrix in matrices)
+    ]
+    numel, first, head, body, replicas = np.array(rules, dtype=np.int64).reshape(-1, 5).T
+    owner, cut = np.asarray(owners, dtype=np.int64), replicas == 0
+
+    def start(behind: Ints) -> Ints:
+        first_element: Ints = np.minimum(np.where(behind > 0, head + (behind - 1) * body, 0), numel)
+        return first_element
+
+    # 1. scatter: the owner sends what it does not hold itself, or, if replicated, everything to every other rank
+    numel_on_owner = start(owner - first + 1) - start(owner - first)
+    scatter = np.zeros(world_size)
+    np.add.at(scatter, owner, np.where(cut, numel - numel_on_owner, numel * (replicas - 1)))
+    # 2. gather: a rank sends all that it holds of matrices that it does not own. The first rank has the head, the last
+    # one what is left, and those between them a body each, which is added as a difference at both ends and summed up.
+    equal = (numel - head) // np.maximum(body, 1)  # ranks with a full body
+    change, ends = np.zeros(world_size + 1), np.zeros(world_size + 1)
+    np.add.at(change, (first + 1)[cut], body[cut])
+    np.add.at(change, (first + 1 + equal)[cut], -body[cut])
+    np.add.at(ends, first[cut], head[cut])
+    np.add.at(ends, (first + 1 + equal)[cut], (numel - head - equal * body)[cut])
+    gather = (np.cumsum(change) + ends)[:world_size]  # (world_size,)
+    np.add.at(gather, owner[cut], -numel_on_owner[cut])
+    return gather, scatter
 
 
 def _internode_fraction(settings: PlanSettings) -> float:

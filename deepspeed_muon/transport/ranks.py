@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,9 @@ _barrier_counts: dict[str, int] = {}
 _in_phase: set[dist.ProcessGroup | None] = set()
 # Seconds between two looks at the store; they grow from the first to the last.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.25
+# Seconds that a process waits for gloo's threads at its exit. They need a few milliseconds, and more on a machine that
+# has more to run than processors.
+_LONGEST_EXIT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,3 +303,30 @@ def _silence_message(purpose: str, group: dist.ProcessGroup | None, error: Excep
         f"exits, hangs or runs other code than the others blocks them: look at its log. Weights may be partly updated; "
         f"resume from a checkpoint. The collective's error: {error}"
     )
+
+
+def wait_for_gloo() -> None:
+    """Wait until no thread of gloo in this process has work left; called when the interpreter exits.
+
+    A thread of gloo that has finished a collective still has to release its tensors, and for that it asks for Python's
+    lock. Before Python 3.14, a thread that asks after the interpreter has begun to shut down is ended in the middle of
+    a destructor, and that kills the process: "terminate called without an active exception", status -6
+    (https://github.com/pytorch/pytorch/issues/190489). This happens whatever the optimizer, also after a barrier and
+    after ``destroy_process_group``, whose threads live on while anything refers to a group.
+
+    A thread that waits for a dead rank is asleep, and is ignored.
+    """
+    end = time.monotonic() + _LONGEST_EXIT
+    while any(_gloo_threads_running()) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _gloo_threads_running() -> Iterator[bool]:
+    """Yield for each thread of torch's gloo whether it runs, or would if it had a processor; Linux only."""
+    for thread in Path("/proc/self/task").glob("*"):
+        # Threads end while they are listed.
+        with contextlib.suppress(OSError):
+            # Python's lock is free while the kernel answers: a thread that asks for the lock counts as running.
+            name, fields = (thread / "stat").read_text().rsplit(")", 1)
+            if "(pt_gloo" in name:
+                yield fields.split()[0] == "R"

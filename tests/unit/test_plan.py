@@ -19,7 +19,6 @@ from deepspeed_muon.plan.flat_order import order_of_matrices
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import (
     assign_owners,
-    sent_by_rank,
     split_blocks,
     split_stack,
 )
@@ -32,6 +31,7 @@ from deepspeed_muon.plan.placement import (
     sharded_placement,
 )
 from deepspeed_muon.step.orthogonalize import batches
+from deepspeed_muon.tools.plan import sent_by_rank
 from deepspeed_muon.variants import VARIANTS
 from tests.support.layouts import ITERATION, MAKERS, flat_layouts, fragments_of, matrix_flops, sharded_layouts
 

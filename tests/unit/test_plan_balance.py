@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from deepspeed_muon.plan.chunks import ExchangePlan, build_exchange_plan
 from deepspeed_muon.plan.layout import MatrixLayout
-from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign, assign_owners, sent_by_rank
+from deepspeed_muon.plan.owners import FLOPS_PER_MOVED_ELEMENT, assign, assign_owners
 from deepspeed_muon.plan.placement import Placement, sharded_placement
+from deepspeed_muon.tools.plan import sent_by_rank
 from tests.support.calls import calls
 from tests.support.layouts import ITERATION, MAKERS, fragments_of, matrix_flops
 

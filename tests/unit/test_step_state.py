@@ -11,7 +11,7 @@ from deepspeed_muon import Muon
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.math.updates import AdamStep
 from deepspeed_muon.reference import ReferenceMuon
-from deepspeed_muon.step.state import torch_step
+from deepspeed_muon.step.adamw import torch_step
 from tests.support.models import build, train_alone
 from tests.support.training import state_bytes
 

@@ -14,7 +14,9 @@ from deepspeed_muon.plan.chunks import ExchangePlan, Segment, build_exchange_pla
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.placement import sharded_placement
 from deepspeed_muon.step import orthogonalize
-from deepspeed_muon.step.tables import ChunkTable, Rates, StepTensors, apply, pack
+from deepspeed_muon.step.runner import apply, pack
+from deepspeed_muon.step.tables import ChunkTable
+from deepspeed_muon.step.tensors import Rates, StepTensors
 from tests.support.comparisons import close
 
 

@@ -1,113 +1,25 @@
-"""Creates and converts the tensors in ``optimizer.state``, and runs AdamW on the parameters that are not Muon's.
-
-A partition of Muon has ``momentum_buffer`` and ``step``, with int8 momentum also its scales (:mod:`.int8`), and the row
-state of the variant. A partition of AdamW has ``exp_avg``, ``exp_avg_sq`` and ``step``.
-"""
+"""AdamW on the partitions that are not Muon's: DeepSpeed's kernel for offloaded ones, else torch's."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import StateDict
 
-from deepspeed_muon.config.values import StatePolicy
-from deepspeed_muon.errors import BindingError, InstallationError
-from deepspeed_muon.logs import logger, warn_on_each_machine
+from deepspeed_muon.errors import InstallationError
+from deepspeed_muon.logs import warn_on_each_machine
 from deepspeed_muon.math.updates import AdamStep, AdamTensors, adam_step_
-from deepspeed_muon.ops.dispatch import FlatPasses, flat_passes
 from deepspeed_muon.plan.layout import PartitionIndex
 from deepspeed_muon.plan.placement import Fragment
-from deepspeed_muon.step.step_set import NativeAdam, Partition, StepContext
-from deepspeed_muon.variants import ROW_STATE
-from deepspeed_muon.variants.variant import Variant
-
-State = MutableMapping[Tensor, dict[str, Any]]
-
-STATE_TENSORS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+from deepspeed_muon.step.step_set import NativeAdam, State, StepContext
+from deepspeed_muon.step.tensors import state_of
 
 # Elements that AdamW copies to fp32 at once where it computes on copies: they fit into the cache of a CPU core, and are
 # enough to occupy a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 1 << 16, 1 << 24
-
-
-def state_of(partition: Partition, state: State, policy: StatePolicy) -> dict[str, Any]:
-    """Return the state of a partition for the next step: create missing tensors, and increment ``step``."""
-    entry = state[partition.tensor]
-    for key in ("momentum_buffer",) if partition.muon else ("exp_avg", "exp_avg_sq"):
-        if key not in entry:
-            entry[key] = policy.make(key, partition.tensor)
-            entry.setdefault("step", 0)
-        elif not entry[key].is_contiguous():  # loaded state may have the strides of a parameter
-            entry[key] = entry[key].contiguous()
-    entry["step"] += 1
-    return entry
-
-
-def converted(entry: StateDict, param: Tensor, policy: StatePolicy) -> StateDict:
-    """Return the state of a parameter on its device and in the dtypes of ``policy``.
-
-    To and from int8 the next step converts (:func:`.int8.convert_momentum`), which needs the layout.
-    """
-    state = dict(entry)
-    for key, value in entry.items():
-        if isinstance(value, Tensor):
-            dtype = policy.dtype(key, param.dtype) if key in STATE_TENSORS else value.dtype
-            if torch.int8 in (dtype, value.dtype):
-                dtype = value.dtype
-            state[key] = value.to(device=param.device, dtype=dtype)
-    return state
-
-
-def row_state_of(partition: Partition, state: State, variant: Variant, numel: int) -> Tensor | None:
-    """Return a variant's row state of a partition, ``(numel,)``, or ``None`` if it has none; create a missing tensor.
-
-    Row state of other variants is removed from ``state``. Raises BindingError if it was saved with another layout.
-    """
-    entry, row_state = state[partition.tensor], variant.state
-    for key in ROW_STATE.keys() - {row_state and row_state.key}:
-        entry.pop(key, None)  # of another variant, from a state dict
-    if row_state is None:
-        return None
-    if row_state.key not in entry:
-        # While momentum is zero no matrix has had a gradient, and missing row state is no loss.
-        if entry["step"] > 1 and numel and entry["momentum_buffer"].any():
-            logger.warning(
-                "deepspeed_muon: the state of partition %d has no %s after %d steps (saved with another variant?); "
-                "variant %r starts it anew",
-                partition.index,
-                row_state.key,
-                entry["step"] - 1,
-                variant.name,
-            )
-        entry[row_state.key] = torch.zeros(numel, dtype=torch.float32, device=partition.tensor.device)
-    rows: Tensor = entry[row_state.key]
-    check_numel(rows, numel, row_state.label, partition)
-    return rows
-
-
-def check_numel(tensor: Tensor, numel: int, label: str, partition: Partition) -> None:
-    """Raise ``BindingError`` if a state tensor of a partition does not have ``numel`` elements."""
-    if tensor.numel() != numel:
-        raise BindingError(
-            f"the optimizer state holds {tensor.numel()} {label} of partition {partition.index}, expected {numel}: it "
-            f"was saved with another layout. Restore it from a consolidated checkpoint"
-        )
-
-
-def passes_for(context: StepContext) -> FlatPasses:
-    """Return the elementwise passes for the partitions of a step set and their momentum."""
-    partitions, policy = context.step_set.partitions, context.policy
-    master_dtypes = {partition.tensor.dtype for partition in partitions}
-    device = partitions[0].tensor.device if partitions else torch.device("cpu")
-    # The native passes have no float64, which an optimizer without DeepSpeed may have.
-    is_fp64 = torch.float64 in master_dtypes | {
-        policy.dtype("momentum_buffer", dtype) for dtype in master_dtypes
-    }
-    return flat_passes("torch" if is_fp64 else context.config.ns_backend, device)
 
 
 @functools.cache
@@ -169,7 +81,7 @@ class AdamW:
         """Return which kernel runs, why, and the number of calls."""
         return {"kernel": self._kernel, "reason": self._reason, "calls": self._calls}
 
-    def update_partitions(
+    def step(
         self,
         active: Sequence[bool],
         grads: Mapping[PartitionIndex, Tensor],
