@@ -2,8 +2,9 @@
 
 What subtracts Muon's update from the weights is :func:`deepspeed_muon.step.runner.apply`.
 
-``adjust_lr_fn``: the factor of an orthogonalised update, for a matrix of ``rows x cols``. Beware of "spectral": other
-projects call two different rules by that name. ``update_scale`` is one more factor, the same for all shapes.
+``adjust_lr_fn``: the factor of an update, an orthogonalised direction, for a matrix of ``rows x cols``. Beware of
+"spectral": other projects call two different rules by that name. ``update_scale`` is one more factor, the same for all
+shapes.
 
 ==================  ===========================  ==================================================
 name                factor                       source
@@ -14,8 +15,8 @@ name                factor                       source
 ``unit_rms_norm``   ``sqrt(rows/cols)``          arXiv 2502.07529; Dion calls it "spectral_norm"
 ==================  ===========================  ==================================================
 
-``weight_decay_mode``: how weight decay shrinks a parameter of Muon or of AdamW. With ``u`` the update
-that is subtracted (``lr * u``: Muon's scaled orthogonal factor, or Adam's ratio of moments)::
+``weight_decay_mode``: how weight decay shrinks a parameter of Muon or of AdamW. ``u`` is Muon's update times its
+factor, or Adam's ratio of moments::
 
     decoupled    p <- p - lr * wd * p                  - lr * u
     independent  p <- p - wd * p                       - lr * u
