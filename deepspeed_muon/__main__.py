@@ -20,7 +20,9 @@ from deepspeed_muon.tools.command_line import Output, parse
 def run() -> int:
     """Run the command of this process and return its exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
-    if sys.stdout is sys.stderr and sys.__stdout__ is not None:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # command_line.begin replaced it
+    if sys.stdout is sys.stderr:
         sys.stdout = sys.__stdout__  # command_line.begin replaced it
     # MODULE:FUNCTION may be in the current folder, which only `python -m` searches by itself.
     sys.path.insert(0, os.getcwd())
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             output = _COMMANDS[parsed.command](parsed)
         if text := json.dumps(output.data, indent=1) if as_json else output.text:
+            if sys.stdout is None:
+                raise OSError("standard output is closed")
             print(text, flush=True)  # a full disk is an error here, not when the process ends
     except (MuonError, OSError) as error:
         print(f"deepspeed_muon {parsed.command}: {error}", file=sys.stderr)

@@ -285,8 +285,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     make_folder(path.parent)
     busy = f"{path}: another process is making this folder; wait for it, or name a new one"
     with exclusive(path.with_name(f".{path.name}.lock"), busy) as is_locked:
-        if path.exists() and any(path.iterdir()):
-            raise CheckpointError(f"{path}: already holds something; name a new folder")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path}: is a file, or already holds something; name a new folder")
         # What killed processes left that made the same folder; without locks a living one may be writing it.
         pattern = f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"
         for abandoned in path.parent.glob(pattern) if is_locked else ():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,8 +46,10 @@ def begin() -> None:
     """Parse the arguments of this process, which ends here after ``--help``, ``--version`` or an error of usage.
 
     With ``--json`` nothing but JSON may reach standard output: DeepSpeed's logger, which is made by its import, writes
-    to standard error.
+    to standard error. An interrupt ends the imports that follow without a traceback.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a background job
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     if getattr(parse(), "json", False):
         sys.stdout = sys.stderr
 

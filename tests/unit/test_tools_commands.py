@@ -87,6 +87,42 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
     assert done.returncode and done.stderr.startswith("deepspeed_muon rates: [Errno 28] No space left")
 
 
+INTERRUPT = """
+import os, signal, sys
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == "torch":
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(interrupt)
+"""
+
+
+def test_an_interrupt_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
+    """They take seconds; where SIGINT is ignored, as in a background job, it remains so."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    command = [sys.executable, "-m", "deepspeed_muon", "rates", "absent.json"]
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert (done.returncode, done.stderr) == (130, "")
+    background = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
+    done = subprocess.run(background, capture_output=True, text=True, env=variables)
+    assert done.returncode == 2 and "absent.json: No such file" in done.stderr
+
+
+def test_a_standard_output_that_is_closed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON went to standard error instead, text nowhere, and the status was 0."""
+    write_set(tmp_path)
+    closed = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "deepspeed_muon"]
+    done = subprocess.run(
+        [*closed, "routes", str(tmp_path), "--json"], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    assert (done.returncode, done.stderr) == (2, "deepspeed_muon routes: standard output is closed\n")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["routes", str(tmp_path)]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
+
+
 def test_names_that_the_terminal_cannot_show_are_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +177,16 @@ def test_everything_is_exported_under_the_names_of_the_set(tmp_path: Path) -> No
         "w": list(range(12)),
         "momentum_buffer/w": list(range(12)),
     }
+
+
+def test_a_file_is_no_folder_for_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was "[Errno 20] Not a directory"."""
+    write_set(tmp_path / "set")
+    (tmp_path / "file").touch()
+    assert main(["checkpoint", "export", str(tmp_path / "set"), str(tmp_path / "file")]) == 2
+    assert (
+        f"{tmp_path / 'file'}: is a file, or already holds something; name a new" in capsys.readouterr().err
+    )
 
 
 def test_a_damaged_set_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

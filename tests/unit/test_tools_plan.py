@@ -113,6 +113,7 @@ def test_experts_of_autoep_are_divided_before_zero_divides_them(plan_of: PlanOf)
         ("llama-7b --world-size 6 --tensor-parallel 4", "tensor-parallel groups of 4"),
         ("llama-7b --params {'ns_step':3}", "did you mean 'ns_steps'"),
         ("llama-7b --params {'optimizer':{},'bf16':true}", "bf16 must be an object, got True"),
+        ("llama-7b --params {'optimizer':{'type':'AdamW'}}", "optimizer.type is 'AdamW', not Muon"),
         ("llama-7b --params no-such-file.json", "no-such-file.json: No such file"),
         ("llama-7b --efficiency 5", "--efficiency 5: a fraction of the peak is above 0 and at most 1"),
         ("llama-7b --world-size 100000000000", "--world-size 100000000000: plans are made for at most"),
