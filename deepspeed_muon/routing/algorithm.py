@@ -9,7 +9,7 @@
 5. AdamW updates a bare two-dimensional parameter that nothing identifies.
 
 What rests on 3 or 5 is a guess, unless the name has only one meaning. So is a layer outside of blocks that reads what
-no layer makes, or makes what no later one reads: perhaps a first layer, or a head.
+no hidden layer makes, or makes what no later one reads: perhaps a first layer, or a head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -124,7 +124,8 @@ def claims_of_model(members: Sequence[NamedParameter], structure: Structure) -> 
         if (claim := router(member, experts, stacks)) is not None:
             claims[member.key].append(claim)
     outside = _outside_blocks(matrices, structure) if structure.is_ordered else set()
-    for key, claim in (*_heads(matrices, structure, outside), *_first_layers(matrices, structure, outside)):
+    heads = dict(_heads(matrices, structure, outside))
+    for key, claim in (*heads.items(), *_first_layers(matrices, structure, outside, heads)):
         claims[key].append(claim)
     return claims
 
@@ -146,8 +147,8 @@ def _components(member: NamedParameter) -> list[str]:
 
 
 def _parent(member: NamedParameter) -> str:
-    """Return the path of the module around a layer."""
-    return holder_path(member.name).rpartition(".")[0]
+    """Return the path of the module around a layer, whose weight may have any name."""
+    return plain_name(member.name).rpartition(".")[0].rpartition(".")[0]
 
 
 def _beside(member: NamedParameter) -> tuple[str, str]:
@@ -178,34 +179,34 @@ def _embedding(member: NamedParameter, structure: Structure) -> Iterator[Claim]:
 
 
 def _first_layers(
-    matrices: Sequence[NamedParameter], structure: Structure, outside: set[int]
+    matrices: Sequence[NamedParameter], structure: Structure, outside: set[int], heads: Mapping[int, Claim]
 ) -> Iterator[tuple[int, Claim]]:
     """Yield ``id`` and claim of the layers that read images, latents, audio or patches of them."""
     outputs: set[int] = set()  # of the layers before
-    # Numbers of features that embeddings, layers and convolutions make.
-    made = {member.full_shape[1] if member.kind == "embedding" else member.sides[0] for member in matrices}
+    # Numbers of features that embeddings, layers and convolutions make; what only heads make is data.
+    hidden = [member for member in matrices if member.key not in heads]
+    made = {member.full_shape[1] if member.kind == "embedding" else member.sides[0] for member in hidden}
+    data = {member.sides[0] for member in matrices if member.key in heads} - made
     convolved = {member.sides[0] for member in matrices if "convolution" in (member.kind or "")}
     first_below: dict[str, int] = {}  # path of a module that is named like a first layer to its first weight
     for member in matrices:
-        components, shape = _components(member), member.full_shape
-        if member.kind == "convolution":
-            # A convolution of one pixel may read what a layer before it squeezed into few channels; 3 are an image.
-            is_data = math.prod(shape[2:]) > 1 or shape[1] == 3 or shape[1] not in outputs
-            # Tacotron's location layer reads the channels of attention weights.
-            is_data |= math.prod(shape) == shape[1] ** 2  # beside a codebook
-            if shape[1] <= _MAX_DATA_CHANNELS and is_data and not _in_attention(components):
-                reason = f"first convolution: reads {shape[1]} channel{'s' * (shape[1] > 1)}"
-                yield member.key, Claim("input", reason)
-            elif shape[0] == 3:
-                yield member.key, Claim("head", "output head: makes 3 channels", certain=False)
-            elif structure.is_ordered and member is matrices[0]:
-                yield (
-                    member.key,
-                    Claim("input", "first convolution, in the order of the modules", certain=False),
-                )
+        components, shape, inputs = _components(member), member.full_shape, _inputs(member)
+        is_convolution = member.kind == "convolution"
+        # A convolution of one pixel may read what a layer before it squeezed into few channels; 3 are an image.
+        is_data = math.prod(shape[2:]) > 1 or inputs == 3 or inputs not in outputs
+        is_data |= math.prod(shape) == inputs**2  # beside a codebook
+        # Tacotron's location layer reads the channels of attention weights.
+        is_data &= inputs <= _MAX_DATA_CHANNELS and not _in_attention(components)
+        if is_convolution and is_data:
+            yield member.key, Claim("input", f"first convolution: reads {inputs} channel{'s' * (inputs > 1)}")
+        elif is_convolution and shape[0] == 3:
+            yield member.key, Claim("head", "output head: makes 3 channels", certain=False)
+        elif is_convolution and structure.is_ordered and member is matrices[0]:
+            yield member.key, Claim("input", "first convolution, in the order of the modules", certain=False)
         # A linear layer may also read the features of several others together, or all positions of a convolution.
-        elif member.key in outside and not (
-            _inputs(member) in made or any(_inputs(member) % channels == 0 for channels in convolved)
+        elif member.key in outside and (
+            inputs in data
+            or not (is_convolution or inputs in made or any(inputs % channels == 0 for channels in convolved))
         ):
             yield member.key, Claim("hidden", PERHAPS_FIRST, certain=False)
         if member.kind in ("convolution", "linear"):
@@ -215,10 +216,8 @@ def _first_layers(
                     # A patch embedding may have several layers ("patch_embed.conv.3"); all but the first are hidden.
                     path = ".".join(components[: position + 1])
                     if first_below.setdefault(path, member.key) == member.key:
-                        yield (
-                            member.key,
-                            Claim("input", f"first layer by name ({component.lower()})", entry.certain),
-                        )
+                        reason = f"first layer by name ({component.lower()})"
+                        yield member.key, Claim("input", reason, entry.certain)
         outputs.add(member.sides[0])
 
 
@@ -281,12 +280,8 @@ def _outside_blocks(matrices: Sequence[NamedParameter], structure: Structure) ->
 def _modules_in_lists(member: NamedParameter, structure: Structure) -> list[str]:
     """Return the paths of the modules around a parameter that are in a list, and no lists themselves."""
     components = _components(member)
-    paths = [".".join(components[:length]) for length in range(len(components) + 1)]
-    return [
-        path
-        for parent, path in itertools.pairwise(paths)
-        if parent in structure.lists and path not in structure.lists
-    ]
+    paths = itertools.pairwise(".".join(components[:length]) for length in range(len(components) + 1))
+    return [path for parent, path in paths if parent in structure.lists and path not in structure.lists]
 
 
 def _vocabulary_heads(matrices: Sequence[NamedParameter], outside: set[int]) -> dict[int, Claim]:
@@ -317,6 +312,7 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
     # 1. The last one with fewer outputs than inputs; one with more only if it is the very last layer.
     claims: dict[int, Claim] = {}
     last = [member for member in matrices if member.key in heads]
+    is_certain = True
     if not last and len(layers) > 1:
         narrow = [member for member in ends.values() if member.sides[0] < member.sides[1]]
         last = narrow[:1] or [member for member in ends.values() if member is layers[-1]]
@@ -324,13 +320,11 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
             # What other layers make and read is the width of hidden layers.
             others = [layer.sides for layer in layers if layer is not member]
             is_hidden = all(member.sides[0] in sizes for sizes in zip(*others, strict=True))
-            claims[member.key] = Claim(
-                "head", "output head: the last layer", member is layers[-1] and not is_hidden
-            )
+            is_certain = member is layers[-1] and not is_hidden
+            claims[member.key] = Claim("head", "output head: the last layer", is_certain)
     # 2. Those in parallel: with as many outputs, beside it, or at its position in a module beside its own ("actor.2",
     # "critic.2"). Every other end is perhaps a head, and so is the last layer where no other makes several outputs.
     final = next((layer for layer in reversed(layers) if layer.sides[0] > 1), None)
-    is_certain = all(claim.certain for claim in claims.values())
     is_open = final is not None and (
         not is_certain or all(head.sides[0] == 1 and _parent(head) != _parent(final) for head in last)
     )
@@ -338,27 +332,23 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
     readers: dict[int, set[str]] = defaultdict(set)  # number of features to the modules that read so many
     for member in layers:
         readers[_inputs(member)].add(_parent(member))
+    read_on = {_inputs(member) for member in layers if member.key not in ends}  # by hidden layers
     towers = set(map(_starred, last))
     for member in (layer for layer in reversed(layers) if layer.key in outside - heads - claims.keys()):
         outputs, inputs = member.sides
-        alike = [head for head in last if head.sides[0] == outputs]
-        of_same_inputs = [
-            head for head in last if outputs < inputs == _inputs(head) and head.kind == member.kind
-        ]
-        beside = [head for head in of_same_inputs if _parent(head) == _parent(member)]
-        if member.key in ends and (
-            alike or beside or any(_beside(head) == _beside(member) for head in of_same_inputs)
-        ):
+        siblings = [head for head in last if outputs < inputs == _inputs(head) and head.kind == member.kind]
+        is_parallel = _parent(member) in map(_parent, siblings) or outputs in (head.sides[0] for head in last)
+        if member.key in ends and (is_parallel or _beside(member) in map(_beside, siblings)):
             reason = "output head: in parallel with the last layer"
-            claims[member.key] = Claim("head", reason, is_certain and bool(alike or beside))
+            claims[member.key] = Claim("head", reason, is_certain and is_parallel)
             continue
+        # The outputs of a generator are read by a discriminator alone, those of an encoder by the decoder.
+        is_generated = member.kind == "linear" and outputs in read_on
+        is_generated &= len(readers[outputs]) == 1 and _parent(member) not in readers[outputs]
+        is_unread = member.key in ends or is_generated
         # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
         # has no bias.
-        is_biased = member.layer is not None and member.layer.is_biased
-        # The outputs of a generator are read by a discriminator alone.
-        is_wide = member.kind == "linear" and outputs > inputs
-        is_generated = is_wide and len(readers[outputs]) == 1 and _parent(member) not in readers[outputs]
-        is_unread = (member.key in ends or is_generated) and outputs % inputs != 0 and is_biased
+        is_unread &= outputs % inputs != 0 and member.layer is not None and member.layer.is_biased
         # The last layers of parallel towers may be square.
         is_last_below = last_below[_parent(member)] == member.key
         is_twin = outputs == inputs and is_last_below and _starred(member) in towers
@@ -428,7 +418,7 @@ def _heads_by_name(matrices: Sequence[NamedParameter]) -> dict[int, Claim]:
                 if is_output:
                     claim = Claim("head", f"output head by name ({components[end]})", entry.certain)
                     claims.setdefault(member.key, claim)
-                elif member.kind == "linear" and end == len(components) - 1:
+                elif (entry.meaning == "layer" or member.kind == "linear") and end == len(components) - 1:
                     # Such a layer may make outputs that a later layer refines (a postnet).
                     claims.setdefault(member.key, Claim("hidden", PERHAPS_HEAD, certain=False))
         later.add(_inputs(member))
@@ -478,11 +468,10 @@ def decide(member: NamedParameter, kind: MatrixKind | None) -> tuple[Algorithm, 
         return "adamw", _not_a_matrix(member, claims)
     if 1 in (shape[-2:] if kind == "experts" else (shape[0], math.prod(shape[1:]))):
         return "adamw", Claim("shape", "a matrix with a side of 1, which is a vector")
+    if not claims and len(shape) == 2 and member.names and member.kind in (None, "bare", "experts"):
+        claims = [_bare_matrix(member)]
     if claims:
         return ("muon" if claims[0].rule == "hidden" else "adamw"), claims[0]
-    if len(shape) == 2 and member.names and member.kind in (None, "bare", "experts"):
-        claim = _bare_matrix(member)
-        return ("muon" if claim.rule == "hidden" else "adamw"), claim
     if member.layer is None:
         reason = _REASONS[kind] + (" by name" if member.names else " by shape")
         return "muon", Claim("hidden", reason, certain=False)

@@ -193,6 +193,19 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "mlp_gan": lambda: Tree(
         generator=Tree(model=_mlp(100, 128, 256, 784)), discriminator=Tree(model=_mlp(784, 512, 256, 1))
     ),
+    "narrow_gan": lambda: Tree(generator=_mlp(128, 256, 256, 45), discriminator=_mlp(45, 256, 256, 1)),
+    "actor_on_trunk": lambda: Tree(trunk=_mlp(60, 128, 80), actor=Linear(80, 6), critic=Linear(80, 1)),
+    "denoiser": lambda: Tree(
+        down=nn.ModuleList([Tree(first=Conv(7, 64, 5), second=Conv(64, 64, 5), residual=Conv(7, 64, 1))]),
+        up=nn.ModuleList([Tree(first=Conv(128, 64, 5), second=Conv(64, 64, 5), residual=Conv(128, 64, 1))]),
+        final=nn.Sequential(Conv(64, 64, 5), Conv(64, 7, 1)),
+    ),
+    "vq": lambda: Tree(
+        encoder=Tree(conv_in=Conv(3, 64, 3), hidden=Conv(64, 128, 3), conv_out=Conv(128, 32, 3)),
+        quantize=Tree(embedding=Embedding(512, 32)),
+        decoder=Tree(conv_in=Conv(32, 128, 3), hidden=Conv(128, 64, 3), conv_out=Conv(64, 3, 3)),
+    ),
+    "forecast": lambda: Tree(encoder=Linear(96, 512), layers=_blocks(512), out=Linear(512, 96)),
     "keypoints": lambda: Tree(
         conv1=Conv(1, 64, 3), hidden=Conv(64, 128, 3), points=Conv(128, 65, 1), descriptor=Conv(128, 128, 1)
     ),
