@@ -40,7 +40,7 @@ class SymGemm(ctypes.Structure):
     """``struct MuonSymGemm``."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in "abcd"]
+        [(name, ctypes.c_void_p) for name in (*"abcd", "counter")]
         + [(name, ctypes.c_int64) for name in ("batch", "m", "k")]
         + [(f"ld{name}", ctypes.c_int64) for name in "abcd"]
         + [(f"stride_{name}", ctypes.c_int64) for name in "abcd"]
@@ -132,6 +132,7 @@ class Kernels:
         self.library.muon_unpack_apply.argtypes = [pointer, int64, int32, int32, pointer]
         self.library.muon_divide_transposed.argtypes = [ctypes.POINTER(DivideTransposed), pointer]
         self.library.muon_sym_gemm.argtypes = [ctypes.POINTER(SymGemm), pointer]
+        self._counters: dict[torch.device, Tensor] = {}
 
     def available(self) -> int:
         """Status of the symmetric product on the current device."""
@@ -153,8 +154,12 @@ class Kernels:
         diag: float = 0.0,
     ) -> int:
         """Run the symmetric product into ``d``, all of three dimensions."""
-        problem = problem_of(a, b, c, d, alpha=alpha, beta=beta, diag=diag)
+        problem = problem_of(a, b, c, d, self.counter(d.device), alpha=alpha, beta=beta, diag=diag)
         return self._checked(self.library.muon_sym_gemm(ctypes.byref(problem), stream()))
+
+    def counter(self, device: torch.device) -> Tensor:
+        """Return the counter of all products on a device, which run one after the other."""
+        return self._counters.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))
 
     def momentum_pack(self, fragments: Sequence[Fragment], *, nesterov: bool) -> int:
         """Run one call over fragments of ``(momentum, gradient, out)``, each with its decay."""
@@ -196,11 +201,19 @@ class Kernels:
 
 
 def problem_of(
-    a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, *, alpha: float, beta: float, diag: float
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    d: Tensor,
+    counter: Tensor,
+    *,
+    alpha: float,
+    beta: float,
+    diag: float,
 ) -> SymGemm:
     """Describe a product of tensors with unit stride in their last dimension."""
     problem = SymGemm(batch=a.shape[0], m=a.shape[1], k=a.shape[2], alpha=alpha, beta=beta, diag=diag)
-    problem.dtype = DTYPES[a.dtype]
+    problem.dtype, problem.counter = DTYPES[a.dtype], counter.data_ptr()
     for name, tensor in zip("abcd", (a, b, c, d), strict=True):
         if tensor is not None:
             setattr(problem, name, tensor.data_ptr())

@@ -48,6 +48,16 @@ def test_sym_gemm(bench: Bench, shape: tuple[int, int, int], mode_index: int) ->
     cases.sym_gemm(bench, shape, dtype, Inputs("cpu", mode_index))
 
 
+def test_tiles_in_any_order_give_the_same_bits(bench: Bench) -> None:
+    a, results = Inputs("cpu")(2, 264, 200, dtype=torch.float16), []
+    for seed in range(12):
+        # Blocks that come first take all tiles of others but their first ones, some or none.
+        bench.configure(processors=1 + seed % 4, seed=100 * seed)
+        results.append(torch.full((2, 264, 264), torch.nan, dtype=torch.float16))
+        assert bench.sym_gemm(a, a, None, results[-1]) == OK
+        assert torch.equal(results[-1], results[0]) and not bench.counter(a.device).any()
+
+
 @pytest.mark.parametrize("case", [cases.nothing_outside_is_written, cases.c_may_be_the_output])
 def test_operands_that_are_views_or_the_output(bench: Bench, case: Callable[[Bench, Inputs], None]) -> None:
     bench.configure(processors=2)
@@ -72,11 +82,13 @@ def test_refused_operands(bench: Bench) -> None:
         ("lda", 68, SHAPE),
         ("stride_d", 4, SHAPE),
         ("m", 1 << 25, SHAPE),
+        ("m", 1 << 24, SHAPE),  # more tiles than 32 bits count
         ("m", -8, BAD_ARGUMENT),
         ("ldb", 56, BAD_ARGUMENT),
         ("d", 0, BAD_ARGUMENT),
+        ("counter", 0, BAD_ARGUMENT),
     ):
-        wrong = problem_of(a, a, None, d, alpha=1.0, beta=0.0, diag=0.0)
+        wrong = problem_of(a, a, None, d, bench.counter(d.device), alpha=1.0, beta=0.0, diag=0.0)
         setattr(wrong, name, value)
         assert bench.library.muon_sym_gemm(ctypes.byref(wrong), 0) == status, name
         assert bench.name(status) not in ("ok", "unknown status")
@@ -212,6 +224,8 @@ def more_tiles_than_2_31(kernels: Bench) -> None:
     a[0, -128:] = Inputs("cpu")(128, 64, dtype=torch.float16)
     grid, tiles = (1 << 31) - 1, 20000 * TILES
     kernels.configure(processors=grid, blocks=(tiles - 1 - grid, 1))
+    # All others have taken their tiles.
+    kernels.counter(d.device).fill_(tiles - 1 - grid)
     matrices = a.expand(20000, -1, -1)
     assert kernels.sym_gemm(matrices, matrices, None, d.expand(20000, -1, -1)) == OK
     cases.check_product(d[:, -128:, -128:].contiguous(), a[:, -128:], a[:, -128:], None, 1.0, 0.0, 0.0)
@@ -248,10 +262,15 @@ def long_fragments(kernels: Bench) -> None:
 
 
 def products(kernels: Bench) -> None:
-    """Products of two matrices of six tiles, in twelve orders of everything that may be in any order."""
+    """Products of two matrices of six tiles, in twelve orders of everything that may be in any order.
+
+    A tile has more stages than the ring, and fewer: the ring then has copies of two tiles.
+    """
     for seed in range(12):
-        kernels.configure(processors=1, mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1)
-        cases.sym_gemm(kernels, (2, 264, 520), torch.float16, Inputs("cpu", seed))
+        kernels.configure(
+            processors=1 + 2 * (seed % 2), mode=(ANY_TIME, LATE, EARLY)[seed % 3], seed=1000 * seed + 1
+        )
+        cases.sym_gemm(kernels, (2, 264, (520, 200)[seed // 6]), torch.float16, Inputs("cpu", seed))
 
 
 def turned(kernels: Bench) -> None:

@@ -5,6 +5,7 @@
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -58,6 +59,14 @@ at::Tensor sym_gemm_cublas(
 at::Tensor sym_gemm(
     const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
     double diag) {
+  return muon::sym_gemm(a, b, c, alpha, beta, diag, at::zeros({1}, a.options().dtype(at::kInt)));
+}
+
+}  // namespace
+
+at::Tensor muon::sym_gemm(
+    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
+    double diag, const at::Tensor& counter) {
   TORCH_CHECK(a.dim() == 2 || a.dim() == 3, "sym_gemm: a must be (m, k) or (batch, m, k), got ", a.sizes());
   TORCH_CHECK(
       b.sizes() == a.sizes() && b.scalar_type() == a.scalar_type() && b.device() == a.device(),
@@ -77,6 +86,7 @@ at::Tensor sym_gemm(
   problem.b = right.const_data_ptr();
   problem.c = added.has_value() ? added->const_data_ptr() : nullptr;
   problem.d = d.data_ptr();
+  problem.counter = static_cast<uint32_t*>(counter.data_ptr());
   problem.batch = left.size(0);
   problem.m = left.size(1);
   problem.k = left.size(2);
@@ -99,7 +109,7 @@ at::Tensor sym_gemm(
   return sym_gemm_cublas(left, right, added, alpha, beta, diag).view(shape);
 }
 
-at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
+at::Tensor muon::divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
   muon::check_divide_transposed(x, norms);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor out = at::empty({x.size(0), x.size(2), x.size(1)}, x.options().dtype(dtype));
@@ -118,8 +128,10 @@ at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::S
   const int status = muon_divide_transposed(&problem, stream_of(x));
   if (status == MUON_OK) return out;
   TORCH_CHECK(status < 0 && status != MUON_BAD_ARGUMENT, "divide_transposed: ", muon_status_name(status));
-  return muon::divided(x.mT(), norms, dtype);
+  return divided(x.mT(), norms, dtype);
 }
+
+namespace {
 
 const char* pointer(const at::Tensor& t, int64_t offset) {
   return static_cast<const char*>(t.const_data_ptr()) + offset * t.element_size();
@@ -204,7 +216,7 @@ TORCH_LIBRARY_FRAGMENT(deepspeed_muon, m) {
 TORCH_LIBRARY_IMPL(deepspeed_muon, CUDA, m) {
   m.impl("sym_gemm", &sym_gemm);
   m.impl("orthogonalize", &muon::orthogonalize);
-  m.impl("divide_transposed", &divide_transposed);
+  m.impl("divide_transposed", &muon::divide_transposed);
   m.impl("momentum_pack_", &momentum_pack);
   m.impl("momentum_pack_int8_", &momentum_pack_int8);
   m.impl("unpack_apply_", &unpack_apply);

@@ -1,6 +1,5 @@
 #include "iteration.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/div.h>
@@ -9,6 +8,7 @@
 #include <ATen/ops/lt.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <optional>
 #include <string>
@@ -23,24 +23,6 @@ at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType 
 }
 
 namespace {
-
-using SymGemm =
-    at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, double, double);
-
-at::Tensor sym(
-    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
-    double diag) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("deepspeed_muon::sym_gemm", "").typed<SymGemm>();
-  return op.call(a, b, c, alpha, beta, diag);
-}
-
-at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("deepspeed_muon::divide_transposed", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::ScalarType)>();
-  return op.call(x, norms, dtype);
-}
 
 // The Frobenius norms, (batch, 1, 1), each at least `smallest`. The squares of elements below 1e-19 underflow: a small norm is
 // that of elements 2^80 times as large. The smallest number of fp16 has the norm 6e-8.
@@ -69,6 +51,11 @@ at::Tensor iterate(
   // The cast writes the short side first, so that turning a tall matrix costs no pass of its own.
   at::Tensor w = tall ? divide_transposed(x, norm, dtype) : divided(x, norm, dtype);
   const int64_t steps = static_cast<int64_t>(coefficients.size() / 3);
+  // One for all products, which follow each other on the stream: of this call, so that calls may run at the same time.
+  const at::Tensor counter = at::zeros({1}, x.options().dtype(at::kInt));
+  const auto sym = [&counter](
+                       const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha,
+                       double beta, double diag) { return sym_gemm(a, b, c, alpha, beta, diag, counter); };
   if (!gram) {
     for (int64_t done = 1;; ++done) {
       const double a = coefficients[3 * done - 3], b = coefficients[3 * done - 2], c = coefficients[3 * done - 1];

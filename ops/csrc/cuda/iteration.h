@@ -3,9 +3,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 
 namespace muon {
+
+// The operators of these names, defined in binding_cuda.cpp. `counter` is that of MuonSymGemm.
+at::Tensor sym_gemm(
+    const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& c, double alpha, double beta,
+    double diag, const at::Tensor& counter);
+at::Tensor divide_transposed(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype);
 
 // x / norms, contiguous, in `dtype`: one pass, without a copy in the dtype of the quotient.
 at::Tensor divided(const at::Tensor& x, const at::Tensor& norms, at::ScalarType dtype);

@@ -22,6 +22,9 @@ inline int check_sym_gemm(const MuonSymGemm& p) {
   if (p.m == 0 || p.k == 0 || p.m % 8 != 0 || p.k % 8 != 0) return MUON_SHAPE_UNSUPPORTED;
   // 2^24 keeps tile arithmetic, and the coordinates of a TMA copy, far inside 32 bits.
   if (p.m > (1 << 24) || p.k > (1 << 24) || p.batch > (1 << 24)) return MUON_SHAPE_UNSUPPORTED;
+  // The counter of tiles has 32 bits.
+  const int64_t tiles = TileSchedule(static_cast<int>(p.m), static_cast<int>(p.batch)).total;
+  if (tiles > UINT32_MAX) return MUON_SHAPE_UNSUPPORTED;
   const int64_t c = p.c != nullptr ? 1 : 0;
   const int64_t many = p.batch > 1 ? 1 : 0;  // the stride of a single matrix is not used
   for (int64_t step : {p.lda, p.ldb, p.ldd, c * p.ldc, many * p.stride_a, many * p.stride_b, many * p.stride_d,
@@ -30,7 +33,7 @@ inline int check_sym_gemm(const MuonSymGemm& p) {
   }
   if (p.lda < p.k || p.ldb < p.k || p.ldd < p.m || (p.c && p.ldc < p.m)) return MUON_BAD_ARGUMENT;
   if (p.batch == 0) return MUON_OK;
-  if (!p.a || !p.b || !p.d) return MUON_BAD_ARGUMENT;
+  if (!p.a || !p.b || !p.d || !p.counter) return MUON_BAD_ARGUMENT;
   if (!on_16_bytes(p.a) || !on_16_bytes(p.b) || !on_16_bytes(p.c) || !on_16_bytes(p.d)) return MUON_MISALIGNED;
   return MUON_OK;
 }

@@ -1,14 +1,19 @@
 // Symmetric GEMM for Hopper: TMA into a ring of swizzled stages, wgmma out of it.
 //
-// A persistent block of three warpgroups. One thread of the first walks the block's tiles and keeps the ring full; the
+// A persistent block of three warpgroups. One thread of the first takes the block's tiles and keeps the ring full; the
 // other two take turns with whole 128 x 128 tiles, so that one's epilogue (read c, scale, turn, write twice) runs
 // behind the other's products. Each consumer has a staging buffer of its own, into which it prefetches its tile of c
 // before its products start.
 //
+// The first tile of a block is that of its index; it takes the others from a counter in global memory, one at a time. So
+// a block that starts late, because a kernel of NCCL has its multiprocessor, has one tile to compute, not its share.
+//
 // The ring's barriers: `full` completes when both operands of a stage have arrived, `empty` when the four warps of the
 // consumer that used it are done. `issued` of a consumer completes when it has seen every copy of its tile arrive; the
-// other one starts the next tile only then. That is not only fair, it is needed: a full barrier tells the current phase
-// from the one before and no more, and a consumer that ran ahead would take the one for the other.
+// other one starts the next tile only then. That is not only fair, where the ring holds more than a tile it is needed: a
+// full barrier tells the current phase from the one before and no more, and a consumer that ran ahead would take the one
+// for the other. `tile_full` of a consumer completes when the number of its next tile is in shared memory, `tile_empty`
+// when all of its threads have read it.
 #include "launch.cuh"
 #include "ptx_sm90.cuh"
 #include "tensor_map.cuh"
@@ -32,8 +37,9 @@ constexpr int kRingStageBytes = 2 * kSm90OperandBytes;
 // Offsets in shared memory from an address on 1024 bytes, where the pattern of the 128-byte swizzle starts.
 constexpr int kStagingOffset = kStages * kRingStageBytes;
 constexpr int kBarrierOffset = kStagingOffset + kConsumers * kStageBytes;
-constexpr int kBarriers = 2 * kStages + kConsumers;
-constexpr int kSharedBytes = kBarrierOffset + 8 * kBarriers + 1024;  // 1024: for rounding the start up
+constexpr int kBarriers = 2 * kStages + 3 * kConsumers;
+constexpr int kTileOffset = 8 * kBarriers;  // behind the barriers
+constexpr int kSharedBytes = kBarrierOffset + kTileOffset + 4 * kConsumers + 1024;  // 1024: for rounding the start up
 static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -43,21 +49,41 @@ static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can h
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
+// And, behind them, the number of the next tile of each consumer.
 struct Barriers {
   uint32_t first;
   __device__ __forceinline__ uint32_t full(int stage) const { return first + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return first + 8 * (kStages + stage); }
   __device__ __forceinline__ uint32_t issued(int consumer) const { return first + 8 * (2 * kStages + consumer); }
+  __device__ __forceinline__ uint32_t tile_full(int consumer) const { return issued(kConsumers + consumer); }
+  __device__ __forceinline__ uint32_t tile_empty(int consumer) const { return issued(2 * kConsumers + consumer); }
+  __device__ __forceinline__ uint32_t tile(int consumer) const { return first + kTileOffset + 4 * consumer; }
 };
 
 __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
-                                        const TileSchedule& schedule, int blocks_k, uint32_t ring, Barriers barriers) {
+                                        const TileSchedule& schedule, unsigned* counter, int blocks_k, uint32_t ring,
+                                        Barriers barriers) {
   prefetch_tensor_map(&map_a);
   prefetch_tensor_map(&map_b);
+  const uint32_t total = static_cast<uint32_t>(schedule.total);
+  // The next tile is taken when as many loads as the ring has stages are left, which hide the time that it takes.
+  const int ahead = blocks_k > kStages ? blocks_k - kStages : 0;
   PipelineState state;
-  for (int64_t work = blockIdx.x; work < schedule.total; work += gridDim.x) {
+  PipelineState turn;  // its stage is the consumer
+  uint32_t work = blockIdx.x;
+  for (int ended = 0; ended < kConsumers; turn.advance<kConsumers>()) {
+    barrier_wait(barriers.tile_empty(turn.stage), turn.phase ^ 1u);
+    store_shared_4(barriers.tile(turn.stage), work);
+    barrier_arrive(barriers.tile_full(turn.stage));
+    if (work == total) {
+      ++ended;
+      continue;
+    }
     const TileCoord tile = schedule.tile(work);
+    uint32_t taken = 0;
     for (int block = 0; block < blocks_k; ++block) {
+      // Every block takes until it gets one too many, `total` times together: then the counter is 0 again.
+      if (block == ahead) taken = atomicInc(counter, total - 1);
       barrier_wait(barriers.empty(state.stage), state.phase ^ 1u);
       const uint32_t full = barriers.full(state.stage);
       const uint32_t target = ring + state.stage * kRingStageBytes;
@@ -66,6 +92,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
       tensor_copy_3d(target + kSm90OperandBytes, &map_b, full, block * kSm90BlockK, tile.col * kTile, tile.batch);
       state.advance<kStages>();
     }
+    work = taken < total - gridDim.x ? gridDim.x + taken : total;
   }
 }
 
@@ -109,15 +136,19 @@ __device__ __forceinline__ void consume(const EpilogueArgs& args, const TileSche
   const int named = 1 + consumer;
   PipelineState state;
   if (consumer == 1) state.skip<kStages>(blocks_k);
-  int64_t work = blockIdx.x + static_cast<int64_t>(consumer) * gridDim.x;
-  for (int number = consumer; work < schedule.total; number += kConsumers, work += kConsumers * int64_t{gridDim.x}) {
+  for (uint32_t phase = 0;; phase ^= 1u) {
+    barrier_wait(barriers.tile_full(consumer), phase);
+    const uint32_t work = load_shared_4(barriers.tile(consumer));
+    barrier_arrive(barriers.tile_empty(consumer));
+    if (work >= schedule.total) return;
     const TileCoord tile = schedule.tile(work);
     if (args.c != nullptr) {
       prefetch_c<T, kWarpgroup>(args, tile, staging, thread);
       cp_async_commit();
     }
-    // Tile number - 1 is the other consumer's (number - 1) / 2-th.
-    if (number > 0) barrier_wait(barriers.issued(1 - consumer), static_cast<uint32_t>((number - 1) / 2) & 1u);
+    // The tile before is the other consumer's, for consumer 1 in the same phase. There is none before the block's first
+    // one, for which consumer 0 waits with the parity that a fresh barrier passes at once.
+    barrier_wait(barriers.issued(1 - consumer), phase ^ static_cast<uint32_t>(1 - consumer));
     float accumulator[2][16][4] = {};
     multiply<T>(accumulator, state, blocks_k, ring, barriers, consumer, lane);
     state.skip<kStages>(blocks_k);  // The next tile's blocks of k are the other consumer's.
@@ -138,7 +169,7 @@ __device__ __forceinline__ void consume(const EpilogueArgs& args, const TileSche
 template <typename T>
 __global__ void __launch_bounds__(MUON_SM90_THREADS, 1)
     sym_gemm_sm90_kernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-                         const EpilogueArgs args, const int k, const int batch) {
+                         const EpilogueArgs args, unsigned* const counter, const int k, const int batch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char shared[];
   const uint32_t ring = (shared_address(shared) + 1023u) & ~1023u;
@@ -151,7 +182,11 @@ __global__ void __launch_bounds__(MUON_SM90_THREADS, 1)
       barrier_init(barriers.full(stage), 1);
       barrier_init(barriers.empty(stage), kWarpgroup / 32);
     }
-    for (int consumer = 0; consumer < kConsumers; ++consumer) barrier_init(barriers.issued(consumer), kWarpgroup / 32);
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      barrier_init(barriers.issued(consumer), kWarpgroup / 32);
+      barrier_init(barriers.tile_full(consumer), 1);
+      barrier_init(barriers.tile_empty(consumer), kWarpgroup);
+    }
     barrier_init_fence();
   }
   __syncthreads();
@@ -159,7 +194,7 @@ __global__ void __launch_bounds__(MUON_SM90_THREADS, 1)
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     fewer_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(map_a, map_b, schedule, blocks_k, ring, barriers);
+    if (threadIdx.x == 0) produce(map_a, map_b, schedule, counter, blocks_k, ring, barriers);
   } else {
     more_registers<kConsumerRegisters>();
     const int consumer = warpgroup - 1;
@@ -180,8 +215,8 @@ int launch(const MuonSymGemm& p, cudaStream_t stream) {
   if (status != MUON_OK) return status;
   const TileSchedule schedule(static_cast<int>(p.m), static_cast<int>(p.batch));
   const unsigned grid = static_cast<unsigned>(schedule.total < prepared.blocks ? schedule.total : prepared.blocks);
-  sym_gemm_sm90_kernel<T><<<grid, kThreads, kSharedBytes, stream>>>(map_a, map_b, epilogue_args(p),
-                                                                    static_cast<int>(p.k), static_cast<int>(p.batch));
+  sym_gemm_sm90_kernel<T><<<grid, kThreads, kSharedBytes, stream>>>(
+      map_a, map_b, epilogue_args(p), p.counter, static_cast<int>(p.k), static_cast<int>(p.batch));
   return cudaGetLastError();
 }
 

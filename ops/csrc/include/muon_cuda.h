@@ -35,12 +35,14 @@ enum MuonDtype { MUON_FLOAT32 = 0, MUON_FLOAT16 = 1, MUON_BFLOAT16 = 2, MUON_INT
 // between rows and stride_* between matrices, in elements. Only tiles on and below the diagonal are computed, and c is
 // read only there: d is the lower triangle of the formula, mirrored, bit for bit. c may be null (beta is ignored then)
 // and may be d itself; d must not overlap a or b. dtype is MUON_FLOAT16 or MUON_BFLOAT16 for all four; the sum, the
-// scaling and the addition of c run in float32 and are rounded once.
+// scaling and the addition of c run in float32 and are rounded once. Blocks take their tiles from `counter`, which is 0
+// before the first product and again after each one; products that run at the same time need one each.
 typedef struct MuonSymGemm {
   const void* a;
   const void* b;
   const void* c;
   void* d;
+  uint32_t* counter;
   int64_t batch, m, k;
   int64_t lda, ldb, ldc, ldd;
   int64_t stride_a, stride_b, stride_c, stride_d;

@@ -60,7 +60,7 @@ MUON_HOST_DEVICE int64_t triangle_index(int row, int col, int rows) {
   return start + static_cast<int64_t>(first) * height + triangle_count(row - first) + (col - first);
 }
 
-// All tiles of a batch, dealt to persistent blocks round robin: every tile costs the same.
+// All tiles of a batch, in the order in which the blocks take them.
 struct TileSchedule {
   int rows;        // tile rows of one matrix
   int64_t tiles;   // tiles of one matrix

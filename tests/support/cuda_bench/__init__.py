@@ -99,7 +99,7 @@ class Bench(Kernels):
 
     def sym_gemm(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, **scalars: float) -> int:
         """Run the kernel, which may access its operands and no other memory."""
-        with self._only([a, b] if c is None else [a, b, c], [d]):
+        with self._only([a, b] if c is None else [a, b, c], [d, self.counter(d.device)]):
             return super().sym_gemm(a, b, c, d, **scalars)
 
     def momentum_pack(self, fragments: Sequence[Fragment], **options: Any) -> int:

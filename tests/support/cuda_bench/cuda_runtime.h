@@ -94,6 +94,7 @@ inline uint32_t __shfl_xor_sync(uint32_t lanes, uint32_t value, int distance) {
 
 inline void __syncthreads() { bench::barrier_sync(0, 0); }
 [[noreturn]] inline void __trap() { bench::fail("trap"); }
+inline unsigned atomicInc(unsigned* counter, unsigned most) { return bench::count(counter, most); }
 
 typedef struct CUstream_st* cudaStream_t;
 typedef int cudaError_t;

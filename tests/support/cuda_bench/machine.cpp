@@ -11,7 +11,9 @@
 #include <cstdlib>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -206,6 +208,12 @@ bool in_an_operand(const void* address, int bytes, bool written) {
 }
 
 constexpr char kOutside[] = "an access to global memory outside of the operands";
+
+// Of the counter of a launch: numbers that are left to later blocks, whether it is back at 0, and whether no block comes
+// later; and the first number that this block can get, because its own ones grow.
+std::set<uint32_t> left_numbers;
+bool wrapped, last_block;
+uint32_t next_number;
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
 
@@ -538,10 +546,33 @@ void launch(unsigned char* shared, unsigned grid, unsigned threads, size_t bytes
     error = "more shared memory than this kernel may have";
     return;
   }
-  const uint64_t end = settings.blocks < grid - settings.first_block ? settings.first_block + settings.blocks : grid;
-  for (uint64_t block = settings.first_block; block < end && !failed; ++block) {
-    run_block(static_cast<unsigned>(block), threads);
+  std::vector<unsigned> blocks(std::min(settings.blocks, grid - settings.first_block));
+  std::iota(blocks.begin(), blocks.end(), static_cast<unsigned>(settings.first_block));
+  std::shuffle(blocks.begin(), blocks.end(), generator);
+  left_numbers.clear();
+  wrapped = last_block = false;
+  for (const unsigned block : blocks) {
+    next_number = 0;
+    last_block = block == blocks.back();
+    if (!failed) run_block(block, threads);
   }
+}
+
+uint32_t count(uint32_t* counter, uint32_t most) {
+  touch(counter, 4, true);
+  const auto left = left_numbers.lower_bound(next_number);
+  uint32_t number;
+  if (left != left_numbers.end() && (last_block || wrapped || sometimes(2))) {
+    number = *left;
+    left_numbers.erase(left);
+  } else {
+    while (!last_block && *counter < most && sometimes(2)) left_numbers.insert((*counter)++);
+    number = *counter;
+    wrapped = number >= most;
+    *counter = wrapped ? 0 : number + 1;
+  }
+  next_number = number + 1;
+  return number;
 }
 
 uint32_t shared_address(const void* pointer) {

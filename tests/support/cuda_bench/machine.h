@@ -1,4 +1,4 @@
-// A machine that runs CUDA kernels on a CPU, one block at a time, its threads as fibres in a random order.
+// A machine that runs CUDA kernels on a CPU, one block at a time, blocks and their threads (fibres) in a random order.
 //
 // What the kernels of this project ask of the hardware, and no more: shared memory, barriers, asynchronous copies, and
 // the tensor core's products. Whatever is asynchronous ends early or late, as the mode says. Every mistake that hardware
@@ -35,6 +35,9 @@ void allow_shared(const void* handle, size_t bytes);
 // Checks an access of 16 bytes or fewer to global memory, or to a thread's own: its alignment, and whether it lies in an
 // operand, where bench_operand has named them.
 void touch(const void* address, int bytes, bool written);
+
+// atomicInc, as if blocks that come later had counted in between: they get these numbers then.
+uint32_t count(uint32_t* counter, uint32_t most);
 
 // Shared addresses are offsets from a base that is not 0, so that a null pointer is no address.
 uint32_t shared_address(const void* pointer);
