@@ -17,9 +17,9 @@ VERSIONS ?=
 RELEASES ?=
 
 VENV := .venv
-OLD_VENV := .venv-old
 DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
+OLD_DEEPSPEED := $(CURDIR)/$(VENV)/deepspeed-$(OLD_DEEPSPEED_VERSION)
 # DeepSpeed's native ops, built once; tests/support/native_ops.py knows the same folder.
 EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(DEEPSPEED_VERSION)
 OLD_EXTENSIONS := $(CURDIR)/.cache/torch_extensions/ds$(OLD_DEEPSPEED_VERSION)
@@ -51,9 +51,9 @@ test-full: $(VENV)/.ready ## run all tests
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m tests.support.native_ops
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-old: $(OLD_VENV)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
-	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m tests.support.native_ops
-	TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(OLD_VENV)/bin/python -m pytest -m "compat and not full" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test-old: $(OLD_DEEPSPEED)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
+	PYTHONPATH=$(OLD_DEEPSPEED) TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(BIN)/python -m tests.support.native_ops
+	PYTHONPATH=$(OLD_DEEPSPEED) TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(BIN)/python -m pytest -m "compat and not full" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 versions: $(VENV)/.ready ## run the "compat" tests and the README's example under every DeepSpeed release; an environment each, minutes each
 	$(BIN)/python scripts/versions.py $(VERSIONS)
@@ -109,8 +109,9 @@ $(VENV)/.gpu-ready: $(VENV)/.ready scripts/setup_gpu.sh
 	scripts/setup_gpu.sh $(VENV)
 	@touch $@
 
-$(OLD_VENV)/.ready: $(SETUP_INPUTS)
-	scripts/setup_env.sh $(OLD_VENV) $(OLD_DEEPSPEED_VERSION)
+# Before the environment's release on Python's path; all else is the same.
+$(OLD_DEEPSPEED)/.ready: $(VENV)/.ready
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --upgrade --target $(OLD_DEEPSPEED) "deepspeed==$(OLD_DEEPSPEED_VERSION)"
 	@touch $@
 
 # The site needs neither torch nor this package: docstrings are read from the sources.
@@ -122,5 +123,5 @@ $(DOCS_VENV)/.ready: pyproject.toml Makefile
 	@touch $@
 
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(OLD_VENV) $(DOCS_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,7 +41,10 @@ check() {
     name=$(basename "$source" .cu)-$architecture
     local log=$out/$name.log
     local fault=""
-    "$nvcc" -std=c++17 -O3 -Werror all-warnings -Xptxas -v -c "$source" -o "$out/$name.o" \
+    # The code for the host is the same for all architectures.
+    local kind=-cubin
+    [ "$architecture" != "$with_host" ] || kind=-c
+    "$nvcc" -std=c++17 -O3 -Werror all-warnings -Xptxas -v $kind "$source" -o "$out/$name.o" \
         -gencode "arch=compute_$architecture,code=sm_$architecture" >"$log" 2>&1 || fault="does not compile"
     if grep -qE '[1-9][0-9]* bytes spill' "$log"; then fault+=" spills registers"; fi
     if grep -qE 'C75[0-9]{2}' "$log"; then fault+=" ptxas gave up an optimisation"; fi
@@ -55,7 +58,7 @@ check() {
     fi
 }
 export -f check
-export out verbose nvcc
+export out verbose nvcc with_host=${architectures[0]}
 
 for source in "${sources[@]}"; do
     for architecture in "${architectures[@]}"; do
