@@ -154,8 +154,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the current param groups in place.
 
-        Under DeepSpeed, ZeRO calls this once for each step set (partition or sub-group). All ranks of the engine must
-        call it.
+        Under DeepSpeed, ZeRO calls this once for each param group or sub-group; with experts, and at stage 0, such a
+        call has several step sets. All ranks of the engine must call it.
 
         Args:
             closure: Recomputes the loss; only without DeepSpeed.
@@ -302,8 +302,8 @@ class Muon(torch.optim.Optimizer):
         # Whether the last step was skipped. DeepSpeed reads it where it steps this optimizer without a wrapper.
         self.overflow = False
         self.skipped_steps = 0
-        # Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it, and in a sampled step
-        # behind it those by algorithm.
+        # Returns the norm of the raw gradients, where neither ZeRO nor clipping computes it, followed in a sampled step
+        # by the norms of each algorithm.
         self.measure_norms: Callable[[], dict[str, Tensor]] | None = None
         # Norms of the raw gradients in the last step, of all ranks; None where DeepSpeed mixes the algorithms up.
         self.norms_by_algorithm: dict[str, Tensor] | None = {}

@@ -21,7 +21,7 @@ from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings, divisors, iterate_columns, orthogonalize
 from deepspeed_muon.transport.agreement import raise_on_all_ranks
 from deepspeed_muon.transport.all_to_all import exchange_tensors
-from deepspeed_muon.transport.ranks import Ranks, all_gather_tensor
+from deepspeed_muon.transport.ranks import Ranks, all_gather_tensor, all_reduce_tensor
 
 
 def orthogonalize_sharded(
@@ -135,7 +135,7 @@ def _iterate(x: Tensor, settings: NsSettings, group: dist.ProcessGroup) -> Tenso
         # The product is rounded once to the iteration's dtype, as without shards. The sum over ranks runs in fp32 at
         # least, because it would round once more for every rank.
         gram = (columns @ columns.mT).to(sum_dtype)  # (batch, m, m)
-        dist.all_reduce(gram, group=group)
+        gram = all_reduce_tensor(gram, group, purpose="sum of Gram matrices")
         return gram.to(settings.dtype)
 
     return iterate_columns(x, settings=settings, gram_of=gram_of)

@@ -142,7 +142,7 @@ def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
 
 
 def divisors(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return the norms over ``dim``, which is kept, in float32 at least: right, and at least the smallest normal."""
+    """Return the norms over ``dim``, which is kept, in float32 at least, and at least the smallest normal number."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
     if x.dtype != torch.float16:  # whose smallest number has the norm 6e-8
@@ -175,9 +175,9 @@ def iterate_columns(x: Tensor, *, settings: NsSettings, gram_of: GramOf) -> Tens
     matrices of all ranks can iterate on its own columns. ``gram`` needs the Gram matrix at the start and at each
     restart, ``standard`` in every step.
 
-    ``x`` is ``(batch, m, columns)`` in ``settings.dtype``, maybe of no column. The complete matrices are ``m x n`` with
-    ``m <= n`` and Frobenius norm at most 1. ``gram`` runs for square matrices too, unlike in :func:`orthogonalize`.
-    ``gram_of`` also maps ``(m, columns)``, a batch of one.
+    ``x`` is ``(batch, m, columns)`` in ``settings.dtype``; a rank may have no columns. The complete matrices are
+    ``m x n`` with ``m <= n`` and Frobenius norm at most 1. ``gram`` runs for square matrices too, unlike in
+    :func:`orthogonalize`. ``gram_of`` also maps ``(m, columns)``, a batch of one.
     """
     return (_gram if settings.method == "gram" else _standard)(x, settings, Products(gram_of))
 

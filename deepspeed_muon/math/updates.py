@@ -79,8 +79,8 @@ WIDTH_EXPONENT: dict[AdjustLrName, float] = {"original": -0.15, "match_rms_adamw
 """Muon's rate is made to follow ``width ** exponent``; under ``unit_rms_norm`` nothing was measured.
 
 That of ``original`` is Marin's law, with which the runs of ``benchmarks/rates.py`` agree; that of ``match_rms_adamw``
-is their fit, which holds for ``spectral`` (``docs/measured.md``). The last two rules contain the
-root of the width, which the best rate has to cancel: -0.5 of the exponent.
+is their fit, which holds for ``spectral`` (``docs/measured.md``). The factors of these two contain the root of the
+width, which the best rate has to cancel: -0.5 of the exponent.
 """
 
 

@@ -46,11 +46,11 @@ class Placement:
     """The rule by which the elements of one parameter, or of consecutive rows of it, are divided between ranks.
 
     Attributes:
-        numel: Elements.
+        numel: Number of elements.
         first: First rank that holds some.
-        head: Elements on the first rank.
+        head: Number of elements on the first rank.
         head_offset: Where they start in its partition.
-        body: Elements on each further rank; the last one has what is left.
+        body: Number of elements on each further rank; the last one has the rest.
         body_offset: Where they start in the partitions of the further ranks.
         replicas: If not 0, the ranks 0 to ``replicas - 1`` hold all elements each (ZeRO stage 0).
     """

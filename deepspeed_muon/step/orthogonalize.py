@@ -64,14 +64,14 @@ class _BatchPlan:
     """Matrices of equal blocks, and how they run.
 
     Attributes:
-        groups: The matrices. Those of a second group are stored as transposes of those of the first.
+        orientations: The matrices; in a second tuple those that are stored as transposes of those in the first.
         shapes: Rows and columns of each block of a matrix.
         is_stack: Whether the blocks of a matrix are equal and follow each other in its memory.
         calls: The blocks of each call of the iteration: of a stack matrix by matrix, else by shape and number.
         counted: How many of the matrices this rank counts: a stack with several owners counts once, at the first.
     """
 
-    groups: list[tuple[PlanIndex, ...]]
+    orientations: list[tuple[PlanIndex, ...]]
     shapes: tuple[tuple[int, int], ...]
     is_stack: bool
     calls: list[list[Member]]
@@ -95,16 +95,16 @@ class LocalOrthogonalizer:
         """Yield indices and updates of active owned matrices, each once; the iterator must be exhausted."""
         for batch in self._batch_plans(tuple(owned)):
             self.context.counts.matrices_orthogonalized += batch.counted
-            stored = [directions_of(indices) for indices in batch.groups]
+            stored = [directions_of(indices) for indices in batch.orientations]
             # (matrices, rows, cols) in the wire dtype; a view unless transposes are joined
             matrices = stored[0] if len(stored) == 1 else torch.cat((stored[0], stored[1].mT))
             run = self._stacks if batch.is_stack else self._grids
-            updates = run(batch, matrices, step).view(matrices.shape).split([len(group) for group in stored])
-            for number, (indices, update) in enumerate(zip(batch.groups, updates, strict=True)):
+            updates = run(batch, matrices, step).view(matrices.shape).split([*map(len, stored)])
+            for number, (indices, update) in enumerate(zip(batch.orientations, updates, strict=True)):
                 yield indices, (update.mT if number else update).flatten(1)
 
     def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
-        """Yield empty tensors, on the meta device, like those that :meth:`orthogonalized` returns the updates of."""
+        """Yield empty tensors, on the meta device, like the inputs of the iteration in :meth:`orthogonalized`."""
         for batch in self._batch_plans(tuple(owned)):
             for members in batch.calls:
                 shape = (len(members), *batch.shapes[members[0][1]])
@@ -130,9 +130,9 @@ class LocalOrthogonalizer:
                 calls += [members[start : start + size] for start in range(0, len(members), size)]
             # A slice of a stack that starts further down belongs to a matrix that the owner of row 0 counts.
             counted = sum(self.matrices[index].first_row == 0 for index in indices)
-            groups = itertools.groupby(indices, lambda index: self.matrices[index].logical_shape)
+            by_shape = itertools.groupby(indices, lambda index: self.matrices[index].logical_shape)
             planned.append(
-                _BatchPlan([tuple(group) for _, group in groups], shapes, is_stack, calls, counted)
+                _BatchPlan([tuple(equal) for _, equal in by_shape], shapes, is_stack, calls, counted)
             )
         return planned
 
@@ -153,7 +153,7 @@ class LocalOrthogonalizer:
         # Example: a fused 12 x 4 weight split into 8, 2 and 2 rows has three row blocks and one column block. The
         # blocks of 2 x 4 of all matrices run in one call, those of 8 x 4 in another one.
         update, block_scales = torch.empty_like(directions), step.rates.block_scales
-        (indices,) = batch.groups
+        (indices,) = batch.orientations
         grid = self.matrices[indices[0]].grid
         in_batch = {index: BatchIndex(number) for number, index in enumerate(indices)}
         sources, targets = _block_views(directions, *grid), _block_views(update, *grid)

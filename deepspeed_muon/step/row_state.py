@@ -2,8 +2,8 @@
 
 The owner of a matrix stores the rows of all of it (:func:`row_fragments`), so that data-parallel ranks send nothing for
 them. Only replicated matrices have their rows on every rank; one all-reduce copies them from the owners
-after a step. The owners of its shards store the rows of a matrix that tensor parallelism cuts, and send them with the
-shards (:mod:`.tensor_parallel`).
+after a step. The rows of a matrix that tensor parallelism cuts are stored by the owners of its shards, which send them
+with the shards (:mod:`.tensor_parallel`).
 """
 
 from __future__ import annotations

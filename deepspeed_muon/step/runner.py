@@ -164,7 +164,8 @@ class StepRunner:
                         orthogonalise 2, scatter 2; other half of the local chunks; apply 1
                                                                                     apply 2
 
-        So local chunks, in which nothing is sent, hide the first gather and the last scatter.
+        So local chunks, in which nothing is sent, hide the first gather and the last scatter. At ZeRO 1 to 3 a step set
+        is Muon's or AdamW's, so that AdamW is beside an exchange only at stage 0 and under BF16_Optimizer.
         """
         with (
             self.step_set.flat_partitions() as flat,
@@ -182,17 +183,18 @@ class StepRunner:
             self._pack_and_gather(flights[0] if flights else None, step)
             self.adam.step(active, grads, groups, state, flat)
             self._run_local(local[:half], step)
-            for before, flight, after in zip([None, *flights], flights, [*flights[1:], None], strict=False):
+            turns = zip([None, *flights], flights, [*flights[1:], None], strict=False)
+            for scattered, gathered, following in turns:
                 if overlap:
-                    self._pack_and_gather(after, step)
-                    self._orthogonalize_and_scatter(flight, step)
-                    if after is None:
+                    self._pack_and_gather(following, step)
+                    self._orthogonalize_and_scatter(gathered, step)
+                    if following is None:
                         self._run_local(local[half:], step)
-                    self._receive_and_apply(before, step)
+                    self._receive_and_apply(scattered, step)
                 else:
-                    self._orthogonalize_and_scatter(flight, step)
-                    self._receive_and_apply(flight, step)
-                    self._pack_and_gather(after, step)
+                    self._orthogonalize_and_scatter(gathered, step)
+                    self._receive_and_apply(gathered, step)
+                    self._pack_and_gather(following, step)
             if overlap:
                 self._receive_and_apply(flights[-1], step)
 
@@ -366,7 +368,7 @@ def apply(table: Tensor, step: StepTensors, updates: Sequence[Tensor]) -> None:
 
     ``W`` and ``O`` are ``(numel,)``, a fragment of a matrix and of its orthogonalised direction. :class:`.Rates` has
     ``lr scale`` and the decay factor (``1 - wd`` if independent) of each matrix. Cautious decay shrinks only the
-    elements of ``W`` with the sign of ``O``.
+    elements of ``W`` with the sign of ``O``, and those whose ``O`` is zero.
 
     ``table`` has the rows of :attr:`ChunkTable.apply_table` whose matrix is active, and ``updates`` its second tensors:
     flat, in the wire dtype, on any device.

@@ -36,12 +36,12 @@ NativeAdam = Callable[[], Callable[..., None]]
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A tensor that ZeRO passes to the inner optimizer.
+    """A tensor of the param groups in one call of ``step()``: ZeRO's, or a parameter itself.
 
     Attributes:
         index: Index of the partition, equal on all ranks; the layouts refer to it.
         tensor: This rank's flat partition of master weights (fp32, or half precision if DeepSpeed is configured so); at
-            stage 0 an fp32 parameter.
+            stage 0 in fp32, and without DeepSpeed, a parameter.
         muon: Whether its parameters are Muon's. A partition never mixes them with AdamW's.
     """
 

@@ -136,7 +136,7 @@ class Ranks:
 
     def all_gather(self, item: Any, *, purpose: str) -> dict[int, Any]:
         """Return the item of every rank, which can be pickled, by global rank. Called by all of them."""
-        item_of = {dist.get_rank() if self.groups else 0: item}
+        item_of = {dist.get_rank() if dist.is_available() and dist.is_initialized() else 0: item}
         for group in self.groups:
             # What the groups before this one gathered is passed on: in the end every rank has every item.
             gathered: list[Any] = [None] * dist.get_world_size(group)

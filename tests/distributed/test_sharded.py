@@ -98,7 +98,7 @@ def test_shards_give_the_result_of_the_matrix(ranks: Any, world: int, dtype: str
 
 
 def subgroup_and_counts(rank: int, world_size: int) -> dict[str, Any]:
-    """Two groups of two ranks work on different matrices at once; count the all-reduces."""
+    """Two groups of two ranks work on different matrices at once, and each rank alone; count the all-reduces."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     subgroup = groups[rank // 2]
     full = matrix("gaussian", 12 + rank // 2, 40)
@@ -113,7 +113,10 @@ def subgroup_and_counts(rank: int, world_size: int) -> dict[str, Any]:
     shard = full.chunk(2, dim=1)[rank % 2]
     with mock.patch.object(sharded.dist, "all_reduce", counting):
         result = orthogonalize_sharded(shard, group=subgroup, shard_dim=1, settings=settings())
-    expected = orthogonalize(full, settings=settings()).chunk(2, dim=1)[rank % 2]
+    whole = orthogonalize(full, settings=settings())
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]  # a dimension of 1 of a mesh
+    assert torch.equal(orthogonalize_sharded(full, group=alone, shard_dim=1, settings=settings()), whole)
+    expected = whole.chunk(2, dim=1)[rank % 2]
     outside = refusal(
         lambda: orthogonalize_sharded(full, group=groups[1 - rank // 2], shard_dim=0, settings=settings())
     )
