@@ -142,12 +142,6 @@ class Chunk:
     fragment_buffer: BufferPlan
     owner_buffer: BufferPlan
 
-    @property
-    def sent_elements(self) -> int:
-        """Elements that this rank sends in gather and scatter, without padding."""
-        gathered = self.fragment_buffer.remote_numel if self.kind == "all_to_all" else 0
-        return gathered + self.owner_buffer.remote_numel
-
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
@@ -165,11 +159,6 @@ class ExchangePlan:
     matrices: tuple[MatrixLayout, ...]
     owners: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-
-    @property
-    def sent_elements(self) -> int:
-        """Elements that this rank sends to other ranks per step, without padding."""
-        return sum(chunk.sent_elements for chunk in self.chunks)
 
     def digest(self) -> str:
         """Return a hash of what must be equal on all ranks: owners, chunks and layouts."""

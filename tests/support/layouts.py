@@ -6,6 +6,7 @@ import torch
 
 from deepspeed_muon.math.coefficients import resolve_schedule
 from deepspeed_muon.math.newton_schulz import NsSettings
+from deepspeed_muon.plan.chunks import ExchangePlan
 from deepspeed_muon.plan.layout import MatrixLayout
 from deepspeed_muon.plan.owners import blocks_flops, grid_blocks
 from deepspeed_muon.plan.placement import (
@@ -27,6 +28,12 @@ def fragments_of(placement: Placement) -> list[Fragment]:
 def matrix_flops(matrix: MatrixLayout) -> float:
     """Return the floating-point operations of orthogonalising all blocks of a matrix."""
     return blocks_flops(grid_blocks(*matrix.grid), ITERATION)
+
+
+def sent_elements(plan: ExchangePlan) -> int:
+    """Return the elements that the rank of a plan sends in gather and scatter, without padding."""
+    gathered = [chunk.fragment_buffer for chunk in plan.chunks if chunk.kind == "all_to_all"]
+    return sum(sent.remote_numel for sent in (*gathered, *(chunk.owner_buffer for chunk in plan.chunks)))
 
 
 def flat_layouts(dims: list[tuple[int, int]], world: int) -> list[MatrixLayout]:

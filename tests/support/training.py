@@ -16,6 +16,7 @@ from deepspeed_muon.optimizer import Muon
 from deepspeed_muon.variants import VARIANTS
 from tests.support.contract import STEPS
 from tests.support.kernels import forced_dtype
+from tests.support.layouts import sent_elements
 from tests.support.models import batch, build
 
 MUON_PARAMS = {
@@ -113,7 +114,7 @@ def planned_bytes(optimizer: deepspeed_muon.Muon) -> int:
     """Return the bytes of directions, updates and row state that this rank sends if every matrix has a gradient."""
     total = 0
     for runner in optimizer.runners:
-        total += runner.plan.sent_elements * runner.context.wire_dtype.itemsize
+        total += sent_elements(runner.plan) * runner.context.wire_dtype.itemsize
         total += 0 if runner._row_storage is None else runner._row_storage.sent_bytes
     return total
 
