@@ -263,7 +263,7 @@ class BoundSteps:
 def flat_gradients(runner: StepRunner, loss_scale: Tensor | None) -> Mapping[PartitionIndex, Tensor]:
     """Return the gradients in ``grad`` of a step set's tensors, flat and contiguous, by partition index.
 
-    They are divided by ``loss_scale``, of a torch ``GradScaler``. Raises BindingError if one is sparse.
+    They are divided in fp32 by ``loss_scale``, of a torch ``GradScaler``. Raises BindingError if one is sparse.
     """
     grads = {}
     for partition in runner.step_set.partitions:
@@ -275,5 +275,7 @@ def flat_gradients(runner: StepRunner, loss_scale: Tensor | None) -> Mapping[Par
             grads[partition.index] = grad.reshape(-1).contiguous()
     if loss_scale is not None:
         inverse = 1.0 / loss_scale.double()
-        grads = {index: grad * inverse.to(grad.device, grad.dtype) for index, grad in grads.items()}
+        for index, grad in grads.items():  # in fp16 small elements would lose bits, or all of them
+            unscaled = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            grads[index] = unscaled * inverse.to(unscaled.device, unscaled.dtype)
     return grads

@@ -150,6 +150,17 @@ def test_grad_scaler() -> None:
     assert strict.skipped_steps == 1 and scaler.get_scale() == 512.0
 
 
+def test_grad_scaler_divides_half_precision_gradients_in_fp32() -> None:
+    """In fp16 a gradient of 2^-26 is zero."""
+    layer = nn.Linear(4, 4, bias=False).half()
+    optimizer = Muon(layer, lr=0.02, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    scaler.scale(torch.zeros(()))
+    layer.weight.grad = torch.ones(4, 4, dtype=torch.float16)
+    scaler.step(optimizer)
+    assert torch.equal(optimizer.state[layer.weight]["momentum_buffer"], torch.full((4, 4), 2.0**-27))
+
+
 @pytest.mark.parametrize(
     ("params", "said"),
     [
