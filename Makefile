@@ -52,6 +52,7 @@ test-full: $(VENV)/.ready ## run all tests
 	TORCH_EXTENSIONS_DIR=$(EXTENSIONS) $(BIN)/python -m pytest --full -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-old: $(OLD_DEEPSPEED)/.ready ## run the tests marked "compat" under the oldest supported DeepSpeed
+	PYTHONPATH=$(OLD_DEEPSPEED) $(BIN)/python -c "import deepspeed; assert deepspeed.__file__.startswith('$(OLD_DEEPSPEED)'), deepspeed.__file__"
 	PYTHONPATH=$(OLD_DEEPSPEED) TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(BIN)/python -m tests.support.native_ops
 	PYTHONPATH=$(OLD_DEEPSPEED) TORCH_EXTENSIONS_DIR=$(OLD_EXTENSIONS) $(BIN)/python -m pytest -m "compat and not full" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -154,8 +154,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter of the current param groups in place.
 
-        Under DeepSpeed, ZeRO calls this once for each param group or sub-group; with experts, and at stage 0, such a
-        call has several step sets. All ranks of the engine must call it.
+        ZeRO calls this once for each step set. Where one call updates everything (stage 0, ``BF16_Optimizer``), experts
+        have step sets of their own. All ranks of the engine must call it.
 
         Args:
             closure: Recomputes the loss; only without DeepSpeed.

@@ -259,7 +259,7 @@ def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
 
 
 def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[float, float], list[list[int]]]]:
-    """Yield pairs of rates with rows of a table that have them: ``_MAX_NUMEL`` elements or one row at a time."""
+    """Yield pairs of rates with rows of a table that have them: at most ``_MAX_NUMEL`` elements, or a row."""
     values = rates.tolist()
     rows_by_rates: dict[tuple[float, float], list[list[int]]] = {}
     numel_by_rates: dict[tuple[float, float], int] = {}

@@ -50,6 +50,7 @@ from deepspeed_muon.variants import SETTINGS as VARIANT_SETTINGS
 from deepspeed_muon.variants import VARIANTS
 
 OUR_TYPE = "deepspeed_muon"
+MUON_TYPES = ("muon", OUR_TYPE)
 """A name of ``optimizer.type`` beside ``Muon``, which DeepSpeed's own Muon has too."""
 
 DEFAULT_MUON_LR = 0.02

@@ -84,9 +84,10 @@ def shown(value: object) -> str:
 def readable(error: ErrorDetails, where: str) -> str:
     """Return an error of pydantic about the section ``where`` as a line, with a remedy where one can be guessed."""
     *sections, key = (where, *map(str, error["loc"]))
-    # JSON's words for the types
-    message = error["msg"].partition(" or instance of ")[0].replace("dictionary", "object")
-    message, value = message.replace("tuple", "list").replace("Tuple", "List"), error["input"]
+    message, value = error["msg"], error["input"]
+    if error["type"] != "value_error":  # pydantic's own: in JSON's words for the types
+        message = message.partition(" or instance of ")[0].replace("dictionary", "object")
+        message = message.replace("tuple", "list").replace("Tuple", "List")
     if error["type"] == "extra_forbidden":
         model = SECTIONS[sections[1]]
         known = [field.alias or name for name, field in model.model_fields.items()]

@@ -30,7 +30,7 @@ from deepspeed_muon.checkpoint.parameters import (
     require_fp32,
     set_host,
 )
-from deepspeed_muon.config.settings import OUR_TYPE, MuonConfig
+from deepspeed_muon.config.settings import MUON_TYPES, MuonConfig
 from deepspeed_muon.config.values import unknown_key_message
 from deepspeed_muon.engine import muon_of, workarounds
 from deepspeed_muon.engine.offload import adopt, offload_device
@@ -153,7 +153,7 @@ def _wants_muon(engine: DeepSpeedEngine, client_optimizer: object) -> bool:
     """Return whether this engine will run our optimizer; not known yet if the client gave a callable."""
     if client_optimizer is not None:
         return isinstance(client_optimizer, Muon)
-    return (engine.optimizer_name() or "").lower() in ("muon", OUR_TYPE)
+    return (engine.optimizer_name() or "").lower() in MUON_TYPES
 
 
 def _agree(ranks: Ranks, facts: RankFacts, *, error: Exception | None = None) -> None:

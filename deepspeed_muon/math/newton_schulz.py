@@ -142,7 +142,7 @@ def _normalized(x: Tensor, settings: NsSettings) -> Tensor:
 
 
 def divisors(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return the norms over ``dim``, which is kept, in float32 at least, and at least the smallest normal number."""
+    """Return the norms over ``dim``, which is kept, in float32 or wider, none below the smallest normal number."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
     is_small = norms < 1e-12

@@ -96,7 +96,7 @@ class BufferPlan:
 
     Attributes:
         segments: The index of a matrix in the plan, and its fragments.
-        peers: The ranks with which this rank exchanges elements of the buffer, ascending; itself among them.
+        peers: The ranks with which this rank exchanges elements of the buffer, ascending; itself for what it copies.
         counts: Elements of the buffer for each of ``peers``.
         numel: Elements of the buffer.
         remote_numel: Elements of the buffer that other ranks send or receive, without padding; what is broadcast counts

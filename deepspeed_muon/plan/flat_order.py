@@ -67,7 +67,7 @@ def order_of_matrices(
         rest_cost, rest_numel = rest_cost - len(equal) * cost, rest_numel - len(equal) * numel
         # Later kinds fill what is free. Where they cost more per element than this one, it says nothing.
         later = rest_cost / rest_numel if rest_numel and rest_cost * numel < cost * rest_numel else 0.0
-        # A partition may have half a matrix too much: the cut then goes through that one.
+        # A full partition takes one more, through which the cut then goes; none if half a matrix is too much already.
         idle = [  # a heap of (work with later kinds, -free elements, rank)
             (load[rank] + later * free_numel[rank], -free_numel[rank], rank)
             for rank in free

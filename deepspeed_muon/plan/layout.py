@@ -196,7 +196,7 @@ def _blocks_on(rank: int, ranks: int, fused: Sequence[int], blocks: Sequence[int
         shard = length // ranks
         start, stop = first + rank * shard, first + (rank + 1) * shard
         for number, end in enumerate(ends):
-            # rows that the shard [start, stop) has of the block [end - length, end)
+            # rows that the shard [start, stop) has of the block [end - blocks[number], end)
             overlap = min(stop, end) - max(start, end - blocks[number])
             # A block that reaches over two fused matrices is one block of the shard.
             if overlap > 0 and local and local[-1][0] == number:

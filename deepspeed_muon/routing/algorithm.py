@@ -183,7 +183,8 @@ def _first_layers(
 ) -> Iterator[tuple[int, Claim]]:
     """Yield ``id`` and claim of the layers that read images, latents, audio or patches of them."""
     outputs: set[int] = set()  # of the layers before
-    # Numbers of features that embeddings, layers and convolutions make; what only heads make is data.
+    # Numbers of features that embeddings, layers and convolutions make; what only heads make, or what may be heads, is
+    # data.
     hidden = [member for member in matrices if member.key not in heads]
     made = {member.full_shape[1] if member.kind == "embedding" else member.sides[0] for member in hidden}
     data = {member.sides[0] for member in matrices if member.key in heads} - made

@@ -114,7 +114,7 @@ class AdamW:
                 batches.setdefault(settings, []).append(slices)  # type: ignore[arg-type]
         # 2. the calls
         for settings, batch in batches.items():
-            kernel = torch_step  # DeepSpeed's kernel has decoupled decay only
+            kernel = torch_step  # DeepSpeed's kernel does not know `independent` and `cautious`
             if self._native is not None and settings.decay_mode == "decoupled":
                 kernel = self._native
             kernel(batch, settings=settings)

@@ -267,7 +267,7 @@ class DeferredCheck(ResultCheck):
 
     - In step n its update is made zero on the device, with a flag in ``left_out`` that the host has not read.
     - In step n + 1 the ranks exchange ``left_out`` with their gradient status, and :meth:`read_verdicts` warns. From
-      now on the matrix is computed in fp32, too; its row state, which may be the cause, restarts once a verdict.
+      now on the matrix is computed in fp32, too; its row state, which may be the cause, restarts once per verdict.
     - In step n + 2 :meth:`read_verdicts` names it, if it was wrong in step n + 1 again.
     """
 
@@ -310,7 +310,7 @@ class DeferredCheck(ResultCheck):
         for entry, member in enumerate(result.members if self._fp32_only else ()):
             if self.origin[member[0]] in self._fp32_only:
                 # It replaces the entry of the batch, which ran as configured.
-                # Row state, which may be the cause, restarts once a verdict.
+                # Row state, which may be the cause, restarts once per verdict.
                 update = self._in_fp32(result, entry, anew=member not in self._restarted)
                 self._restarted.add(member)
                 self._replace(result, entry, update, None)

@@ -154,9 +154,9 @@ class StepRunner:
         parameter of the set, matrices first, whether any rank has a gradient of it. Flat gradients, and the param
         groups with the rates, are by partition index. Missing entries of ``state``, the optimizer's, are created.
 
-        All ranks start the exchanges in one order. Without overlap, a chunk passes all five steps before the next one.
-        With overlap, chunk 1 is gathered while chunk 0 is orthogonalised and scattered while chunk 2 is. Example of
-        three chunks that are exchanged, a line for each turn of the loop::
+        All ranks start the exchanges in one order. Without overlap, a chunk is applied before the next one is gathered.
+        With overlap, chunk 1 is gathered while chunk 0 is orthogonalised, and scattered while chunk 2 is.
+        Example of three chunks that are exchanged, a line for each turn, one before and one after the loop::
 
             gather 0    AdamW; half of the local chunks
             gather 1    orthogonalise 0, scatter 0
@@ -164,8 +164,8 @@ class StepRunner:
                         orthogonalise 2, scatter 2; other half of the local chunks; apply 1
                                                                                     apply 2
 
-        So local chunks, in which nothing is sent, hide the first gather and the last scatter. At ZeRO 1 to 3 a step set
-        is Muon's or AdamW's, so that AdamW is beside an exchange only at stage 0 and under BF16_Optimizer.
+        So local chunks, in which nothing is sent, hide the first gather and the last scatter. A step set of ZeRO is
+        Muon's or AdamW's, so that AdamW stands beside an exchange only at stage 0 and under ``BF16_Optimizer``.
         """
         with (
             self.step_set.flat_partitions() as flat,

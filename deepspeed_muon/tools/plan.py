@@ -22,7 +22,7 @@ import hjson
 import numpy as np
 import torch
 
-from deepspeed_muon.config.settings import OUR_TYPE, MuonConfig
+from deepspeed_muon.config.settings import MUON_TYPES, OUR_TYPE, MuonConfig
 from deepspeed_muon.config.values import StatePolicy, shown
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.newton_schulz import NsSettings
@@ -868,6 +868,6 @@ def read_configuration(text: str) -> Mapping[str, Any]:
         if not isinstance(configuration.get(name, {}), Mapping):
             raise ConfigError(f"--params: {name} must be an object, got {shown(configuration[name])}")
     kind = configuration["optimizer"].get("type", OUR_TYPE)
-    if str(kind).lower() not in ("muon", OUR_TYPE):
+    if str(kind).lower() not in MUON_TYPES:
         raise ConfigError(f"--params: optimizer.type is {shown(kind)}, not Muon (`rates` converts AdamW's)")
     return configuration

@@ -18,7 +18,7 @@ from typing import Any
 
 import hjson
 
-from deepspeed_muon.config.settings import OUR_TYPE, MuonConfig
+from deepspeed_muon.config.settings import MUON_TYPES, MuonConfig
 from deepspeed_muon.config.values import shown
 from deepspeed_muon.errors import ConfigError
 from deepspeed_muon.math.updates import WIDTH_EXPONENT, AdjustLrName
@@ -135,7 +135,7 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
             'no section "optimizer": this command reads a DeepSpeed configuration. Where the Trainer or Accelerate '
             'makes the optimizer, write its settings into one: {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}'
         )
-    if not isinstance(section, Mapping) or name not in ("adam", "adamw", "muon", OUR_TYPE):
+    if not isinstance(section, Mapping) or name not in ("adam", "adamw", *MUON_TYPES):
         got = section.get("type") if isinstance(section, Mapping) else section
         raise ConfigError(
             f"optimizer: expected a section with the type AdamW or Muon, got {shown(got)}; for other frameworks see "

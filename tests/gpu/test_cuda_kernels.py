@@ -28,6 +28,10 @@ SHAPES = [
     (5, 384, 2048),
     (1, 4096, 512),
     (40, 256, 320),
+    # more tiles than blocks, and no more loads of a tile than stages of the ring
+    (1, 4096, 64),
+    (1, 4096, 320),
+    (4, 4096, 8),
 ]
 
 

@@ -14,7 +14,7 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.ops import builder
 from deepspeed_muon.ops.graphs import Replayed, native_iteration, torch_iteration, triton_products
 
-SHAPES = [(1, 256, 1024), (8, 512, 512), (4, 768, 256), (1, 264, 264)]
+SHAPES = [(1, 256, 1024), (8, 512, 512), (4, 768, 256), (1, 264, 264), (4, 1024, 1024)]
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])

@@ -159,7 +159,9 @@ class Kernels:
 
     def counter(self, device: torch.device) -> Tensor:
         """Return the counter of all products on a device, which run one after the other."""
-        return self._counters.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))
+        if device not in self._counters:
+            self._counters[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._counters[device]
 
     def momentum_pack(self, fragments: Sequence[Fragment], *, nesterov: bool) -> int:
         """Run one call over fragments of ``(momentum, gradient, out)``, each with its decay."""

@@ -10,7 +10,7 @@
 //
 // The ring's barriers: `full` completes when both operands of a stage have arrived, `empty` when the four warps of the
 // consumer that used it are done. `issued` of a consumer completes when it has seen every copy of its tile arrive; the
-// other one starts the next tile only then. That is not only fair, where the ring holds more than a tile it is needed: a
+// other one starts the next tile only then. That is not only fair, where the ring holds a tile or more it is needed: a
 // full barrier tells the current phase from the one before and no more, and a consumer that ran ahead would take the one
 // for the other. `tile_full` of a consumer completes when the number of its next tile is in shared memory, `tile_empty`
 // when all of its threads have read it.
@@ -80,10 +80,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
       continue;
     }
     const TileCoord tile = schedule.tile(work);
-    uint32_t taken = 0;
-    for (int block = 0; block < blocks_k; ++block) {
-      // Every block takes until it gets one too many, `total` times together: then the counter is 0 again.
-      if (block == ahead) taken = atomicInc(counter, total - 1);
+    const auto load = [&](int block) {
       barrier_wait(barriers.empty(state.stage), state.phase ^ 1u);
       const uint32_t full = barriers.full(state.stage);
       const uint32_t target = ring + state.stage * kRingStageBytes;
@@ -91,7 +88,12 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
       tensor_copy_3d(target, &map_a, full, block * kSm90BlockK, tile.row * kTile, tile.batch);
       tensor_copy_3d(target + kSm90OperandBytes, &map_b, full, block * kSm90BlockK, tile.col * kTile, tile.batch);
       state.advance<kStages>();
-    }
+    };
+    int block = 0;
+    for (; block < ahead; ++block) load(block);
+    // Every block takes until it gets one too many, `total` times together: then the counter is 0 again.
+    const uint32_t taken = atomicInc(counter, total - 1);
+    for (; block < blocks_k; ++block) load(block);
     work = taken < total - gridDim.x ? gridDim.x + taken : total;
   }
 }

@@ -93,6 +93,7 @@ class Bench(Kernels):
             second_major: Compute capability of the second device; the first one becomes the current one.
             blocks: The first block of each launch that runs, and how many do; ``None`` for all.
         """
+        self._counters.clear()  # a launch of which some blocks alone ran left its counter where it was
         self.library.bench_configure(processors, major, mode, seed, second_major)
         if blocks is not None:
             self.library.bench_blocks(*blocks)
