@@ -145,12 +145,10 @@ def divisors(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Return the norms over ``dim``, which is kept, in float32 or wider, none below the smallest normal number."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=dtype)
-    is_small = norms < 1e-12
-    # fp16 has none: its smallest number has the norm 6e-8. A CPU reads x again only if there are some.
-    if x.dtype != torch.float16 and (x.device.type != "cpu" or is_small.any()):
+    if x.dtype != torch.float16:  # whose smallest number has the norm 6e-8
         # The squares of elements below 1e-19 underflow: a small norm is that of elements 2^80 times as large.
         scaled = torch.linalg.vector_norm(x * 2.0**80, dim=dim, keepdim=True, dtype=dtype)
-        norms = torch.where(is_small, scaled * 2.0**-80, norms)
+        norms = torch.where(norms < 1e-12, scaled * 2.0**-80, norms)
     return norms.clamp_(min=SMALLEST_NORM)
 
 
