@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import io
 import json
 import os
@@ -101,7 +102,9 @@ def test_an_interrupt_during_the_imports_is_no_traceback(tmp_path: Path) -> None
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     command = [sys.executable, "-m", "deepspeed_muon", "rates", "absent.json"]
     variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    # The tests themselves may run in the background.
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, preexec_fn=heeded)
     assert (done.returncode, done.stderr) == (130, "")
     background = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
     done = subprocess.run(background, capture_output=True, text=True, env=variables)
