@@ -333,7 +333,7 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
     readers: dict[int, set[str]] = defaultdict(set)  # number of features to the modules that read so many
     for member in layers:
         readers[_inputs(member)].add(_parent(member))
-    read_on = {_inputs(member) for member in layers if member.key not in ends}  # by hidden layers
+    hidden_inputs = {_inputs(member) for member in layers if member.key not in ends}  # by hidden layers
     towers = set(map(_starred, last))
     for member in (layer for layer in reversed(layers) if layer.key in outside - heads - claims.keys()):
         outputs, inputs = member.sides
@@ -344,7 +344,7 @@ def _last_layers(matrices: Sequence[NamedParameter], outside: set[int], heads: s
             claims[member.key] = Claim("head", reason, is_certain and is_parallel)
             continue
         # The outputs of a generator are read by a discriminator alone, those of an encoder by the decoder.
-        is_generated = member.kind == "linear" and outputs in read_on
+        is_generated = member.kind == "linear" and outputs in hidden_inputs
         is_generated &= len(readers[outputs]) == 1 and _parent(member) not in readers[outputs]
         is_unread = member.key in ends or is_generated
         # Layers whose outputs are divided (gates, modulation) make a multiple of what they read, and one before a norm
