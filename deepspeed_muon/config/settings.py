@@ -129,8 +129,8 @@ class MuonConfig(_VariantSettings):
     )
     update_scale: Annotated[v.Number, Field(gt=0, le=1e4)] = Field(
         default=1.0,
-        description="Factor of Muon's updates beside that of `adjust_lr_fn`, not of its weight decay (Megatron-LM's "
-        "`muon_extra_scale_factor`).",
+        description="Another factor of Muon's updates, after `adjust_lr_fn`; it does not scale the weight decay "
+        "(Megatron-LM's `muon_extra_scale_factor`).",
     )
     ns_method: NsMethod = Field(
         default="gram",
@@ -145,19 +145,19 @@ class MuonConfig(_VariantSettings):
         default=None,
         ge=1,
         le=100,
-        description="Number of Newton-Schulz steps; unset: 5, or the length of the schedule, which no other number may "
-        "replace.",
+        description="Number of Newton-Schulz steps; unset: 5, or the length of the schedule. A schedule of fixed "
+        "length allows no other number.",
     )
     ns_dtype: NsDtypeName = Field(
         default="auto",
         description="Dtype of Newton-Schulz: `fp32`, `bf16` or `fp16`. `auto` is fp16 on CUDA, bf16 on CPUs with AMX "
-        "and on AMD's with AVX512-BF16, and fp32 elsewhere; it is always fp32 for schedules that are sensitive to "
-        "rounding (`cans`, for which `bf16` and `fp16` are errors).",
+        "and on AMD CPUs with AVX512-BF16, else fp32; and always fp32 for schedules that are sensitive to rounding "
+        "(`cans`, which refuses `bf16` and `fp16`).",
     )
     ns_backend: NsBackend = Field(
         default="auto",
-        description="`auto`: kernels by a [fixed rule](usage.md#native-operators); `ops`: native operators, or an "
-        "error without them; `torch`: torch's.",
+        description="`auto`: kernels by a fixed rule ([usage.md](usage.md#native-operators)); `ops`: native operators, "
+        "or an error without them; `torch`: torch's.",
     )
     variant: VariantName = Field(
         default="muon",
@@ -179,7 +179,7 @@ class MuonConfig(_VariantSettings):
     )
     wire_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
-        description="The wire dtype, in which momentum directions and updates are sent. `auto`: bf16 for bf16 and "
+        description="Dtype in which momentum directions and updates are sent between ranks. `auto`: bf16 for bf16 and "
         "fp16 models, else fp32.",
     )
     matrices: dict[str, MatricesConfig] = Field(
@@ -197,8 +197,8 @@ class MuonConfig(_VariantSettings):
     )
     nonfinite_grad: Literal["skip", "error"] = Field(
         default="skip",
-        description="What an infinity or NaN in a gradient does: `skip` the step, or raise an `error`. With a dynamic "
-        "loss scale the step is always skipped.",
+        description="What to do about an infinity or NaN in a gradient: `skip` the step, or raise an `error`. With a "
+        "dynamic loss scale the step is always skipped.",
     )
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,
@@ -212,8 +212,8 @@ class MuonConfig(_VariantSettings):
     )
     health: Annotated[v.Integer, Field(ge=0, le=1_000_000)] = Field(
         default=100,
-        description="Number of steps between two samples for DeepSpeed's monitor. Besides, every orthogonalised matrix "
-        "is checked in every step; `false` turns both off ([health.md](health.md)).",
+        description="Steps between two samples for DeepSpeed's monitors. `false` turns off the samples and the check "
+        "of every update ([health.md](health.md)).",
     )
     consolidate_on_save: v.Flag = Field(
         default=False, description="`save_checkpoint` also writes a consolidated set."
@@ -505,8 +505,8 @@ def takes_settings(optimizer: _Class) -> _Class:
     # 2. The docstring: an entry for each key, from its description.
     entries, indent = [], " " * 8
     for name, field in KEYS:
-        # Markdown to reStructuredText: "[rates.md](rates.md#over-widths)" becomes "docs/rates.md", `x` ``x``.
-        text = re.sub(r"\[(.*?)\]\([^)]*\)", r"docs/\1", field.description or "").replace("`", "``")
+        # Markdown to reStructuredText: "[momentum](settings.md#momentum)" becomes "docs/settings.md", `x` ``x``.
+        text = re.sub(r"\[.*?\]\(([\w.]+)[^)]*\)", r"docs/\1", field.description or "").replace("`", "``")
         kind = f"{hints[name]}, default {defaults[name]!r}" if defaults[name] is not None else hints[name]
         entry = f"{name} ({kind}): {text}"
         entries.append(

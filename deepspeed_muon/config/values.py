@@ -180,8 +180,8 @@ class RestoreConfig(_Section):
     path: str = Field(min_length=1, description="Folder to read.")
     progress: Flag = Field(
         default=True,
-        description="Continue the saved run with its step counters, schedule, loss scale and param group settings; "
-        "`false`: take only weights and optimizer state, whose step counts continue, and with them AdamW's bias "
+        description="Continue the saved run: step counters, schedule, loss scale and param group settings. `false` "
+        "loads only weights and optimizer state. The step counts of the state continue, and with them AdamW's bias "
         "correction and `momentum_warmup`.",
     )
 
