@@ -118,7 +118,7 @@ OPENED = {
     "docs/settings/": ("Settings", "adjust_lr_fn"),
     "docs/api/": ("Python", "consolidate"),
     "docs/clients/": ("Programs that you cannot edit", "DEEPSPEED_MUON"),
-    "docs/how_it_works/": ("How it works", 'class="flowchart" style="max-width'),
+    "docs/how_it_works/": ("How it works", "ReferenceMuon"),
     "docs/architecture/": ("Architecture", "messageLine0"),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
