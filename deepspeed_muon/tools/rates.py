@@ -149,7 +149,7 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
     proposal = Proposal({key: value for key, value in given.items() if key not in _ADAMW_ONLY})
     for key in sorted(given.keys() & _ADAMW_ONLY):
         proposal.notes.append(f"left out: {key}, an option of DeepSpeed's AdamW without a counterpart here")
-    # 2. AdamW's defaults are others here.
+    # 2. The defaults here differ from AdamW's.
     if name in ("adam", "adamw"):
         proposal.put("adjust_lr_fn", "match_rms_adamw", "updates of AdamW's usual size, 0.2 times the rate")
         defaults: list[tuple[str, Any, str]] = [("betas", [0.9, 0.999], ""), ("eps", 1e-8, "")]
@@ -158,7 +158,7 @@ def propose(configuration: Mapping[str, Any]) -> Proposal:
             defaults.append(("weight_decay", 0.01, "torch's "))
         for key, default, whose in defaults:
             if key not in proposal.params:
-                proposal.put(key, default, f"{whose}AdamW's default, which is another one here")
+                proposal.put(key, default, f"{whose}AdamW's default; the default here differs")
     if proposal.rate_key is None:
         proposal.notes.append("no rate is set: write the one that was tuned as lr or muon_lr")
     # 3. The schedule, which overwrites the rates.
@@ -190,21 +190,21 @@ def carry(proposal: Proposal, before: Sizes, after: Sizes) -> None:
         return
     # 1. The rate.
     times = factor(ratios, rule)
-    source = "which the runs here agree with" if name in MEASURED else f"which was not measured under {name}"
+    source = "confirmed by measured runs" if name in MEASURED else f"not measured under {name}"
     formula = " ".join(f"{ratio:.4g}^{exponents[size]:g} ({size})" for size, ratio in ratios.items())
     rate = params[rate_key]
     if rate == "auto":
         proposal.notes.append(
             f"lr is 'auto' and stays. For the other size set muon_lr to {times:.3g} times the learning rate that "
-            f"fills it in ({formula}: {source})"
+            f"fills it in ({formula}; {source})"
         )
     else:
-        proposal.put("muon_lr", three_digits(rate * times), f"{rate:g} x {times:.3g} ({formula}: {source})")
+        proposal.put("muon_lr", three_digits(rate * times), f"{rate:g} x {times:.3g} ({formula}; {source})")
     # 2. The decay, whose product with the rate was kept over widths in the measured runs.
     of_width = ratios.get("width", 1.0) ** exponents["width"]
     decay = params.get("muon_weight_decay", params.get("weight_decay"))
     if decay and of_width != 1.0 and config.weight_decay_mode != "independent":
-        stays = "over widths its product with the rate stays, as in the measured runs"
+        stays = "its product with the rate stays the same over widths, as in the measured runs"
         if "auto" in (rate, decay):
             proposal.notes.append(f"divide Muon's weight_decay, {shown(decay)}, by {of_width:.3g}: {stays}")
         else:

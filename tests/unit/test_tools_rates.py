@@ -166,15 +166,15 @@ def test_the_rate_of_adamw_is_carried_to_a_wider_model() -> None:
 @pytest.mark.parametrize(
     ("params", "muon_lr", "reason"),
     [
-        ({}, 0.018, "which the runs here agree with"),
-        ({"variant": "normuon"}, 0.018, "which the runs here agree with"),
-        ({"variant": "muon_eq"}, 0.018, "which was not measured under muon_eq"),
+        ({}, 0.018, "confirmed by measured runs"),
+        ({"variant": "normuon"}, 0.018, "confirmed by measured runs"),
+        ({"variant": "muon_eq"}, 0.018, "not measured under muon_eq"),
         (
             {"variant": "normuon", "adjust_lr_fn": "spectral"},
             0.0127,
             "not measured under normuon with spectral",
         ),
-        ({"adjust_lr_fn": "spectral"}, 0.0127, "which the runs here agree with"),
+        ({"adjust_lr_fn": "spectral"}, 0.0127, "confirmed by measured runs"),
         ({"adjust_lr_fn": "unit_rms_norm"}, 0.02, ""),
     ],
     ids=str,
