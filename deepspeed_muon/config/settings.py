@@ -203,12 +203,13 @@ class MuonConfig(_VariantSettings):
     exchange_chunk_numel: v.ChunkNumel = Field(
         default=1 << 26,
         description="Largest number of elements that a rank owns in a chunk; it bounds the communication buffers "
-        "([measured.md](measured.md#overlap-of-communication-and-computation)).",
+        "([architecture.md](architecture.md#glossary)).",
     )
     exchange_overlap: v.Flag = Field(
         default=True,
         description="Overlap communication with Newton-Schulz. `false` gives bit-identical results with a third of the "
-        "buffers ([measured.md](measured.md#overlap-of-communication-and-computation)).",
+        "buffers. `true` has no effect if the largest matrix takes the buffers above 1 GiB (90 million elements in "
+        "bf16).",
     )
     health: Annotated[v.Integer, Field(ge=0, le=1_000_000)] = Field(
         default=100,
