@@ -1,10 +1,10 @@
 """AdamW, DeepSpeed's Muon and this one on the same model, text and tokens: ``make demo``.
 
-Four trainings of ``train_gpt.py`` on two ranks, one after the other, each through the ``deepspeed`` launcher: the three
+Runs four trainings of ``train_gpt.py`` on two ranks, one after the other, through the ``deepspeed`` launcher: the three
 optimizers at ZeRO 2, and this one at ZeRO 3. The last one is saved, consolidated, and restored on one rank at ZeRO 1,
-where it must have the same validation loss. At the end a table of losses, times, bytes and memory, and a PNG of the
-curves. The learning rates are the best of ``benchmarks/study.py`` for each optimizer, which trains with more seeds.
-``--dataset FILE`` trains on a text of your own.
+where it must have the same validation loss. At the end it prints a table of losses, times, bytes and memory, and draws
+the curves into a PNG. Each optimizer has its best learning rates of ``benchmarks/study.py``, which trains with more
+seeds. ``--dataset FILE`` trains on your own text.
 """
 
 from __future__ import annotations

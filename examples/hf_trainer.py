@@ -5,11 +5,11 @@
     torchrun --nproc_per_node 2 examples/hf_trainer.py $arguments
     accelerate launch --use_deepspeed --num_processes 2 examples/hf_trainer.py $arguments
 
-Every option of ``TrainingArguments`` is one of this script: ``--max_steps 200 --learning_rate 3e-3 --warmup_steps 20
---lr_scheduler_type cosine --save_steps 100 --eval_strategy steps``, and ``--resume_from_checkpoint
-runs/hf/checkpoint-100`` goes on from there. ``--learning_rate`` is AdamW's, for embeddings, head and vectors; Muon's is
-``muon_lr`` in the configuration file, and the schedule scales both. Needs transformers and accelerate (extra ``hf``).
-Without a GPU, ``export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` first, and give ``deepspeed`` ``--num_accelerators 2``.
+The script takes every option of ``TrainingArguments``: ``--max_steps 200 --learning_rate 3e-3 --warmup_steps 20
+--lr_scheduler_type cosine --save_steps 100 --eval_strategy steps``. ``--resume_from_checkpoint runs/hf/checkpoint-100``
+continues a run. ``--learning_rate`` is AdamW's, for embeddings, head and vectors; Muon's is ``muon_lr`` in the
+configuration file. The schedule scales both. Needs transformers and accelerate (extra ``hf``). Without a GPU, first
+``export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1``, and pass ``--num_accelerators 2`` to ``deepspeed``.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--eval_batches", type=int, default=8, help="validation batches per rank")
     run.add_argument("--metrics_dir", default="runs", help="CSV and TensorBoard go to METRICS_DIR/RUN_NAME")
     run.add_argument("--run_name", default=time.strftime("%Y%m%d-%H%M%S"))
-    run.add_argument("--save_dir", help="where checkpoints go; none are written without it")
+    run.add_argument("--save_dir", help="folder for checkpoints (default: none are saved)")
     run.add_argument("--save_every", type=int, default=0, help="steps between checkpoints (default: the end)")
-    run.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --save_dir")
+    run.add_argument("--resume", action="store_true", help="continue the latest checkpoint in --save_dir")
     args = parser.parse_args(argv)
 
     if args.resume and not args.save_dir:
