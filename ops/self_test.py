@@ -24,7 +24,7 @@ from deepspeed_muon.reference import newton_schulz
 
 from . import builder, torch_operators
 from .graphs import triton_products
-from .torch_operators import BLOCK
+from .torch_operators import BLOCK, Column
 
 Component = Literal["flat passes", "symmetric product", "Triton's product"]
 Checks = list[dict[str, Any]]
@@ -259,12 +259,12 @@ def _momentum_pack_int8(operators: Any, device: str, dtype: torch.dtype) -> Iter
     # The blocks of the first fragment are aligned to a GPU's vectors, those of the others are not.
     # Elements of a fragment's first block that precede it, (fragments,), and the blocks that a fragment touches. The
     # scales of the fragments of one tensor follow each other.
-    phases = torch.full_like(table[:, 0], 7)
+    phases = torch.full_like(table[:, Column.NUMEL], 7)
     phases[0] = 0
-    counts = (phases + table[:, 4] + BLOCK - 1) // BLOCK
+    counts = (phases + table[:, Column.NUMEL] + BLOCK - 1) // BLOCK
     blocks = torch.stack((phases, torch.zeros_like(phases)), 1)  # (fragments, 2)
     for tensor in (0, 1):
-        rows = table[:, 0] == tensor
+        rows = table[:, Column.PARTITION] == tensor
         blocks[rows, 1] = counts[rows].cumsum(0) - counts[rows]
     for grads in _DTYPE_PAIRS:
         results = []

@@ -12,6 +12,7 @@ ends: no scale is shared by two ranks, and at another number of ranks only the b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -56,8 +57,37 @@ def frobenius_norms(x: Tensor) -> Tensor:
     return norms.float()
 
 
+class Column(IntEnum):
+    """The columns of a table, whose rows say where the elements of a fragment are in flat tensors of two lists.
+
+    The members of ``FlatRow`` in ``csrc/binding_checks.h`` are the same, in this order.
+    """
+
+    PARTITION = 0  # position in a list of weights, momentum or gradients, by partition
+    PARTITION_OFFSET = 1
+    BUFFER = 2  # position in a list of tensors with directions or updates
+    BUFFER_OFFSET = 3
+    NUMEL = 4
+    MATRIX = 5  # row of the rates
+
+
 _MAX_NUMEL = 1 << 24
 """Elements that a pass processes at a time, or one fragment if it is larger: this bounds its temporary memory."""
+
+
+def in_partitions(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return a view of the elements of each row of a table in the first list of tensors."""
+    return [
+        tensors[row[Column.PARTITION]].narrow(0, row[Column.PARTITION_OFFSET], row[Column.NUMEL])
+        for row in rows
+    ]
+
+
+def in_buffers(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return a view of the elements of each row of a table in the second list of tensors."""
+    return [
+        tensors[row[Column.BUFFER]].narrow(0, row[Column.BUFFER_OFFSET], row[Column.NUMEL]) for row in rows
+    ]
 
 
 def momentum_pack_(
@@ -73,18 +103,18 @@ def momentum_pack_(
         bufs: Flat momentum of the partitions. Mutated.
         grads: Flat gradients of the same partitions. Not mutated.
         outs: Flat; receive the directions. Mutated.
-        table: ``(fragments, 6)``, int64 on the CPU: index of ``buf`` and offset in it, index of ``out`` and offset in
-            it, elements, row of ``rates``.
+        table: ``(fragments, 6)``, int64 on the CPU, with the columns of :class:`Column`: partitions are those of
+            ``bufs`` and ``grads``, buffers are ``outs``.
         rates: ``(matrices, 2)``, float64 on the CPU: momentum in [0, 1), and 1 with Nesterov momentum, else 0.
     """
     for (momentum, nesterov), rows in _with_equal_rates(table, rates):
         # Views of all fragments with these rates. Each _foreach call processes them in a few kernels.
-        stored = [bufs[row[0]].narrow(0, row[1], row[4]) for row in rows]
-        gradients = _promoted([grads[row[0]].narrow(0, row[1], row[4]) for row in rows])
+        stored = in_partitions(bufs, rows)
+        gradients = _promoted(in_partitions(grads, rows))
         promoted = _promoted(stored, gradients[0].dtype)
         torch._foreach_lerp_(promoted, gradients, 1.0 - momentum)
         directions = torch._foreach_lerp(gradients, promoted, momentum) if nesterov else promoted
-        torch._foreach_copy_([outs[row[2]].narrow(0, row[3], row[4]) for row in rows], directions)
+        torch._foreach_copy_(in_buffers(outs, rows), directions)
         if promoted is not stored:
             torch._foreach_copy_(stored, promoted)
 
@@ -167,7 +197,7 @@ def momentum_pack_int8_(
     """
     values = rates.tolist()
     for row, (phase, first_scale) in zip(table.tolist(), blocks.tolist(), strict=True):
-        partition, offset, out, out_offset, numel, matrix = row
+        partition, offset, buffer, buffer_offset, numel, matrix = row
         momentum, nesterov = values[matrix]
         count = -(-(phase + numel) // BLOCK)  # blocks that the fragment touches
         for begin in range(0, count, _MAX_NUMEL // BLOCK):
@@ -182,7 +212,7 @@ def momentum_pack_int8_(
             grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             buf = from_codes(old_codes, old_scales, before).to(grad.dtype).lerp_(grad, 1.0 - momentum)
             direction = torch.lerp(grad, buf, momentum) if nesterov else buf
-            outs[out].narrow(0, out_offset + start, stop - start).copy_(direction)
+            outs[buffer].narrow(0, buffer_offset + start, stop - start).copy_(direction)
             # 2. Quantise the new momentum in place.
             new_codes, new_scales = quantize(buf, before)
             old_codes.copy_(new_codes)
@@ -200,14 +230,12 @@ def unpack_apply_(params: Sequence[Tensor], updates: Sequence[Tensor], table: Te
             decays the weights.
     """
     for (lr_scale, decay), rows in _with_equal_rates(table, rates):
-        stored = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
+        stored = in_partitions(params, rows)
         promoted = _promoted(stored)
         if decay != 1.0:
             torch._foreach_mul_(promoted, decay)
         # The updates may be in half precision: torch promotes them to fp32 before the product.
-        torch._foreach_add_(
-            promoted, [updates[row[2]].narrow(0, row[3], row[4]) for row in rows], alpha=-lr_scale
-        )
+        torch._foreach_add_(promoted, in_buffers(updates, rows), alpha=-lr_scale)
         if promoted is not stored:
             torch._foreach_copy_(stored, promoted)
 
@@ -229,12 +257,12 @@ def cautious_apply_(
             times weight decay.
     """
     for (lr_scale, decay), rows in _with_equal_rates(table, rates):
-        stored = [params[row[0]].narrow(0, row[1], row[4]) for row in rows]
+        stored = in_partitions(params, rows)
         (weights,) = _promoted([torch.cat(stored)])  # flat, fp32
-        update = torch.cat([updates[row[2]].narrow(0, row[3], row[4]) for row in rows])
+        update = torch.cat(in_buffers(updates, rows))
         cautious_decay_(weights, update, decay=decay)
         weights.add_(update, alpha=-lr_scale)
-        torch._foreach_copy_(stored, list(weights.split([row[4] for row in rows])))
+        torch._foreach_copy_(stored, list(weights.split([row[Column.NUMEL] for row in rows])))
 
 
 def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
@@ -244,9 +272,9 @@ def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
 
     Args:
         tensors: Flat, on one device.
-        table: As for :func:`momentum_pack_`; only the index, the offset and the elements of the first tensor are used.
+        table: As for :func:`momentum_pack_`; buffers and matrices are not read.
     """
-    fragments = [tensors[row[0]].narrow(0, row[1], row[4]) for row in table.tolist()]
+    fragments = in_partitions(tensors, table.tolist())
     if not fragments:
         return torch.empty(0, dtype=torch.float32, device="cpu")
     # A GPU has a multi-tensor kernel for the norm; on a CPU it takes twenty times as long as minimum and maximum.
@@ -260,17 +288,17 @@ def largest_magnitudes(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
 
 def _with_equal_rates(table: Tensor, rates: Tensor) -> Iterator[tuple[tuple[float, float], list[list[int]]]]:
     """Yield pairs of rates with rows of a table that have them: at most ``_MAX_NUMEL`` elements, or a row."""
-    values = rates.tolist()
+    pairs = [(first, second) for first, second in rates.tolist()]
     rows_by_rates: dict[tuple[float, float], list[list[int]]] = {}
     numel_by_rates: dict[tuple[float, float], int] = {}
     for row in table.tolist():
-        pair = (values[row[5]][0], values[row[5]][1])
+        pair = pairs[row[Column.MATRIX]]
         rows = rows_by_rates.setdefault(pair, [])
-        numel = numel_by_rates.get(pair, 0) + row[4]
+        numel = numel_by_rates.get(pair, 0) + row[Column.NUMEL]
         if rows and numel > _MAX_NUMEL:
             yield pair, rows[:]
             rows.clear()
-            numel = row[4]
+            numel = row[Column.NUMEL]
         rows.append(row)
         numel_by_rates[pair] = numel
     yield from rows_by_rates.items()

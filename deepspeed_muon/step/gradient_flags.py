@@ -17,10 +17,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops.torch_operators import largest_magnitudes
+from deepspeed_muon.ops.torch_operators import Column, largest_magnitudes
 from deepspeed_muon.plan.layout import PartitionIndex, SetIndex
 from deepspeed_muon.step.runner import StepRunner
-from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.transport.ranks import all_reduce_tensor
 
 FLAGS_PURPOSE = "exchange of gradient flags"
@@ -151,7 +150,7 @@ class GradientFlags:
         return flags
 
     def _make_table(self, lengths: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-        """Return the table of the fragments (:data:`.COLUMNS`) in gradients of some lengths, and their parameters.
+        """Return the table of the fragments (:class:`.Column`) in gradients of some lengths, and their parameters.
 
         The lengths are those of the tensors of which the gradient of each partition consists.
         """
@@ -166,13 +165,13 @@ class GradientFlags:
                 while start < stop:
                     tensor = bisect_right(starts, start) - 1
                     offset, end = start - starts[tensor], min(stop, starts[tensor + 1])
-                    # The pass reads one list of tensors: both halves of a row name the same elements.
+                    # The pass reads one list of tensors, which is partition and buffer; the matrix is any parameter.
                     source = first_tensor + tensor
                     rows.append((source, offset, source, offset, end - start, number))
                     start = end
             first_tensor += len(numels)
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS)
-        return table, table[:, -1].contiguous().to(self._device)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, len(Column))
+        return table, table[:, Column.MATRIX].contiguous().to(self._device)
 
 
 def flagged(flags: Sequence[int]) -> set[SetIndex]:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_muon.ops.torch_operators import cautious_apply_
+from deepspeed_muon.ops.torch_operators import Column, cautious_apply_, in_buffers
 from deepspeed_muon.plan.chunks import build_exchange_plan
 from deepspeed_muon.plan.layout import PartitionIndex, PlanIndex
 from deepspeed_muon.plan.owners import assign
@@ -41,7 +41,7 @@ from deepspeed_muon.step.int8 import Int8Blocks, convert_momentum, scales_of
 from deepspeed_muon.step.orthogonalize import LocalOrthogonalizer, batches
 from deepspeed_muon.step.row_state import OwnedRows, RowStorage, remove_unused_rows, row_fragments
 from deepspeed_muon.step.step_set import State, StepContext
-from deepspeed_muon.step.tables import COLUMNS, ChunkTable
+from deepspeed_muon.step.tables import ChunkTable
 from deepspeed_muon.step.tensor_parallel import TensorParallelOrthogonalizer
 from deepspeed_muon.step.tensors import RateTable, StepTensors, state_of
 from deepspeed_muon.transport.all_to_all import ChunkExchange, InFlight
@@ -353,7 +353,7 @@ def pack(table: ChunkTable, step: StepTensors, local_buffer: Tensor, fragment_bu
         return
     int8_blocks = table.int8_blocks
     if step.mask is not None:
-        int8_blocks = int8_blocks[step.mask[table.pack_table[:, COLUMNS - 1]]]
+        int8_blocks = int8_blocks[step.mask[table.pack_table[:, Column.MATRIX]]]
     step.passes.momentum_pack_int8(
         step.momentum, step.momentum_scales, step.grads, outputs, fragments, rates, int8_blocks
     )
@@ -370,7 +370,7 @@ def apply(table: Tensor, step: StepTensors, updates: Sequence[Tensor]) -> None:
     ``lr scale`` and the decay factor (``1 - wd`` if independent) of each matrix. Cautious decay shrinks only the
     elements of ``W`` with the sign of ``O``, and those whose ``O`` is zero.
 
-    ``table`` has the rows of :attr:`ChunkTable.apply_table` whose matrix is active, and ``updates`` its second tensors:
+    ``table`` has the rows of :attr:`ChunkTable.apply_table` whose matrix is active, and ``updates`` are its buffers:
     flat, in the wire dtype, on any device.
     """
     if not len(table):
@@ -378,7 +378,7 @@ def apply(table: Tensor, step: StepTensors, updates: Sequence[Tensor]) -> None:
     device, rates = step.flat[0].device, step.rates
     if any(tensor.device != device for tensor in updates):
         table, updates = _moved(table, updates, device)
-    cautious = None if rates.cautious is None else rates.cautious[table[:, 0]]
+    cautious = None if rates.cautious is None else rates.cautious[table[:, Column.PARTITION]]
     if cautious is not None:
         cautious_apply_(step.flat, updates, table[cautious], rates.lr_and_decay)
         table = table[~cautious]
@@ -387,11 +387,9 @@ def apply(table: Tensor, step: StepTensors, updates: Sequence[Tensor]) -> None:
 
 def _moved(table: Tensor, updates: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
     """Copy the updates of all fragments to a device at once; return the table for the copies, and these."""
-    fragments = [
-        updates[source].narrow(0, offset, numel) for _, _, source, offset, numel, _ in table.tolist()
-    ]
-    moved = torch.cat(fragments).to(device).split(table[:, 4].tolist())
+    moved = torch.cat(in_buffers(updates, table.tolist())).to(device).split(table[:, Column.NUMEL].tolist())
     table = table.clone()
-    table[:, 2] = torch.arange(len(table), dtype=torch.int64, device="cpu")
-    table[:, 3] = 0  # fragment i is the i-th tensor, from its start
+    # Fragment i is the i-th tensor, from its start.
+    table[:, Column.BUFFER] = torch.arange(len(table), dtype=torch.int64, device="cpu")
+    table[:, Column.BUFFER_OFFSET] = 0
     return table, moved

@@ -1,8 +1,8 @@
 """Where the elements of a chunk are: the tables of the passes over it, and the segments that are copied at once.
 
-A *table* says for each fragment of this rank where its elements are: a row of six integers (:data:`COLUMNS`) names its
-range in a partition, its range in a second tensor, which has its directions or its updates, and its matrix, whose
-learning rate, decay and momentum are a row of :class:`.Rates`.
+A *table* says for each fragment of this rank where its elements are: a row of six integers (:class:`.Column`) names its
+range in a partition, its range in a buffer, which has its directions or its updates, and its matrix, whose learning
+rate, decay and momentum are a row of :class:`.Rates`.
 
 Tables are made once, when the optimizer is bound. A native pass reads one in a single call, and equal segments of a
 batch's matrices are copied by one call, so that what Python does in a step grows with the batches, not the fragments.
@@ -19,19 +19,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from deepspeed_muon.ops.torch_operators import Column
 from deepspeed_muon.plan.chunks import Chunk, ExchangePlan, Segment
 from deepspeed_muon.plan.layout import PartitionIndex, PlanIndex
 from deepspeed_muon.step.int8 import Int8Blocks
 
-COLUMNS = 6
-"""Columns of a table of ops/, one row for each fragment.
-
-Position of the partition and offset in it; second tensor (:data:`LOCAL_BUFFER` or :data:`FRAGMENT_BUFFER`) and offset
-in it; number of elements; index of the matrix.
-"""
 _ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line
 LOCAL_BUFFER, FRAGMENT_BUFFER = 0, 1
-"""The second tensors of a table; see :class:`.InFlight`."""
+"""The buffers of a table: positions of those of :class:`.InFlight` in the list that a pass gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class ChunkTable:
             the momentum is int8.
         apply_table: Fragments of the weights and the offsets of their updates, which replace the directions,
             ``(fragments, 6)`` int64.
-        segments_of: Returns the segments of owned matrices whose shards have one size; cached.
+        segments_of: Returns the segments of owned matrices with equally many elements; cached.
     """
 
     def __init__(
@@ -102,8 +97,8 @@ class ChunkTable:
         self.pack_table = sent_table if is_gathered else self._table(local, LOCAL_BUFFER, offsets)
         self.apply_table = torch.cat((self._table(owned, LOCAL_BUFFER, offsets[: len(owned)]), sent_table))
         # (fragments, 2): position of the partition, and offset in it
-        starts = self.pack_table[:, :2].tolist() if int8_blocks else []
-        rows = [int8_blocks[position].row(start) for position, start in starts]
+        starts = self.pack_table[:, [Column.PARTITION, Column.PARTITION_OFFSET]].tolist()
+        rows = [int8_blocks[position].row(start) for position, start in starts if int8_blocks]
         self.int8_blocks = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2)
         # The active matrices of a chunk are almost always the same, or one of a few subsets.
         self.segments_of = functools.lru_cache(maxsize=len(batches) + 64)(self._make_segments)
@@ -139,14 +134,14 @@ class ChunkTable:
         ends = list(accumulate(lengths, initial=0))
         return ends[:-1], ends[-1]
 
-    def _table(self, indices: Sequence[PlanIndex], target: int, offsets: Sequence[int]) -> Tensor:
-        """Return the table of this rank's fragments of matrices, at some offsets in the second tensor ``target``."""
+    def _table(self, indices: Sequence[PlanIndex], buffer: int, offsets: Sequence[int]) -> Tensor:
+        """Return the table of this rank's fragments of some matrices, at these offsets in a buffer."""
         rows = []
         for index, offset in zip(indices, offsets, strict=True):
             fragment, partition = self._fragments[index], self._matrices[index].partition
             position = self._list_position[partition]
-            rows.append((position, fragment.partition_offset, target, offset, fragment.numel, index))
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS)
+            rows.append((position, fragment.partition_offset, buffer, offset, fragment.numel, index))
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, len(Column))
 
 
 def _join_matrices(segments: Sequence[Segment], distance: int) -> Iterator[Segment]:

@@ -19,10 +19,10 @@ from deepspeed_muon.math.updates import (
     shape_scale,
 )
 from deepspeed_muon.ops.dispatch import FlatPasses
+from deepspeed_muon.ops.torch_operators import Column
 from deepspeed_muon.plan.layout import MatrixLayout, PartitionIndex, PlanIndex
 from deepspeed_muon.step.row_state import OwnedRows
 from deepspeed_muon.step.step_set import Partition, State
-from deepspeed_muon.step.tables import COLUMNS
 from deepspeed_muon.variants.variant import Variant
 
 
@@ -205,4 +205,4 @@ class StepTensors:
 
     def active_fragments(self, table: Tensor) -> Tensor:
         """Return the fragments in a table whose matrix is active, ``(active fragments, 6)``."""
-        return table if self.mask is None else table[self.mask[table[:, COLUMNS - 1]]]
+        return table if self.mask is None else table[self.mask[table[:, Column.MATRIX]]]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_muon.ops import builder, torch_operators
+from deepspeed_muon.ops.torch_operators import Column
 from tests.support.calls import Operations, calls
 from tests.support.comparisons import close
 from tests.support.fragments import momentum_pack, one_row, rates, unpack_apply
@@ -209,7 +210,7 @@ def test_largest_magnitudes(dtype: torch.dtype) -> None:
         assert magnitudes.dtype == torch.float32
         return magnitudes.tolist()
 
-    rows = table[:, [0, 1, 4]].tolist()
+    rows = table[:, [Column.PARTITION, Column.PARTITION_OFFSET, Column.NUMEL]].tolist()
     assert largest() == [float(tensors[i].narrow(0, start, n).abs().max().float()) for i, start, n in rows]
     assert largest()[1::2] == [0.0, 0.0]
     for value in (-1024.0, -math.inf):

@@ -26,6 +26,7 @@ from deepspeed_muon import MuonConfig, orthogonalize
 from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import FlatPasses
+from deepspeed_muon.ops.torch_operators import Column
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import route_parameters
 from deepspeed_muon.step.bound import BoundSteps
@@ -142,7 +143,7 @@ def bound_of(
         table = args[-2]
         launches.counts["passes"] += -(-len(table) // FRAGMENTS)
         # Both read and write fp32; pack reads the gradient and writes a direction, apply reads an update, in bf16.
-        launches.moved["passes"] += (14 if len(args) == 5 else 10) * int(table[:, 4].sum())
+        launches.moved["passes"] += (14 if len(args) == 5 else 10) * int(table[:, Column.NUMEL].sum())
 
     bound.runners[0]._passes = FlatPasses("counted", count_pass, count_pass, count_pass)
     return bound
