@@ -38,10 +38,21 @@ ChunkKind = Literal["all_to_all", "broadcast", "local"]
 class Segment(NamedTuple):
     """Equal fragments of a matrix, or of several equal ones, on consecutive ranks: in the matrices and in a buffer.
 
-    Element ``k`` of fragment ``j`` of matrix ``i`` is at::
+    A fragment is contiguous in both. Those of a matrix follow each other in the matrix, and are at equal distances in
+    the buffer, which is ordered by rank and then by matrix. Element ``k`` of fragment ``j`` of matrix ``i`` is at::
 
         matrix_offset + i * matrix_distance + j * numel             + k   in the matrices
         buffer_offset + i * buffer_distance + j * fragment_distance + k   in the buffer of this rank
+
+    Example: rank 0 owns the 2 x 3 matrices ``A`` and ``B``, and ranks 0 and 1 have one row of each. Its owner buffer::
+
+        offset    0       3       6       9
+        content   A[0:3]  B[0:3]  A[3:6]  B[3:6]        from rank 0, from rank 0, from rank 1, from rank 1
+
+    ``A`` is ``Segment(matrix_offset=0, numel=3, buffer_offset=0, fragments=2, fragment_distance=6)``, ``B`` has
+    ``buffer_offset`` 3. In a batch of both, ``(2, 2, 3)``, ``B`` starts at element 6, and they are one segment with
+    ``matrices=2, matrix_distance=6, buffer_distance=3``: a single copy of shape ``(2, 2, 3)`` between the strides
+    ``(6, 3, 1)`` in the matrices and ``(3, 6, 1)`` in the buffer. ``A[4]`` has ``i, j, k = 0, 1, 1``: 4 and 7.
     """
 
     matrix_offset: int
@@ -59,7 +70,7 @@ class Segment(NamedTuple):
         return self.matrices, self.fragments, self.numel
 
     def in_matrices(self, flat: Tensor) -> Tensor:
-        """Return the fragments in the matrices, flat and contiguous, as a view of :attr:`shape`."""
+        """Return the fragments in ``flat``, the contiguous matrices, as a view of :attr:`shape`."""
         strides = self.matrix_distance, self.numel, 1
         return flat.as_strided(self.shape, strides, flat.storage_offset() + self.matrix_offset)
 
