@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import Tensor, nn
 
@@ -281,7 +282,7 @@ def shard_blocks(
     else:
         # Sharded along the output. Of 8 query heads, 4 ranks have 2 complete ones each. Of the single key head of
         # multi-query attention each has a quarter: that block remains sharded, and one of the ranks gathers it.
-        local = shards.blocks_of_shard(blocks)
+        local = blocks_of_shard(blocks, shards)
     if local is None:
         raise RoutingError(
             f"{where} ranks in parts of {_shown(shards.fused or (sum(shards.sizes),))}, so that the ranks hold "
@@ -294,6 +295,54 @@ def shard_blocks(
             f"{remedy}"
         )
     return local_blocks, replace(shards, complete=complete)
+
+
+def blocks_of_shard(
+    blocks: Sequence[int], shards: TensorShards
+) -> tuple[tuple[int, ...], tuple[bool, ...]] | None:
+    """Return the lengths of a shard's blocks, and whether each is a complete one.
+
+    ``blocks`` are the lengths of those of the full matrix along its sharded dimension. ``None`` if the ranks' shards do
+    not have equal blocks, so that they cannot be orthogonalised in the same way.
+    """
+    fused, ranks = shards.fused or (sum(shards.sizes),), len(shards.sizes)
+    # 1. each fused matrix must be sharded evenly
+    if any(length % ranks for length in fused):
+        return None
+    # 2. the blocks on each rank, and whether those at one position are complete on all ranks
+    blocks_of = [_blocks_on(rank, ranks, fused, blocks) for rank in range(ranks)]
+    lengths = tuple(length for _, length in blocks_of[0])
+    complete = []
+    for same_position in zip(*blocks_of, strict=False):
+        numbers = {number for number, _ in same_position}
+        complete.append(all(length == blocks[number] for number, length in same_position))
+        if not complete[-1] and len(numbers) > 1:  # shards of different blocks: no iteration has both
+            return None
+    # 3. equal lengths everywhere, and no block of which a rank has two shards (one in each of two fused matrices)
+    cut = [number for (number, _), full in zip(blocks_of[0], complete, strict=False) if not full]
+    are_equal = all(tuple(length for _, length in pairs) == lengths for pairs in blocks_of)
+    return (lengths, tuple(complete)) if are_equal and len(set(cut)) == len(cut) else None
+
+
+def _blocks_on(rank: int, ranks: int, fused: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return number and length of the blocks, or shards of blocks, of one rank if all of ``fused`` are sharded."""
+    # Example: query, key and value of 8, 4 and 4 rows on two ranks, in blocks of 4 (two query heads, one key head, one
+    # value head). Rank 1 has rows 4 to 7, 10 and 11, 14 and 15: block 1 complete, 2 rows of block 2 and 2 rows of block
+    # 3.
+    local: list[tuple[int, int]] = []
+    ends = list(accumulate(blocks))
+    for first, length in zip(accumulate(fused, initial=0), fused, strict=False):
+        shard = length // ranks
+        start, stop = first + rank * shard, first + (rank + 1) * shard
+        for number, end in enumerate(ends):
+            # rows that the shard [start, stop) has of the block [end - blocks[number], end)
+            overlap = min(stop, end) - max(start, end - blocks[number])
+            # A block that reaches over two fused matrices is one block of the shard.
+            if overlap > 0 and local and local[-1][0] == number:
+                local[-1] = number, local[-1][1] + overlap
+            elif overlap > 0:
+                local.append((number, overlap))
+    return local
 
 
 def _shown(sizes: Sequence[int]) -> str:

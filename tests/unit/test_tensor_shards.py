@@ -13,6 +13,7 @@ from deepspeed_muon.plan.layout import MatrixLayout, TensorShards
 from deepspeed_muon.plan.owners import assign, split_shard
 from deepspeed_muon.plan.placement import flat_placement
 from deepspeed_muon.routing.param_groups import build_groups
+from deepspeed_muon.routing.shapes import blocks_of_shard
 
 SHARES = {
     "heads of one part": ((16,), [4] * 4, 2, ((4, 4), (True, True))),
@@ -33,7 +34,7 @@ SHARES = {
 def test_share_of_blocks(name: str) -> None:
     sizes, blocks, ranks, expected = SHARES[name]
     shards = TensorShards(0, (sum(blocks) // ranks,) * ranks, sizes)
-    assert shards.blocks_of_shard(blocks) == expected
+    assert blocks_of_shard(blocks, shards) == expected
 
 
 def test_shares_and_complete_blocks_become_separate_layouts() -> None:
