@@ -90,8 +90,8 @@ def measure(
     for engine in engines.values():
         engine.optimizer.optimizer.step = inner.around(engine.optimizer.optimizer.step)
         if fragments:
-            bound = muon_optimizer(engine)._bound_steps
-            bound.exchange_flags = inner.around(bound.exchange_flags)  # type: ignore[method-assign]
+            flags = muon_optimizer(engine)._bound_steps.gradient_flags
+            flags.exchange = inner.around(flags.exchange)  # type: ignore[method-assign]
     for number, names in enumerate(support.turns(optimizers, rounds + 3)):
         for name in names:
             engine = engines[name]

@@ -94,7 +94,7 @@ def share(model: str, world: int, rank: int, arguments: Namespace) -> support.Ro
     adamw = torch.optim.AdamW([parameter], fused=True)
 
     def step() -> None:
-        bound.exchange_flags({0: [grad]})
+        bound.gradient_flags.exchange({0: [grad]})
         runner.run(bound.gradient_flags[runner].report().active, {0: grad}, {0: group}, state)
         wait(device.type)
 

@@ -47,7 +47,7 @@ from deepspeed_muon.routing.param_groups import (
 )
 from deepspeed_muon.routing.route import Route
 from deepspeed_muon.routing.rules import warn_of_large_guesses, warn_without_muon
-from deepspeed_muon.step.bound import BoundSteps, flat_gradients
+from deepspeed_muon.step.bound import BoundSteps
 from deepspeed_muon.step.loading import converted, read_state_dict
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import StepContext, StepSet, step_set_of_parameters
@@ -203,12 +203,12 @@ class Muon(torch.optim.Optimizer):
 
         # 2. The flat gradients of each step set, and what all ranks know about them. ZeRO's wrappers exchanged it.
         current = [
-            (runner, groups, flat_gradients(runner, loss_scale))
-            for runner, groups in bound.current(self.param_groups, left_out=self._frozen)
+            (runner, groups, runner.step_set.flat_gradients(loss_scale))
+            for runner, groups in bound.current(self.param_groups, frozen=self._frozen)
         ]
         if any(bound.gradient_flags[runner].flags is None for runner, *_ in current):
             grads_of = {index: [grad] for _, _, grads in current for index, grad in grads.items()}
-            norms = bound.exchange_flags(grads_of, norms, [runner for runner, *_ in current])
+            norms = bound.gradient_flags.exchange(grads_of, norms, [runner for runner, *_ in current])
         if measured:
             # The gradients were measured as they are stored: times the scale.
             divisor = 1.0 if loss_scale is None else float(loss_scale)
@@ -217,9 +217,10 @@ class Muon(torch.optim.Optimizer):
             self._record_norms(unscaled)
         reports = [bound.gradient_flags[runner].report() for runner, *_ in current]
 
-        # 3. Raise or skip where a gradient is not finite, or the step before left out a matrix.
+        # 3. Raise or skip where a gradient is not finite, or an update of the step before was unrecoverable.
         self.overflow = False
-        self._report_failed([name for report in reports for name in report.failed], "in the step before")
+        unrecoverable = [name for report in reports for name in report.unrecoverable]
+        self._raise_for_unrecoverable(unrecoverable, "in the step before")
         nonfinite = [name for report in reports for name in report.nonfinite]
         if nonfinite:
             self._skip(nonfinite)
@@ -234,8 +235,8 @@ class Muon(torch.optim.Optimizer):
 
         # 5. Errors that a single process knows at once, on the CPU; all others are reported in the next step.
         if not self.managed:
-            failed = [name for runner, *_ in current for name in runner.check.take_local_failures()]
-            self._report_failed(failed, "in this step")
+            unrecoverable = [name for runner, *_ in current for name in runner.check.take_unrecoverable()]
+            self._raise_for_unrecoverable(unrecoverable, "in this step")
 
     def _skip(self, nonfinite: Sequence[str]) -> None:
         """Skip the step, or raise, because gradients of some parameters are not finite. All ranks get here together."""
@@ -251,8 +252,8 @@ class Muon(torch.optim.Optimizer):
         group = self.runners[0].step_set.group
         warn("deepspeed_muon: step skipped, %s (%d so far)", message, self.skipped_steps, group=group)
 
-    def _report_failed(self, names: Sequence[str], when: str) -> None:
-        """Raise ``NumericalError`` for matrices that got no update, if ``nonfinite_grad`` is ``error``."""
+    def _raise_for_unrecoverable(self, names: Sequence[str], when: str) -> None:
+        """Raise ``NumericalError`` for unrecoverable updates (``step/check.py``) if ``nonfinite_grad`` is ``error``."""
         if names and self.config.nonfinite_grad == "error":
             raise NumericalError(
                 f"the updates of {', '.join(names[:5])} were wrong {when}, in fp32 too, and "
@@ -515,7 +516,7 @@ class Muon(torch.optim.Optimizer):
         except ConfigError as error:
             if not self.managed:
                 raise
-            self._bound_steps.refusal = error  # the ranks raise together
+            self._bound_steps.gradient_flags.refusal = error  # the ranks raise together
             return
         if not self._reported_equal_rates and any(float(group["lr"]) for group in self.param_groups):
             self._reported_equal_rates = warn_of_equal_rates(

@@ -40,17 +40,17 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
             # 1. Exchange the status of the gradients, and read it and the norms on the CPU.
             with phase("norm of the gradients", view.data_parallel_group):
                 norms = view.norms()
-            memory.norms = optimizer._bound_steps.exchange_flags(view.gradients(), norms)
+            memory.norms = optimizer._bound_steps.gradient_flags.exchange(view.gradients(), norms)
             memory.partition_norms = memory.norms[: len(view.masters)]
             if stops_at_nonfinite:
-                _raise_for_failed_updates(optimizer)
+                _raise_for_unrecoverable(optimizer)
         # 2. DeepSpeed asks has_overflow below, then unscales, clips and calls the optimizer, or skips the step.
         result = original(*args, **kwargs)
         if isinstance(view, ZeroView):
             optimizer._record_norms({key: norm / scale for key, norm in view.norms_by_algorithm().items()})
     finally:
         if isinstance(view, ZeroView):
-            optimizer._bound_steps.forget_flags()
+            optimizer._bound_steps.gradient_flags.forget()
             memory.norms = []
         if optimizer.after_step is not None:
             # ZeRO calls the inner step several times, or never after an overflow.
@@ -66,17 +66,17 @@ def step(original: Original, view: View, *args: object, **kwargs: object) -> obj
     return result
 
 
-def _raise_for_failed_updates(optimizer: Muon) -> None:
-    """Raise on all ranks for matrices that got no update in the last step, before this one changes any param group."""
-    failed = optimizer._bound_steps.take_failures_of_last_step()
-    (on_some_rank,) = optimizer.ranks.all_reduce([bool(failed)], "max", purpose="report of failed updates")
+def _raise_for_unrecoverable(optimizer: Muon) -> None:
+    """Raise on all ranks for unrecoverable updates of the last step, before this one changes any param group."""
+    names = optimizer._bound_steps.gradient_flags.take_unrecoverable()
+    (on_some_rank,) = optimizer.ranks.all_reduce([bool(names)], "max", purpose="report of failed updates")
     if on_some_rank:
-        optimizer._report_failed(failed or ["a matrix of other ranks"], "in the step before")
+        optimizer._raise_for_unrecoverable(names or ["a matrix of other ranks"], "in the step before")
 
 
 def has_overflow(original: Original, view: ZeroView, *args: object, **kwargs: object) -> bool:
     """Answer from the exchanged status whether any rank's gradients overflow, where all groups have the same ranks."""
-    nonfinite = view.optimizer._bound_steps.any_nonfinite(view.data_parallel_group)
+    nonfinite = view.optimizer._bound_steps.gradient_flags.any_nonfinite(view.data_parallel_group)
     return bool(original(*args, **kwargs)) if nonfinite is None else view.is_true_of_any(nonfinite)
 
 

@@ -1,1 +1,1 @@
-"""Health of the optimizer: measurements of sampled matrices, their summary over ranks, and the page of a run."""
+"""Health of the optimizer: measurements of sampled matrices, their summary over ranks."""

@@ -193,7 +193,7 @@ def _products(u: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def check_failure(norm: float, bounds: Sequence[float]) -> str | None:
+def why_wrong(norm: float, bounds: Sequence[float]) -> str | None:
     """Return what is wrong with the Frobenius norm of a result, or ``None`` if it is within its bounds."""
     if not math.isfinite(norm):
         return "it contains an infinity or NaN"

@@ -47,8 +47,7 @@ class Sample:
     Attributes:
         matrices: Measurements by parameter name, for the sampled matrices that the rank owns.
         seconds: Seconds by phase of the inner step.
-        redone: Blocks recomputed in fp32 since the start of the process.
-        failed: Blocks that got no update since the start of the process.
+        redone, failed: The counters of :class:`StepRecorder`.
         grad_norms: ``grad_norm_muon`` and ``grad_norm_adamw``: the norms of the raw gradients on all ranks.
         clip_coefficient: The median factor by which gradients were clipped since the last sample; -1 if nothing clips.
     """
@@ -68,9 +67,8 @@ class StepRecorder:
         every: Steps between samples; 0 disables sampling.
         matrices: The number of matrices to measure in a sample; successive samples rotate through all matrices.
         check: Whether every result is checked.
-        redone: Blocks that failed the check and passed it when recomputed in fp32. On an accelerator a block that fails
-            gets no update, and its results in later steps, which are computed in fp32, count here.
-        failed: Blocks that got no update: on a CPU those that failed the check in fp32 too.
+        redone: Blocks that were redone (:mod:`deepspeed_muon.step.check`), without those that a CPU still found wrong.
+        failed: Blocks that were left out. Both count from the start of the process.
     """
 
     def __init__(self, *, every: int, check: bool) -> None:

@@ -10,8 +10,8 @@ in every chunk             :mod:`.tables` (where its elements are), :mod:`.ortho
 only with some settings    :mod:`.tensor_parallel`, :mod:`.row_state` (of a variant), :mod:`.int8` (``momentum_dtype``)
 =========================  ===========================================================================================
 
-Who holds whom: an engine's :class:`.Muon` has one :class:`.BoundSteps`, which has a :class:`.StepRunner` and a
-:class:`.GradientFlags` for each :class:`.StepSet`. A runner has the :class:`.StepContext` (settings, kernels,
+Who holds whom: an engine's :class:`.Muon` has one :class:`.BoundSteps`, which has a :class:`.StepRunner` and
+:class:`.SetFlags` for each :class:`.StepSet`. A runner has the :class:`.StepContext` (settings, kernels,
 counters), the exchange plan, a :class:`.ChunkTable` for each chunk, the :class:`.ResultCheck`, and for the length of
 one step a :class:`.StepTensors`.
 """

@@ -1,7 +1,12 @@
 """Checks every orthogonalised matrix before it is applied, and measures the sampled ones.
 
 Whoever orthogonalises hands each :class:`Result` to :meth:`ResultCheck.settle`, which corrects it in place. All checks
-of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`.
+of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. An update is
+
+* *wrong* if its norm is outside of its bounds or not finite, or a singular value of a sampled one is far too large;
+* *redone* if it was wrong, and is computed again in fp32;
+* *left out* if it is wrong and not applied: the matrix gets no update in the step, and ``failed`` of health counts it;
+* *unrecoverable* if it is left out although it was computed in fp32: ``nonfinite_grad: error`` raises an error.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from deepspeed_muon.math.newton_schulz import NsSettings
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
     MeasuredBlocks,
-    check_failure,
     measure,
     norm_bounds,
     orthogonalize_carefully,
+    why_wrong,
 )
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.torch_operators import frobenius_norms
@@ -78,14 +83,14 @@ class Result:
 class ResultCheck:
     """Checks and samples the results of one exchange plan, on a CPU; :class:`DeferredCheck` does on an accelerator.
 
-    A wrong result is computed again in fp32 at once. If that is wrong too, the matrix gets no update, and ``left_out``
-    records it. The ranks exchange ``left_out`` with their gradient status in the next step, where
-    :meth:`read_verdicts` names it; a single process calls :meth:`take_local_failures` at the end of this one.
+    A wrong result is redone at once. If it is still wrong, it is left out, and :attr:`left_out` records it. The ranks
+    exchange that with their gradient status, and call :meth:`acknowledge`, in the next step; a single process calls
+    :meth:`take_unrecoverable` at the end of this one.
 
     Attributes:
-        left_out: The verdicts of this rank since :meth:`read_verdicts` was last called.
-        origin: The index of each matrix of the plan in the step set, by which the ranks exchange verdicts.
-        counts_immediately: Whether an update that is left out is counted at once, and not by :meth:`read_verdicts`.
+        left_out: What this rank left out since :meth:`acknowledge` was last called.
+        origin: The index of each matrix of the plan in the step set, by which the ranks exchange what they left out.
+        counts_immediately: Whether an update that is left out is counted at once, and not by :meth:`acknowledge`.
     """
 
     counts_immediately = True
@@ -120,36 +125,31 @@ class ResultCheck:
         if result.row_state is not None and result.new_rows is not None:
             result.row_state.write(result.members, result.new_rows, wrong)
 
-    def read_verdicts(self, set_indices: Collection[SetIndex]) -> list[str]:
-        """Drop this rank's verdicts, and return :meth:`failed` of what some rank left out in the previous step.
+    def acknowledge(self, left_out: Collection[SetIndex]) -> list[str]:
+        """Drop :attr:`left_out`, and return :meth:`unrecoverable` of what some rank left out in the previous step.
 
         Must be called by all ranks that have shards of a matrix, with equal indices.
         """
         self.left_out = []
-        return self.failed(set_indices)
+        return self.unrecoverable(left_out)
 
-    def failed(self, set_indices: Collection[SetIndex]) -> list[str]:
-        """Return the names of those matrices, of which an update was left out, that were wrong in fp32 too."""
-        return self._names(set_indices)
+    def unrecoverable(self, left_out: Collection[SetIndex]) -> list[str]:
+        """Return the names of the matrices whose update is unrecoverable, of those left out: here all of them."""
+        pairs = zip(self.origin, self._matrices, strict=True) if left_out else ()
+        name_of = {set_index: matrix.name for set_index, matrix in pairs}
+        return [name_of[set_index] for set_index in sorted(left_out)]
 
-    def failing(self, count: int, device: torch.device) -> Tensor:
-        """Return ``(count,)`` uint8 on the device: whether :meth:`failed` would name each parameter if it were flagged.
+    def unrecoverable_mask(self, count: int, device: torch.device) -> Tensor:
+        """Return ``(count,)`` uint8 on the device: whether a left-out update of each parameter is unrecoverable.
 
         The host waits for the device only if some matrices are computed in fp32.
         """
         return torch.ones(count, dtype=torch.uint8, device=device)
 
-    def take_local_failures(self) -> list[str]:
-        """Return the names of the matrices whose update this rank left out, and drop the verdicts."""
-        failed = {self.origin[index] for indices, _ in self.left_out for index in indices}
-        self.left_out = []
-        return self._names(failed)
-
-    def _names(self, set_indices: Collection[SetIndex]) -> list[str]:
-        """Return the names of some matrices of the step set, in its order."""
-        pairs = zip(self.origin, self._matrices, strict=True) if set_indices else ()
-        name_of = {set_index: matrix.name for set_index, matrix in pairs}
-        return [name_of[set_index] for set_index in sorted(set_indices)]
+    def take_unrecoverable(self) -> list[str]:
+        """Return :meth:`unrecoverable` of what this rank left out, and drop it."""
+        left_out = {self.origin[index] for indices, _ in self.left_out for index in indices}
+        return self.acknowledge(left_out)
 
     def _settle_norms(self, result: Result) -> Tensor | None:
         """Redo the entries whose norm is wrong, and return ``None``: their row state is right again."""
@@ -160,7 +160,7 @@ class ResultCheck:
             # The result for zeros (a head without a gradient) is zero, as may be that for smaller inputs than the
             # iteration normalises.
             small = norms[entry] <= highest and result.inputs[entry].double().norm() < SMALLEST_NORM
-            if not small and (why := check_failure(norms[entry], bounds)) is not None:
+            if not small and (why := why_wrong(norms[entry], bounds)) is not None:
                 self._redo(result, entry, why)
         return None
 
@@ -169,27 +169,27 @@ class ResultCheck:
         return norm_bounds(rows, cols, self._band)
 
     def _redo(self, result: Result, entry: int, why: str) -> None:
-        """Compute an entry again in fp32, and zero it if it is wrong again."""
+        """Redo an entry that is wrong, and leave it out if it still is."""
         update = self._in_fp32(result, entry)
-        failure = self._failure(result, update)
-        if failure is not None and result.row_state is not None:
+        still_wrong = self._why_wrong(result, update)
+        if still_wrong is not None and result.row_state is not None:
             # The row state may be the cause.
             why += "; the state of its rows was reset"
             update = self._in_fp32(result, entry, anew=True)
-            failure = self._failure(result, update)
-        self._replace(result, entry, update, failure)
+            still_wrong = self._why_wrong(result, update)
+        self._replace(result, entry, update, leave_out=still_wrong is not None)
         consequence = f"it was redone in fp32; {_COUNTED}"
-        if failure is not None:
+        if still_wrong is not None:
             consequence = (
-                f"and in fp32 ({failure}): it gets no update in such a step. Look at its gradient; with wire_dtype "
+                f"and in fp32 ({still_wrong}): it gets no update in such a step. Look at its gradient; with wire_dtype "
                 f"fp16 an element above 65504 overflows"
             )
         self._warn(result.members[entry][0], why, consequence)
 
-    def _failure(self, result: Result, update: Tensor) -> str | None:
+    def _why_wrong(self, result: Result, update: Tensor) -> str | None:
         """Return what is wrong with an update ``(rows, cols)`` that was computed again, ``None`` if nothing is."""
         norm = float(frobenius_norms(update.unsqueeze(0)))
-        return check_failure(norm, self._bounds_of(result))
+        return why_wrong(norm, self._bounds_of(result))
 
     def _in_fp32(self, result: Result, entry: int, *, anew: bool = False) -> Tensor:
         """Return the update of one entry from the iteration in fp32, ``(rows, cols)``; set its block and row state."""
@@ -203,17 +203,17 @@ class ResultCheck:
         result.new_rows[entry].copy_(rows[0])
         return updates[0]
 
-    def _replace(self, result: Result, entry: int, update: Tensor, failure: str | None) -> None:
-        """Write an update that was computed again, or zeros if it is wrong again; count it."""
+    def _replace(self, result: Result, entry: int, update: Tensor, *, leave_out: bool) -> None:
+        """Write an update that was redone, or leave it out; count it."""
         index = result.members[entry][0]
         if result.row_state is None:
             result.updates = result.blocks
         else:
             result.updates = result.updates.float()
             result.updates[entry].copy_(update)
-        if failure is None:
+        if not leave_out:
             self.recorder.redone += 1
-        else:  # wrong again: no update, and the row state of before
+        else:  # no update, and the row state of before
             result.blocks[entry].zero_()
             result.updates[entry].zero_()
             if result.row_state is not None and result.new_rows is not None:
@@ -265,10 +265,11 @@ class DeferredCheck(ResultCheck):
 
     A matrix whose update is wrong in step n:
 
-    - In step n its update is made zero on the device, with a flag in ``left_out`` that the host has not read.
-    - In step n + 1 the ranks exchange ``left_out`` with their gradient status, and :meth:`read_verdicts` warns. From
-      now on the matrix is computed in fp32, too; its row state, which may be the cause, restarts once per verdict.
-    - In step n + 2 :meth:`read_verdicts` names it, if it was wrong in step n + 1 again.
+    - In step n it is left out: the device makes its update zero, and ``left_out`` gets a flag that the host has not
+      read.
+    - In step n + 1 the ranks exchange ``left_out`` with their gradient status, and :meth:`acknowledge` warns. From now
+      on it is redone in every step; its row state, which may be the cause, restarts once.
+    - In step n + 2 :meth:`acknowledge` returns it as unrecoverable, if it was still wrong in step n + 1.
     """
 
     counts_immediately = False
@@ -276,44 +277,44 @@ class DeferredCheck(ResultCheck):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fp32_only: set[SetIndex] = set()
-        self._restarted: set[Member] = set()  # blocks whose row state restarted since their last verdict
+        self._restarted: set[Member] = set()  # blocks whose row state restarted since they were left out
 
-    def read_verdicts(self, set_indices: Collection[SetIndex]) -> list[str]:
-        """Record the verdicts too, for which the host waits only if there are ``set_indices``."""
-        left_out, failed = self.left_out, super().read_verdicts(set_indices)
-        for indices, flags in left_out if set_indices else ():
+    def acknowledge(self, left_out: Collection[SetIndex]) -> list[str]:
+        """Count and log them too, for which the host waits only if there is one."""
+        local, unrecoverable = self.left_out, super().acknowledge(left_out)
+        for indices, flags in local if left_out else ():
             for index, flag in zip(indices, flags.tolist(), strict=True):
                 if flag:
                     self.recorder.failed += 1
                     self._warn(index, "its norm is outside of its bounds", _IN_FP32_FROM_NOW_ON)
-        self._fp32_only.update(set_indices)
-        self._restarted = {member for member in self._restarted if self.origin[member[0]] not in set_indices}
-        return failed
+        self._fp32_only.update(left_out)
+        self._restarted = {member for member in self._restarted if self.origin[member[0]] not in left_out}
+        return unrecoverable
 
-    def failed(self, set_indices: Collection[SetIndex]) -> list[str]:
-        """Return the names of those that are computed in fp32; of the others nothing but half precision is known."""
-        return super().failed(self._fp32_only.intersection(set_indices))
+    def unrecoverable(self, left_out: Collection[SetIndex]) -> list[str]:
+        """Return those that are computed in fp32; of the others nothing but half precision is known."""
+        return super().unrecoverable(self._fp32_only.intersection(left_out))
 
-    def failing(self, count: int, device: torch.device) -> Tensor:
+    def unrecoverable_mask(self, count: int, device: torch.device) -> Tensor:
         """Return which are computed in fp32."""
         if not self._fp32_only:
             return torch.zeros(count, dtype=torch.uint8, device=device)
         flags = [set_index in self._fp32_only for set_index in range(count)]
         return torch.tensor(flags, dtype=torch.uint8, device=device)
 
-    def take_local_failures(self) -> list[str]:
-        """Return nothing: the host has not read the verdicts."""
+    def take_unrecoverable(self) -> list[str]:
+        """Return nothing: the host has not read what was left out."""
         return []
 
     def _settle_norms(self, result: Result) -> Tensor:
         """Zero the entries whose norm is wrong, and return their flags, without waiting for the device."""
         for entry, member in enumerate(result.members if self._fp32_only else ()):
             if self.origin[member[0]] in self._fp32_only:
-                # It replaces the entry of the batch, which ran as configured.
-                # Row state, which may be the cause, restarts once per verdict.
+                # The entry of the batch ran as configured, and is replaced. Row state, which may be the cause, restarts
+                # once after the matrix was left out.
                 update = self._in_fp32(result, entry, anew=member not in self._restarted)
                 self._restarted.add(member)
-                self._replace(result, entry, update, None)
+                self._replace(result, entry, update, leave_out=False)
         # 1. the norms of updates and inputs, (blocks,) fp32
         lowest, highest = self._bounds_of(result)
         norms, inputs = frobenius_norms(result.updates), frobenius_norms(result.inputs)
@@ -324,7 +325,7 @@ class DeferredCheck(ResultCheck):
         result.updates.masked_fill_(wrong.view(-1, 1, 1), 0)
         if result.row_state is not None and self.recorder.sampling:
             result.blocks.masked_fill_(wrong.view(-1, 1, 1), 0)
-        # 3. the verdicts, for the exchange of flags in the next step
+        # 3. what is left out, for the exchange of flags in the next step
         indices = [index for index, _ in result.members]  # several blocks of a matrix repeat its index
         self.left_out.append((indices, wrong))
         return wrong

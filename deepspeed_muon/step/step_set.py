@@ -106,6 +106,28 @@ class StepSet:
             if not partition.tensor.is_contiguous():
                 partition.tensor.detach().copy_(flat[partition.index].view(partition.tensor.shape))
 
+    def flat_gradients(self, loss_scale: Tensor | None) -> dict[PartitionIndex, Tensor]:
+        """Return the gradients in ``grad`` of the tensors, flat and contiguous, by partition index.
+
+        They are divided in fp32 by ``loss_scale``, of a torch ``GradScaler``. Raises BindingError if one is sparse.
+        """
+        grads = {}
+        for partition in self.partitions:
+            grad = partition.tensor.grad
+            if grad is not None:
+                if grad.is_sparse:
+                    raise BindingError(
+                        "sparse gradients are not supported; use sparse=False in the embedding"
+                    )
+                # The native operators read a contiguous tensor; the gradient of a strided view need not be one.
+                grads[partition.index] = grad.reshape(-1).contiguous()
+        if loss_scale is not None:
+            inverse = 1.0 / loss_scale.double()
+            for index, grad in grads.items():  # in fp16 small elements would lose bits, or all of them
+                unscaled = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                grads[index] = unscaled * inverse.to(unscaled.device, unscaled.dtype)
+        return grads
+
     def local_fragments(self) -> list[list[tuple[SetIndex, Fragment]]]:
         """Return this rank's fragments of each partition, with the index of their parameter in :attr:`layouts`."""
         # Layouts name partitions by index, which need not be consecutive within a step set.

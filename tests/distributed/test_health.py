@@ -216,7 +216,7 @@ def test_garbage_in_bf16_is_redone_in_fp32(ranks: Any, stage: int, how: str) -> 
     ("stage", "how", "variant"), [(0, "large", "muon"), full(1, "zero", "normuon"), (3, "nan", "normuon")]
 )
 def test_on_an_accelerator_garbage_is_left_out_once(ranks: Any, stage: int, how: str, variant: str) -> None:
-    """As there: nobody waits for a verdict in the step; the first step changes nothing, all others run in fp32."""
+    """As there: nobody waits for the check in the step; the first step changes nothing, all others run in fp32."""
     args = {"stage": stage, "names": sorted(MATRICES["toy"]), "how": how}
     results = ranks(2).run(broken, is_deferred=True, params={"variant": variant}, **args)
     report = results[0]["report"]
@@ -280,7 +280,7 @@ def test_bad_moments_start_anew(caplog: pytest.LogCaptureFixture, value: float) 
 
 
 def test_bad_moments_start_anew_after_a_step_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator the verdict is read in the next step, in which the matrix may have no gradient."""
+    """On an accelerator what was left out is read in the next step, in which the matrix may have no gradient."""
     weights = [nn.Parameter(torch.zeros(12, 20)) for _ in range(2)]
     optimizer = Muon(
         zip(("idle.weight", "other.weight"), weights, strict=True), variant="normuon", muon_lr=1.0

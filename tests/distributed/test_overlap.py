@@ -115,7 +115,7 @@ def across_calls(
         calls.append(0)
         if lose and len(calls) == 2 * len(optimizer.runners) + chosen + 1:
             # As in an engine that exchanges flags in each call: ZeRO has looked at the gradients before.
-            optimizer._bound_steps.forget_flags()
+            optimizer._bound_steps.gradient_flags.forget()
             if rank == 0:
                 first = next(param for group in optimizer.param_groups for param in group["params"])
                 first.grad.view(-1)[0] = float("inf")

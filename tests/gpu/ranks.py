@@ -31,7 +31,7 @@ from deepspeed_muon.config.values import StatePolicy
 from deepspeed_muon.monitoring.recorder import StepRecorder
 from deepspeed_muon.ops.dispatch import Orthogonalizer
 from deepspeed_muon.plan.layout import ParameterLayout
-from deepspeed_muon.step.gradient_flags import GradientFlags
+from deepspeed_muon.step.gradient_flags import GradientFlags, SetFlags
 from deepspeed_muon.step.runner import StepRunner
 from deepspeed_muon.step.step_set import Partition, StepContext, StepSet
 from deepspeed_muon.transport.all_to_all import ExchangeBuffers, SentCounts
@@ -182,7 +182,7 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
     runner = StepRunner(context, load=np.zeros(world_size))
     assert len(runner.plan.chunks) > 1
     runner.connect()
-    exchange = GradientFlags(runner)
+    flags = GradientFlags({runner: SetFlags(runner)})
     groups = {
         partition.index: config.group_defaults("muon" if partition.muon else "adamw") for partition in bound
     }
@@ -190,13 +190,12 @@ def train(case: Case, rank: int, world_size: int, device: torch.device) -> dict[
     with torch.no_grad():
         for step in range(STEPS):
             grads = partitions_of(step + 1)
-            flags = GradientFlags.reduce([exchange], {index: (grad,) for index, grad in grads.items()})
-            exchange.flags = flags[exchange].cpu()
-            report = exchange.report()
-            assert not report.nonfinite and not report.failed, report
+            flags.exchange({index: (grad,) for index, grad in grads.items()})
+            report = flags[runner].report()
+            assert not report.nonfinite and not report.unrecoverable, report
             runner.run(report.active, grads, groups, state)
-    exchange.flags = GradientFlags.reduce([exchange], {})[exchange].cpu()
-    assert not exchange.report().failed
+    flags.exchange({})
+    assert not flags[runner].report().unrecoverable
 
     # 3. This rank's fragments.
     result = {}

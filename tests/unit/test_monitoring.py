@@ -17,11 +17,11 @@ from deepspeed_muon.math.coefficients import band_of, resolve_schedule, tolerate
 from deepspeed_muon.math.newton_schulz import NsSettings, orthogonalize
 from deepspeed_muon.monitoring.measure import (
     SIGMA_TOLERANCE,
-    check_failure,
     combine,
     measure,
     norm_bounds,
     spectrum,
+    why_wrong,
 )
 from deepspeed_muon.monitoring.recorder import Sample, StepRecorder, monitor_events, summarize
 from deepspeed_muon.ops.torch_operators import frobenius_norms
@@ -113,7 +113,7 @@ def test_right_results_pass(schedule: str, dtype: torch.dtype) -> None:
             settings = NsSettings(coefficients, method, dtype)  # type: ignore[arg-type]
             result = orthogonalize(x.float().unsqueeze(0), settings=settings)
             bounds = norm_bounds(*x.shape, band)
-            assert check_failure(float(frobenius_norms(result)), bounds) is None, (x.shape, method)
+            assert why_wrong(float(frobenius_norms(result)), bounds) is None, (x.shape, method)
             sigma = float(torch.linalg.svdvals(result[0].double()).max())
             assert sigma <= band.high * 1.02, f"the limit of {1 + SIGMA_TOLERANCE} leaves a margin"
 
@@ -140,7 +140,7 @@ def test_a_diverging_iteration_is_caught(
 )
 def test_failures(norm: float, said: str) -> None:
     bounds = norm_bounds(16, 64, band_of(QUINTIC))
-    assert check_failure(4.0, bounds) is None and said in str(check_failure(norm, bounds))
+    assert why_wrong(4.0, bounds) is None and said in str(why_wrong(norm, bounds))
 
 
 def counters(optimizer: Muon) -> tuple[int, int]:
@@ -276,15 +276,15 @@ def test_on_an_accelerator_the_host_sees_nothing_inside_of_a_step(
     ((indices, flags),) = check.left_out
     assert indices == [0, 1, 2] and flags.tolist() == [False, False, True]
     with caplog.at_level(logging.WARNING):
-        assert check.read_verdicts([2]) == [] and check.recorder.failed == 1
+        assert check.acknowledge([2]) == [] and check.recorder.failed == 1
     assert "w2 (8 x 12)" in caplog.text and "from now on" in caplog.text
     close(settled(math.nan), right, rtol=0, atol=1e-5)
-    assert check.read_verdicts([]) == [] and (check.recorder.redone, check.recorder.failed) == (1, 1)
+    assert check.acknowledge([]) == [] and (check.recorder.redone, check.recorder.failed) == (1, 1)
     directions[2] = math.inf
     assert not settled(1.0)[2].any()
-    assert check.read_verdicts([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
+    assert check.acknowledge([2]) == ["w2"] and check.recorder.failed == 2, "wrong in fp32 too"
     # Another rank's slice of the same stack as w1 was wrong: w1 runs in fp32, and no log calls it wrong.
-    assert check.read_verdicts([1]) == []
+    assert check.acknowledge([1]) == []
     settled(1.0)
     assert "w1" not in caplog.text
 

@@ -175,13 +175,13 @@ def counted(model: str, ranks: int, variant: str = "muon", **params: Any) -> tup
         mock.patch.object(ResultCheck, "settle", lambda check, result: settle(check, result)),
         torch.no_grad(),
     ):
-        # The first step makes the momentum, the second copies the positions of its verdicts.
+        # The first step makes the momentum, the second copies the positions of what was checked.
         for _ in range(3):
             launches.counts.clear()
             launches.moved.clear()
             launches.waits = launches.calls = 0
             with launches:
-                exchange = launches.during("flags", bound.exchange_flags)
+                exchange = launches.during("flags", bound.gradient_flags.exchange)
                 exchange({0: [grad]})
                 report = bound.gradient_flags[runner].report()
                 runner.run(report.active, {0: grad}, {0: group}, state)

@@ -17,7 +17,7 @@ by a flag of the process whether it uses one: an engine made after one with ``to
 too, which then hides its own loss scale.
 
 At stage 0 the ``GradScaler`` stays. It looks for overflow on its own rank only, where others may have other experts,
-pipeline stages or shards. All ranks skip the step (:meth:`.BoundSteps.exchange_flags`), so all must lower the scale:
+pipeline stages or shards. All ranks skip the step (:meth:`.GradientFlags.exchange`), so all must lower the scale:
 gradients that were scaled differently would be averaged from then on.
 
 **Half precision at stage 0.** ``FP16_UnfusedOptimizer`` divides by a loss scale, and the engine scales the loss only
