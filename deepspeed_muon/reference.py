@@ -72,8 +72,8 @@ class ReferenceMuon:
     def muon(self, name: str, weight: Tensor, grad: Tensor) -> None:
         """Update one parameter, matrix by matrix."""
         update = torch.zeros_like(weight, dtype=torch.float64)
-        views = map(self.matrices[name], (self.direction(name, grad), update))
-        for number, (u, out) in enumerate(zip(*views, strict=True)):
+        split = self.matrices[name]
+        for number, (u, out) in enumerate(zip(split(self.direction(name, grad)), split(update), strict=True)):
             out.copy_(self.update_of(u, (name, number)))
         self.apply(weight, update, self.muon_lr, self.weight_decay)
 

@@ -77,17 +77,12 @@ _MAX_NUMEL = 1 << 24
 
 def in_partitions(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return a view of the elements of each row of a table in the first list of tensors."""
-    return [
-        tensors[row[Column.PARTITION]].narrow(0, row[Column.PARTITION_OFFSET], row[Column.NUMEL])
-        for row in rows
-    ]
+    return [tensors[partition].narrow(0, offset, numel) for partition, offset, _, _, numel, _ in rows]
 
 
 def in_buffers(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return a view of the elements of each row of a table in the second list of tensors."""
-    return [
-        tensors[row[Column.BUFFER]].narrow(0, row[Column.BUFFER_OFFSET], row[Column.NUMEL]) for row in rows
-    ]
+    return [tensors[buffer].narrow(0, offset, numel) for _, _, buffer, offset, numel, _ in rows]
 
 
 def momentum_pack_(

@@ -5,7 +5,7 @@ read all gradients twice and send a message to find those that are not finite. A
 wrapper's buffers already when its ``step`` begins. So the ranks exchange the status of all gradients there, in one
 message for each set of process groups, and ZeRO's question is answered from it. The norm is computed there too and read
 together with the status, so that the host waits for the device once before a step: where ZeRO looks at the norm, it is
-on the CPU. With ``nonfinite_grad: error`` one more message tells all ranks of the engine about updates that were wrong.
+on the CPU. With ``nonfinite_grad: error`` one more message tells all ranks of the engine about unrecoverable updates.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The exchange plan: splits and offsets of the two all-to-alls, computed once from the layouts.
 
-:class:`Chunk` has the table of what is sent; an owner also sends its own fragments to itself. A rank plans only for the
-fragments that it holds and the matrices that it owns. In a buffer the fragments are ordered by peer, then by matrix,
-which both sides derive from the same layouts. Peers that send equal fragments make one :class:`Segment`: a plan has
-about as many segments as matrices, however many ranks there are.
+:class:`Chunk` says what is sent; an owner also sends its own fragments to itself. A rank plans only for the fragments
+that it holds and the matrices that it owns. In a buffer the fragments are ordered by peer, then by matrix, which both
+sides derive from the same layouts. Peers that send equal fragments make one :class:`Segment`: a plan has about as many
+segments as matrices, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -204,13 +204,13 @@ def build_exchange_plan(
 
 
 def divide_into_chunks(
-    matrices: Sequence[MatrixLayout], owners: Sequence[int], bound: int, world_size: int
+    matrices: Sequence[MatrixLayout], owners: Sequence[int], chunk_numel: int, world_size: int
 ) -> list[list[PlanIndex]]:
     """Divide the matrices into chunks of one :data:`ChunkKind`, those that are never sent first.
 
-    Every owner fills its share of a chunk up to ``bound`` elements, largest matrices first, so that the owners' shares
-    cost about the same. If the bound held for all owners together, most ranks of a large model would wait: a chunk
-    would hold few matrices, and few ranks would own any of them.
+    Every owner fills its share of a chunk up to ``chunk_numel`` elements, largest matrices first, so that the owners'
+    shares cost about the same. If the bound held for all owners together, most ranks of a large model would wait: a
+    chunk would hold few matrices, and few ranks would own any of them.
     """
     # 1. by what is sent
     kinds: dict[ChunkKind, list[PlanIndex]] = {"local": [], "all_to_all": [], "broadcast": []}
@@ -228,7 +228,8 @@ def divide_into_chunks(
         for index in members:
             totals[rank_of[index]] += matrices[index].numel
         least = _LEAST_NUMEL_PER_RANK * (world_size if is_broadcast else 1)
-        limit = min(bound, max(-(-int(totals.max()) // _CHUNKS), least)) if kind != "local" else bound
+        eighth = -(-int(totals.max()) // _CHUNKS)
+        limit = chunk_numel if kind == "local" else min(chunk_numel, max(eighth, least))
         # 3. every rank fills chunk after chunk: the chunk that it fills now, and the elements that it has in it
         new_chunks: list[list[PlanIndex]] = []
         number, filled = [0] * world_size, np.zeros(world_size, dtype=np.int64)

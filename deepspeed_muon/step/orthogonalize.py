@@ -101,6 +101,7 @@ class LocalOrthogonalizer:
             run = self._stacks if batch.is_stack else self._grids
             updates = run(batch, matrices, step).view(matrices.shape).split([*map(len, stored)])
             for number, (indices, update) in enumerate(zip(batch.orientations, updates, strict=True)):
+                # the second ones are stored as transposes
                 yield indices, (update.mT if number else update).flatten(1)
 
     def inputs(self, owned: Sequence[PlanIndex]) -> Iterator[Tensor]:
@@ -120,8 +121,8 @@ class LocalOrthogonalizer:
             # 2. their blocks by shape: of a stack in the order of its memory, so that a call reads a view of it, of a
             # grid the first block of each matrix, then the second one of each
             members_of: dict[tuple[int, int], list[Member]] = {}
-            pairs = [(index, number) for number in range(len(shapes)) for index in indices]
-            for index, number in itertools.product(indices, range(len(shapes))) if is_stack else pairs:
+            blocks = [(index, number) for index in indices for number in range(len(shapes))]
+            for index, number in blocks if is_stack else sorted(blocks, key=lambda block: block[1]):
                 members_of.setdefault(shapes[number], []).append((index, number))
             # 3. the calls of the iteration
             calls = []

@@ -60,7 +60,7 @@ def row_fragments(assignment: Assignment) -> tuple[Fragment, ...]:
     fragments: dict[int, Fragment] = {}
     for index in sorted(range(len(matrices)), key=order):
         matrix, owner = matrices[index], owners[index]
-        vector = matrix.partition, -1 if matrix.placement.replicated else owner
+        vector = (matrix.partition, -1 if matrix.placement.replicated else owner)
         offset = offsets.get(vector, 0)
         fragments[index] = Fragment(owner, first_rows[index], offset, matrix.output_count)
         offsets[vector] = offset + matrix.output_count

@@ -276,17 +276,17 @@ class StepRunner:
 
     def _pack(self, flight: InFlight, step: StepTensors) -> None:
         """Update the momentum of a chunk's matrices, and write their directions to the local or fragment buffer."""
-        table, context, send = self._tables[flight.number], self.context, flight.fragment_buffer
+        table, context, buffer = self._tables[flight.number], self.context, flight.fragment_buffer
         # 1. momentum and directions, where the momentum is; the buffers get copies from offloaded partitions
         device = step.momentum[0].device
         # Not written for matrices without a gradient: nothing reads the old content.
         local = torch.empty(table.local_numel, dtype=context.wire_dtype, device=device)
-        sent = send if device == send.device else torch.empty_like(send, device=device)
-        pack(table, step, local, sent)
+        fragments = buffer if device == buffer.device else torch.empty_like(buffer, device=device)
+        pack(table, step, local, fragments)
         # 2. the buffers, on the device of the exchange
         flight.local_buffer = local.to(context.device)
-        if sent is not send and flight.chunk.kind == "all_to_all":
-            send.copy_(sent)
+        if fragments is not buffer and flight.chunk.kind == "all_to_all":
+            buffer.copy_(fragments)
 
     def _orthogonalize(self, flight: InFlight, step: StepTensors) -> None:
         """Turn the directions of a chunk's owned matrices into updates, which overwrite them where they are stored."""

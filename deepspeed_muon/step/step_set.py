@@ -113,14 +113,12 @@ class StepSet:
         """
         grads = {}
         for partition in self.partitions:
-            grad = partition.tensor.grad
-            if grad is not None:
-                if grad.is_sparse:
-                    raise BindingError(
-                        "sparse gradients are not supported; use sparse=False in the embedding"
-                    )
-                # The native operators read a contiguous tensor; the gradient of a strided view need not be one.
-                grads[partition.index] = grad.reshape(-1).contiguous()
+            if (grad := partition.tensor.grad) is None:
+                continue
+            if grad.is_sparse:
+                raise BindingError("sparse gradients are not supported; use sparse=False in the embedding")
+            # The native operators read a contiguous tensor; the gradient of a strided view need not be one.
+            grads[partition.index] = grad.reshape(-1).contiguous()
         if loss_scale is not None:
             inverse = 1.0 / loss_scale.double()
             for index, grad in grads.items():  # in fp16 small elements would lose bits, or all of them
@@ -151,10 +149,9 @@ class StepSet:
     ) -> list[Tensor]:
         """Return the flat gradient of each partition of Muon, zeros where this rank has none but another rank has.
 
-        Where no matrix is ``active``, which is by matrix, the weights are returned as placeholders, never read.
+        ``active`` has a flag for each matrix. Where none of a partition is active, its weights stand in: the passes
+        take a tensor for every partition, and do not read this one.
         """
-        # The passes take a tensor for every partition, and read only the fragments of active matrices. So the weights
-        # stand in where no gradient is read, and zeros where one is read that this rank does not have.
         gradient_of = {**flat, **grads}
         if not flat.keys() <= grads.keys():
             used = {

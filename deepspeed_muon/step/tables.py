@@ -39,8 +39,8 @@ class BatchSegments:
     Attributes:
         local: Segments of the local buffer; none in an ``all_to_all`` chunk.
         owner: Segments of the owner buffer; none in a ``local`` chunk.
-        is_single: Whether one segment, at an aligned offset, has all directions of the batch: it is read as a tensor,
-            without a buffer for the batch. Joined segments of shards are strided and are copied then.
+        is_single: Whether one segment, at an aligned offset, has all directions of the batch: they are a view of the
+            buffer, and are copied only where its fragments are strided.
     """
 
     local: tuple[Segment, ...]

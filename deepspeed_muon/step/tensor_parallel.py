@@ -108,14 +108,14 @@ class TensorParallelOrthogonalizer:
 
         ``by_rank`` are the matrices that each rank orthogonalises: all of them sharded, or all replicated.
         """
-        # Sharded along rows (0) or columns (1), or replicated (None); the row state is sharded where the outputs are.
+        # sharded along rows (0) or columns (1), or replicated (None)
         indices = sorted(index for assigned in by_rank for index in assigned)
         dtype, dims = self._context.wire_dtype, {index: self._shards(index)[0] for index in indices}
         # 1. send directions, and the row state of the variant, to the ranks that orthogonalise
         matrices = self._assembled(
             by_rank, {index: directions_of((index,))[0] for index in indices}, dims, dtype
         )
-        # The outputs are the rows, unless the matrix is transposed.
+        # Row state has a number for each output, the rows or columns of a matrix, and is sharded where these are.
         row_dims = {i: 0 if dims[i] == int(self._matrices[i].transposed) else None for i in indices}
         row_state, rows = step.row_state, dict[PlanIndex, Tensor]()
         if row_state is not None:
@@ -123,13 +123,13 @@ class TensorParallelOrthogonalizer:
             rows = self._assembled(by_rank, stored, row_dims, torch.float32)
             step = replace(step, row_state=replace(row_state, rows=rows))
         # 2. orthogonalise the matrices assigned to this rank
-        results = {
-            index: update.view(self._matrices[index].logical_shape)
-            for batch, updates in self._local.orthogonalized(
-                by_rank[self._rank], lambda batch: torch.stack([matrices[index] for index in batch]), step
-            )
-            for index, update in zip(batch, updates, strict=True)
-        }
+        results: dict[PlanIndex, Tensor] = {}
+        orthogonalized = self._local.orthogonalized(
+            by_rank[self._rank], lambda batch: torch.stack([matrices[index] for index in batch]), step
+        )
+        for batch, updates in orthogonalized:
+            for index, update in zip(batch, updates, strict=True):
+                results[index] = update.view(self._matrices[index].logical_shape)
         # 3. send shards or replicas of the updates, and of the new row state, back
         numels = {index: self._matrices[index].numel for index in indices}
         local_updates = self._returned(by_rank, results, dims, numels, dtype)

@@ -177,7 +177,7 @@ class RateTable:
 class StepTensors:
     """The tensors and rates of one step of one step set.
 
-    The lists have one flat tensor of this rank for each of Muon's partitions, at the positions that tables have.
+    The lists have one flat tensor of this rank for each of Muon's partitions, at the positions in ``Column.PARTITION``.
 
     Attributes:
         mask: Whether any rank has a gradient, ``(matrices,)`` bool on the CPU; ``None`` if every matrix has one.

@@ -176,21 +176,23 @@ class ChunkExchange:
     def _messages(self, exchange: Exchange, flight: InFlight) -> list[dist.Work]:
         """Start the all-to-all of a chunk, or the broadcasts of its updates, and count it."""
         chunk, plan = flight.chunk, self._plan
-        sent, received = chunk.fragment_buffer, chunk.owner_buffer
-        send, out = flight.fragment_buffer, flight.owner_buffer
+        sent_plan, received_plan = chunk.fragment_buffer, chunk.owner_buffer
+        sent, received = flight.fragment_buffer, flight.owner_buffer
         if exchange == "scatter":  # the same fragments in the other direction
-            sent, received, send, out = received, sent, out, send
-        self._counts.count_exchange(sent.remote_numel * send.element_size())
+            sent_plan, received_plan, sent, received = received_plan, sent_plan, received, sent
+        self._counts.count_exchange(sent_plan.remote_numel * sent.element_size())
         if chunk.kind == "all_to_all":
-            splits = _splits(received, plan.world_size), _splits(sent, plan.world_size)
-            return [start_all_to_all(out, send, *splits, group=self._group)]
+            splits = _splits(received_plan, plan.world_size), _splits(sent_plan, plan.world_size)
+            return [start_all_to_all(received, sent, *splits, group=self._group)]
         # Replicated matrices: each owner broadcasts its updates, in the order of the owners. The buffer that receives
         # has a slice for each; this rank is the source of its own updates.
-        updates_of = dict(zip(received.peers.tolist(), out.split(received.counts.tolist()), strict=True))
-        if send.numel():
-            updates_of[plan.rank] = send
-        joins = self._group is not None and self._group._get_backend(out.device).name() in _JOINING
-        with c10d._coalescing_manager(self._group, out.device, True) if joins else nullcontext() as joined:
+        owners, counts = received_plan.peers.tolist(), received_plan.counts.tolist()
+        updates_of = dict(zip(owners, received.split(counts), strict=True))
+        if sent.numel():
+            updates_of[plan.rank] = sent
+        device = received.device
+        joins = self._group is not None and self._group._get_backend(device).name() in _JOINING
+        with c10d._coalescing_manager(self._group, device, True) if joins else nullcontext() as joined:
             works = [
                 dist.broadcast(
                     updates_of[owner].view(torch.uint8), group=self._group, group_src=owner, async_op=True
