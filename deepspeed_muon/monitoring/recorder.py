@@ -67,7 +67,8 @@ class StepRecorder:
         every: Steps between samples; 0 disables sampling.
         matrices: The number of matrices to measure in a sample; successive samples rotate through all matrices.
         check: Whether every result is checked.
-        redone: Blocks that were redone (:mod:`deepspeed_muon.step.check`), without those that a CPU still found wrong.
+        redone: Blocks that were redone (:mod:`deepspeed_muon.step.check`), without those that were at once found wrong
+            again.
         failed: Blocks that were left out. Both count from the start of the process.
     """
 

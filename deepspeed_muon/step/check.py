@@ -4,8 +4,8 @@ Whoever orthogonalises hands each :class:`Result` to :meth:`ResultCheck.settle`,
 of an optimizer share one :class:`~deepspeed_muon.monitoring.recorder.StepRecorder`. An update is
 
 * *wrong* if its norm is outside of its bounds or not finite, or a singular value of a sampled one is far too large;
-* *redone* if it was wrong, and is computed again in fp32;
-* *left out* if it is wrong and not applied: the matrix gets no update in the step, and ``failed`` of health counts it;
+* *redone* if it is computed again in fp32, as it is wrong or, on an accelerator, was wrong in an earlier step;
+* *left out* if it is wrong and not applied: the matrix gets no update in the step, which ``failed`` of health counts;
 * *unrecoverable* if it is left out although it was computed in fp32: ``nonfinite_grad: error`` raises an error.
 """
 
@@ -280,7 +280,7 @@ class DeferredCheck(ResultCheck):
         self._restarted: set[Member] = set()  # blocks whose row state restarted since they were left out
 
     def acknowledge(self, left_out: Collection[SetIndex]) -> list[str]:
-        """Count and log them too, for which the host waits only if there is one."""
+        """Count and log what this rank left out, too; the host waits for that only if any rank left something out."""
         local, unrecoverable = self.left_out, super().acknowledge(left_out)
         for indices, flags in local if left_out else ():
             for index, flag in zip(indices, flags.tolist(), strict=True):

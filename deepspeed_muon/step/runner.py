@@ -95,14 +95,14 @@ class StepRunner:
         local = LocalOrthogonalizer(matrices, context, self.check)
         group = step_set.tensor_group
         self._orthogonalizer = local if group is None else TensorParallelOrthogonalizer(local, group)
-        # 3. what reads and writes the partitions
-        self._muon = [partition for partition in step_set.partitions if partition.muon]
-        # Passes take a list of the tensors of Muon's partitions; tables name them by their positions in it.
-        list_position = {partition.index: position for position, partition in enumerate(self._muon)}
+        # 3. what reads and writes the partitions of Muon
+        self._partitions = [partition for partition in step_set.partitions if partition.muon]
+        # Passes take a list of their tensors; tables name them by their positions in it.
+        list_position = {partition.index: position for position, partition in enumerate(self._partitions)}
         self._rates = RateTable(matrices, context.variant, list_position, config.momentum_warmup)
         self._passes = context.passes
         self.adam = AdamW(context)
-        quantized = self._muon if self._policy.quantizes_momentum else []
+        quantized = self._partitions if self._policy.quantizes_momentum else []
         int8_blocks = [self.int8_blocks[partition.index] for partition in quantized]
         self._tables = [
             ChunkTable(self.plan, chunk, batches(matrices, context, chunk.owned), list_position, int8_blocks)
@@ -121,7 +121,7 @@ class StepRunner:
 
     def convert_momentum(self, state: State) -> None:
         """Convert momentum that was loaded as int8, or is to be stored as int8, to the dtype in which it is stored."""
-        for partition in self._muon:
+        for partition in self._partitions:
             momentum = state[partition.tensor].get("momentum_buffer")
             if momentum is not None and (momentum.dtype == torch.int8) != self._policy.quantizes_momentum:
                 convert_momentum(partition, state, self._policy, self.int8_blocks[partition.index])
@@ -213,19 +213,19 @@ class StepRunner:
         state that was copied to the device is written back in the end.
         """
         self.convert_momentum(state)
-        muon = self._muon
+        partitions = self._partitions
         # 1. the matrices of which any rank has a gradient, (matrices,); slices of one stack are active together
         active_matrices, mask = active[: len(self.step_set.matrices)], None
         if not all(active_matrices):
             of_plan = [active[origin] for origin in self.assignment.origin]
             mask = torch.tensor(of_plan, dtype=torch.bool, device="cpu")
         # 2. the optimizer state of each partition, and the rates: a warm-up of momentum depends on the step's number
-        entries = [state_of(partition, state, self._policy) for partition in muon]
+        entries = [state_of(partition, state, self._policy) for partition in partitions]
         numbers = [int(entry["step"]) for entry in entries]
-        rates = self._rates.of([groups[partition.index] for partition in muon], numbers)
+        rates = self._rates.of([groups[partition.index] for partition in partitions], numbers)
         # 3. the row state of the variant, and the scales of int8 momentum
         vectors, scales = dict[PartitionIndex, Tensor](), list[Tensor]()
-        for partition, entry in zip(muon, entries, strict=True):
+        for partition, entry in zip(partitions, entries, strict=True):
             remove_unused_rows(entry, self.context.variant)
             if self._row_storage is not None:
                 vectors[partition.index] = self._row_storage.vector_of(partition, entry)
@@ -238,7 +238,7 @@ class StepRunner:
             yield StepTensors(
                 mask,
                 rates,
-                flat=[flat[partition.index] for partition in muon],
+                flat=[flat[partition.index] for partition in partitions],
                 momentum=[entry["momentum_buffer"].view(-1) for entry in entries],
                 grads=self.step_set.gradients_of_muon(grads, flat, active_matrices),
                 row_state=row_state,
