@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_muon.logs import announce, listed, logger
 from deepspeed_muon.monitoring.measure import MeasuredBlocks, combine
-from deepspeed_muon.transport.ranks import Ranks
+from deepspeed_muon.transport.ranks import Ranks, global_rank
 
 SpanName = Literal["step", "gather", "newton_schulz", "scatter", "sampling"]
 
@@ -156,8 +155,7 @@ class StepRecorder:
             self._spans.clear()
         # 4. Over all ranks. Without an engine each rank has its own sample, and the first one logs it.
         self._summary = {"step": number, **summarize(sample, ranks or Ranks())}
-        replica = dist.get_rank() if dist.is_initialized() else 0
-        if (replica if ranks is None else ranks.position) == 0:
+        if (global_rank() if ranks is None else ranks.position) == 0:
             self._log()
 
     def record_clipping(self, norm: Any, limit: float) -> None:

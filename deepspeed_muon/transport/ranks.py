@@ -115,7 +115,7 @@ class Ranks:
         One rank after the other broadcasts its items, so that messages do not grow with the number of ranks. The list
         ends at the length ``most``.
         """
-        local = [(dist.get_rank() if self.groups else 0, item) for item in items]
+        local = [(global_rank(), item) for item in items]
         collected: list[tuple[int, Any]] = []
         is_waiting = bool(local)
         while len(collected) < most:
@@ -136,7 +136,7 @@ class Ranks:
 
     def all_gather(self, item: Any, *, purpose: str) -> dict[int, Any]:
         """Return the item of every rank, which can be pickled, by global rank. Called by all of them."""
-        item_of = {dist.get_rank() if dist.is_available() and dist.is_initialized() else 0: item}
+        item_of = {global_rank(): item}
         for group in self.groups:
             # What the groups before this one gathered is passed on: in the end every rank has every item.
             gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -178,6 +178,11 @@ def all_reduce_tensor(
     with phase(purpose, group):
         dist.all_reduce(tensor, op=operation, group=group)
     return tensor
+
+
+def global_rank() -> int:
+    """Return the rank of this process in the default process group, 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def all_ranks() -> Ranks:
@@ -247,8 +252,7 @@ def phase(purpose: str, group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
     """Return the shortest time-out of a group's backends, ``None`` if they do not say."""
-    timeouts = [timeout for _, timeout in _backends(group).values()]
-    return min(timeouts, default=None)
+    return min((timeout for _, timeout in _backends(group).values()), default=None)
 
 
 def _backends(group: dist.ProcessGroup | None) -> dict[str, tuple[Any, timedelta]]:

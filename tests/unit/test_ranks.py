@@ -36,6 +36,16 @@ def test_items_numbers_and_sums(ranks: Any, grid: bool, most: int) -> None:
     assert ranks(4).run(heard, grid=grid, most=most) == expected
 
 
+def heard_alone(rank: int, world_size: int) -> Any:
+    """Return what an engine of this rank alone collects and gathers, while other ranks of the program run."""
+    return [*Ranks().collect(["a"], most=1, purpose="test"), *Ranks().all_gather("a", purpose="test").items()]
+
+
+def test_a_rank_alone_has_its_global_number(ranks: Any) -> None:
+    """The collected items were those of rank 0, the gathered ones of the rank itself."""
+    assert ranks(2).run(heard_alone) == [[[0, "a"], [0, "a"]], [[1, "a"], [1, "a"]]]
+
+
 def test_a_single_rank() -> None:
     alone = Ranks()
     assert alone.collect(["a", "b"], most=1, purpose="test") == [(0, "a")]
