@@ -90,7 +90,7 @@ def require_folder(folder: Path) -> None:
     """Raise a CheckpointError unless a folder exists."""
     if not folder.is_dir():
         problem = "is no folder" if os.path.lexists(folder) else "no such folder"
-        raise CheckpointError(f"{folder}: {problem}")
+        raise CheckpointError(f"{folder}: {problem}: give the folder of a checkpoint")
 
 
 def is_name(text: str) -> bool:

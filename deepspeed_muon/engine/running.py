@@ -21,7 +21,7 @@ from deepspeed_muon.checkpoint.parameters import host_of
 from deepspeed_muon.engine import muon_of
 from deepspeed_muon.engine.patching import Original
 from deepspeed_muon.engine.views import Memory, view_of
-from deepspeed_muon.errors import RoutingError
+from deepspeed_muon.errors import CheckpointError, RoutingError
 from deepspeed_muon.logs import listed, warn
 from deepspeed_muon.monitoring.recorder import monitor_events
 from deepspeed_muon.optimizer import Muon
@@ -61,9 +61,11 @@ def configure_lr_scheduler(
             _warn_of_default_peak(engine.lr_scheduler, peak, configured, optimizer.config.reference_lr)
     _keep_rate_ratios(engine.lr_scheduler, optimizer, given=given)
     # Optimizer, wrapper and schedule, which a restore changes, exist only now.
-    source = optimizer.config.restore_from
-    if source is not None:
-        restore(engine, source.path, progress=source.progress, hyperparameters=source.progress)
+    if source := optimizer.config.restore_from:
+        try:
+            restore(engine, source.path, progress=source.progress, hyperparameters=source.progress)
+        except CheckpointError as error:
+            raise CheckpointError(f"optimizer.params.restore_from: {error}") from error
     return result
 
 
@@ -112,8 +114,7 @@ def take_model_step(original: Original, engine: DeepSpeedEngine, *args: object, 
         if sample is not None:
             sample.grad_norms = _grad_norms(optimizer)
         norm = engine.get_global_grad_norm()
-        loaded_limit = view.loaded_clipping
-        limit = engine.gradient_clipping() if loaded_limit is None else loaded_limit
+        limit = engine.gradient_clipping() if view.loaded_clipping is None else view.loaded_clipping
         if engine.skipped_steps == skipped_before and norm is not None and limit > 0:
             recorder.record_clipping(norm, limit)
     if engine.monitor.enabled:

@@ -37,6 +37,12 @@ def refuse_unsupported(engine: DeepSpeedEngine, config: MuonConfig) -> None:
     Raises:
         ConfigError: Naming the config key, why, and what to do.
     """
+    clipping = engine.gradient_clipping()
+    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
+        raise ConfigError(
+            f"gradient_clipping must be a number of at least 0, got {clipping!r}: DeepSpeed compares it with norms. "
+            f"Write a number (0 for no clipping), or leave the key out for DeepSpeed's default"
+        )
     for key, (asked, why) in _REFUSED.items():
         if asked(engine, config):
             raise ConfigError(f"{key} is not supported by deepspeed_muon: {why}")
@@ -90,10 +96,6 @@ def _has_sparse_gradients(engine: DeepSpeedEngine, _: MuonConfig) -> bool:
     return any(module.sparse and module.weight.requires_grad for module in modules)
 
 
-def _is_norm(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-
-
 def _shares_sequences(engine: DeepSpeedEngine) -> bool:
     return int(engine.sequence_parallel_size) > 1
 
@@ -122,11 +124,6 @@ _DIVIDED_ATTENTION = (
 )
 
 _REFUSED: dict[str, _Row] = {
-    "a gradient_clipping that is no number of at least 0": (
-        lambda engine, _: not _is_norm(engine.gradient_clipping()),
-        "DeepSpeed compares it with norms. Write a number (0 for no clipping), or leave the key out for DeepSpeed's "
-        "default",
-    ),
     # Offload
     "zero_optimization.offload_optimizer.device nvme at stages 1 and 2": (
         lambda engine, config: _on_nvme(engine, config) and engine.zero_optimization_stage() < 3,

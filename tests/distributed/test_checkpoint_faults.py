@@ -272,7 +272,7 @@ def test_a_set_does_not_mix_with_another_checkpoint(ranks: Any, tmp_path: Path) 
         assert all("of another checkpoint" in text and "muon_consolidated" in text for text in refused), (
             refused
         )
-        assert gone.endswith("gone: no such folder"), gone
+        assert gone.endswith("gone: no such folder: give the folder of a checkpoint"), gone
 
 
 def folders_that_are_none(rank: int, world_size: int, *, folder: str) -> list[str]:

@@ -276,8 +276,8 @@ def refusal(rank: int, world_size: int, *, stage: int, change: dict[str, Any]) -
         (0, {"sparse": True}, "sparse=False"),
         (3, {"sparse": True}, "sparse=False"),
         (2, {"sparse_gradients": True}, "sparse_gradients"),
-        (0, {"gradient_clipping": None}, "gradient_clipping that is no number of at least 0 is not supported"),
-        (2, {"gradient_clipping": "1.0"}, "Write a number (0 for no clipping)"),
+        (0, {"gradient_clipping": None}, "gradient_clipping must be a number of at least 0, got None"),
+        (2, {"gradient_clipping": "1.0"}, "got '1.0': DeepSpeed compares it with norms. Write a number (0"),
     ],
 )  # fmt: skip
 def test_refused_by_initialize(ranks: Any, stage: int, change: dict[str, Any], said: str) -> None:
