@@ -10,6 +10,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -270,11 +271,11 @@ Unit unit() {
 #if defined(__x86_64__)
   static const Unit found = [] {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-      return Unit::avx512;
-    }
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? Unit::avx2 : Unit::plain;
+    unsigned a, b, c = 0, d;  // GCC 9 and 10 do not take __builtin_cpu_supports("f16c")
+    __get_cpuid(1, &a, &b, &c, &d);
+    if (!(c & bit_F16C) || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Unit::plain;
+    const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    return avx512 && __builtin_cpu_supports("avx512vl") ? Unit::avx512 : Unit::avx2;
   }();
   return found;
 #else
